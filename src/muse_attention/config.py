@@ -1,0 +1,210 @@
+"""`MuSeConfig`: every choice of the method in one validated, printable value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, Literal, Self
+
+Dipole = Literal["none", "tilted", "shared", "centred"]
+Clustering = Literal["streaming", "lloyd"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dipole": ("none", "tilted", "shared", "centred"),
+    "clustering": ("streaming", "lloyd"),
+}
+_SMALLEST = {
+    "query_clusters": 1,
+    "key_clusters": 1,
+    "retrieved_clusters": 0,
+    "retrieved_blocks": 1,
+    "block_size": 1,
+    "lloyd_iterations": 1,
+    "seed": 0,
+}
+_SWITCHES = ("tilt", "monopole", "differentiable_aggregation")
+_SYMBOLS = {
+    "Q": ("query_clusters",),
+    "K": ("key_clusters",),
+    "QK": ("query_clusters", "key_clusters"),
+    "R": ("retrieved_clusters",),
+    "SP": ("retrieved_blocks",),
+    "B": ("block_size",),
+}
+_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d+)(k?)")
+_EXAMPLE = 'write it like "Q128K128R8SP1B8k" or "QK32R2B1k,clustering=lloyd"'
+
+
+@dataclasses.dataclass(frozen=True)
+class MuSeConfig:
+    """The operating point of MuSe attention.
+
+    `str(config)` is the paper's notation, `Q128K128R8SP1B8k`, followed by `,name=value` for every other field that is
+    not at its default; `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024.
+    """
+
+    query_clusters: int = 128
+    """Q: clusters of queries, found over the whole sequence."""
+    key_clusters: int = 128
+    """K: clusters of keys, found over the whole sequence."""
+    retrieved_clusters: int = 8
+    """R: key clusters each query opens. 0 leaves only the summaries."""
+    retrieved_blocks: int = 1
+    """SP: blocks of an opened cluster that are attended to token by token."""
+    block_size: int = 8192
+    """B: length of a spatial block. Attention inside a block is exact."""
+    tilt: bool = True
+    """Weigh each summary by `exp(query centroid . key)`. False: plain means, and queries are not clustered."""
+    monopole: bool = True
+    """Represent what was not retrieved by its summaries. False: ignore it."""
+    dipole: Dipole = "none"
+    """First-order correction of the summaries' values. An alternative to retrieval: it needs `retrieved_clusters=0`."""
+    differentiable_aggregation: bool = True
+    """False: the weights that aggregate keys and values into summaries are constants for the gradient."""
+    clustering: Clustering = "streaming"
+    """`streaming`: one pass in minibatches of 64. `lloyd`: `lloyd_iterations` passes over everything at once."""
+    cap_factor: float | None = 4.0
+    """Largest cluster allowed inside a block, in units of the mean. None: no limit."""
+    seed: int = 0
+    """Seed of the shuffle that starts the clustering: the only randomness there is."""
+    lloyd_iterations: int = 2
+    """Full-batch iterations of `clustering="lloyd"`."""
+
+    def __post_init__(self) -> None:
+        for name, smallest in _SMALLEST.items():
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
+                raise ValueError(f"MuSeConfig: {name}={size!r} must be an integer of at least {smallest}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"MuSeConfig: {name}={getattr(self, name)!r} must be True or False")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"MuSeConfig: {name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
+        if self.cap_factor is not None:
+            if isinstance(self.cap_factor, bool) or not isinstance(self.cap_factor, int | float):
+                raise ValueError(f"MuSeConfig: cap_factor={self.cap_factor!r} must be a number, or None for no cap")
+            if not (math.isfinite(self.cap_factor) and self.cap_factor >= 1):
+                raise ValueError(
+                    f"MuSeConfig: cap_factor={self.cap_factor!r} must be at least 1, or None for no cap: "
+                    "below 1 the clusters of a block cannot hold its tokens"
+                )
+            object.__setattr__(self, "cap_factor", float(self.cap_factor))
+        if self.dipole != "none" and (self.retrieved_clusters > 0 or not self.monopole):
+            raise ValueError(
+                f"MuSeConfig: dipole={self.dipole!r} corrects the summaries and replaces retrieval: "
+                "it needs retrieved_clusters=0 and monopole=True"
+            )
+
+    def __str__(self) -> str:
+        symbols = {symbol: names[0] for symbol, names in _SYMBOLS.items() if len(names) == 1}
+        notation = "".join(symbol + _format_size(getattr(self, name)) for symbol, name in symbols.items())
+        others = [field for field in dataclasses.fields(self) if field.name not in symbols.values()]
+        changed = [field.name for field in others if getattr(self, field.name) != field.default]
+        return ",".join([notation, *(f"{name}={_format_option(getattr(self, name))}" for name in changed)])
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `"Q128K128R8SP1B8k"`, `"QK32R2B1k,clustering=lloyd"`: what is not named keeps its default."""
+        if not isinstance(text, str):
+            raise ValueError(f"MuSeConfig.parse: text={text!r} is not a string; {_EXAMPLE}")
+        return _parse(cls, text)
+
+    @classmethod
+    def for_length(cls, length: int) -> Self:
+        """The paper's scaling rule: 8 blocks, `QK = 128 sqrt(length / 64k)`, `R = QK / 16`, each a power of two.
+
+        Halfway between two powers the lower one is taken, as in the paper's tables (32k has 64 clusters). Sizes stop
+        shrinking at 16 clusters and blocks of 256, so anything up to 256 tokens is attended to exactly.
+        """
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"MuSeConfig.for_length: length={length!r} must be a positive integer")
+        octaves = math.log2(length / 65536)
+        clusters = max(16, _nearest_power_of_two(7 + octaves / 2))
+        block_size = max(256, _nearest_power_of_two(13 + octaves))
+        return cls(
+            query_clusters=clusters,
+            key_clusters=clusters,
+            retrieved_clusters=clusters // 16,
+            block_size=block_size,
+        )
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated again."""
+        unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
+        if unknown:
+            raise ValueError(f"MuSeConfig: unknown field {unknown[0]!r}; fields are {_field_names()}")
+        return dataclasses.replace(self, **changes)
+
+    def number_of_blocks(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def largest_cluster(self, clusters: int) -> int | None:
+        """Most tokens of one block that one of `clusters` clusters may hold; None without a cap."""
+        return None if self.cap_factor is None else math.ceil(self.cap_factor * self.block_size / clusters)
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(cls: type[MuSeConfig], text: str) -> Any:
+    notation, *options = (part.strip() for part in text.split(","))
+    if "=" in notation:
+        notation, options = "", [notation, *options]
+    elif not notation:
+        raise ValueError(f"cannot read the MuSe configuration {text!r}: {_EXAMPLE}")
+    changes: dict[str, Any] = {}
+
+    def change(name: str, setting: Any) -> None:
+        if name in changes:
+            raise ValueError(f"cannot read the MuSe configuration {text!r}: {name} is given twice")
+        changes[name] = setting
+
+    position = 0
+    while position < len(notation):
+        term = _TERM.match(notation, position)
+        if term is None:
+            raise ValueError(f"cannot read {notation[position:]!r} in the MuSe configuration {text!r}: {_EXAMPLE}")
+        symbol, digits, thousand = term.groups()
+        for name in _SYMBOLS[symbol]:
+            change(name, int(digits) * (1024 if thousand else 1))
+        position = term.end()
+    for option in options:
+        name, equals, setting = (part.strip() for part in option.partition("="))
+        if not equals or name not in _field_names():
+            raise ValueError(
+                f"cannot read {option!r} in the MuSe configuration {text!r}: "
+                f"options are name=value with a name from {', '.join(_field_names())}"
+            )
+        change(name, _read_option(name, setting, text))
+    return cls(**changes)
+
+
+def _read_option(name: str, setting: str, text: str) -> Any:
+    if name in _CHOICES:
+        return setting
+    if name in _SWITCHES and setting.lower() in ("true", "false"):
+        return setting.lower() == "true"
+    if name == "cap_factor" and setting.lower() == "none":
+        return None
+    try:
+        return float(setting) if name == "cap_factor" else int(setting)
+    except ValueError:
+        kind = "true or false" if name in _SWITCHES else "a number"
+        raise ValueError(f"{name}={setting!r} in the MuSe configuration {text!r} must be {kind}") from None
+
+
+def _field_names() -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(MuSeConfig))
+
+
+def _format_size(size: int) -> str:
+    return f"{size // 1024}k" if size and size % 1024 == 0 else str(size)
+
+
+def _format_option(setting: Any) -> str:
+    return str(setting).lower() if setting is None or isinstance(setting, bool) else str(setting)
+
+
+def _nearest_power_of_two(exponent: float) -> int:
+    return 2 ** max(0, math.ceil(exponent - 0.5))

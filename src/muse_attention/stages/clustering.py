@@ -1,0 +1,97 @@
+"""Stage 1: centroids over the whole sequence, then capped assignment inside each block."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+from muse_attention.shuffle import seeded_shuffle
+from muse_attention.stages.grouping import group_rows, rank_in_group
+
+MINIBATCH = 64
+DECAY = 0.9
+
+
+def cluster(vectors: Tensor, clusters: int, config: MuSeConfig) -> tuple[Tensor, Tensor]:
+    """Cluster (heads, N, D) vectors: centroids (heads, clusters, D) and assignment (heads, N) int32."""
+    # A vector that is not finite must poison what attends to it, not the clustering of everything else.
+    vectors = torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
+    centroids = find_centroids(vectors, clusters, config)
+    return centroids, assign(vectors, centroids, config)
+
+
+def find_centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor:
+    length = vectors.shape[1]
+    order = seeded_shuffle(length, config.seed, vectors.device)
+    start = order[(torch.arange(clusters, device=order.device) * max(1, length // clusters)) % length]
+    if config.clustering == "lloyd":
+        return _lloyd(vectors, vectors[:, start], config.lloyd_iterations)
+    return _streaming(vectors[:, order], vectors[:, start])
+
+
+def _lloyd(vectors: Tensor, centroids: Tensor, iterations: int) -> Tensor:
+    for _ in range(iterations):
+        members = _one_hot(_affinity(vectors, centroids).argmax(-1), centroids.shape[1], vectors.dtype)
+        sizes = members.sum(1)[..., None]
+        centroids = torch.where(sizes > 0, members.mT @ vectors / sizes.clamp(min=1), centroids)
+    return centroids
+
+
+def _streaming(shuffled: Tensor, centroids: Tensor) -> Tensor:
+    """One pass in minibatches. A centroid that receives `x_1 .. x_m` in a minibatch ends it with the total
+    `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of updating it with one vector after another."""
+    totals, counts = centroids, torch.ones_like(centroids[..., 0])
+    for minibatch in shuffled.split(MINIBATCH, dim=1):
+        members = _one_hot(_affinity(minibatch, centroids).argmax(-1), centroids.shape[1], shuffled.dtype)
+        received = members.cumsum(1)
+        weights = members * DECAY ** (received[:, -1:] - received)
+        decay = DECAY ** received[:, -1]
+        totals = decay[..., None] * totals + weights.mT @ minibatch
+        counts = decay * counts + weights.sum(1)
+        centroids = totals / counts[..., None]
+    return centroids
+
+
+def assign(vectors: Tensor, centroids: Tensor, config: MuSeConfig) -> Tensor:
+    """Nearest centroid, at most `cap` vectors of a block each. It proceeds in rounds.
+
+    In each round every unassigned vector proposes to the nearest centroid that has room, and each centroid accepts
+    proposals, lowest position first, until it is full.
+    """
+    heads, length, _ = vectors.shape
+    clusters = centroids.shape[1]
+    affinity = _affinity(vectors, centroids)
+    assignment = affinity.argmax(-1).flatten()  # (heads * N,)
+    cap = config.largest_cluster(clusters)
+    if cap is None:
+        return assignment.view(heads, length).int()
+
+    affinity = affinity.flatten(0, 1)
+    position = torch.arange(length, device=vectors.device)
+    blocks = config.number_of_blocks(length)
+    head = torch.arange(heads, device=vectors.device)[:, None]
+    block = (head * blocks + position // config.block_size).flatten()  # (heads * N,)
+    room = torch.full((heads * blocks * clusters,), cap, device=vectors.device)
+    waiting = torch.arange(heads * length, device=vectors.device)
+    while waiting.numel():
+        if waiting.numel() < assignment.numel():
+            full = (room == 0).view(-1, clusters)[block[waiting]]
+            assignment[waiting] = affinity[waiting].masked_fill(full, -math.inf).argmax(-1)
+        proposals = group_rows(block[waiting] * clusters + assignment[waiting], room.shape[0])
+        rejected = rank_in_group(proposals) >= torch.repeat_interleave(room, proposals.sizes)
+        room = (room - proposals.sizes).clamp(min=0)
+        waiting = waiting[proposals.order[rejected].sort().values]
+    return assignment.view(heads, length).int()
+
+
+def _affinity(vectors: Tensor, centroids: Tensor) -> Tensor:
+    """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share. Always finite."""
+    half_norms = (centroids * centroids).sum(-1)[:, None] / 2
+    return torch.nan_to_num_(torch.baddbmm(half_norms, vectors, centroids.mT, beta=-1))
+
+
+def _one_hot(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    return (index[..., None] == torch.arange(size, device=index.device)).to(dtype)

@@ -1,0 +1,96 @@
+"""Ragged groups of rows as batches of padded tiles: how every far-field stage becomes a batched matrix product.
+
+Buckets of keys, segments of queries and the queries of a bucket are all groups of very different sizes. A stage walks
+over tiles: pieces of groups, of similar size, padded to the longest among them, and few enough to stay in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_ELEMENTS = 1 << 20
+"""Numbers in the largest intermediate of one batch of tiles."""
+LARGEST_PADDING = 0.75
+"""A batch of tiles ends where the next tile would fill less than this share of its rows."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rows of a table, sorted by the group they belong to."""
+
+    order: Tensor
+    """(grouped rows,) int64: row numbers, group after group, ascending inside each"""
+    starts: Tensor
+    """(groups,) int64: where each group begins in `order`"""
+    sizes: Tensor
+    """(groups,) int64"""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A batch of `T` tiles of `m` rows."""
+
+    group: Tensor
+    """(T,) int64: the group each tile is a piece of"""
+    rows: Tensor
+    """(T, m) int64: row numbers; a padded place repeats the tile's last row"""
+    valid: Tensor
+    """(T, m) bool: False at padded places"""
+
+    def scatter(self, table: Tensor, rows: Tensor) -> None:
+        """Write (T, m, ...) `rows` into `table`, whose last row takes what is padding."""
+        table[self.places(table)] = rows
+
+    def places(self, table: Tensor) -> Tensor:
+        """(T, m): `rows`, with every padded place sent to the last row of `table`."""
+        return torch.where(self.valid, self.rows, table.shape[0] - 1)
+
+
+def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:
+    """Sort rows by group; rows of group -1 are left out."""
+    sizes = torch.bincount(group_of_row + 1, minlength=number_of_groups + 1)
+    order = torch.sort(group_of_row, stable=True).indices[int(sizes[0]) :]
+    sizes = sizes[1:]
+    return Groups(order, sizes.cumsum(0) - sizes, sizes)
+
+
+def rank_in_group(groups: Groups) -> Tensor:
+    """(grouped rows,) int64: for each place of `order`, its rank inside its group."""
+    return torch.arange(groups.order.shape[0], device=groups.order.device) - torch.repeat_interleave(
+        groups.starts, groups.sizes
+    )
+
+
+def tiles(
+    groups: Groups, elements_per_row: int, *, among: Tensor | None = None, most_rows: int | None = None
+) -> Iterator[Tiles]:
+    """Walk over the groups (or those numbered in `among`) in tiles of at most `most_rows` rows, longest first."""
+    device = groups.order.device
+    number = torch.arange(groups.sizes.shape[0], device=device) if among is None else among
+    sizes, starts = groups.sizes[number], groups.starts[number]
+    if most_rows is not None:
+        pieces = -(-sizes // most_rows)
+        first_piece = torch.repeat_interleave(pieces.cumsum(0) - pieces, pieces)
+        skipped = (torch.arange(first_piece.shape[0], device=device) - first_piece) * most_rows
+        number = torch.repeat_interleave(number, pieces)
+        sizes = (torch.repeat_interleave(sizes, pieces) - skipped).clamp(max=most_rows)
+        starts = torch.repeat_interleave(starts, pieces) + skipped
+    sizes, by_size = torch.sort(sizes, descending=True, stable=True)
+    number, starts = number[by_size], starts[by_size]
+    lengths: list[int] = sizes.tolist()
+    begin = 0
+    while begin < len(lengths) and lengths[begin] > 0:
+        longest = lengths[begin]
+        end = begin + 1
+        limit = min(len(lengths), begin + max(1, TILE_ELEMENTS // (longest * elements_per_row)))
+        while end < limit and lengths[end] >= LARGEST_PADDING * longest:
+            end += 1
+        place = torch.arange(longest, device=device)
+        size = sizes[begin:end, None]
+        rows = groups.order[starts[begin:end, None] + torch.minimum(place, size - 1)]
+        yield Tiles(number[begin:end], rows, place < size)
+        begin = end

@@ -1,0 +1,213 @@
+"""Exact attention inside each block, through the fused operators that return the lse.
+
+Their backward operators take the output and the lse as arguments, and are handed those of the *merged* softmax. They
+form `delta = sum(dO * O)` from it. A gradient of the lse enters as one more column: with 0 appended to the values, 1 to
+`dO` and `-dL` to `O`, they form `sum(dO * O) - dL`, while `dO . v` is unchanged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from muse_attention.structures import Partial
+
+_QUERY_CHUNK = 1024
+"""Queries at a time where no fused operator exists."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block_size: int, *, is_causal: bool, scale: float) -> Partial:
+    """Block-diagonal attention of (batch, heads, N, D) queries to (batch, key heads, N, D) keys."""
+    parts = [
+        fused_attention(*rows, is_causal=is_causal, scale=scale) for rows in _blocks((query, key, value), block_size)
+    ]
+    shape = query.shape[:2]
+    return Partial(
+        torch.cat([_unfold(part.out, shape) for part in parts], dim=2),
+        torch.cat([_unfold(part.lse[..., None], shape)[..., 0] for part in parts], dim=2),
+    )
+
+
+def attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_size: int,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; `out` and `lse` are those of the merged softmax."""
+    if grad_lse is not None:
+        grad_lse = grad_lse[..., None]
+        value = pad(value, (0, 1))
+        out = torch.cat([out, -grad_lse.to(out.dtype)], dim=-1)
+        grad_out = torch.cat([grad_out, torch.ones_like(grad_lse, dtype=out.dtype)], dim=-1)
+    parts: list[tuple[Tensor, ...]] = []
+    for rows in _blocks((grad_out, query, key, value, out, lse[..., None]), block_size):
+        *tensors, block_lse = rows
+        parts.append(fused_attention_backward(*tensors, block_lse[..., 0], is_causal=is_causal, scale=scale))
+    shapes = (query.shape[:2], key.shape[:2], key.shape[:2])
+    gradients = (
+        torch.cat([_unfold(part, shape) for part in gradient], dim=2)
+        for gradient, shape in zip(zip(*parts, strict=True), shapes, strict=True)
+    )
+    grad_query, grad_key, grad_value = gradients
+    return grad_query, grad_key, grad_value if grad_lse is None else grad_value[..., :-1]
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Partial:
+    """Exact attention and its lse by the fused operator of the device; head dimensions may differ."""
+    value_dim = value.shape[-1]
+    operator = _operator(query)
+    query, key, value = _equal_dims((query, key, value), operator)
+    if operator == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=None, scale=scale
+        )
+    elif operator == "flash":
+        key, value = _repeat_heads((key, value), query.shape[1])
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )
+    else:
+        key, value = _repeat_heads((key, value), query.shape[1])
+        out, lse = _chunked_attention(query, key, value, is_causal=is_causal, scale=scale)
+    return Partial(out[..., :value_dim], lse)
+
+
+def fused_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    head_dim, value_dim, key_heads = query.shape[-1], value.shape[-1], key.shape[1]
+    operator = _operator(query)
+    query, key, value, out, grad_out = _equal_dims((query, key, value, out, grad_out), operator)
+    if operator == "cpu":
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=None, scale=scale
+        )
+    else:
+        key, value = _repeat_heads((key, value), query.shape[1])
+        if operator == "flash":
+            length = query.shape[2]
+            nothing = torch.empty(0, dtype=torch.int64, device=query.device)
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                grad_out, query, key, value, out, lse.contiguous(), nothing, nothing, length, length, 0.0, is_causal,
+                nothing, nothing, scale=scale,
+            )  # fmt: skip
+        else:
+            gradients = _chunked_attention_backward(
+                grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale
+            )
+    grad_query, grad_key, grad_value = gradients
+    return (
+        grad_query[..., :head_dim],
+        _sum_heads(grad_key, key_heads)[..., :head_dim],
+        _sum_heads(grad_value, key_heads)[..., :value_dim],
+    )
+
+
+def _operator(query: Tensor) -> str:
+    if query.device.type == "cpu":
+        return "cpu"
+    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] < 256:
+        return "flash"
+    return "chunked"
+
+
+def _equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...]:
+    """Zero columns up to one head dimension for all; zeros change neither logits nor outputs."""
+    dim = max(tensor.shape[-1] for tensor in tensors)
+    if operator == "flash":
+        dim = -(-dim // 8) * 8
+    return tuple(pad(tensor, (0, dim - tensor.shape[-1])) if tensor.shape[-1] < dim else tensor for tensor in tensors)
+
+
+def _repeat_heads(tensors: tuple[Tensor, ...], heads: int) -> list[Tensor]:
+    return [tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in tensors]
+
+
+def _sum_heads(gradient: Tensor, heads: int) -> Tensor:
+    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
+
+
+def _chunked_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for begin, queries in _query_chunks(query):
+        logits = _logits(queries, key, begin, is_causal=is_causal, scale=scale)
+        lse = logits.logsumexp(-1)
+        lses.append(lse)
+        outs.append((logits - lse[..., None]).exp_().to(value.dtype) @ value)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _chunked_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_queries, grad_key, grad_value = [], torch.zeros_like(key), torch.zeros_like(value)
+    delta = (grad_out * out).sum(-1, dtype=lse.dtype)
+    for begin, queries in _query_chunks(query):
+        rows = slice(begin, begin + queries.shape[2])
+        logits = _logits(queries, key, begin, is_causal=is_causal, scale=scale)
+        weights = (logits - lse[:, :, rows, None]).clamp_(max=0).exp_()
+        response = (grad_out[:, :, rows] @ value.mT).to(lse.dtype) - delta[:, :, rows, None]
+        d_logits = (weights * response * scale).to(query.dtype)
+        grad_queries.append(d_logits @ key)
+        grad_key += d_logits.mT @ queries
+        grad_value += weights.to(value.dtype).mT @ grad_out[:, :, rows]
+    return torch.cat(grad_queries, dim=2), grad_key, grad_value
+
+
+def _query_chunks(query: Tensor) -> list[tuple[int, Tensor]]:
+    return [(index * _QUERY_CHUNK, chunk) for index, chunk in enumerate(query.split(_QUERY_CHUNK, dim=2))]
+
+
+def _logits(queries: Tensor, key: Tensor, begin: int, *, is_causal: bool, scale: float) -> Tensor:
+    logits = (queries @ key.mT).to(torch.promote_types(queries.dtype, torch.float32)) * scale
+    if is_causal:
+        position = torch.arange(key.shape[2], device=key.device)
+        logits = logits.masked_fill(position[begin : begin + queries.shape[2], None] < position, -torch.inf)
+    return logits
+
+
+def _blocks(tensors: tuple[Tensor, ...], block_size: int) -> list[list[Tensor]]:
+    """Cut (batch, heads, N, X) tensors into blocks, the blocks into the batch; a short last block comes by itself."""
+    length = tensors[0].shape[2]
+    whole = length // block_size * block_size
+    cuts = [(0, whole, block_size), (whole, length, length - whole)]
+    return [
+        [
+            tensor[:, :, begin:end].unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)  # (batch nb, heads, B, X)
+            for tensor in tensors
+        ]
+        for begin, end, size in cuts
+        if end > begin
+    ]
+
+
+def _unfold(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """(batch nb, heads, B, X) -> (batch, heads, nb B, X)"""
+    return blocks.unflatten(0, (shape[0], -1)).transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,122 @@
+"""Stage 5: exact attention to the retrieved buckets, bucket by bucket.
+
+Pairs (query, retrieved bucket) are sorted by bucket. A tile is some queries of one bucket together with all its keys,
+so its softmax is complete and each pair yields one partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.stages.grouping import Groups, Tiles, group_rows, tiles
+from muse_attention.stages.merging import merge
+from muse_attention.structures import Partial
+
+LONGEST_TILE = 128
+"""Queries of one bucket that attend to it at once."""
+PARTIAL_ELEMENTS = 1 << 26
+"""Numbers in the partial outputs kept at a time: with more pairs than that, picks are merged a few at a time."""
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
+    """Attention of (rows, D) queries to the buckets each of them picked.
+
+    `keys` and `values` are the rows that `buckets` groups; `picks` is (rows, picks), numbers of buckets, -1 for none.
+    """
+    picks_at_once = max(1, PARTIAL_ELEMENTS // (queries.shape[0] * values.shape[-1]))
+    return merge([_attend(queries, keys, values, some, buckets) for some in picks.split(picks_at_once, dim=1)])
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
+    out = values.new_zeros(picks.numel() + 1, values.shape[-1])
+    lse = values.new_full((picks.numel() + 1,), -torch.inf)
+    for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
+        tile_values = values[tile.key_rows]
+        logits = tile.logits(queries[tile.query_rows], keys[tile.key_rows])
+        tile_lse = logits.logsumexp(-1)
+        tile.pairs.scatter(out, torch.bmm((logits - tile_lse[..., None]).exp_(), tile_values))
+        tile.pairs.scatter(lse, tile_lse)
+    lse = lse[:-1].view(picks.shape)
+    merged = lse.logsumexp(-1)
+    shift = torch.where(merged == -torch.inf, 0, merged)
+    shares = (lse - shift[:, None]).exp_()
+    return Partial(torch.bmm(shares[:, None], out[:-1].view(*picks.shape, -1))[:, 0], merged)
+
+
+def attend_backward(
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    picks: Tensor,
+    buckets: Groups,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
+    grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
+    for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
+        tile_queries, tile_grad_out = queries[tile.query_rows], grad_out[tile.query_rows]
+        tile_keys, tile_values = keys[tile.key_rows], values[tile.key_rows]
+        # Padding gets an infinite lse, and so no weight.
+        tile_lse = torch.where(tile.pairs.valid, lse[tile.query_rows], torch.inf)[..., None]
+        weights = tile.logits(tile_queries, tile_keys).sub_(tile_lse).clamp_(max=0).exp_()
+        d_logits = torch.bmm(tile_grad_out, tile_values.mT).sub_(delta[tile.query_rows][..., None]).mul_(weights)
+        _add_rows(grad_queries, tile.query_rows, d_logits @ tile_keys)
+        _add_rows(grad_keys, tile.key_rows, d_logits.mT @ tile_queries)
+        _add_rows(grad_values, tile.key_rows, weights.mT @ tile_grad_out)
+    return grad_queries, grad_keys, grad_values
+
+
+@dataclass(frozen=True)
+class _PairTiles:
+    """A batch of `T` tiles: `m` queries of one bucket each, and the bucket's keys padded to `s`."""
+
+    pairs: Tiles
+    query_rows: Tensor
+    """(T, m)"""
+    key_rows: Tensor
+    """(T, s); a padded place repeats the bucket's last key"""
+    key_valid: Tensor
+    """(T, s) bool"""
+
+    def logits(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """(T, m, s), -inf at padded keys."""
+        return torch.bmm(queries, keys.mT).masked_fill_(~self.key_valid[:, None], -torch.inf)
+
+
+def _pair_tiles(picks: Tensor, buckets: Groups, head_dim: int) -> Iterator[_PairTiles]:
+    """Walk over all pairs, buckets of similar size together."""
+    numbers = picks.flatten().long()
+    # An empty bucket has nothing to attend to (a query that is not finite may still have picked one).
+    numbers = torch.where(buckets.sizes[numbers.clamp(min=0)] > 0, numbers, -1)
+    pairs = group_rows(numbers, buckets.sizes.shape[0])
+    for among, longest in _buckets_by_size(buckets, pairs):
+        for tile in tiles(pairs, longest + 3 * head_dim, among=among, most_rows=LONGEST_TILE):
+            place = torch.arange(longest, device=picks.device)
+            size = buckets.sizes[tile.group][:, None]
+            key_rows = buckets.order[buckets.starts[tile.group][:, None] + torch.minimum(place, size - 1)]
+            yield _PairTiles(tile, tile.rows // picks.shape[1], key_rows, place < size)
+
+
+def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, int]]:
+    """The buckets that anyone picked, in batches of similar size: their numbers and the largest size."""
+    wanted = torch.nonzero(pairs.sizes)[:, 0]
+    sizes, by_size = torch.sort(buckets.sizes[wanted], stable=True)
+    wanted, lengths = wanted[by_size], sizes.tolist()
+    begin = 0
+    while begin < len(lengths):
+        end = begin
+        # Sizes within an eighth, or within 8, of the smallest.
+        while end < len(lengths) and lengths[end] <= max(lengths[begin] + 8, lengths[begin] * 9 // 8):
+            end += 1
+        yield wanted[begin:end], lengths[end - 1]
+        begin = end
+
+
+def _add_rows(table: Tensor, rows: Tensor, gradients: Tensor) -> None:
+    table.index_add_(0, rows.flatten(), gradients.flatten(0, 1))

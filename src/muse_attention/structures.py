@@ -1,0 +1,63 @@
+"""What passes between the stages of the method: four small frozen structures.
+
+Axes: `G` key heads of all sequences, `H` query heads, `N` tokens, `M` queries that share a key head, `Q` query
+clusters, `K` key clusters, `nb` blocks, `D` and `Dv` the head dimensions of keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """A separate clustering of the queries and of the keys of each head. It carries no gradient.
+
+    Centroids of queries live in the space of the *scaled* queries: the softmax scale is folded in first.
+    """
+
+    query_centroids: Tensor
+    """(batch, query heads, Q, D)"""
+    query_assignment: Tensor
+    """(batch, query heads, N) int32: the cluster of each query"""
+    key_centroids: Tensor
+    """(batch, key heads, K, D)"""
+    key_assignment: Tensor
+    """(batch, key heads, N) int32: the cluster of each key"""
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """Each bucket (block, key cluster) as seen from each query cluster: a log-mass and two tilted means.
+
+    An empty bucket has log-mass -inf and means 0.
+    """
+
+    log_mass: Tensor
+    """(G, Q, nb, K)"""
+    key_mean: Tensor
+    """(G, Q, nb, K, D)"""
+    value_mean: Tensor
+    """(G, Q, nb, K, Dv)"""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The key clusters each query opens and, in each of them, the blocks it attends to token by token. -1: none."""
+
+    opened: Tensor
+    """(batch, query heads, N, opened clusters) int32"""
+    retrieved: Tensor
+    """(batch, query heads, N, opened clusters, blocks) int32"""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Softmax attention over some of a query's terms: their output, and the logsumexp of their logits."""
+
+    out: Tensor
+    """(..., Dv)"""
+    lse: Tensor
+    """(...,); -inf where a query has no such term, and then `out` is 0"""
