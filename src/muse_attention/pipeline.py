@@ -27,26 +27,43 @@ WORKSPACE_ELEMENTS = 1 << 26
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
     """Cluster the scaled queries and the keys of each head."""
-    if config.tilt:
-        of_queries = _cluster_heads(query, scale, config.query_clusters, config)
-    else:
+    if not config.tilt:
         # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
         of_queries = (
             query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype)),
             query.new_zeros(query.shape[:3], dtype=torch.int32),
         )
-    return Clusters(*of_queries, *_cluster_heads(key, 1.0, config.key_clusters, config))
+        return Clusters(*of_queries, *_cluster_heads([(key, 1.0)], config.key_clusters, config)[0])
+    if config.query_clusters != config.key_clusters:
+        (of_queries,) = _cluster_heads([(query, scale)], config.query_clusters, config)
+        (of_keys,) = _cluster_heads([(key, 1.0)], config.key_clusters, config)
+    else:
+        # Streaming is a chain of small steps: queries and keys take them together.
+        of_queries, of_keys = _cluster_heads([(query, scale), (key, 1.0)], config.key_clusters, config)
+    return Clusters(*of_queries, *of_keys)
 
 
-def _cluster_heads(vectors: Tensor, scale: float, clusters: int, config: MuSeConfig) -> tuple[Tensor, Tensor]:
-    batch, heads, length, head_dim = vectors.shape
-    flat = vectors.reshape(batch * heads, length, head_dim)
+def _cluster_heads(
+    sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig
+) -> list[tuple[Tensor, Tensor]]:
+    """Centroids and assignment of each (batch, heads, N, D) tensor, times its factor."""
+    length, head_dim = sides[0][0].shape[2:]
+    heads = [
+        (head, factor) for tensor, factor in sides for head in tensor.reshape(-1, length, head_dim)
+    ]
+    dtype = compute_dtype(sides[0][0].dtype)
     parts = [
-        clustering.cluster(flat[group].to(compute_dtype(vectors.dtype)) * scale, clusters, config)
-        for group in _head_groups(batch * heads, 2 * length * (clusters + head_dim))
+        clustering.cluster(
+            torch.stack([head.to(dtype) * factor for head, factor in heads[group]]), clusters, config
+        )
+        for group in _head_groups(len(heads), 2 * length * (clusters + head_dim))
     ]
     centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
-    return centroids.view(batch, heads, clusters, head_dim), assignment.view(batch, heads, length)
+    sizes = [tensor.shape[0] * tensor.shape[1] for tensor, _ in sides]
+    return [
+        (some.view(*tensor.shape[:2], clusters, head_dim), assigned.view(tensor.shape[:3]))
+        for (tensor, _), some, assigned in zip(sides, centroids.split(sizes), assignment.split(sizes), strict=True)
+    ]
 
 
 def forward(
@@ -252,10 +269,14 @@ def _summaries_backward(
             differentiable_aggregation=differentiable,
         )
         _add_summaries(grad_seen, to_seen)
-    to_buckets = summaries.accumulate_backward(
-        grad_seen, of_buckets, seen, is_causal=is_causal, differentiable_aggregation=differentiable
+    summaries.accumulate_backward(
+        grad_seen,
+        of_buckets,
+        seen,
+        is_causal=is_causal,
+        differentiable_aggregation=differentiable,
+        add_to=grad_buckets,
     )
-    _add_summaries(grad_buckets, to_buckets)
     to_keys, to_values = summaries.summarise_backward(
         grad_buckets,
         of_buckets,

@@ -34,7 +34,8 @@ def find_centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor
 
 def _lloyd(vectors: Tensor, centroids: Tensor, iterations: int) -> Tensor:
     for _ in range(iterations):
-        members = _one_hot(_affinity(vectors, centroids).argmax(-1), centroids.shape[1], vectors.dtype)
+        number = torch.arange(centroids.shape[1], device=vectors.device)
+        members = (_affinity(vectors, centroids).argmax(-1)[..., None] == number).to(vectors.dtype)
         sizes = members.sum(1)[..., None]
         centroids = torch.where(sizes > 0, members.mT @ vectors / sizes.clamp(min=1), centroids)
     return centroids
@@ -43,15 +44,22 @@ def _lloyd(vectors: Tensor, centroids: Tensor, iterations: int) -> Tensor:
 def _streaming(shuffled: Tensor, centroids: Tensor) -> Tensor:
     """One pass in minibatches. A centroid that receives `x_1 .. x_m` in a minibatch ends it with the total
     `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of updating it with one vector after another."""
-    totals, counts = centroids, torch.ones_like(centroids[..., 0])
+    clusters = centroids.shape[1]
+    number = torch.arange(clusters, device=shuffled.device)
+    powers = DECAY ** torch.arange(MINIBATCH + 1, device=shuffled.device, dtype=shuffled.dtype)
+    after = torch.ones(MINIBATCH, MINIBATCH, dtype=torch.bool, device=shuffled.device).triu(1)
+    # A column of ones makes the count one more total.
+    shuffled = torch.cat([shuffled, torch.ones_like(shuffled[..., :1])], dim=-1)
+    totals = torch.cat([centroids, torch.ones_like(centroids[..., :1])], dim=-1)
     for minibatch in shuffled.split(MINIBATCH, dim=1):
-        members = _one_hot(_affinity(minibatch, centroids).argmax(-1), centroids.shape[1], shuffled.dtype)
-        received = members.cumsum(1)
-        weights = members * DECAY ** (received[:, -1:] - received)
-        decay = DECAY ** received[:, -1]
-        totals = decay[..., None] * totals + weights.mT @ minibatch
-        counts = decay * counts + weights.sum(1)
-        centroids = totals / counts[..., None]
+        nearest = _affinity(minibatch[..., :-1], centroids).argmax(-1)
+        members = (nearest[..., None] == number).to(totals.dtype)
+        size = minibatch.shape[1]
+        followers = ((nearest[..., None] == nearest[:, None]) & after[:size, :size]).sum(-1)
+        received = members.sum(1).long()
+        weighted = minibatch * powers[followers][..., None]
+        totals = torch.baddbmm(powers[received][..., None] * totals, members.mT, weighted)
+        centroids = totals[..., :-1] / totals[..., -1:]
     return centroids
 
 
@@ -63,7 +71,7 @@ def assign(vectors: Tensor, centroids: Tensor, config: MuSeConfig) -> Tensor:
     """
     heads, length, _ = vectors.shape
     clusters = centroids.shape[1]
-    affinity = _affinity(vectors, centroids)
+    affinity = _affinity(vectors, centroids).nan_to_num_()
     assignment = affinity.argmax(-1).flatten()  # (heads * N,)
     cap = config.largest_cluster(clusters)
     if cap is None:
@@ -88,10 +96,6 @@ def assign(vectors: Tensor, centroids: Tensor, config: MuSeConfig) -> Tensor:
 
 
 def _affinity(vectors: Tensor, centroids: Tensor) -> Tensor:
-    """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share. Always finite."""
-    half_norms = (centroids * centroids).sum(-1)[:, None] / 2
-    return torch.nan_to_num_(torch.baddbmm(half_norms, vectors, centroids.mT, beta=-1))
-
-
-def _one_hot(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    return (index[..., None] == torch.arange(size, device=index.device)).to(dtype)
+    """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
+    norms = (centroids * centroids).sum(-1)[:, None]
+    return torch.baddbmm(norms, vectors, centroids.mT, beta=-0.5)

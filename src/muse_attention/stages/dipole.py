@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.config import Dipole
+from muse_attention.stages.exponential import exp_
 from muse_attention.stages.grouping import Groups, group_rows, tiles
 from muse_attention.stages.summaries import accumulate, accumulate_backward, summarise, summarise_backward
 from muse_attention.structures import Summaries
@@ -73,7 +74,7 @@ def find_correction(
 
     mass = accumulated.log_mass
     total = mass.logsumexp(-1, keepdim=True)
-    merge_weights = torch.where(mass == -torch.inf, 0, (mass - total).clamp(max=0).exp())
+    merge_weights = torch.where(mass == -torch.inf, 0, exp_((mass - total).clamp_(max=0)))
     if kind == "tilted":
         matrix = _split_moments(accumulated_moments, values)[1][:, :, :, 0]
         matrix = matrix - torch.einsum(
@@ -126,12 +127,14 @@ def find_correction_backward(
         centred = grad_weights - (weights * grad_weights).sum(-1, keepdim=True)
         grad_accumulated.log_mass.copy_(weights * centred)
 
-    of_blocks = accumulate_backward(
+    of_blocks = Summaries(*(torch.zeros_like(part) for part in _parts(correction.moments)))
+    accumulate_backward(
         grad_moments,
         correction.moments,
         correction.accumulated_moments,
         is_causal=is_causal,
         differentiable_aggregation=differentiable_aggregation,
+        add_to=of_blocks,
     )
     grad_keys, grad_values = torch.empty_like(keys), torch.empty_like(values)
     clusters = correction.moments.log_mass.shape[-1]
@@ -160,7 +163,7 @@ def shift_values(correction: Correction, residuals: Tensor, segments: Groups) ->
     table = correction.matrix.flatten(0, 2)
     shift = residuals.new_zeros(residuals.shape[0] + 1, table.shape[1])
     for tile in tiles(segments, residuals.shape[1] + table.shape[1]):
-        tile.scatter(shift, residuals[tile.rows] @ table[tile.group].mT)
+        tile.scatter(shift, tile.gather(residuals) @ table[tile.group].mT)
     return shift[:-1]
 
 
@@ -172,9 +175,9 @@ def shift_values_backward(
     grad_residuals = residuals.new_zeros(residuals.shape[0] + 1, residuals.shape[1])
     grad_table = torch.zeros_like(table)
     for tile in tiles(segments, residuals.shape[1] + table.shape[1]):
-        tile_grad = grad_shift[tile.rows] * tile.valid[..., None]
+        tile_grad = tile.gather(grad_shift) * tile.valid[..., None]
         tile.scatter(grad_residuals, tile_grad @ table[tile.group])
-        grad_table[tile.group] = tile_grad.mT @ residuals[tile.rows]
+        grad_table[tile.group] = tile_grad.mT @ tile.gather(residuals)
     return grad_residuals[:-1], grad_table.view_as(correction.matrix)
 
 

@@ -41,13 +41,18 @@ class Tiles:
     valid: Tensor
     """(T, m) bool: False at padded places"""
 
+    def gather(self, table: Tensor) -> Tensor:
+        """(T, m, ...): the rows of `table`."""
+        return take_rows(table, self.rows)
+
     def scatter(self, table: Tensor, rows: Tensor) -> None:
         """Write (T, m, ...) `rows` into `table`, whose last row takes what is padding."""
-        table[self.places(table)] = rows
+        table[torch.where(self.valid, self.rows, table.shape[0] - 1)] = rows
 
-    def places(self, table: Tensor) -> Tensor:
-        """(T, m): `rows`, with every padded place sent to the last row of `table`."""
-        return torch.where(self.valid, self.rows, table.shape[0] - 1)
+
+def take_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """`table[rows]`, by the operator that is twice as fast for it."""
+    return table.index_select(0, rows.flatten()).view(*rows.shape, *table.shape[1:])
 
 
 def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:

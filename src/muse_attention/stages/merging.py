@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from muse_attention.stages.exponential import exp_
 from muse_attention.structures import Partial
 
 
@@ -18,7 +19,7 @@ def merge(partials: Sequence[Partial]) -> Partial:
     shift = torch.where(lse == -torch.inf, 0, lse)
     out = torch.zeros_like(partials[0].out)
     for partial in partials:
-        out += (partial.lse - shift).exp_()[..., None] * partial.out
+        out += exp_(partial.lse - shift)[..., None] * partial.out
     return Partial(out, lse)
 
 

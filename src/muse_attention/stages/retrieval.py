@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.stages.grouping import Groups, Tiles, group_rows, tiles
+from muse_attention.stages.exponential import exp_
+from muse_attention.stages.grouping import Groups, Tiles, group_rows, take_rows, tiles
 from muse_attention.stages.merging import merge
 from muse_attention.structures import Partial
 
-LONGEST_TILE = 128
+LONGEST_TILE = 256
 """Queries of one bucket that attend to it at once."""
 PARTIAL_ELEMENTS = 1 << 26
 """Numbers in the partial outputs kept at a time: with more pairs than that, picks are merged a few at a time."""
@@ -32,19 +33,24 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
-    out = values.new_zeros(picks.numel() + 1, values.shape[-1])
+    value_dim = values.shape[-1]
+    out = values.new_zeros(picks.numel() + 1, value_dim)
     lse = values.new_full((picks.numel() + 1,), -torch.inf)
+    # A column of ones beside the values makes the normaliser one more weighted sum.
+    values = torch.cat([values, torch.ones_like(values[:, :1])], dim=1)
     for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
-        tile_values = values[tile.key_rows]
-        logits = tile.logits(queries[tile.query_rows], keys[tile.key_rows])
-        tile_lse = logits.logsumexp(-1)
-        tile.pairs.scatter(out, torch.bmm((logits - tile_lse[..., None]).exp_(), tile_values))
-        tile.pairs.scatter(lse, tile_lse)
+        logits = torch.bmm(take_rows(queries, tile.query_rows), take_rows(keys, tile.key_rows).mT)  # (T, m, s)
+        # Padding repeats a key of the bucket, so the maximum is right; zero rows keep it out of the sums.
+        shift = logits.amax(-1, keepdim=True)
+        sums = torch.bmm(exp_(logits.sub_(shift)), take_rows(values, tile.key_rows) * tile.key_valid)
+        total = sums[..., value_dim:]
+        tile.pairs.scatter(out, sums[..., :value_dim] / total)
+        tile.pairs.scatter(lse, (total.log() + shift)[..., 0])
     lse = lse[:-1].view(picks.shape)
     merged = lse.logsumexp(-1)
     shift = torch.where(merged == -torch.inf, 0, merged)
-    shares = (lse - shift[:, None]).exp_()
-    return Partial(torch.bmm(shares[:, None], out[:-1].view(*picks.shape, -1))[:, 0], merged)
+    shares = exp_(lse - shift[:, None])
+    return Partial(torch.bmm(shares[:, None], out[:-1].view(*picks.shape, value_dim))[:, 0], merged)
 
 
 def attend_backward(
@@ -60,15 +66,17 @@ def attend_backward(
     """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
     grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
     for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
-        tile_queries, tile_grad_out = queries[tile.query_rows], grad_out[tile.query_rows]
-        tile_keys, tile_values = keys[tile.key_rows], values[tile.key_rows]
+        tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
+        # Padded keys are zero, so they give nothing to the queries; `key_valid` keeps what they would receive away.
+        tile_keys = take_rows(keys, tile.key_rows) * tile.key_valid
+        tile_values = take_rows(values, tile.key_rows)
         # Padding gets an infinite lse, and so no weight.
-        tile_lse = torch.where(tile.pairs.valid, lse[tile.query_rows], torch.inf)[..., None]
-        weights = tile.logits(tile_queries, tile_keys).sub_(tile_lse).clamp_(max=0).exp_()
-        d_logits = torch.bmm(tile_grad_out, tile_values.mT).sub_(delta[tile.query_rows][..., None]).mul_(weights)
+        tile_lse = torch.where(tile.pairs.valid, take_rows(lse, tile.query_rows), torch.inf)[..., None]
+        weights = exp_(torch.bmm(tile_queries, tile_keys.mT).sub_(tile_lse).clamp_(max=0))
+        d_logits = torch.bmm(tile_grad_out, tile_values.mT).sub_(take_rows(delta, tile.query_rows)[..., None]).mul_(weights)
         _add_rows(grad_queries, tile.query_rows, d_logits @ tile_keys)
-        _add_rows(grad_keys, tile.key_rows, d_logits.mT @ tile_queries)
-        _add_rows(grad_values, tile.key_rows, weights.mT @ tile_grad_out)
+        _add_rows(grad_keys, tile.key_rows, (d_logits.mT @ tile_queries) * tile.key_valid)
+        _add_rows(grad_values, tile.key_rows, (weights.mT @ tile_grad_out) * tile.key_valid)
     return grad_queries, grad_keys, grad_values
 
 
@@ -82,11 +90,7 @@ class _PairTiles:
     key_rows: Tensor
     """(T, s); a padded place repeats the bucket's last key"""
     key_valid: Tensor
-    """(T, s) bool"""
-
-    def logits(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """(T, m, s), -inf at padded keys."""
-        return torch.bmm(queries, keys.mT).masked_fill_(~self.key_valid[:, None], -torch.inf)
+    """(T, s, 1) bool"""
 
 
 def _pair_tiles(picks: Tensor, buckets: Groups, head_dim: int) -> Iterator[_PairTiles]:
@@ -100,7 +104,7 @@ def _pair_tiles(picks: Tensor, buckets: Groups, head_dim: int) -> Iterator[_Pair
             place = torch.arange(longest, device=picks.device)
             size = buckets.sizes[tile.group][:, None]
             key_rows = buckets.order[buckets.starts[tile.group][:, None] + torch.minimum(place, size - 1)]
-            yield _PairTiles(tile, tile.rows // picks.shape[1], key_rows, place < size)
+            yield _PairTiles(tile, tile.rows // picks.shape[1], key_rows, (place < size)[..., None])
 
 
 def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, int]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from muse_attention.stages.exponential import exp_
 from muse_attention.stages.grouping import Groups, Tiles, tiles
 from muse_attention.structures import Partial, Selection, Summaries
 
@@ -39,45 +40,39 @@ def select_and_attend(
     """
     _, _, blocks, key_clusters = summaries.log_mass.shape
     places = residuals.shape[0] + 1
-    out = residuals.new_zeros(places, summaries.value_mean.shape[-1])
+    value_dim = summaries.value_mean.shape[-1]
+    out = residuals.new_zeros(places, value_dim)
     lse = residuals.new_full((places,), -torch.inf)
     given = selection
-    if selection is None:
+    if given is not None:
+        opening = given.opened.shape[-1] > 0
+    else:
         k1, k2 = min(retrieved_clusters, key_clusters), min(retrieved_blocks, blocks)
+        opening = k1 > 0
         selection = Selection(
             opened=torch.full((places, k1), -1, dtype=torch.int32, device=residuals.device),
             retrieved=torch.full((places, k1, k2), -1, dtype=torch.int32, device=residuals.device),
         )
-    for tile, reading in _read_tiles(segments, summaries, accumulated, is_causal=is_causal):
-        tile_residuals = residuals[tile.rows]
-        cluster_logits = reading.cluster_logits(tile_residuals)
-        if given is None:
-            opened = _top(cluster_logits, selection.opened.shape[-1])
-            tile.scatter(selection.opened, opened.int())
-        else:
-            opened = given.opened[tile.rows].long()
-        retrieving = opened.shape[-1] > 0
-        if retrieving:
-            block_logits = reading.block_logits(tile_residuals, opened)
+    assert selection is not None
+    for tile, reading in _read_tiles(segments, summaries, accumulated, is_causal=is_causal, blocks_too=opening):
+        logits = reading.logits(tile.gather(residuals))
+        if opening:
             if given is None:
-                retrieved = _top(block_logits.mT, selection.retrieved.shape[-1])
+                opened, retrieved = reading.select(logits, *selection.retrieved.shape[1:])
+                tile.scatter(selection.opened, opened.int())
                 tile.scatter(selection.retrieved, retrieved.int())
             else:
-                retrieved = given.retrieved[tile.rows].long()
+                opened, retrieved = tile.gather(given.opened).long(), tile.gather(given.retrieved).long()
         if not attend:
             continue
-        cluster_logits = _without(cluster_logits, opened)
-        tile_lse = cluster_logits.logsumexp(-1)
-        if retrieving:
-            block_logits = _without(block_logits.mT, retrieved).mT
-            tile_lse = torch.logaddexp(tile_lse, block_logits.flatten(-2).logsumexp(-1))
-        shift = torch.where(tile_lse == -torch.inf, 0, tile_lse)[..., None]
-        tile_out = (cluster_logits - shift).exp_() @ reading.cluster_values
-        if retrieving:
-            weights = (block_logits - shift[..., None]).exp_()
-            tile_out += reading.spread(weights, opened) @ reading.block_values
-        tile.scatter(out, tile_out)
-        tile.scatter(lse, tile_lse)
+        if opening:
+            reading.keep_only_terms(logits, opened, retrieved)
+        shift = logits.amax(-1, keepdim=True)
+        shift = torch.where(shift == -torch.inf, 0, shift)
+        weights = exp_(logits.sub_(shift))
+        total = weights.sum(-1, keepdim=True)
+        tile.scatter(out, (weights @ reading.values) / torch.where(total == 0, 1, total))
+        tile.scatter(lse, (total.log() + shift)[..., 0])
     if given is None:
         selection = Selection(selection.opened[:-1], selection.retrieved[:-1])
     return Partial(out[:-1], lse[:-1]), selection
@@ -101,125 +96,102 @@ def attend_backward(
     """
     grad_residuals = residuals.new_zeros(residuals.shape[0] + 1, residuals.shape[1])
     grad_summaries, grad_accumulated = _zeros_like(summaries), _zeros_like(accumulated)
-    for tile, reading in _read_tiles(segments, summaries, accumulated, is_causal=is_causal):
-        tile_residuals, tile_grad_out = residuals[tile.rows], grad_out[tile.rows]
-        opened = selection.opened[tile.rows].long()
+    opening = selection.opened.shape[-1] > 0
+    for tile, reading in _read_tiles(segments, summaries, accumulated, is_causal=is_causal, blocks_too=opening):
+        tile_residuals, tile_grad_out = tile.gather(residuals), tile.gather(grad_out)
+        logits = reading.logits(tile_residuals)
+        if opening:
+            reading.keep_only_terms(
+                logits, tile.gather(selection.opened).long(), tile.gather(selection.retrieved).long()
+            )
         # Padding gets an infinite lse, and so no weight.
-        tile_lse = torch.where(tile.valid, lse[tile.rows], torch.inf)[..., None]
-        tile_delta = delta[tile.rows][..., None]
-
-        logits = _without(reading.cluster_logits(tile_residuals), opened)
-        weights = (logits - tile_lse).clamp_(max=0).exp_()
-        d_logits = weights * (torch.bmm(tile_grad_out, reading.cluster_values.mT) - tile_delta)
-        grad_tile_residuals = d_logits @ reading.cluster_keys
-        reading.add_to_clusters(grad_accumulated, d_logits, weights, tile_residuals, tile_grad_out)
-
-        if opened.shape[-1] > 0:
-            logits = reading.block_logits(tile_residuals, opened)
-            logits = _without(logits.mT, selection.retrieved[tile.rows].long()).mT
-            weights = (logits - tile_lse[..., None]).clamp_(max=0).exp_()
-            response = reading.of_opened(torch.bmm(tile_grad_out, reading.block_values.mT), opened)
-            d_logits = reading.spread(weights * (response - tile_delta[..., None]), opened)
-            weights = reading.spread(weights, opened)
-            grad_tile_residuals += d_logits @ reading.block_keys
-            reading.add_to_blocks(grad_summaries, d_logits, weights, tile_residuals, tile_grad_out)
-        tile.scatter(grad_residuals, grad_tile_residuals)
+        tile_lse = torch.where(tile.valid, tile.gather(lse), torch.inf)[..., None]
+        weights = exp_(logits.sub_(tile_lse).clamp_(max=0))
+        d_logits = torch.bmm(tile_grad_out, reading.values.mT).sub_(tile.gather(delta)[..., None]).mul_(weights)
+        tile.scatter(grad_residuals, d_logits @ reading.keys)
+        reading.add_gradients(
+            grad_summaries,
+            grad_accumulated,
+            Summaries(d_logits.sum(1), d_logits.mT @ tile_residuals, weights.mT @ tile_grad_out),
+        )
     return grad_residuals[:-1], grad_summaries, grad_accumulated
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """The summaries that each tile of a batch reads: `T` tiles, queries of one block, which see `seen` blocks."""
+    """The summaries that `T` tiles, queries of one block, read: a table with a row for the accumulated summaries and
+    one for each of the `seen` blocks, and a column for each key cluster. S = (1 + seen) K."""
 
     block: int
     segment: Tensor
-    """(T,): row of each tile in tables with the axes (head, query cluster) flattened"""
-    cluster_mass: Tensor
-    """(T, 1, K)"""
-    cluster_keys: Tensor
-    """(T, K, D)"""
-    cluster_values: Tensor
-    """(T, K, Dv)"""
-    block_mass: Tensor
-    """(T, seen, K); -inf for the queries' own block"""
-    block_keys: Tensor
-    """(T, seen K, D)"""
-    block_values: Tensor
-    """(T, seen K, Dv)"""
+    """(T,): row of each tile in summaries with the axes (head, query cluster) flattened"""
+    key_clusters: int
+    mass: Tensor
+    """(T, 1, S); -inf for empty ones and for the queries' own block"""
+    keys: Tensor
+    """(T, S, D)"""
+    values: Tensor
+    """(T, S, Dv)"""
 
-    def cluster_logits(self, residuals: Tensor) -> Tensor:
-        """(T, m, K)"""
-        return torch.baddbmm(self.cluster_mass, residuals, self.cluster_keys.mT)
+    def logits(self, residuals: Tensor) -> Tensor:
+        """(T, m, S): `r . kbar + mu`"""
+        return torch.baddbmm(self.mass, residuals, self.keys.mT)
 
-    def block_logits(self, residuals: Tensor, opened: Tensor) -> Tensor:
-        """(T, m, seen, opened clusters); -inf where none is opened."""
-        logits = torch.baddbmm(self.block_mass.flatten(1)[:, None], residuals, self.block_keys.mT)
-        return self.of_opened(logits, opened).masked_fill_((opened < 0)[..., None, :], -torch.inf)
+    def select(self, logits: Tensor, clusters: int, blocks: int) -> tuple[Tensor, Tensor]:
+        """The clusters to open (T, m, clusters), and the blocks to retrieve from each (T, m, clusters, blocks)."""
+        table = logits.unflatten(-1, (-1, self.key_clusters))
+        opened = _top(table[:, :, 0], clusters)
+        columns = opened.clamp(min=0)[..., None, :].expand(-1, -1, table.shape[2] - 1, -1)
+        of_opened = table[:, :, 1:].gather(-1, columns)  # (T, m, seen, clusters)
+        retrieved = _top(of_opened.mT, blocks)
+        return opened, torch.where(opened[..., None] < 0, -1, retrieved)
 
-    def of_opened(self, dense: Tensor, opened: Tensor) -> Tensor:
-        """(T, m, seen K) -> (T, m, seen, opened clusters)"""
-        dense = dense.view(*dense.shape[:-1], *self.block_mass.shape[1:])
-        return dense.gather(-1, self._columns(opened))
+    def keep_only_terms(self, logits: Tensor, opened: Tensor, retrieved: Tensor) -> None:
+        """Set to -inf, in place, what is no term: opened clusters, blocks of others, retrieved blocks.
 
-    def spread(self, of_opened: Tensor, opened: Tensor) -> Tensor:
-        """(T, m, seen, opened clusters) -> (T, m, seen K), 0 elsewhere."""
-        dense = of_opened.new_zeros(*of_opened.shape[:2], *self.block_mass.shape[1:])
-        return dense.scatter_add_(-1, self._columns(opened), of_opened).flatten(-2)
+        Places without a selection (-1) repeat the first one. Where there is no first one nothing exists to be opened.
+        """
+        table = logits.unflatten(-1, (-1, self.key_clusters))
+        opened = torch.where(opened < 0, opened[..., :1], opened).clamp(min=0)
+        closed = torch.full_like(table[:, :, 0], -torch.inf).scatter_(-1, opened, 0)
+        table[:, :, 1:] += closed[:, :, None]
+        term = ((retrieved + 1) * self.key_clusters + opened[..., None]).flatten(2)
+        term = torch.where(retrieved.flatten(2) < 0, opened[..., :1], term)
+        logits.scatter_(-1, opened, -torch.inf).scatter_(-1, term, -torch.inf)
 
-    def _columns(self, opened: Tensor) -> Tensor:
-        return opened.clamp(min=0)[..., None, :].expand(-1, -1, self.block_mass.shape[1], -1)
-
-    def add_to_clusters(
-        self, gradient: Summaries, d_logits: Tensor, weights: Tensor, residuals: Tensor, grad_out: Tensor
-    ) -> None:
-        def add(table: Tensor, rows: Tensor) -> None:
-            table.flatten(0, 1)[:, self.block].index_add_(0, self.segment, rows)
-
-        add(gradient.log_mass, d_logits.sum(1))
-        add(gradient.key_mean, d_logits.mT @ residuals)
-        add(gradient.value_mean, weights.mT @ grad_out)
-
-    def add_to_blocks(
-        self, gradient: Summaries, d_logits: Tensor, weights: Tensor, residuals: Tensor, grad_out: Tensor
-    ) -> None:
-        def add(table: Tensor, rows: Tensor) -> None:
-            seen = table.flatten(0, 1)[:, : self.block_mass.shape[1]]
-            seen.index_add_(0, self.segment, rows.view(-1, *seen.shape[1:]))
-
-        add(gradient.log_mass, d_logits.sum(1))
-        add(gradient.key_mean, d_logits.mT @ residuals)
-        add(gradient.value_mean, weights.mT @ grad_out)
+    def add_gradients(self, to_summaries: Summaries, to_accumulated: Summaries, gradient: Summaries) -> None:
+        """Add gradients of the table, (T, S, ...), to those of the summaries it was read from."""
+        for summaries, accumulated, rows in zip(
+            _parts(to_summaries), _parts(to_accumulated), _parts(gradient), strict=True
+        ):
+            table = rows.unflatten(1, (-1, self.key_clusters))
+            seen = table.shape[1] - 1
+            accumulated.flatten(0, 1)[:, self.block].index_add_(0, self.segment, table[:, 0])
+            if seen:
+                summaries.flatten(0, 1)[:, :seen].index_add_(0, self.segment, table[:, 1:])
 
 
 def _read_tiles(
-    segments: Groups, summaries: Summaries, accumulated: Summaries, *, is_causal: bool
+    segments: Groups, summaries: Summaries, accumulated: Summaries, *, is_causal: bool, blocks_too: bool
 ) -> Iterator[tuple[Tiles, _Reading]]:
-    """All segments that see any block, block after block."""
+    """All segments that see any block, block after block. The blocks' own summaries are read only if `blocks_too`."""
     heads, query_clusters, blocks, key_clusters = summaries.log_mass.shape
     segment = torch.arange(heads * query_clusters, device=summaries.log_mass.device)
-    # Segments are numbered (head, block, query cluster); tables have the query cluster before the block.
-    head, query_cluster = segment // query_clusters, segment % query_clusters
     for block in range(1 if is_causal else 0, blocks):
-        seen = block if is_causal else blocks
-        among = (head * blocks + block) * query_clusters + query_cluster
-        for tile in tiles(segments, seen * key_clusters, among=among, most_rows=LONGEST_TILE):
+        seen = 0 if not blocks_too else block if is_causal else blocks
+        # Groups are numbered (head, block, query cluster); summaries have the query cluster before the block.
+        among = (segment // query_clusters * blocks + block) * query_clusters + segment % query_clusters
+        for tile in tiles(segments, (1 + seen) * key_clusters, among=among, most_rows=LONGEST_TILE):
             of_tile = tile.group // (blocks * query_clusters) * query_clusters + tile.group % query_clusters
-            block_mass = summaries.log_mass.flatten(0, 1)[of_tile, :seen]
-            if not is_causal:
-                block_mass[:, block] = -torch.inf
-            yield (
-                tile,
-                _Reading(
-                    block=block,
-                    segment=of_tile,
-                    cluster_mass=accumulated.log_mass.flatten(0, 1)[of_tile, None, block],
-                    cluster_keys=accumulated.key_mean.flatten(0, 1)[of_tile, block],
-                    cluster_values=accumulated.value_mean.flatten(0, 1)[of_tile, block],
-                    block_mass=block_mass,
-                    block_keys=summaries.key_mean.flatten(0, 1)[of_tile, :seen].flatten(1, 2),
-                    block_values=summaries.value_mean.flatten(0, 1)[of_tile, :seen].flatten(1, 2),
-                ),
+            mass, keys, values = (
+                torch.cat(
+                    [all_seen.flatten(0, 1)[of_tile, block, None], part.flatten(0, 1)[of_tile, :seen]], dim=1
+                ).flatten(1, 2)
+                for all_seen, part in zip(_parts(accumulated), _parts(summaries), strict=True)
             )
+            if seen > block:
+                mass[:, (1 + block) * key_clusters : (2 + block) * key_clusters] = -torch.inf
+            yield tile, _Reading(block, of_tile, key_clusters, mass[:, None], keys, values)
 
 
 def _top(logits: Tensor, count: int) -> Tensor:
@@ -230,15 +202,9 @@ def _top(logits: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(indices, (0, count - available), value=-1)
 
 
-def _without(logits: Tensor, indices: Tensor) -> Tensor:
-    """`logits` with the terms at `indices` along the last axis (-1: none) set to -inf."""
-    chosen = torch.zeros(*logits.shape[:-1], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
-    return logits.masked_fill(chosen.scatter_(-1, indices + 1, True)[..., 1:], -torch.inf)
+def _parts(summaries: Summaries) -> tuple[Tensor, Tensor, Tensor]:
+    return summaries.log_mass, summaries.key_mean, summaries.value_mean
 
 
 def _zeros_like(summaries: Summaries) -> Summaries:
-    return Summaries(
-        torch.zeros_like(summaries.log_mass),
-        torch.zeros_like(summaries.key_mean),
-        torch.zeros_like(summaries.value_mean),
-    )
+    return Summaries(*(torch.zeros_like(part) for part in _parts(summaries)))

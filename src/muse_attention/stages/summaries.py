@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muse_attention.stages.exponential import exp_
 from muse_attention.stages.grouping import Groups, tiles
 from muse_attention.structures import Summaries
 
@@ -22,15 +23,19 @@ def summarise(
     log_mass = keys.new_full(shape, -torch.inf)
     key_mean = keys.new_zeros(*shape, head_dim)
     value_mean = keys.new_zeros(*shape, value_dim)
-    for tile in tiles(buckets, query_clusters + head_dim + value_dim):
+    # A column of ones beside keys and values makes the mass one more weighted sum.
+    table = torch.cat([keys, values, torch.ones_like(keys[..., :1])], dim=-1).flatten(0, 1)
+    for tile in tiles(buckets, query_clusters + table.shape[-1]):
         at = _bucket_index(tile.group, blocks, key_clusters)
-        tile_keys, tile_values = keys.flatten(0, 1)[tile.rows], values.flatten(0, 1)[tile.rows]
-        logits = _tilt(centroids[at[0]], tile_keys, tile.valid)  # (T, Q, m)
-        mass = logits.logsumexp(-1)
-        weights = (logits - mass[..., None]).exp_()
-        log_mass[at] = mass
-        key_mean[at] = weights @ tile_keys
-        value_mean[at] = weights @ tile_values
+        rows = tile.gather(table)
+        logits = centroids[at[0]] @ rows[..., :head_dim].mT  # (T, Q, m)
+        # Padding repeats a key of the bucket, so the maximum is right; zero rows keep it out of the sums.
+        shift = logits.amax(-1, keepdim=True)
+        sums = exp_(logits.sub_(shift)) @ (rows * tile.valid[..., None])
+        mass = sums[..., -1:]
+        log_mass[at] = (mass.log() + shift)[..., 0]
+        key_mean[at] = sums[..., :head_dim] / mass
+        value_mean[at] = sums[..., head_dim:-1] / mass
     return Summaries(log_mass, key_mean, value_mean)
 
 
@@ -51,18 +56,19 @@ def summarise_backward(
     grad_values = _with_spare_row(values)
     for tile in tiles(buckets, query_clusters + head_dim + value_dim):
         at = _bucket_index(tile.group, blocks, key_clusters)
-        tile_keys, tile_values = keys.flatten(0, 1)[tile.rows], values.flatten(0, 1)[tile.rows]
+        tile_keys, tile_values = tile.gather(keys.flatten(0, 1)), tile.gather(values.flatten(0, 1))
         tile_centroids = centroids[at[0]]
         d_key_mean, d_value_mean = gradient.key_mean[at], gradient.value_mean[at]  # (T, Q, D), (T, Q, Dv)
-        logits = _tilt(tile_centroids, tile_keys, tile.valid)
-        weights = (logits - summaries.log_mass[at][..., None]).clamp_(max=0).exp_()  # (T, Q, m)
+        # Padding gets weights as well, but `scatter` drops what they give.
+        logits = torch.bmm(tile_centroids, tile_keys.mT)  # (T, Q, m)
+        weights = exp_(logits.sub_(summaries.log_mass[at][..., None]).clamp_(max=0))
         d_logits = gradient.log_mass[at][..., None]
         if differentiable_aggregation:
             response = d_key_mean @ tile_keys.mT
             response += d_value_mean @ tile_values.mT
             mean_response = (d_key_mean * summaries.key_mean[at]).sum(-1)
             mean_response += (d_value_mean * summaries.value_mean[at]).sum(-1)
-            d_logits = d_logits + response - mean_response[..., None]
+            d_logits = response.add_((gradient.log_mass[at] - mean_response)[..., None])
         tile.scatter(grad_keys, weights.mT @ d_key_mean + (weights * d_logits).mT @ tile_centroids)
         tile.scatter(grad_values, weights.mT @ d_value_mean)
     return grad_keys[:-1].view_as(keys), grad_values[:-1].view_as(values)
@@ -84,39 +90,48 @@ def accumulate_backward(
     *,
     is_causal: bool,
     differentiable_aggregation: bool,
-) -> Summaries:
-    """Gradients of the summaries of each block from the gradients of the accumulated ones.
+    add_to: Summaries,
+) -> None:
+    """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
 
     With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum over
     all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the share
     of `b'` in its side times the share of that side; each factor is at most 1, so nothing overflows.
     """
-    d_mass = gradient.log_mass
-    if differentiable_aggregation:
-        d_mass = d_mass - (gradient.key_mean * accumulated.key_mean).sum(-1)
-        d_mass -= (gradient.value_mean * accumulated.value_mean).sum(-1)
-    at_accumulated = (d_mass, gradient.key_mean, gradient.value_mean)
-    if is_causal:
-        received = _exclusive_scan_backward(at_accumulated, summaries.log_mass, accumulated.log_mass, reverse=False)
-    else:
-        received = None
-        for reverse in (False, True):
+    for reverse in (False,) if is_causal else (False, True):
+        side = accumulated.log_mass
+        if not is_causal:
             (side,) = _exclusive_scan((summaries.log_mass,), reverse=reverse)
-            share = _ratio(side, accumulated.log_mass)
-            weighted = tuple(_scale(share, part) for part in at_accumulated)
-            one_side = _exclusive_scan_backward(weighted, summaries.log_mass, side, reverse=reverse)
-            received = one_side if received is None else tuple(a + b for a, b in zip(received, one_side, strict=True))
-        assert received is not None
-    d_mass, d_key_mean, d_value_mean = received
-    if differentiable_aggregation:
-        d_mass = d_mass + (d_key_mean * summaries.key_mean).sum(-1)
-        d_mass += (d_value_mean * summaries.value_mean).sum(-1)
-    return Summaries(d_mass, d_key_mean, d_value_mean)
+        blocks = range(side.shape[2])
+        walk = list(blocks if reverse else reversed(blocks))
+        running: tuple[Tensor, ...] | None = None
+        for block, after in zip(walk, [None, *walk], strict=False):
+            mass = side[:, :, block]
+            if running is not None:
+                # `running` = sum over the b already passed of exp(side_after - side_b) times the gradient at b.
+                share = _ratio(summaries.log_mass[:, :, block], side[:, :, after])
+                d_mass, d_keys, d_values = (_scale(share, part) for part in running)
+                if differentiable_aggregation:
+                    d_mass += (d_keys * summaries.key_mean[:, :, block]).sum(-1)
+                    d_mass += (d_values * summaries.value_mean[:, :, block]).sum(-1)
+                add_to.log_mass[:, :, block] += d_mass
+                add_to.key_mean[:, :, block] += d_keys
+                add_to.value_mean[:, :, block] += d_values
+            d_mass, d_keys, d_values = (part[:, :, block] for part in _parts(gradient))
+            if differentiable_aggregation:
+                d_mass = d_mass - (d_keys * accumulated.key_mean[:, :, block]).sum(-1)
+                d_mass -= (d_values * accumulated.value_mean[:, :, block]).sum(-1)
+            here = (d_mass, d_keys, d_values)
+            if not is_causal:
+                here = tuple(_scale(_ratio(mass, accumulated.log_mass[:, :, block]), part) for part in here)
+            if running is not None:
+                kept = _ratio(mass, side[:, :, after])
+                here = tuple(part + _scale(kept, state) for part, state in zip(here, running, strict=True))
+            running = here
 
 
-def _tilt(centroids: Tensor, keys: Tensor, valid: Tensor) -> Tensor:
-    """(T, Q, m): `c_i . k`, -inf at padding."""
-    return torch.bmm(centroids, keys.mT).masked_fill_(~valid[:, None], -torch.inf)
+def _parts(summaries: Summaries) -> tuple[Tensor, Tensor, Tensor]:
+    return summaries.log_mass, summaries.key_mean, summaries.value_mean
 
 
 def _bucket_index(group: Tensor, blocks: int, key_clusters: int) -> tuple[Tensor, slice, Tensor, Tensor]:
@@ -155,27 +170,9 @@ def _combine(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Ten
     return log_mass, *means
 
 
-def _exclusive_scan_backward(
-    gradient: tuple[Tensor, ...], log_mass: Tensor, scanned_mass: Tensor, *, reverse: bool
-) -> tuple[Tensor, ...]:
-    """At each block `b'`, the sum over the blocks `b` that scanned it of `exp(mu_b' - scanned_b)` gradient_b."""
-    received = [torch.zeros_like(part) for part in gradient]
-    blocks = range(log_mass.shape[2])
-    walk = list(blocks if reverse else reversed(blocks))
-    running = [part[:, :, walk[0]] for part in gradient]
-    for after, block in zip(walk, walk[1:], strict=False):
-        # `running` = sum over the b already passed of exp(scanned_after - scanned_b) gradient_b.
-        share = _ratio(log_mass[:, :, block], scanned_mass[:, :, after])
-        kept = _ratio(scanned_mass[:, :, block], scanned_mass[:, :, after])
-        for target, state in zip(received, running, strict=True):
-            target[:, :, block] = _scale(share, state)
-        running = [part[:, :, block] + _scale(kept, state) for part, state in zip(gradient, running, strict=True)]
-    return tuple(received)
-
-
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
     """`exp(part - whole)`, at most 1; 0 where the part is empty."""
-    return torch.where(part == -torch.inf, 0, (part - whole).clamp(max=0).exp())
+    return torch.where(part == -torch.inf, 0, exp_((part - whole).clamp_(max=0)))
 
 
 def _scale(weights: Tensor, rows: Tensor) -> Tensor:

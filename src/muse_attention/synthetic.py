@@ -1,0 +1,61 @@
+"""Synthetic queries, keys and values with the structure MuSe relies on: clustered, with skewed cluster sizes.
+
+Attention of a trained model is neither uniform nor one-hot. Here keys scatter around topic centres of very unequal
+popularity, queries look for topics, topics drift along the sequence, and values follow the topic of their key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def clustered_qkv(
+    batch: int,
+    heads: int,
+    length: int,
+    head_dim: int,
+    *,
+    key_heads: int | None = None,
+    value_dim: int | None = None,
+    topics: int = 64,
+    spread: float = 0.5,
+    sharpness: float = 1.5,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query (batch, heads, length, head_dim), key and value.
+
+    `spread` is the distance of keys from their topic's centre relative to the distance between centres. `sharpness`
+    scales the queries: with the usual softmax scale, the mean logit of a query's own topic is about
+    `sharpness * sqrt(head_dim)` above that of the others.
+    """
+    key_heads = heads if key_heads is None else key_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    centres = normal(batch, key_heads, topics, head_dim)
+    topic_values = normal(batch, key_heads, topics, value_dim)
+    popularity = torch.arange(1, topics + 1).float().reciprocal()  # Zipf: a few topics hold most of the tokens
+
+    def topic_of_tokens(number_of_heads: int) -> Tensor:
+        # Each stretch of the sequence favours its own few topics on top of the global popularity.
+        stretches = -(-length // 1024)
+        favour = torch.exp(normal(batch, number_of_heads, stretches, topics))
+        chance = (popularity * favour).flatten(0, 2)
+        drawn = torch.multinomial(chance, 1024, replacement=True, generator=generator)
+        return drawn.view(batch, number_of_heads, -1)[..., :length]
+
+    def rows(table: Tensor, index: Tensor) -> Tensor:
+        return table.gather(2, index[..., None].expand(*index.shape, table.shape[-1]))
+
+    key_topic, query_topic = topic_of_tokens(key_heads), topic_of_tokens(heads)
+    shared_centres = centres.repeat_interleave(heads // key_heads, dim=1)
+    key = rows(centres, key_topic) + spread * normal(batch, key_heads, length, head_dim)
+    query = sharpness * (rows(shared_centres, query_topic) / head_dim**0.5 + spread * normal(batch, heads, length, head_dim))
+    value = rows(topic_values, key_topic) + spread * normal(batch, key_heads, length, value_dim)
+    return query.to(device, dtype), key.to(device, dtype), value.to(device, dtype)
