@@ -1,0 +1,38 @@
+"""Multipole Semantic Attention: a training-time approximation of softmax attention for long contexts.
+
+    from muse_attention import muse_attention
+    out = muse_attention(query, key, value, is_causal=True)
+
+The algorithm, in order, and where to read each step:
+
+0. `config.py`: all choices in one value. `structures.py`: what passes between the steps.
+1. Cluster queries and keys, separately, over the whole sequence; assign inside each block: `stages/clustering.py`.
+2. Summarise each (query cluster, key cluster, block) by exponentially tilted means, and
+3. accumulate the summaries over the blocks a query sees: `stages/summaries.py`.
+4. Select the clusters to open and the blocks to retrieve; attend to the summaries of the rest: `stages/selection.py`.
+5. Attend exactly to the retrieved buckets, `stages/retrieval.py`, and to the own block, `stages/local.py`.
+6. Merge everything as one softmax: `stages/merging.py`.
+
+`reference.py` is all of it in one dense file, the definition. `pipeline.py` is the fast way, forward and backward;
+`operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
+"""
+
+from muse_attention.attention import find_clusters, muse_attention
+from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
+from muse_attention.by_name import Attention, get_attention
+from muse_attention.config import MuSeConfig
+from muse_attention.structures import Clusters
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "Clusters",
+    "MuSeConfig",
+    "block_diagonal_attention",
+    "exact_attention",
+    "find_clusters",
+    "get_attention",
+    "moba_attention",
+    "muse_attention",
+]

@@ -61,7 +61,7 @@ def _cluster_heads(
     centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
     sizes = [tensor.shape[0] * tensor.shape[1] for tensor, _ in sides]
     return [
-        (some.view(*tensor.shape[:2], clusters, head_dim), assigned.view(tensor.shape[:3]))
+        (some.clone().view(*tensor.shape[:2], clusters, head_dim), assigned.clone().view(tensor.shape[:3]))
         for (tensor, _), some, assigned in zip(sides, centroids.split(sizes), assignment.split(sizes), strict=True)
     ]
 

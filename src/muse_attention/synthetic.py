@@ -1,7 +1,8 @@
 """Synthetic queries, keys and values with the structure MuSe relies on: clustered, with skewed cluster sizes.
 
 Attention of a trained model is neither uniform nor one-hot. Here keys scatter around topic centres of very unequal
-popularity, queries look for topics, topics drift along the sequence, and values follow the topic of their key.
+popularity, queries look for topics and share a common direction, topics drift along the sequence, and values follow the
+topic of their key.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ def clustered_qkv(
     *,
     key_heads: int | None = None,
     value_dim: int | None = None,
-    topics: int = 64,
+    topics: int = 200,
     spread: float = 0.5,
-    sharpness: float = 1.5,
+    sharpness: float = 1.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query (batch, heads, length, head_dim), key and value.
 
-    `spread` is the distance of keys from their topic's centre relative to the distance between centres. `sharpness`
-    scales the queries: with the usual softmax scale, the mean logit of a query's own topic is about
-    `sharpness * sqrt(head_dim)` above that of the others.
+    `spread` is the distance of tokens from their topic's centre, relative to the distance between centres. `sharpness`
+    scales the queries, and so the contrast of the logits.
     """
     key_heads = heads if key_heads is None else key_heads
     value_dim = head_dim if value_dim is None else value_dim
@@ -56,6 +56,7 @@ def clustered_qkv(
     key_topic, query_topic = topic_of_tokens(key_heads), topic_of_tokens(heads)
     shared_centres = centres.repeat_interleave(heads // key_heads, dim=1)
     key = rows(centres, key_topic) + spread * normal(batch, key_heads, length, head_dim)
-    query = sharpness * (rows(shared_centres, query_topic) / head_dim**0.5 + spread * normal(batch, heads, length, head_dim))
+    sought = rows(shared_centres, query_topic) / 2 + normal(batch, heads, 1, head_dim)
+    query = sharpness * (sought + spread / 2 * normal(batch, heads, length, head_dim))
     value = rows(topic_values, key_topic) + spread * normal(batch, key_heads, length, value_dim)
     return query.to(device, dtype), key.to(device, dtype), value.to(device, dtype)

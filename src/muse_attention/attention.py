@@ -1,0 +1,172 @@
+"""`muse_attention`: check the arguments, choose a backend, call it."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from muse_attention import operator, reference
+from muse_attention.config import MuSeConfig
+from muse_attention.pipeline import compute_dtype
+from muse_attention.signature import check_arguments
+from muse_attention.structures import Clusters
+
+Backend = Literal["auto", "torch", "triton", "reference"]
+BACKENDS: tuple[str, ...] = ("auto", "torch", "triton", "reference")
+
+
+@overload
+def muse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    config: MuSeConfig | str | None = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+    clusters: Clusters | None = None,
+) -> Tensor: ...
+
+
+@overload
+def muse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    config: MuSeConfig | str | None = None,
+    backend: str = "auto",
+    return_lse: Literal[True],
+    clusters: Clusters | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def muse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    config: MuSeConfig | str | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    clusters: Clusters | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multipole Semantic Attention, with the call of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: (batch, heads, length, head_dim)
+        key: (batch, key heads, length, head_dim); fewer heads than `query` with `enable_gqa=True`
+        value: (batch, key heads, length, value_dim)
+        attn_mask, dropout_p: present for the signature; anything but None and 0.0 is an error
+        is_causal: attend to the past only
+        scale: factor of the logits, 1/sqrt(head_dim) by default
+        config: a `MuSeConfig`, its text (`"Q128K128R8SP1B8k"`), or None for `MuSeConfig.for_length(length)`
+        backend: `torch` (any device), `reference` (dense, slow, the definition), `triton` (CUDA), or `auto`
+        return_lse: also return the logsumexp of each query's logits, (batch, heads, length), natural logarithm,
+            float32 (float64 for float64 inputs), differentiable
+        clusters: a clustering from `find_clusters` to use instead of finding one
+
+    Returns:
+        (batch, heads, length, value_dim) in the dtype of `query`, or that and the lse.
+    """
+    factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    settings = resolve_config(config, query.shape[2])
+    chosen = resolve_backend(backend, query.device)
+    if clusters is not None:
+        _check_clusters(clusters, query, key, settings)
+    if chosen == "reference":
+        wide = compute_dtype(query.dtype)
+        result = reference.reference_attention(
+            query.to(wide),
+            key.to(wide),
+            value.to(wide),
+            settings,
+            is_causal=is_causal,
+            scale=factor,
+            clusters=clusters,
+        )
+        out, lse = result.out.to(query.dtype), result.lse
+    else:
+        if query.shape[2] <= settings.block_size:
+            clusters = operator.single_cluster(query, key)
+        elif clusters is None:
+            clusters = operator.cluster(query, key, settings, scale=factor)
+        merged, _ = operator.attend(query, key, value, clusters, settings, is_causal=is_causal, scale=factor)
+        out, lse = merged.out, merged.lse
+    return (out, lse) if return_lse else out
+
+
+def find_clusters(
+    query: Tensor,
+    key: Tensor,
+    *,
+    config: MuSeConfig | str | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Clusters:
+    """The clustering that `muse_attention` would find, to look at, or to hold fixed by passing it back."""
+    factor = check_arguments(query, key, key, None, 0.0, False, scale, True)
+    settings = resolve_config(config, query.shape[2])
+    if resolve_backend(backend, query.device) == "reference":
+        wide = compute_dtype(query.dtype)
+        return reference.find_clusters(query.detach().to(wide) * factor, key.detach().to(wide), settings)
+    return operator.cluster(query, key, settings, scale=factor)
+
+
+def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
+    if config is None:
+        return MuSeConfig.for_length(length)
+    if isinstance(config, MuSeConfig):
+        return config
+    if isinstance(config, str):
+        return MuSeConfig.parse(config)
+    raise ValueError(
+        f"config={config!r} is a {type(config).__name__}; it must be a MuSeConfig, a string like 'QK32R2B1k', or None"
+    )
+
+
+def resolve_backend(backend: str, device: torch.device) -> str:
+    """The backend that serves this device. One that was named and cannot serve is an error, never replaced."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        if device.type != "cuda":
+            raise ValueError(
+                f"backend='triton' needs tensors on a CUDA device, these are on {device}; "
+                "move them there, or use backend='torch'"
+            )
+        raise ValueError("backend='triton' is not part of this version; use backend='torch', which runs on CUDA too")
+    return "torch" if backend == "auto" else backend
+
+
+def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSeConfig) -> None:
+    expected = {
+        "query_centroids": (*query.shape[:2], config.query_clusters if config.tilt else 1, query.shape[3]),
+        "query_assignment": tuple(query.shape[:3]),
+        "key_centroids": (*key.shape[:2], config.key_clusters, key.shape[3]),
+        "key_assignment": tuple(key.shape[:3]),
+    }
+    for name, shape in expected.items():
+        found = tuple(getattr(clusters, name).shape)
+        if found != shape:
+            raise ValueError(
+                f"clusters.{name} has shape {found} where these tensors and this config need {shape}; "
+                "find them with the same config and lengths"
+            )

@@ -1,0 +1,81 @@
+"""Attention by name: one string names any attention of the library, with its settings.
+
+    exact
+    muse                            MuSeConfig.for_length of whatever length it is called with
+    muse:QK32R2B1k,clustering=lloyd
+    block_diagonal:8k
+    moba:L8kB512R1                  own block of 8k, and one retrieved block of 512
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from muse_attention.attention import muse_attention
+from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
+from muse_attention.config import MuSeConfig
+
+ATTENTIONS = ("exact", "muse", "block_diagonal", "moba")
+
+_SIZE = re.compile(r"(\d+)(k?)")
+_MOBA = re.compile(r"L(\d+k?)B(\d+k?)R(\d+)")
+
+
+class Attention(Protocol):
+    """The call that every attention of the library has: that of `scaled_dot_product_attention`, and `return_lse`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        return_lse: bool = False,
+    ) -> Any: ...
+
+
+def get_attention(name: str) -> Attention:
+    """The attention with this name, as a function; `ATTENTIONS` are the kinds there are."""
+    if not isinstance(name, str):
+        raise ValueError(f"the name of an attention is a string, not {name!r}")
+    kind, colon, settings = name.partition(":")
+    if colon and not settings:
+        raise ValueError(f"{name!r} names no settings; leave out the colon or add them")
+    if kind == "exact":
+        if settings:
+            raise ValueError(f"{name!r}: exact attention has no settings; write 'exact'")
+        return exact_attention
+    if kind == "muse":
+        return functools.partial(muse_attention, config=MuSeConfig.parse(settings) if settings else None)
+    if kind == "block_diagonal":
+        return functools.partial(block_diagonal_attention, block_size=_read_size(settings, name))
+    if kind == "moba":
+        if not settings:
+            return moba_attention
+        match = _MOBA.fullmatch(settings)
+        if match is None:
+            raise ValueError(f"cannot read {name!r}: write the sizes like 'moba:L8kB512R1'")
+        local, block, count = (_read_size(size, name) for size in match.groups())
+        if local % block:
+            raise ValueError(f"{name!r}: the own block of {local} must be a multiple of the retrieved block of {block}")
+        return functools.partial(
+            moba_attention, local_block_size=local, retrieval_block_size=block, retrieved_blocks=count
+        )
+    raise ValueError(f"unknown attention {name!r}; the kinds are {', '.join(ATTENTIONS)}")
+
+
+def _read_size(text: str, name: str) -> int:
+    match = _SIZE.fullmatch(text)
+    size = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    if size < 1:
+        raise ValueError(f"cannot read {name!r}: a size is a positive integer, as in 'block_diagonal:8k'")
+    return size

@@ -1,0 +1,248 @@
+"""The pipeline as operators of PyTorch: `muse_attention::cluster`, `::forward` and `::backward`.
+
+To autograd, `torch.compile` and activation checkpointing each is one opaque operator with a shape rule. Clusters and
+selection are outputs of the forward operators, so that a backward pass never depends on finding them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muse_attention import pipeline
+from muse_attention.config import MuSeConfig
+from muse_attention.structures import Clusters, Partial, Selection
+
+NAMESPACE = "muse_attention"
+
+
+def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+    return Clusters(*_cluster(query.detach(), key.detach(), str(config), scale))
+
+
+def single_cluster(query: Tensor, key: Tensor) -> Clusters:
+    """One cluster for all, centred at the origin: enough where summaries are not used, and free to find."""
+
+    def side(tensor: Tensor) -> tuple[Tensor, Tensor]:
+        centroid = tensor.new_zeros(*tensor.shape[:2], 1, tensor.shape[3], dtype=pipeline.compute_dtype(tensor.dtype))
+        return centroid, tensor.new_zeros(tensor.shape[:3], dtype=torch.int32)
+
+    return Clusters(*side(query), *side(key))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    clusters: Clusters,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+    selection: Selection | None = None,
+) -> tuple[Partial, Selection]:
+    """Output and lse, differentiable, and the selection behind them."""
+    out, lse, opened, retrieved = _forward(
+        query,
+        key,
+        value,
+        clusters.query_centroids,
+        clusters.query_assignment,
+        clusters.key_assignment,
+        None if selection is None else selection.opened,
+        None if selection is None else selection.retrieved,
+        str(config),
+        is_causal,
+        scale,
+    )
+    return Partial(out, lse), Selection(opened, retrieved)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::cluster", mutates_args=())
+def _cluster(query: Tensor, key: Tensor, config: str, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with _as_written(query):
+        found = pipeline.find_clusters(query, key, MuSeConfig.parse(config), scale=scale)
+    return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment
+
+
+@_cluster.register_fake
+def _(query: Tensor, key: Tensor, config: str, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = MuSeConfig.parse(config)
+    dtype = pipeline.compute_dtype(query.dtype)
+    query_clusters = parsed.query_clusters if parsed.tilt else 1
+    return (
+        query.new_empty(*query.shape[:2], query_clusters, query.shape[3], dtype=dtype),
+        query.new_empty(query.shape[:3], dtype=torch.int32),
+        key.new_empty(*key.shape[:2], parsed.key_clusters, key.shape[3], dtype=dtype),
+        key.new_empty(key.shape[:3], dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op(f"{NAMESPACE}::forward", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_centroids: Tensor,
+    query_assignment: Tensor,
+    key_assignment: Tensor,
+    opened: Tensor | None,
+    retrieved: Tensor | None,
+    config: str,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    chosen = None if opened is None or retrieved is None else Selection(opened, retrieved)
+    with _as_written(query):
+        merged, selected = pipeline.forward(
+            query,
+            key,
+            value,
+            _clusters(query_centroids, query_assignment, key_assignment),
+            chosen,
+            MuSeConfig.parse(config),
+            is_causal=is_causal,
+            scale=scale,
+        )
+    # An operator must not return what it was given.
+    copies = (part if chosen is None else part.clone() for part in (selected.opened, selected.retrieved))
+    return merged.out, merged.lse, *copies
+
+
+@_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_centroids: Tensor,
+    query_assignment: Tensor,
+    key_assignment: Tensor,
+    opened: Tensor | None,
+    retrieved: Tensor | None,
+    config: str,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = query.shape[:3]
+    out = query.new_empty(*rows, value.shape[3])
+    lse = query.new_empty(rows, dtype=pipeline.compute_dtype(query.dtype))
+    if opened is not None and retrieved is not None:
+        return out, lse, torch.empty_like(opened), torch.empty_like(retrieved)
+    k1, k2 = pipeline.selection_shape(MuSeConfig.parse(config), query.shape[2])
+    return (
+        out,
+        lse,
+        query.new_empty(*rows, k1, dtype=torch.int32),
+        query.new_empty(*rows, k1, k2, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op(f"{NAMESPACE}::backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_centroids: Tensor,
+    query_assignment: Tensor,
+    key_assignment: Tensor,
+    opened: Tensor,
+    retrieved: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    config: str,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with _as_written(query):
+        return pipeline.backward(
+            grad_out,
+            grad_lse,
+            query,
+            key,
+            value,
+            _clusters(query_centroids, query_assignment, key_assignment),
+            Selection(opened, retrieved),
+            Partial(out, lse),
+            MuSeConfig.parse(config),
+            is_causal=is_causal,
+            scale=scale,
+        )
+
+
+@_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))  # type: ignore[return-value]
+
+
+def _as_written(query: Tensor) -> torch.autocast:
+    """Autocast is for the operator's inputs. Inside it, everything runs in the dtype it is written in."""
+    return torch.autocast(query.device.type, enabled=False)
+
+
+def _clusters(query_centroids: Tensor, query_assignment: Tensor, key_assignment: Tensor) -> Clusters:
+    """Attention reads the assignment of keys alone, never their centroids."""
+    return Clusters(query_centroids, query_assignment, query_centroids.new_empty(0), key_assignment)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _, _, config, is_causal, scale = inputs
+    out, lse, opened, retrieved = output
+    ctx.mark_non_differentiable(opened, retrieved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, opened, retrieved, out, lse)
+    ctx.settings = (config, is_causal, scale)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    out = ctx.saved_tensors[8]
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings), *([None] * 8)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+def _refuse_double_backward(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError(
+        "MuSe attention can be differentiated once only: for second derivatives use backend='reference'"
+    )
+
+
+_backward.register_autograd(_refuse_double_backward)
+
+
+def _autocast(name: str, device_type: str) -> Callable[..., Any]:
+    """What autocast does to `scaled_dot_product_attention`: floating inputs, except float64, in the autocast dtype."""
+    operator = getattr(getattr(torch.ops, NAMESPACE), name)
+    dispatch_key = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_AUTOCAST_KEYS[device_type]))
+
+    def cast(argument: Any) -> Any:
+        if isinstance(argument, Tensor) and argument.is_floating_point() and argument.dtype != torch.float64:
+            return argument.to(torch.get_autocast_dtype(device_type))
+        return argument
+
+    def run(*arguments: Any) -> Any:
+        # query, key and, in `forward`, value: centroids stay as they are.
+        with torch._C._ExcludeDispatchKeyGuard(dispatch_key):
+            return operator(*(cast(argument) for argument in arguments[:3]), *arguments[3:])
+
+    return run
+
+
+_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+for _device_type, _key in _AUTOCAST_KEYS.items():
+    for _name in ("cluster", "forward"):
+        _library.impl(_name, _autocast(_name, _device_type), _key)

@@ -1,0 +1,68 @@
+"""The arguments of `scaled_dot_product_attention`, checked once for every attention in the library."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: object,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> float:
+    """Raise a ValueError that says what to do about it, or return the softmax scale."""
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask is not None: only is_causal=True or full attention is supported; pass attn_mask=None, and pack "
+            "or pad sequences to equal length instead of masking"
+        )
+    if dropout_p != 0:
+        raise ValueError(f"dropout_p={dropout_p!r}: attention dropout is not supported; pass dropout_p=0.0")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; it must have four axes: (batch, heads, length, head_dim)"
+            )
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; every axis must be at least 1")
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; use float16, bfloat16, float32 or float64")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, query on {query.device}; move them to one device")
+        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise ValueError(f"{name} has dtype {tensor.dtype}, query {query.dtype}; convert them to one dtype")
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} has batch size {tensor.shape[0]}, query {query.shape[0]}; they must be equal")
+        if tensor.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"{name} has length {tensor.shape[2]}, query {query.shape[2]}: only self-attention of equal lengths is "
+                "supported; use torch.nn.functional.scaled_dot_product_attention for decoding and cross-attention"
+            )
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key has head_dim {key.shape[3]}, query {query.shape[3]}; they must be equal")
+    query_heads, key_heads, value_heads = query.shape[1], key.shape[1], value.shape[1]
+    if key_heads != value_heads:
+        raise ValueError(f"key has {key_heads} heads, value {value_heads}; they must be equal")
+    if query_heads != key_heads and not enable_gqa:
+        raise ValueError(
+            f"query has {query_heads} heads, key {key_heads}; pass enable_gqa=True to share key heads among query heads"
+        )
+    if query_heads % key_heads:
+        raise ValueError(f"query has {query_heads} heads, which the {key_heads} heads of key do not divide")
+    if scale is None:
+        return 1 / math.sqrt(query.shape[3])
+    if isinstance(scale, Tensor) or not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(head_dim)")
+    return float(scale)
