@@ -1,0 +1,31 @@
+"""The one place for tolerances: two errors, kept apart.
+
+A backend in float64 equals the reference to rounding. A backend in a lower precision is at most twice as far from the
+reference in float64 as the reference itself is when plain PyTorch evaluates it in that lower precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDING = 1e-11
+"""Of float64 results of order 1 after sums over a few thousand terms."""
+
+
+def assert_equal_to_rounding(found: Tensor, expected: Tensor, name: str = "") -> None:
+    torch.testing.assert_close(
+        found, expected, rtol=ROUNDING, atol=ROUNDING, msg=lambda text: f"{name}: {text}", check_stride=False
+    )
+
+
+def assert_as_accurate_as_pytorch(found: Tensor, in_same_precision: Tensor, exact: Tensor, name: str = "") -> None:
+    """Both the largest and the root-mean-square error are within twice those of plain PyTorch."""
+    found, in_same_precision, exact = found.detach(), in_same_precision.detach(), exact.detach()
+    # Four units in the last place are always allowed. Plain PyTorch may happen to be exact, and a fused backward forms
+    # `dO . v` and `delta` separately, so that their rounding does not cancel where they do.
+    slack = 4 * torch.finfo(in_same_precision.dtype).eps * float(exact.abs().max())
+    for measure in (lambda error: error.abs().max(), lambda error: error.square().mean().sqrt()):
+        ours = float(measure(found.double() - exact))
+        theirs = float(measure(in_same_precision.double() - exact))
+        assert ours <= 2 * theirs + slack, f"{name}: error {ours:.3g}, plain PyTorch has {theirs:.3g}"

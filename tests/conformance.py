@@ -1,0 +1,396 @@
+"""What every backend must do. A backend's test class inherits this and says how to call the backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from muse_attention import Clusters, MuSeConfig, exact_attention, find_clusters, muse_attention
+from muse_attention.fidelity import compare
+from muse_attention.reference import reference_attention
+from muse_attention.structures import Selection
+from muse_attention.synthetic import clustered_qkv
+from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
+from tests.shapes import SHAPES, VARIANTS, Shape
+
+
+class Conformance:
+    """`backend` names the backend; `attend` also returns the clusters and the selection behind the result."""
+
+    backend: str
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor, Clusters, Selection]:
+        raise NotImplementedError
+
+    # --- against the reference ---------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_equals_reference_in_float64(self, shape: Shape) -> None:
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("shape", [s for s in SHAPES if s.length < 4000], ids=str)
+    def test_is_as_accurate_as_the_reference_in_its_precision(self, shape: Shape, dtype: torch.dtype) -> None:
+        self._check_against_reference(shape, dtype)
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("frozen", [False, True], ids=["differentiable", "frozen"])
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_variant_equals_reference(self, variant: str, frozen: bool, is_causal: bool) -> None:
+        text = f"{variant},differentiable_aggregation={str(not frozen).lower()}"
+        shape = Shape(variant, text, length=150, batch=2, heads=4, key_heads=2, value_dim=8, is_causal=is_causal)
+        self._check_against_reference(shape, torch.float64)
+
+    def _check_against_reference(self, shape: Shape, dtype: torch.dtype) -> None:
+        """Output, lse and all gradients, the lse's own gradient included, for the same clusters and selection."""
+        config = MuSeConfig.parse(shape.config)
+        inputs = shape.tensors(dtype)
+        out, lse, clusters, selection = self.attend(*inputs, config, is_causal=shape.is_causal)
+        assert out.dtype == dtype
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert out.shape == (*inputs[0].shape[:3], shape.value_dim)
+        grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+        found = [out, lse, *torch.autograd.grad([out, lse], inputs, [grad_out, grad_lse])]
+
+        def of_reference(precision: torch.dtype) -> list[Tensor]:
+            tensors = [tensor.detach().to(precision).requires_grad_() for tensor in inputs]
+            centroids = replace(clusters, query_centroids=clusters.query_centroids.to(precision))
+            result = reference_attention(
+                *tensors, config, is_causal=shape.is_causal, clusters=centroids, selection=selection
+            )
+            gradients = torch.autograd.grad(
+                [result.out, result.lse], tensors, [grad_out.to(precision), grad_lse.to(precision)]
+            )
+            return [result.out, result.lse, *gradients]
+
+        expected = of_reference(torch.float64)
+        plain = None if dtype == torch.float64 else of_reference(dtype)
+        for index, name in enumerate(("out", "lse", "grad query", "grad key", "grad value")):
+            if plain is None:
+                assert_equal_to_rounding(found[index], expected[index], name)
+            else:
+                assert_as_accurate_as_pytorch(found[index], plain[index], expected[index], name)
+
+    @pytest.mark.parametrize("variant", ["Q4K5R2B32", "Q4K5R2SP2B32,clustering=lloyd", "Q4K5R2B32,cap_factor=1.2"])
+    def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
+        config = MuSeConfig.parse(variant)
+        inputs = Shape(variant, variant, length=150, batch=2, heads=4).tensors(torch.float64)
+        _, _, clusters, selection = self.attend(*inputs, config, is_causal=True)
+        expected = reference_attention(*inputs, config, is_causal=True)
+        assert_equal_to_rounding(clusters.query_centroids, expected.clusters.query_centroids)
+        assert_equal_to_rounding(clusters.key_centroids, expected.clusters.key_centroids)
+        assert torch.equal(clusters.query_assignment, expected.clusters.query_assignment)
+        assert torch.equal(clusters.key_assignment, expected.clusters.key_assignment)
+        assert torch.equal(selection.opened, expected.selection.opened)
+        assert torch.equal(selection.retrieved, expected.selection.retrieved)
+
+    # --- the seven properties ----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R100SP100B32"])
+    def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
+        query, key, value = Shape(config, config, length=150, heads=4).tensors(torch.float64)
+        out, lse = self._call(query, key, value, config, is_causal=is_causal, return_lse=True)
+        logits = _exact_logits(query, key, is_causal=is_causal)
+        expected_out, expected_lse = logits.softmax(-1) @ value.repeat_interleave(2, 1), logits.logsumexp(-1)
+        weights = torch.randn_like(out), torch.randn_like(lse)
+        found = torch.autograd.grad([out, lse], (query, key, value), weights)
+        expected = torch.autograd.grad([expected_out, expected_lse], (query, key, value), weights)
+        assert_equal_to_rounding(out, expected_out, "out")
+        assert_equal_to_rounding(lse, expected_lse, "lse")
+        for name, ours, exact in zip(("query", "key", "value"), found, expected, strict=True):
+            assert_equal_to_rounding(ours, exact, f"grad {name}")
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    def test_property_2_exact_when_queries_are_their_centroids(self, is_causal: bool) -> None:
+        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        scale = 0.25
+        prototypes = torch.randn(1, 2, 6, 16, dtype=torch.float64)
+        assignment = torch.randint(6, (1, 2, 150))
+        query = prototypes.gather(2, assignment[..., None].expand(-1, -1, -1, 16)) / scale
+        found = find_clusters(query, key, config="Q6K4R1B32", scale=scale, backend=self.backend)
+        clusters = replace(found, query_centroids=prototypes, query_assignment=assignment.int())
+        self._check_exact(query, key, value, "Q6K4R1B32", is_causal=is_causal, scale=scale, clusters=clusters)
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    def test_property_2_exact_when_all_keys_of_a_cluster_are_equal(self, is_causal: bool) -> None:
+        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        prototypes = torch.randn(1, 2, 5, 16, dtype=torch.float64)
+        assignment = torch.randint(5, (1, 2, 150))
+        key = prototypes.gather(2, assignment[..., None].expand(-1, -1, -1, 16))
+        config = "Q3K5R0B32,cap_factor=none"
+        found = find_clusters(query, key, config=config, backend=self.backend)
+        clusters = replace(found, key_centroids=prototypes, key_assignment=assignment.int())
+        # The monopole is then exact in its mass; in its value too, if the values of a cluster are equal as well.
+        value = torch.randn(1, 2, 5, 16, dtype=torch.float64).gather(2, assignment[..., None].expand(-1, -1, -1, 16))
+        self._check_exact(query, key, value, config, is_causal=is_causal, scale=None, clusters=clusters)
+
+    def _check_exact(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        config: str,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        clusters: Clusters,
+    ) -> None:
+        out, lse = self._call(
+            query, key, value, config, is_causal=is_causal, scale=scale, clusters=clusters, return_lse=True
+        )
+        logits = _exact_logits(query, key, is_causal=is_causal, scale=scale)
+        assert_equal_to_rounding(lse, logits.logsumexp(-1), "lse")
+        assert_equal_to_rounding(out, logits.softmax(-1) @ value, "out")
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("variant", [v for v in VARIANTS if "dipole" not in v])
+    def test_property_3_lse_is_never_above_the_exact_lse(self, variant: str, is_causal: bool) -> None:
+        query, key, value = Shape(variant, variant, length=150).tensors(torch.float64, requires_grad=False)
+        _, lse = self._call(query, key, value, variant, is_causal=is_causal, return_lse=True)
+        gap = _exact_logits(query, key, is_causal=is_causal).logsumexp(-1) - lse
+        assert gap.min() > -1e-12
+        if "R9" not in variant:
+            assert gap.max() > 1e-6, "the approximation cannot be exact here"
+
+    def test_property_4_invariance_under_translation_of_keys(self) -> None:
+        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        clusters = find_clusters(query, key, config="Q4K5R2B32", backend=self.backend)
+        shift = torch.randn(16, dtype=torch.float64)
+        arguments = {"config": "Q4K5R2B32", "is_causal": True, "clusters": clusters, "return_lse": True}
+        out, lse = self._call(query, key, value, **arguments)
+        moved_out, moved_lse = self._call(query, key + shift, value, **arguments)
+        assert_equal_to_rounding(moved_out, out)
+        assert_equal_to_rounding(moved_lse, lse + (query @ shift) / 4)
+
+    def test_property_4_invariance_under_change_of_basis(self) -> None:
+        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        clusters = find_clusters(query, key, config="Q4K5R2B32", backend=self.backend)
+        basis = torch.randn(16, 16, dtype=torch.float64) + 4 * torch.eye(16, dtype=torch.float64)
+        inverse = torch.linalg.inv(basis)
+        out = self._call(query, key, value, "Q4K5R2B32", is_causal=True, clusters=clusters)
+        clusters = replace(clusters, query_centroids=clusters.query_centroids @ inverse)
+        moved = self._call(query @ inverse, key @ basis.mT, value, "Q4K5R2B32", is_causal=True, clusters=clusters)
+        torch.testing.assert_close(moved, out, rtol=1e-9, atol=1e-9)  # the basis has a condition number of about 10
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("variant", [v for v in VARIANTS if "dipole" not in v])
+    def test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(self, variant: str, is_causal: bool) -> None:
+        length = 150
+        query, key, _ = Shape(variant, variant, length=length).tensors(torch.float64, requires_grad=False)
+        # With the identity as values, the output is the matrix of weights.
+        identity = torch.eye(length, dtype=torch.float64).expand(1, 2, length, length)
+        weights, _, clusters, selection = self.attend(
+            query, key, identity, MuSeConfig.parse(variant), is_causal=is_causal
+        )
+        assert_equal_to_rounding(weights.sum(-1), torch.ones(1, 2, length, dtype=torch.float64))
+        visible = torch.ones(length, length, dtype=torch.bool)
+        visible = visible.tril() if is_causal else visible
+        assert (weights[..., ~visible] == 0).all(), "an invisible key has weight"
+        if "monopole=false" in variant:
+            return
+        assert (weights[..., visible] > 0).all(), "a visible key has no weight"
+        terms = reference_attention(
+            query,
+            key,
+            identity,
+            MuSeConfig.parse(variant),
+            is_causal=is_causal,
+            clusters=clusters,
+            selection=selection,
+        )
+        assert torch.equal(terms.stands_for, visible.int().expand(1, 2, -1, -1)), "a key is not in exactly one term"
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
+        cut = 85
+        inputs = Shape(variant, variant, length=150).tensors(torch.float64)
+        clusters = find_clusters(inputs[0], inputs[1], config=variant, backend=self.backend)
+        out = self._call(*inputs, variant, is_causal=True, clusters=clusters)
+        gradients = torch.autograd.grad(out[:, :, :cut].square().sum(), inputs)
+        for name, gradient in zip(("query", "key", "value"), gradients, strict=True):
+            assert (gradient[:, :, cut:] == 0).all(), f"the future {name} has a gradient"
+        others = Shape(variant, variant, length=150).tensors(torch.float64)
+        changed = [
+            torch.cat([tensor[:, :, :cut], other[:, :, cut:]], dim=2)
+            for tensor, other in zip(inputs, others, strict=True)
+        ]
+        after = self._call(*changed, variant, is_causal=True, clusters=clusters)
+        assert_equal_to_rounding(after[:, :, :cut], out[:, :, :cut])
+
+    def test_property_6_values_of_later_tokens_have_no_influence_at_all(self) -> None:
+        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        out = self._call(query, key, value, "Q4K5R2B32", is_causal=True)
+        value[:, :, 85:] = 1e6
+        assert torch.equal(self._call(query, key, value, "Q4K5R2B32", is_causal=True)[:, :, :85], out[:, :, :85])
+
+    @pytest.mark.parametrize(
+        "series",
+        [
+            ["QK4R0B128", "QK16R0B128", "QK64R0B128"],
+            ["QK16R0B128", "QK16R1B128", "QK16R4B128", "QK16R16SP8B128"],
+            ["QK16R4SP1B128", "QK16R4SP2B128", "QK16R4SP8B128"],
+            ["Q1K16R0B128,tilt=false", "Q4K16R0B128", "Q32K16R0B128"],
+        ],
+        ids=["clusters", "retrieved clusters", "retrieved blocks", "query clusters"],
+    )
+    def test_property_7_error_falls_as_clusters_or_retrieval_grow(self, series: list[str]) -> None:
+        query, key, value = clustered_qkv(1, 2, 1024, 16, topics=40)
+        exact_out, exact_lse = exact_attention(query, key, value, is_causal=True, return_lse=True)
+        errors = []
+        for config in series:
+            out, lse = self._call(query, key, value, config, is_causal=True, return_lse=True)
+            errors.append(compare(out, exact_out, lse, exact_lse).pooled()["relative_squared_error"])
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < 0.7 * errors[0]
+
+    # --- inputs as users have them -----------------------------------------------------------------------------------
+
+    def test_non_contiguous_inputs_give_the_same_result(self) -> None:
+        inputs = Shape("", "", length=150, batch=2, heads=4).tensors(torch.float32)
+        strided = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
+        strided = [tensor.requires_grad_() for tensor in strided]
+        assert not any(tensor.is_contiguous() for tensor in strided)
+        weight = torch.randn_like(inputs[0])
+        results = []
+        for tensors in (inputs, strided):
+            out = self._call(*tensors, "Q4K5R2B32", is_causal=True)
+            results.append([out, *torch.autograd.grad((out * weight).sum(), tensors)])
+        for plain, other in zip(*results, strict=True):
+            assert torch.equal(plain, other)
+
+    def test_gradient_strides_may_be_anything(self) -> None:
+        inputs = Shape("", "", length=100, batch=2).tensors(torch.float32)
+        out, lse = self._call(*inputs, "Q4K5R2B32", is_causal=True, return_lse=True)
+        expanded = torch.autograd.grad(out.sum() + lse.sum(), inputs, retain_graph=True)
+        dense = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
+        for plain, other in zip(expanded, dense, strict=True):
+            torch.testing.assert_close(plain, other)
+
+    @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+    def test_only_some_inputs_require_grad(self, wanted: tuple[int, ...]) -> None:
+        inputs = Shape("", "", length=100).tensors(torch.float32)
+        expected = torch.autograd.grad(self._call(*inputs, "Q4K5R2B32", is_causal=True).square().sum(), inputs)
+        some = [tensor.detach().requires_grad_(index in wanted) for index, tensor in enumerate(inputs)]
+        self._call(*some, "Q4K5R2B32", is_causal=True).square().sum().backward()
+        for index, tensor in enumerate(some):
+            if index in wanted:
+                torch.testing.assert_close(tensor.grad, expected[index])
+            else:
+                assert tensor.grad is None
+
+    def test_gradient_of_the_lse_alone(self) -> None:
+        inputs = Shape("", "", length=100).tensors(torch.float64)
+        _, lse = self._call(*inputs, "QK4R9SP9B32", is_causal=True, return_lse=True)
+        query, key, value = torch.autograd.grad(lse.sum(), inputs, allow_unused=True)
+        exact = torch.autograd.grad(_exact_logits(*inputs[:2], is_causal=True).logsumexp(-1).sum(), inputs[:2])
+        assert_equal_to_rounding(query, exact[0])
+        assert_equal_to_rounding(key, exact[1])
+        assert value is None or (value == 0).all()
+
+    def test_same_inputs_give_the_same_bits_twice(self) -> None:
+        inputs = Shape("", "", length=200, heads=4).tensors(torch.float32)
+        first, second = (
+            torch.autograd.grad(self._call(*inputs, "Q4K5R2B32", is_causal=True).square().sum(), inputs)
+            for _ in range(2)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+    # --- hostile inputs ----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize(
+        "config",
+        [
+            "QK4R2B32",
+            "QK4R2B32,clustering=lloyd,cap_factor=1.0",
+            "QK4R2B32,cap_factor=none",
+            "QK4R0B32,dipole=tilted",
+            "QK4R0B32,dipole=centred",
+        ],
+    )
+    @pytest.mark.parametrize(
+        "case", ["equal keys", "all equal", "zeros", "logits 1e4", "gigantic key", "gigantic query", "tiny"]
+    )
+    def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
+        query, key, value = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
+        if case in ("equal keys", "all equal"):
+            key = key[:, :, :1].expand_as(key).contiguous()
+            query = query[:, :, :1].expand_as(query).contiguous() if case == "all equal" else query
+        elif case == "zeros":
+            query, key, value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+        elif case == "logits 1e4":
+            query, key = 200 * query, 200 * key
+        elif case == "gigantic key":
+            key[:, :, 20] = 1e6
+        elif case == "gigantic query":
+            query[:, :, 140] = -1e6
+        elif case == "tiny":
+            query, key, value = (1e-30 * tensor for tensor in (query, key, value))
+        inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+        out, lse = self._call(*inputs, config, is_causal=is_causal, return_lse=True)
+        gradients = torch.autograd.grad([out, lse], inputs, [torch.randn_like(out), torch.randn_like(lse)])
+        for name, tensor in zip(("out", "lse", "query", "key", "value"), (out, lse, *gradients), strict=True):
+            assert tensor.isfinite().all(), f"{name} is not finite"
+        exact_lse = _exact_logits(query.double(), key.double(), is_causal=is_causal).logsumexp(-1)
+        slack = 1e-5 * (1 + exact_lse.abs().max())
+        assert (lse <= exact_lse + slack).all()
+        if case in ("equal keys", "all equal", "zeros", "tiny"):
+            torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+
+    @pytest.mark.parametrize("config", ["QK300R4B32", "Q2K64R8SP3B16", "Q64K2R1B32", "QK40R40SP4B16,clustering=lloyd"])
+    @pytest.mark.parametrize("length", [5, 33, 150])
+    def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
+        inputs = Shape("", "", length=length).tensors(torch.float64)
+        out, lse = self._call(*inputs, config, is_causal=True, return_lse=True)
+        gradients = torch.autograd.grad(out.square().sum() + lse.sum(), inputs)
+        assert all(tensor.isfinite().all() for tensor in (out, lse, *gradients))
+        assert (lse <= _exact_logits(*inputs[:2], is_causal=True).logsumexp(-1) + 1e-12).all()
+
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+    @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
+    @pytest.mark.parametrize("config", ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false"])
+    def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
+        self, config: str, target: int, poison: float
+    ) -> None:
+        at = 50
+        inputs = list(Shape("", "", length=150).tensors(torch.float32, requires_grad=False))
+        inputs[target][:, :, at, 3] = poison
+        out = self._call(*inputs, config, is_causal=True)
+        exact = _row_by_row(*inputs)
+        if "monopole=false" not in config:
+            # (What is not retrieved does not exist without the monopole.)
+            assert not out[~exact.isfinite()].isfinite().any(), "exact attention is not finite here"
+        own_block = at // 32 * 32
+        assert out[:, :, :own_block].isfinite().all(), "an earlier block was poisoned"
+        if target == 0:
+            others = torch.arange(150) != at
+            assert out[:, :, others].isfinite().all(), "another query was poisoned"
+
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, config: str, **arguments: object) -> Tensor:
+        return muse_attention(
+            query, key, value, enable_gqa=True, config=config, backend=self.backend, **arguments
+        )  # type: ignore[call-overload]
+
+
+def _exact_logits(query: Tensor, key: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        logits = logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return logits
+
+
+def _row_by_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention that touches nothing invisible: a masked matrix product would spread `0 * nan` to the past."""
+    scale = query.shape[-1] ** -0.5
+    rows = [
+        torch.softmax(scale * query[:, :, n, None] @ key[:, :, : n + 1].mT, dim=-1) @ value[:, :, : n + 1]
+        for n in range(query.shape[2])
+    ]
+    return torch.cat(rows, dim=2)

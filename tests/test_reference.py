@@ -1,0 +1,73 @@
+"""The reference has the seven properties too, and its gradients are those of finite differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from muse_attention import Clusters, MuSeConfig
+from muse_attention.reference import find_clusters, reference_attention
+from muse_attention.structures import Selection
+from tests.conformance import Conformance
+from tests.shapes import VARIANTS
+
+
+class TestReference(Conformance):
+    backend = "reference"
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor, Clusters, Selection]:
+        wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (query, key, value)]
+        result = reference_attention(*wide, config, is_causal=is_causal)
+        return result.out.to(query.dtype), result.lse, result.clusters, result.selection
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradcheck_with_clusters_and_selection_held_fixed(variant: str, is_causal: bool) -> None:
+    config = MuSeConfig.parse(variant).replace(block_size=5)
+    inputs = [torch.randn(1, heads, 17, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    fixed = reference_attention(*inputs, config, is_causal=is_causal)
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        result = reference_attention(
+            query, key, value, config, is_causal=is_causal, clusters=fixed.clusters, selection=fixed.selection
+        )
+        return result.out, result.lse
+
+    torch.autograd.gradcheck(function, inputs)
+
+
+def test_frozen_aggregation_gives_exact_attentions_gradient_spread_by_the_weights() -> None:
+    """Per unit of a summary's `ds`, key `n` receives `a_n q`: mu brings `a_n c`, the mean brings `a_n r`."""
+    config = MuSeConfig.parse("Q2K1R0B4,differentiable_aggregation=false,cap_factor=none")
+    query, key, value = (torch.randn(1, 1, 8, 3, dtype=torch.float64) for _ in range(3))
+    key.requires_grad_()
+    result = reference_attention(query, key, value, config, is_causal=True)
+    (gradient,) = torch.autograd.grad(result.lse[0, 0, 6], key)
+    summary_weight = result.weights[0, 0, 6, 16].detach()  # the one cluster, after two groups of 8 keys
+    scaled = query[0, 0, 6] / 3**0.5
+    centroid = result.clusters.query_centroids[0, 0, result.clusters.query_assignment[0, 0, 6]]
+    inside = torch.softmax(key[0, 0, :4].detach() @ centroid, dim=0)
+    torch.testing.assert_close(gradient[0, 0, :4], summary_weight * inside[:, None] * scaled)
+
+
+def test_streaming_is_the_papers_sequential_rule() -> None:
+    """One centroid at a time, in a loop over single vectors, for a case small enough to write out."""
+    from muse_attention.shuffle import seeded_shuffle
+
+    vectors = torch.randn(1, 1, 150, 4, dtype=torch.float64)
+    config = MuSeConfig.parse("QK3R1B32")
+    order = seeded_shuffle(150, 0, vectors.device)
+    shuffled = vectors[0, 0, order]
+    totals, counts = [shuffled[i * 50].clone() for i in range(3)], [1.0, 1.0, 1.0]
+    for begin in range(0, 150, 64):
+        centroids = torch.stack([total / count for total, count in zip(totals, counts, strict=True)])
+        for vector in shuffled[begin : begin + 64]:
+            nearest = int((centroids - vector).square().sum(-1).argmin())
+            totals[nearest] = 0.9 * totals[nearest] + vector
+            counts[nearest] = 0.9 * counts[nearest] + 1
+    expected = torch.stack([total / count for total, count in zip(totals, counts, strict=True)])
+    torch.testing.assert_close(find_clusters(vectors, vectors, config).key_centroids[0, 0], expected)
