@@ -15,6 +15,7 @@ from tests.shapes import VARIANTS
 
 class TestReference(Conformance):
     backend = "reference"
+    is_dense = True
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool

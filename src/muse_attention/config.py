@@ -8,6 +8,8 @@ import math
 import re
 from typing import Any, Literal, Self
 
+import torch
+
 Dipole = Literal["none", "tilted", "shared", "centred"]
 Clustering = Literal["streaming", "lloyd"]
 
@@ -106,14 +108,14 @@ class MuSeConfig:
         return ",".join([notation, *(f"{name}={_format_option(getattr(self, name))}" for name in changed)])
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> MuSeConfig:
         """Read `"Q128K128R8SP1B8k"`, `"QK32R2B1k,clustering=lloyd"`: what is not named keeps its default."""
         if not isinstance(text, str):
             raise ValueError(f"MuSeConfig.parse: text={text!r} is not a string; {_EXAMPLE}")
-        return _parse(cls, text)
+        return _parse(text)
 
     @classmethod
-    def for_length(cls, length: int) -> Self:
+    def for_length(cls, length: int) -> MuSeConfig:
         """The paper's scaling rule: 8 blocks, `QK = 128 sqrt(length / 64k)`, `R = QK / 16`, each a power of two.
 
         Halfway between two powers the lower one is taken, as in the paper's tables (32k has 64 clusters). Sizes stop
@@ -146,8 +148,14 @@ class MuSeConfig:
         return None if self.cap_factor is None else math.ceil(self.cap_factor * self.block_size / clusters)
 
 
+@torch.compiler.assume_constant_result
+def _parse(text: str) -> Any:
+    """A pure function of its text, which `torch.compile` need not look into."""
+    return _parse_cached(text)
+
+
 @functools.lru_cache(maxsize=256)
-def _parse(cls: type[MuSeConfig], text: str) -> Any:
+def _parse_cached(text: str) -> MuSeConfig:
     notation, *options = (part.strip() for part in text.split(","))
     if "=" in notation:
         notation, options = "", [notation, *options]
@@ -177,7 +185,7 @@ def _parse(cls: type[MuSeConfig], text: str) -> Any:
                 f"options are name=value with a name from {', '.join(_field_names())}"
             )
         change(name, _read_option(name, setting, text))
-    return cls(**changes)
+    return MuSeConfig(**changes)
 
 
 def _read_option(name: str, setting: str, text: str) -> Any:

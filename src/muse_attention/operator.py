@@ -206,9 +206,10 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Any, ...]:
-    out = ctx.saved_tensors[8]
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    return *_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings), *([None] * 8)
+    saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them then, and only then
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved[-2])
+    return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 8)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save_for_backward)
@@ -223,26 +224,29 @@ def _refuse_double_backward(ctx: Any, *_: Any) -> Any:
 _backward.register_autograd(_refuse_double_backward)
 
 
-def _autocast(name: str, device_type: str) -> Callable[..., Any]:
-    """What autocast does to `scaled_dot_product_attention`: floating inputs, except float64, in the autocast dtype."""
-    operator = getattr(getattr(torch.ops, NAMESPACE), name)
-    dispatch_key = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_AUTOCAST_KEYS[device_type]))
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast makes of the inputs of attention: floating point, except float64, in the autocast dtype."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
-    def cast(argument: Any) -> Any:
-        if isinstance(argument, Tensor) and argument.is_floating_point() and argument.dtype != torch.float64:
-            return argument.to(torch.get_autocast_dtype(device_type))
-        return argument
+
+def _autocast_rule(name: str, inputs: int, dispatch_key: str) -> Callable[..., Any]:
+    """Cast the first `inputs` arguments, query and key or query, key and value, and call the operator again."""
+    operator = getattr(getattr(torch.ops, NAMESPACE), name)
+    keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(dispatch_key))
 
     def run(*arguments: Any) -> Any:
-        # query, key and, in `forward`, value: centroids stay as they are.
-        with torch._C._ExcludeDispatchKeyGuard(dispatch_key):
-            return operator(*(cast(argument) for argument in arguments[:3]), *arguments[3:])
+        cast = cast_for_autocast(*arguments[:inputs])
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return operator(*cast, *arguments[inputs:])
 
     return run
 
 
-_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-for _device_type, _key in _AUTOCAST_KEYS.items():
-    for _name in ("cluster", "forward"):
-        _library.impl(_name, _autocast(_name, _device_type), _key)
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    for _name, _inputs in (("cluster", 2), ("forward", 3)):
+        _library.impl(_name, _autocast_rule(_name, _inputs, _key), _key)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from muse_attention import operator
+from muse_attention import operator, pipeline
 from muse_attention.config import MuSeConfig
 from muse_attention.signature import check_arguments
 from muse_attention.structures import Clusters, Selection
@@ -60,14 +60,16 @@ def moba_attention(
         block_size=local_block_size,
         monopole=False,
     )
-    chosen = _choose_blocks(
-        query.detach(),
-        key.detach(),
-        local_block_size,
-        retrieval_block_size,
-        retrieved_blocks,
-        is_causal=is_causal,
-    )
+    query, key, value = operator.cast_for_autocast(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        chosen = _choose_blocks(
+            query.detach(),
+            key.detach(),
+            local_block_size,
+            retrieval_block_size,
+            retrieved_blocks,
+            is_causal=is_causal,
+        )
     selection = Selection(
         opened=torch.where(chosen < 0, -1, chosen % blocks_per_local).int(),
         retrieved=torch.where(chosen < 0, -1, chosen // blocks_per_local).int()[..., None],
@@ -90,7 +92,7 @@ def _choose_blocks(
     """(batch, heads, N, count): numbers of the blocks each query retrieves; -1 where there are fewer."""
     length = key.shape[2]
     blocks = -(-length // block_size)
-    padded = pad(key.float(), (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
+    padded = pad(key.to(pipeline.compute_dtype(key.dtype)), (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
     number = torch.arange(blocks, device=key.device)
     sizes = (length - number * block_size).clamp(max=block_size)
     means = padded.sum(3) / sizes[:, None]
@@ -99,7 +101,7 @@ def _choose_blocks(
     local_of_block = number // (local_size // block_size)
     chosen = []
     for begin in range(0, length, _QUERY_CHUNK):
-        queries = query[:, :, begin : begin + _QUERY_CHUNK].float()
+        queries = query[:, :, begin : begin + _QUERY_CHUNK].to(means.dtype)
         own = torch.arange(begin, begin + queries.shape[2], device=key.device)[:, None] // local_size
         candidate = local_of_block < own if is_causal else local_of_block != own
         scores = (queries @ means.mT).masked_fill(~candidate, -torch.inf)

@@ -1,0 +1,36 @@
+# Everything from nothing but Python 3.11 or newer: each target makes the virtual environment it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format bench clean
+
+demo: $(READY)  ## MuSe, MoBA and block-diagonal attention against exact attention at 16k, on this machine
+	$(BIN)/muse demo
+
+test: $(READY)  ## the tests that need no GPU
+	$(BIN)/python -m pytest -n 2 -q
+
+lint: $(READY)  ## formatting, lint, types, and the direction of imports
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(READY)  ## rewrite the sources as `make lint` wants them
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(READY)  ## the table of benchmarks/cpu.md (about a quarter of an hour)
+	$(BIN)/muse bench --device cpu
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): requirements-dev.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $(READY)

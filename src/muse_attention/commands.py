@@ -1,0 +1,332 @@
+"""The commands of `muse`: `info`, `bench` and `demo`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from typer.core import TyperGroup
+
+from muse_attention.attention import BACKENDS, resolve_backend
+from muse_attention.benchmark.lengths import format_length, parse_length, parse_lengths
+from muse_attention.benchmark.machine import describe_machine
+from muse_attention.benchmark.matched import MATCHED_KINDS
+from muse_attention.benchmark.results import Results, Settings, replace_file
+from muse_attention.benchmark.suite import Plan, run_plan, start_results
+from muse_attention.benchmark.tables import (
+    caption,
+    format_error,
+    format_memory,
+    format_ratio,
+    format_seconds,
+    machine_lines,
+    markdown_report,
+    sorted_cases,
+)
+from muse_attention.config import MuSeConfig
+from muse_attention.demo import STEPS, Demo, DemoSettings, run_demo
+from muse_attention.plots import MatplotlibMissingError, plot_error_by_position, plot_speedup
+
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own copy of click, or depends on it
+
+
+class _OneLineErrors(TyperGroup):
+    """Wrong arguments are answered by one line on stderr and exit code 2."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        if not standalone_mode:
+            return super().main(args, *rest, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, *rest, standalone_mode=False, **extra)
+        except _USAGE_ERROR as error:
+            _say(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
+            code = 2
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+app = typer.Typer(cls=_OneLineErrors, add_completion=False, help="Multipole Semantic Attention.")
+console = Console()
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
+
+
+@app.callback(invoke_without_command=True)
+def muse(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show versions, hardware, the backends that work here, and the default configurations."""
+    machine = describe_machine()
+    backends = {backend: _backend_state(backend) for backend in BACKENDS if backend != "auto"}
+    configs = {format_length(length): str(MuSeConfig.for_length(length)) for length in (4096 * 4**n for n in range(5))}
+    if as_json:
+        typer.echo(json.dumps({"machine": machine, "backends": backends, "configs": configs}, indent=2))
+        return
+    for title, entries in (("machine", machine), ("backends", backends), ("MuSeConfig.for_length", configs)):
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, entry in entries.items():
+            table.add_row(name, "none" if entry is None else str(entry))
+        console.print(table, end="\n\n")
+
+
+@app.command()
+def bench(
+    device: Device = None,
+    lengths: Annotated[str, typer.Option(help="Sequence lengths; k means 1024.")] = "32k,64k",
+    heads: Annotated[
+        int | None,
+        typer.Option(
+            help="Heads. On a CPU, exact attention needs at least two heads to keep two threads equally busy.",
+            show_default="2 on cpu, 8 on cuda",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
+    head_dim: Annotated[int, typer.Option(help="Dimension of a head.")] = 64,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda"),
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Attention to measure, by name; may be repeated. muse, block_diagonal and moba without settings are "
+            "taken at the sparsity of MuSeConfig.for_length.",
+            show_default=", ".join(MATCHED_KINDS),
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each pass; medians are reported.")] = 3,
+    causal: Annotated[bool, typer.Option(help="Causal attention.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, with one head.")] = True,
+    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks"),
+    name: Annotated[str | None, typer.Option(help="File name, without ending.", show_default="the device")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the cases that the file has already.")] = False,
+) -> None:
+    """Measure time, memory and fidelity against scaled_dot_product_attention, in the same run.
+
+    Writes NAME.json after every case, and NAME.md and NAME.png at the end. Before the timed runs there is one warm-up,
+    which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat.
+    """
+    with _user_errors():
+        device = device or _default_device()
+        settings = Settings(
+            device=device,
+            batch=batch,
+            heads=heads if heads is not None else 8 if device == "cuda" else 2,
+            head_dim=head_dim,
+            dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
+            causal=causal,
+            repeats=repeats,
+            memory=memory,
+        )
+        plan = Plan(settings, parse_lengths(lengths), tuple(dict.fromkeys(attention or MATCHED_KINDS)))
+        stem = _file_stem(name if name is not None else device)
+        _make_folder(output)
+        path = output / f"{stem}.json"
+        results = start_results(plan, path, resume=resume)
+    command = _command_line(plan, stem)
+    if plan.missing(results) and command not in results.commands:
+        results.commands.append(command)
+    try:
+        with _progress(len(plan.missing(results)) * plan.steps_per_case) as on_step:
+            run_plan(plan, results, path, on_step=on_step)
+    except KeyboardInterrupt:
+        _say(f"interrupted; {_how_to_continue(results, path, command)}")
+        raise typer.Exit(130) from None
+    except (torch.OutOfMemoryError, MemoryError):
+        _say(f"out of memory; {_how_to_continue(results, path, command)}")
+        raise typer.Exit(1) from None
+    console.print(_bench_table(results))
+    console.print(caption(settings).replace("`", ""), style="dim")
+    report = output / f"{stem}.md"
+    replace_file(report, markdown_report(results, title=f"Benchmark: {stem}"))
+    _report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
+
+
+@app.command()
+def demo(
+    length: Annotated[str, typer.Option(help="Sequence length; k means 1024.")] = "16k",
+    heads: Annotated[int, typer.Option(help="Heads.")] = 2,
+    device: Device = None,
+    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/demo"),
+) -> None:
+    """Compare MuSe, MoBA and block-diagonal attention of equal sparsity with exact attention, on synthetic data."""
+    with _user_errors():
+        settings = DemoSettings(parse_length(length), heads=heads, device=device or _default_device())
+        _make_folder(output)
+    with _progress(STEPS) as on_step:
+        result = run_demo(settings, on_step=on_step)
+    console.print(_demo_table(result))
+    path = output / "demo.json"
+    result.write(path)
+    _report_written([path], output / "error_by_position.png", lambda picture: _plot_error(result, picture))
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _backend_state(backend: str) -> str:
+    try:
+        resolve_backend(backend, torch.device("cuda"))
+    except ValueError:
+        return "not in this version"
+    return "available" if backend != "triton" or torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _file_stem(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError(f"--name {name!r} must be a plain file name: letters, digits, '_', '-' and '.'")
+    return name
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"cannot write to the folder {folder}")
+
+
+def _command_line(plan: Plan, name: str) -> str:
+    """The command with every setting spelled out, save the folder, which is nobody else's business."""
+    settings = plan.settings
+    words = ["muse", "bench", "--device", settings.device, "--lengths", ",".join(map(format_length, plan.lengths))]
+    for option in ("heads", "batch", "head_dim", "dtype", "repeats"):
+        words += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
+    for attention in plan.attentions:
+        words += ["--attention", attention]
+    words.append("--causal" if settings.causal else "--no-causal")
+    words.append("--memory" if settings.memory else "--no-memory")
+    return shlex.join([*words, "--name", name])
+
+
+def _how_to_continue(results: Results, path: Path, command: str) -> str:
+    if not results.cases:
+        return "no case was finished, and nothing was written"
+    continued = f"{command} --output {shlex.quote(str(path.parent))} --resume"
+    return f"{len(results.cases)} finished cases are in {path}; continue with: {continued}"
+
+
+def _bench_table(results: Results) -> Table:
+    hardware, versions = machine_lines(results.machine)
+    table = Table(title=f"{hardware}\n{versions}", title_style="", title_justify="left")
+    for header in ("length", "attention", "forward", "speed-up", "forward + backward", "speed-up", "RSE", "cosine"):
+        table.add_column(header, justify="left" if header == "attention" else "right", no_wrap=header == "attention")
+    table.add_column("extra memory", justify="right")
+    for length, cases in itertools.groupby(sorted_cases(results), key=lambda case: case.length):
+        at_length = list(cases)
+        table.add_section()
+        table.add_row(
+            format_length(length),
+            "SDPA",
+            format_seconds(statistics.median(case.sdpa_times.forward_median for case in at_length)),
+            "",
+            format_seconds(statistics.median(case.sdpa_times.forward_backward_median for case in at_length)),
+            "",
+            "",
+            "",
+            format_memory(at_length[0].sdpa_extra_memory_bytes),
+        )
+        for case in at_length:
+            table.add_row(
+                "",
+                case.attention,
+                format_seconds(case.times.forward_median),
+                format_ratio(case.speedup_forward),
+                format_seconds(case.times.forward_backward_median),
+                format_ratio(case.speedup_forward_backward),
+                format_error(case.fidelity["relative_squared_error"]),
+                f"{case.fidelity['cosine']:.4f}",
+                format_memory(case.extra_memory_bytes),
+            )
+    return table
+
+
+def _plot_speedup(results: Results, path: Path) -> None:
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {"forward": {}, "forward + backward": {}}
+    for case in sorted_cases(results):
+        panels["forward"].setdefault(case.requested, []).append((case.length, case.speedup_forward))
+        panels["forward + backward"].setdefault(case.requested, []).append((case.length, case.speedup_forward_backward))
+    plot_speedup(panels, path)
+
+
+def _demo_table(demo: Demo) -> Table:
+    settings = demo.settings
+    hardware, _ = machine_lines(demo.machine)
+    title = f"{hardware}\ncausal, length {format_length(settings.length)}, {settings.heads} heads, on {settings.device}"
+    table = Table(title=title, title_style="", title_justify="left")
+    table.add_column("attention", no_wrap=True)
+    for header in ("forward + backward", "speed-up", "RSE", "cosine", "future influence"):
+        table.add_column(header, justify="right")
+    for line in demo.lines:
+        table.add_row(
+            line.attention,
+            f"{line.forward_backward_seconds * 1000:,.0f} ms",
+            format_ratio(line.speedup),
+            format_error(line.relative_squared_error),
+            f"{line.cosine:.4f}",
+            format_error(line.future_influence),
+        )
+    return table
+
+
+def _plot_error(demo: Demo, path: Path) -> None:
+    curves = {
+        line.kind: list(zip(demo.bin_centres, line.error_by_position, strict=True))
+        for line in demo.lines
+        if line.kind != "exact"
+    }
+    plot_error_by_position(curves, path, length=demo.settings.length, block_size=demo.settings.block_size)
+
+
+def _report_written(files: list[Path], picture: Path, draw: Callable[[Path], None]) -> None:
+    """Draw the picture if that is possible, and print what there is now."""
+    try:
+        draw(picture)
+        files = [*files, picture]
+    except MatplotlibMissingError as error:
+        _say(f"{picture.name} was not drawn: {error}")
+    typer.echo(f"wrote {', '.join(map(str, files))}")
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr, gone when it is full, and the function that moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=steps)
+        yield lambda description, finished: progress.update(task, description=description, completed=finished)
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    """While arguments are read: a ValueError is the user's to mend."""
+    try:
+        yield
+    except ValueError as error:
+        _say(str(error))
+        raise typer.Exit(2) from None
+
+
+def _say(message: str) -> None:
+    typer.echo(f"muse: {message}", err=True)

@@ -1,0 +1,104 @@
+"""Bad arguments of any attention give one line that names the argument, its value, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*(shape or (1, 2, 40, 8)), dtype=dtype)
+
+
+BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("rank", {"query": _tensor(2, 40, 8)}, ["query", "(2, 40, 8)", "(batch, heads, length, head_dim)"]),
+    ("not a tensor", {"key": [1.0]}, ["key", "list", "torch.Tensor"]),
+    ("head dims", {"key": _tensor(1, 2, 40, 4)}, ["key has head_dim 4", "query 8"]),
+    ("key and value heads", {"value": _tensor(1, 1, 40, 8)}, ["key has 2 heads", "value 1"]),
+    (
+        "gqa not enabled",
+        {"key": _tensor(1, 1, 40, 8), "value": _tensor(1, 1, 40, 8)},
+        ["query has 2 heads", "key 1", "enable_gqa=True"],
+    ),
+    (
+        "heads that do not divide",
+        {"query": _tensor(1, 3, 40, 8), "enable_gqa": True},
+        ["query has 3 heads", "2 heads of key do not divide"],
+    ),
+    ("batch", {"value": _tensor(2, 2, 40, 8)}, ["value has batch size 2", "query 1"]),
+    ("lengths", {"key": _tensor(1, 2, 50, 8)}, ["key has length 50", "query 40", "scaled_dot_product_attention"]),
+    ("empty", {"query": _tensor(1, 2, 0, 8)}, ["query", "(1, 2, 0, 8)", "at least 1"]),
+    ("dtypes", {"key": _tensor(dtype=torch.float16)}, ["key", "torch.float16", "torch.float32", "one dtype"]),
+    ("integers", {"query": _tensor(dtype=torch.int64)}, ["query", "torch.int64", "bfloat16"]),
+    ("devices", {"value": _tensor().to("meta")}, ["value is on meta", "query on cpu"]),
+    ("mask", {"attn_mask": torch.ones(40, 40)}, ["attn_mask", "is_causal"]),
+    ("dropout", {"dropout_p": 0.1}, ["dropout_p=0.1", "dropout_p=0.0"]),
+    ("scale", {"scale": float("nan")}, ["scale=nan", "None"]),
+]
+ATTENTIONS = ["muse:QK4R1B16", "exact", "block_diagonal:16", "moba:L16B8R1"]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize(("change", "words"), [call[1:] for call in BAD_CALLS], ids=[call[0] for call in BAD_CALLS])
+def test_bad_arguments_of_every_attention(name: str, change: dict[str, Any], words: list[str]) -> None:
+    arguments: dict[str, Any] = {"query": _tensor(), "key": _tensor(), "value": _tensor(), **change}
+    _expect(words, lambda: get_attention(name)(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"config": "fastest"}, ["'fastest'", "Q128K128R8SP1B8k"]),
+        ({"config": "QK0"}, ["query_clusters=0"]),
+        ({"config": 128}, ["config=128", "MuSeConfig"]),
+        ({"backend": "cuda"}, ["backend='cuda'", "auto, torch, triton, reference"]),
+        ({"backend": "triton"}, ["backend='triton'", "CUDA", "backend='torch'"]),
+    ],
+)
+def test_bad_settings(arguments: dict[str, Any], words: list[str]) -> None:
+    _expect(words, lambda: muse_attention(_tensor(), _tensor(), _tensor(), **arguments))
+
+
+def test_clusters_of_another_configuration() -> None:
+    clusters = find_clusters(_tensor(), _tensor(), config="QK4R1B16")
+    _expect(
+        ["clusters.query_centroids", "(1, 2, 4, 8)", "(1, 2, 5, 8)"],
+        lambda: muse_attention(_tensor(), _tensor(), _tensor(), config="QK5R1B16", clusters=clusters),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("linear", ["'linear'", "exact, muse, block_diagonal, moba"]),
+        ("exact:8k", ["'exact:8k'", "no settings"]),
+        ("muse:", ["'muse:'", "colon"]),
+        ("muse:QQ", ["'QQ'"]),
+        ("block_diagonal", ["'block_diagonal'", "block_diagonal:8k"]),
+        ("block_diagonal:0", ["'block_diagonal:0'", "positive"]),
+        ("moba:8k", ["'moba:8k'", "moba:L8kB512R1"]),
+        ("moba:L100B64R1", ["100", "multiple", "64"]),
+        ("moba:L64B64R0", ["'moba:L64B64R0'", "positive"]),
+    ],
+)
+def test_bad_names(name: str, words: list[str]) -> None:
+    _expect(words, lambda: get_attention(name))
+
+
+def test_a_name_is_a_string() -> None:
+    _expect(["string"], lambda: get_attention(MuSeConfig()))  # type: ignore[arg-type]
+
+
+def _expect(words: list[str], call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        call()
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message

@@ -1,0 +1,92 @@
+"""The rules of clustering that the conformance suite does not see: the cap, determinism, the seed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from muse_attention import MuSeConfig, find_clusters, muse_attention
+from muse_attention.shuffle import seeded_shuffle
+from tests.shapes import Shape
+
+BACKENDS = ["torch", "reference"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("factor", [1.0, 1.3, 4.0])
+@pytest.mark.parametrize("degenerate", [False, True], ids=["random", "identical"])
+def test_no_cluster_exceeds_its_cap_in_any_block(backend: str, factor: float, degenerate: bool) -> None:
+    query, key, _ = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
+    if degenerate:
+        key = key[:, :, :1].expand_as(key).contiguous()
+    config = MuSeConfig.parse("Q4K5R1B32").replace(cap_factor=factor)
+    assignment = find_clusters(query, key, config=config, backend=backend).key_assignment
+    cap = math.ceil(factor * 32 / 5)
+    for block in assignment.split(32, dim=-1):
+        for head in block[0]:
+            assert torch.bincount(head, minlength=5).max() <= cap
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overflow_goes_to_the_next_nearest_with_room_lowest_position_first(backend: str) -> None:
+    # Eight tokens in a block on a line; Lloyd finds the centres 0, 1 and 10; the cap is ceil(1 * 8 / 3) = 3.
+    line = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 10.0, 10.0])
+    vectors = torch.stack([line, torch.zeros(8)], dim=-1)[None, None]
+    config = MuSeConfig.parse("QK3R1B8,clustering=lloyd,lloyd_iterations=5,cap_factor=1.0")
+    for seed in range(20):
+        clusters = find_clusters(vectors, vectors, config=config.replace(seed=seed), backend=backend)
+        centres = clusters.key_centroids[0, 0, :, 0]
+        if sorted(centres.tolist()) == [0.0, 1.0, 10.0]:
+            break
+    else:
+        raise AssertionError("no seed finds the three centres")
+    found = centres[clusters.key_assignment[0, 0].long()].tolist()
+    assert found == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_cap_every_token_goes_to_its_nearest_centroid(backend: str) -> None:
+    query, key, _ = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+    clusters = find_clusters(query, key, config="Q4K5R1B32,cap_factor=none", scale=1.0, backend=backend)
+    for vectors, centroids, assignment in (
+        (query, clusters.query_centroids, clusters.query_assignment),
+        (key, clusters.key_centroids, clusters.key_assignment),
+    ):
+        nearest = torch.cdist(vectors, centroids).argmin(-1)
+        assert torch.equal(assignment.long(), nearest)
+
+
+def test_lloyd_reduces_the_k_means_objective() -> None:
+    _, key, _ = Shape("", "", length=500).tensors(torch.float64, requires_grad=False)
+    objective = []
+    for iterations in (1, 2, 5):
+        config = MuSeConfig.parse(f"QK8R1B500,clustering=lloyd,cap_factor=none,lloyd_iterations={iterations}")
+        clusters = find_clusters(key, key, config=config)
+        objective.append(float(torch.cdist(key, clusters.key_centroids).amin(-1).square().sum()))
+    assert objective == sorted(objective, reverse=True)
+
+
+def test_the_seed_is_the_only_randomness() -> None:
+    query, key, value = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
+    torch.manual_seed(1)
+    first = muse_attention(query, key, value, is_causal=True, config="QK8R1B32")
+    torch.manual_seed(2)
+    assert torch.equal(muse_attention(query, key, value, is_causal=True, config="QK8R1B32"), first)
+    assert not torch.equal(muse_attention(query, key, value, is_causal=True, config="QK8R1B32,seed=1"), first)
+
+
+@pytest.mark.parametrize("length", [1, 2, 1000, 65537])
+@pytest.mark.parametrize("seed", [0, 1, 2**62])
+def test_the_shuffle_is_a_permutation(length: int, seed: int) -> None:
+    order = seeded_shuffle(length, seed, torch.device("cpu"))
+    assert torch.equal(order.sort().values, torch.arange(length))
+
+
+def test_the_shuffle_mixes() -> None:
+    order = seeded_shuffle(10_000, 0, torch.device("cpu")).double()
+    place = torch.arange(10_000).double()
+    assert abs(float(torch.corrcoef(torch.stack([order, place]))[0, 1])) < 0.03
+    neighbours = (order[1:] - order[:-1]).abs().mean()
+    assert neighbours > 3000  # a random permutation has 3333

@@ -1,0 +1,151 @@
+"""The configuration: notation, defaults, the scaling rule, and errors that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muse_attention import MuSeConfig
+
+
+def test_defaults_are_the_papers_operating_point() -> None:
+    assert str(MuSeConfig()) == "Q128K128R8SP1B8k"
+    assert MuSeConfig.parse("Q128K128R8SP1B8k") == MuSeConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("QK32R2B1k", {"query_clusters": 32, "key_clusters": 32, "retrieved_clusters": 2, "block_size": 1024}),
+        ("QK128R8", {}),
+        ("Q1K128", {"query_clusters": 1}),
+        ("B1000", {"block_size": 1000}),
+        ("SP4", {"retrieved_blocks": 4}),
+        ("QK32R2B1k,clustering=lloyd,seed=7", None),
+        ("QK32R0B1k, dipole=shared", None),
+        ("cap_factor=none,tilt=false", {"cap_factor": None, "tilt": False}),
+    ],
+)
+def test_parse(text: str, fields: dict[str, object] | None) -> None:
+    config = MuSeConfig.parse(text)
+    if fields is not None:
+        assert config == MuSeConfig(**fields)  # type: ignore[arg-type]
+    assert MuSeConfig.parse(str(config)) == config
+
+
+@given(
+    st.builds(
+        MuSeConfig,
+        query_clusters=st.integers(1, 5000),
+        key_clusters=st.integers(1, 5000),
+        retrieved_clusters=st.integers(0, 100),
+        retrieved_blocks=st.integers(1, 100),
+        block_size=st.integers(1, 100_000),
+        tilt=st.booleans(),
+        monopole=st.booleans(),
+        differentiable_aggregation=st.booleans(),
+        clustering=st.sampled_from(["streaming", "lloyd"]),
+        cap_factor=st.one_of(st.none(), st.floats(1, 1e6)),
+        seed=st.integers(0, 2**63),
+        lloyd_iterations=st.integers(1, 10),
+    )
+)
+def test_text_round_trips(config: MuSeConfig) -> None:
+    assert MuSeConfig.parse(str(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("length", "text"),
+    [
+        # The paper's table of far-field scaling.
+        (4096, "QK32R2B512"),
+        (16384, "QK64R4B2k"),
+        (65536, "QK128R8B8k"),
+        (2048, "QK16R1B256"),
+        (8192, "QK32R2B1k"),
+        (32768, "QK64R4B4k"),
+        (131072, "QK128R8B16k"),
+        # Between and below.
+        (60000, "QK128R8B8k"),
+        (100, "QK16R1B256"),
+        (1, "QK16R1B256"),
+    ],
+)
+def test_scaling_rule(length: int, text: str) -> None:
+    assert MuSeConfig.for_length(length) == MuSeConfig.parse(text)
+
+
+def test_is_frozen_and_hashable() -> None:
+    config = MuSeConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+    assert len({config, MuSeConfig(), config.replace(seed=1)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query_clusters": 0}, ["query_clusters=0", "at least 1"]),
+        ({"key_clusters": -3}, ["key_clusters=-3", "at least 1"]),
+        ({"retrieved_clusters": -1}, ["retrieved_clusters=-1", "at least 0"]),
+        ({"retrieved_blocks": 0}, ["retrieved_blocks=0", "at least 1"]),
+        ({"block_size": 0}, ["block_size=0", "at least 1"]),
+        ({"block_size": 8.0}, ["block_size=8.0", "integer"]),
+        ({"seed": True}, ["seed=True", "integer"]),
+        ({"tilt": 1}, ["tilt=1", "True or False"]),
+        ({"clustering": "kmeans"}, ["clustering='kmeans'", "streaming", "lloyd"]),
+        ({"dipole": "quadrupole", "retrieved_clusters": 0}, ["dipole='quadrupole'", "centred"]),
+        ({"dipole": "tilted"}, ["dipole='tilted'", "retrieved_clusters=0"]),
+        ({"cap_factor": 0.5}, ["cap_factor=0.5", "at least 1", "None"]),
+        ({"cap_factor": float("nan")}, ["cap_factor=nan", "at least 1"]),
+        ({"cap_factor": "4"}, ["cap_factor='4'", "number"]),
+        ({"clusters": 4}, ["clusters", "query_clusters"]),
+    ],
+)
+def test_bad_fields(changes: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValueError, match="MuSeConfig") as error:
+        MuSeConfig().replace(**changes)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["Q128K128R8SP1B8k"]),
+        ("fast", ["'fast'", "Q128K128R8SP1B8k"]),
+        ("Q128K128R8SP1B8kX", ["'X'"]),
+        ("q128", ["'q128'"]),
+        ("Q128Q64", ["query_clusters", "twice"]),
+        ("QK64K32", ["key_clusters", "twice"]),
+        ("QK0", ["query_clusters=0", "at least 1"]),
+        ("QK32,speed=11", ["'speed=11'", "clustering"]),
+        ("QK32,clustering", ["'clustering'", "name=value"]),
+        ("QK32,tilt=maybe", ["tilt='maybe'", "true or false"]),
+        ("QK32,seed=x", ["seed='x'", "number"]),
+        ("QK32,clustering=fast", ["clustering='fast'", "lloyd"]),
+    ],
+)
+def test_bad_text(text: str, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        MuSeConfig.parse(text)
+    try:
+        MuSeConfig.parse(text)
+    except ValueError as error:
+        assert all(word in str(error) for word in words), str(error)
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("length", [0, -5, 2.5, True, "64k"])
+def test_bad_length(length: object) -> None:
+    with pytest.raises(ValueError, match="length="):
+        MuSeConfig.for_length(length)  # type: ignore[arg-type]
+
+
+def test_parse_wants_a_string() -> None:
+    with pytest.raises(ValueError, match="not a string"):
+        MuSeConfig.parse(128)  # type: ignore[arg-type]

@@ -1,0 +1,160 @@
+"""The operators inside PyTorch: schemas, compilation, checkpointing, autocast, and what cannot be done."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from muse_attention import MuSeConfig, get_attention, muse_attention, operator
+from tests.shapes import Shape
+
+CONFIG = "Q4K5R2B32"
+SHAPE = Shape("", CONFIG, length=150, batch=2, heads=4, key_heads=2)
+ATTENTIONS = [f"muse:{CONFIG}", "exact", "block_diagonal:32", "moba:L32B8R2"]
+
+
+@pytest.mark.parametrize("config", [CONFIG, "Q4K5R0B32,dipole=tilted", "Q4K5R2B500", "Q4K5R2B32,tilt=false"])
+def test_opcheck(config: str) -> None:
+    query, key, value = SHAPE.tensors(torch.float32)
+    settings = (config, True, 0.25)
+    plain = [tensor.detach() for tensor in (query, key, value)]
+    torch.library.opcheck(operator._cluster, (*plain[:2], config, 0.25))
+    clusters = operator.cluster(query, key, MuSeConfig.parse(config), scale=0.25)
+    parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment)
+    torch.library.opcheck(operator._forward, (query, key, value, *parts, None, None, *settings))
+    out, lse, opened, retrieved = operator._forward(*plain, *parts, None, None, *settings)
+    torch.library.opcheck(operator._forward, (query, key, value, *parts, opened, retrieved, *settings))
+    saved = (*plain, *parts, opened, retrieved, out, lse)
+    torch.library.opcheck(operator._backward, (torch.randn_like(out), None, *saved, *settings))
+    torch.library.opcheck(operator._backward, (torch.randn_like(out), torch.randn_like(lse), *saved, *settings))
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("compiler", ["aot_eager", *(["inductor"] if shutil.which("g++") else [])])
+def test_compiles_into_one_graph_with_the_same_result(name: str, compiler: str) -> None:
+    attention = get_attention(name)
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attention(2 * query, key, value, is_causal=True, enable_gqa=True, return_lse=True)
+        return out.relu(), lse
+
+    torch.compiler.reset()
+    inputs = SHAPE.tensors(torch.float32)
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend=compiler)):
+        out, lse = function(*inputs)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), inputs)))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+def test_one_compilation_serves_all_lengths() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(muse_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (70, 100, 131):
+        inputs = Shape("", "", length=length).tensors(torch.float32, requires_grad=False)
+        expected = muse_attention(*inputs, is_causal=True, config="QK4R1B32")
+        torch.testing.assert_close(compiled(*inputs, is_causal=True, config="QK4R1B32"), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("clustering", ["streaming", "lloyd"])
+def test_activation_checkpointing_recomputes_the_same_numbers(use_reentrant: bool, clustering: str) -> None:
+    inputs = SHAPE.tensors(torch.float32)
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        config = f"{CONFIG},clustering={clustering}"
+        return muse_attention(query, key, value, is_causal=True, enable_gqa=True, config=config)
+
+    plain = layer(*inputs)
+    expected = torch.autograd.grad(plain.square().sum(), inputs)
+    torch.rand(5)  # the state of the default generator must not matter
+    out = checkpoint(layer, *inputs, use_reentrant=use_reentrant)
+    torch.rand(5)
+    out.square().sum().backward()
+    assert torch.equal(out, plain)
+    for tensor, gradient in zip(inputs, expected, strict=True):
+        assert tensor.grad is not None
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_selective_checkpointing_can_keep_the_operator() -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    calls: list[str] = []
+    kept = {torch.ops.muse_attention.forward.default, torch.ops.muse_attention.cluster.default}
+
+    def policy(context: object, function: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        if function in kept and not context.is_recompute:  # type: ignore[attr-defined]
+            calls.append(str(function))
+        return CheckpointPolicy.MUST_SAVE if function in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    inputs = SHAPE.tensors(torch.float32)
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return muse_attention(*tensors, is_causal=True, enable_gqa=True, config=CONFIG).square()
+
+    expected = torch.autograd.grad(layer(*inputs).sum(), inputs)
+    out = checkpoint(
+        layer, *inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    )
+    found = torch.autograd.grad(out.sum(), inputs)
+    assert len(calls) == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_does_what_it_does_to_sdpa(name: str, dtype: torch.dtype) -> None:
+    attention = get_attention(name)
+    inputs = SHAPE.tensors(torch.float32)
+    low = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
+    expected, expected_lse = attention(*low, is_causal=True, enable_gqa=True, return_lse=True)
+    with torch.autocast("cpu", dtype):
+        out, lse = attention(*inputs, is_causal=True, enable_gqa=True, return_lse=True)
+        mixed = attention(low[0], inputs[1], inputs[2], is_causal=True, enable_gqa=True)
+        out.float().square().sum().backward()
+        wide = attention(*(t.detach().double() for t in inputs), is_causal=True, enable_gqa=True)
+    assert out.dtype == mixed.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert wide.dtype == torch.float64
+    assert torch.equal(out, expected)
+    assert torch.equal(mixed, expected)
+    assert torch.equal(lse, expected_lse)
+    for tensor, gradient in zip(inputs, torch.autograd.grad(expected.float().square().sum(), low), strict=True):
+        assert tensor.grad is not None
+        assert tensor.grad.dtype == torch.float32
+        assert torch.equal(tensor.grad, gradient.float())
+
+
+def test_second_derivatives_are_refused_in_one_line() -> None:
+    inputs = SHAPE.tensors(torch.float32)
+    out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
+    (gradient,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="once only.*backend='reference'"):
+        gradient.sum().backward()
+
+
+def test_head_groups_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = SHAPE.tensors(torch.float64)
+    results = []
+    for workspace in (1 << 26, 1):
+        monkeypatch.setattr("muse_attention.pipeline.WORKSPACE_ELEMENTS", workspace)
+        out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for together, apart in zip(*results, strict=True):
+        torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-12)
+
+
+def test_picks_merged_a_few_at_a_time_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = SHAPE.tensors(torch.float64, requires_grad=False)
+    arguments = {"is_causal": True, "enable_gqa": True, "config": "Q4K5R3SP2B32"}
+    expected = muse_attention(*inputs, **arguments)  # type: ignore[call-overload]
+    monkeypatch.setattr("muse_attention.stages.retrieval.PARTIAL_ELEMENTS", 1)
+    found = muse_attention(*inputs, **arguments)  # type: ignore[call-overload]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
