@@ -32,9 +32,7 @@ def test_exact_equals_sdpa(shape: Shape) -> None:
 @pytest.mark.parametrize("block", [1, 32, 50, 149, 150, 1000])
 def test_block_diagonal(block: int, is_causal: bool) -> None:
     inputs = Shape("", "", length=150, heads=4).tensors(torch.float64)
-    out, lse = get_attention(f"block_diagonal:{block}")(
-        *inputs, is_causal=is_causal, enable_gqa=True, return_lse=True
-    )
+    out, lse = get_attention(f"block_diagonal:{block}")(*inputs, is_causal=is_causal, enable_gqa=True, return_lse=True)
     number = torch.arange(150) // block
     _check_masked(out, lse, inputs, number[:, None] == number, is_causal)
 

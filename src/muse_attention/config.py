@@ -148,7 +148,7 @@ class MuSeConfig:
         return None if self.cap_factor is None else math.ceil(self.cap_factor * self.block_size / clusters)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _parse(text: str) -> Any:
     """A pure function of its text, which `torch.compile` need not look into."""
     return _parse_cached(text)

@@ -108,8 +108,9 @@ def _forward(
             scale=scale,
         )
     # An operator must not return what it was given.
-    copies = (part if chosen is None else part.clone() for part in (selected.opened, selected.retrieved))
-    return merged.out, merged.lse, *copies
+    if chosen is not None:
+        selected = Selection(selected.opened.clone(), selected.retrieved.clone())
+    return merged.out, merged.lse, selected.opened, selected.retrieved
 
 
 @_forward.register_fake
@@ -233,10 +234,10 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
-def _autocast_rule(name: str, inputs: int, dispatch_key: str) -> Callable[..., Any]:
+def _autocast_rule(name: str, inputs: int, dispatch_key: torch._C.DispatchKey) -> Callable[..., Any]:
     """Cast the first `inputs` arguments, query and key or query, key and value, and call the operator again."""
     operator = getattr(getattr(torch.ops, NAMESPACE), name)
-    keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(dispatch_key))
+    keys = torch._C.DispatchKeySet(dispatch_key)
 
     def run(*arguments: Any) -> Any:
         cast = cast_for_autocast(*arguments[:inputs])
@@ -247,6 +248,6 @@ def _autocast_rule(name: str, inputs: int, dispatch_key: str) -> Callable[..., A
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-for _key in ("AutocastCPU", "AutocastCUDA"):
+for _key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
     for _name, _inputs in (("cluster", 2), ("forward", 3)):
-        _library.impl(_name, _autocast_rule(_name, _inputs, _key), _key)
+        _library.impl(_name, _autocast_rule(_name, _inputs, _key), _key.name)

@@ -43,19 +43,13 @@ def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: floa
     return Clusters(*of_queries, *of_keys)
 
 
-def _cluster_heads(
-    sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig
-) -> list[tuple[Tensor, Tensor]]:
+def _cluster_heads(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
     """Centroids and assignment of each (batch, heads, N, D) tensor, times its factor."""
     length, head_dim = sides[0][0].shape[2:]
-    heads = [
-        (head, factor) for tensor, factor in sides for head in tensor.reshape(-1, length, head_dim)
-    ]
+    heads = [(head, factor) for tensor, factor in sides for head in tensor.reshape(-1, length, head_dim)]
     dtype = compute_dtype(sides[0][0].dtype)
     parts = [
-        clustering.cluster(
-            torch.stack([head.to(dtype) * factor for head, factor in heads[group]]), clusters, config
-        )
+        clustering.cluster(torch.stack([head.to(dtype) * factor for head, factor in heads[group]]), clusters, config)
         for group in _head_groups(len(heads), 2 * length * (clusters + head_dim))
     ]
     centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))

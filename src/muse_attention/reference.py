@@ -103,9 +103,9 @@ def reference_attention(
     if is_causal:
         own = own & (at[:, None] >= at)
     own = own.expand(*q.shape[:2], length, length)
-    key_retrieved = retrieved[..., block, :].gather(
-        -1, key_cluster[:, :, None, :, None].expand(-1, -1, length, -1, 1)
-    )[..., 0]
+    key_retrieved = retrieved[..., block, :].gather(-1, key_cluster[:, :, None, :, None].expand(-1, -1, length, -1, 1))[
+        ..., 0
+    ]
     cluster_stays = cluster_exists & ~opened
     block_stays = block_exists & opened[..., None, :] & ~retrieved
     if not config.monopole:
@@ -315,7 +315,7 @@ def _selection_masks(selection: Selection, key_clusters: int, number_of_blocks: 
     """`opened` (batch, heads, n, j) and `retrieved` (batch, heads, n, b, j), as booleans."""
     opened_at = torch.nn.functional.one_hot(selection.opened.long() + 1, key_clusters + 1)[..., 1:]
     block_at = torch.nn.functional.one_hot(selection.retrieved.long() + 1, number_of_blocks + 1)[..., 1:].sum(-2)
-    return opened_at.sum(-2) > 0, torch.einsum("xhnpj,xhnpb->xhnbj", opened_at, block_at) > 0
+    return opened_at.any(-2), torch.einsum("xhnpj,xhnpb->xhnbj", opened_at.float(), block_at.float()) > 0
 
 
 # --- Small tools -----------------------------------------------------------------------------------------------------

@@ -33,14 +33,14 @@ def clustered_qkv(
     """
     key_heads = heads if key_heads is None else key_heads
     value_dim = head_dim if value_dim is None else value_dim
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device="cpu")
 
     centres = normal(batch, key_heads, topics, head_dim)
     topic_values = normal(batch, key_heads, topics, value_dim)
-    popularity = torch.arange(1, topics + 1).float().reciprocal()  # Zipf: a few topics hold most of the tokens
+    popularity = torch.arange(1, topics + 1, device="cpu").float().reciprocal()  # Zipf: a few topics hold most of the tokens
 
     def topic_of_tokens(number_of_heads: int) -> Tensor:
         # Each stretch of the sequence favours its own few topics on top of the global popularity.

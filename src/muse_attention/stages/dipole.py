@@ -215,5 +215,3 @@ def _blocks(
     for block, (block_keys, block_values, block_cluster) in enumerate(zip(*parts, strict=True)):
         buckets = group_rows((head + block_cluster).flatten(), keys.shape[0] * clusters)
         yield block, block_keys, block_values, buckets
-
-

@@ -49,9 +49,9 @@ def attend_backward(
         out = torch.cat([out, -grad_lse.to(out.dtype)], dim=-1)
         grad_out = torch.cat([grad_out, torch.ones_like(grad_lse, dtype=out.dtype)], dim=-1)
     parts: list[tuple[Tensor, ...]] = []
-    for rows in _blocks((grad_out, query, key, value, out, lse[..., None]), block_size):
-        *tensors, block_lse = rows
-        parts.append(fused_attention_backward(*tensors, block_lse[..., 0], is_causal=is_causal, scale=scale))
+    for *tensors, block_lse in _blocks((grad_out, query, key, value, out, lse[..., None]), block_size):
+        rows = (*tensors, block_lse[..., 0])
+        parts.append(fused_attention_backward(*rows, is_causal=is_causal, scale=scale))
     shapes = (query.shape[:2], key.shape[:2], key.shape[:2])
     gradients = (
         torch.cat([_unfold(part, shape) for part in gradient], dim=2)
@@ -103,10 +103,10 @@ def fused_attention_backward(
         key, value = _repeat_heads((key, value), query.shape[1])
         if operator == "flash":
             length = query.shape[2]
-            nothing = torch.empty(0, dtype=torch.int64, device=query.device)
+            no_lengths, no_dropout = None, torch.empty(0, dtype=torch.int64, device=query.device)
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                grad_out, query, key, value, out, lse.contiguous(), nothing, nothing, length, length, 0.0, is_causal,
-                nothing, nothing, scale=scale,
+                grad_out, query, key, value, out, lse.contiguous(), no_lengths, no_lengths, length, length, 0.0,
+                is_causal, no_dropout, no_dropout, scale=scale,
             )  # fmt: skip
         else:
             gradients = _chunked_attention_backward(

@@ -73,7 +73,9 @@ def attend_backward(
         # Padding gets an infinite lse, and so no weight.
         tile_lse = torch.where(tile.pairs.valid, take_rows(lse, tile.query_rows), torch.inf)[..., None]
         weights = exp_(torch.bmm(tile_queries, tile_keys.mT).sub_(tile_lse).clamp_(max=0))
-        d_logits = torch.bmm(tile_grad_out, tile_values.mT).sub_(take_rows(delta, tile.query_rows)[..., None]).mul_(weights)
+        d_logits = (
+            torch.bmm(tile_grad_out, tile_values.mT).sub_(take_rows(delta, tile.query_rows)[..., None]).mul_(weights)
+        )
         _add_rows(grad_queries, tile.query_rows, d_logits @ tile_keys)
         _add_rows(grad_keys, tile.key_rows, (d_logits.mT @ tile_queries) * tile.key_valid)
         _add_rows(grad_values, tile.key_rows, (weights.mT @ tile_grad_out) * tile.key_valid)

@@ -121,7 +121,7 @@ def accumulate_backward(
             if differentiable_aggregation:
                 d_mass = d_mass - (d_keys * accumulated.key_mean[:, :, block]).sum(-1)
                 d_mass -= (d_values * accumulated.value_mean[:, :, block]).sum(-1)
-            here = (d_mass, d_keys, d_values)
+            here: tuple[Tensor, ...] = (d_mass, d_keys, d_values)
             if not is_causal:
                 here = tuple(_scale(_ratio(mass, accumulated.log_mass[:, :, block]), part) for part in here)
             if running is not None:

@@ -1,0 +1,178 @@
+"""The command line: what it prints and writes, and one line for everything a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+import muse_attention
+from muse_attention.cli import commands, main
+from muse_attention.config import MuSeConfig
+
+SHORT_BENCH = ("bench", "--device", "cpu", "--lengths", "512", "--head-dim", "8", "--repeats", "1", "--no-memory")
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    result = CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def assert_refused(outcome: tuple[int, str, str], message: str) -> None:
+    code, out, err = outcome
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    code, out, _ = run()
+    assert code == 0
+    for command in ("info", "bench", "demo"):
+        assert command in out
+
+
+def test_info_lists_versions_backends_and_configs() -> None:
+    code, out, _ = run("info", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["machine"]["muse_attention"] == muse_attention.__version__
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["backends"]["torch"] == found["backends"]["reference"] == "available"
+    assert found["backends"]["triton"] in ("not in this version", "needs a CUDA device", "available")
+    assert found["configs"]["64k"] == str(MuSeConfig.for_length(65536))
+
+    code, out, _ = run("info")
+    assert code == 0
+    assert torch.__version__ in out
+    assert found["configs"]["64k"] in out
+
+
+def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "benchmarks"
+    code, out, err = run(*SHORT_BENCH, "--output", folder, "--name", "short")
+    assert code == 0, err
+    assert sorted(file.name for file in folder.iterdir()) == ["short.json", "short.md", "short.png"]
+    for expected in ("SDPA at 512", "muse:Q16K16R1SP1B256", "block_diagonal:256", "moba:L256B16R1", "wrote"):
+        assert expected in out
+    results = json.loads((folder / "short.json").read_text())
+    assert [case["requested"] for case in results["cases"]] == ["muse", "block_diagonal", "moba"]
+    (command,) = results["commands"]
+    assert command.startswith("muse bench --device cpu --lengths 512 --heads 2 ")
+    assert command in (folder / "short.md").read_text()
+    for file in ("short.json", "short.md"):
+        assert str(tmp_path) not in (folder / file).read_text()
+
+
+def test_bench_resumes(tmp_path: Path) -> None:
+    asked = (*SHORT_BENCH, "--output", tmp_path, "--attention", "exact")
+    assert run(*asked)[0] == 0
+    before = json.loads((tmp_path / "cpu.json").read_text())
+    assert run(*asked, "--attention", "block_diagonal:128", "--resume")[0] == 0
+    after = json.loads((tmp_path / "cpu.json").read_text())
+    assert after["cases"][0] == before["cases"][0]
+    assert [case["attention"] for case in after["cases"]] == ["exact", "block_diagonal:128"]
+    assert len(after["commands"]) == 2
+    assert_refused(run(*asked, "--resume", "--heads", "3"), "choose another --name, or drop --resume")
+
+
+def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = commands.run_plan
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        measure(*arguments, **options)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run_plan", interrupted)
+    code, _, err = run(*SHORT_BENCH, "--output", tmp_path, "--attention", "exact")
+    assert code == 130
+    assert len(err.strip().splitlines()) == 1
+    assert "1 finished cases are in" in err
+    assert err.rstrip().endswith("--resume")
+    assert len(json.loads((tmp_path / "cpu.json").read_text())["cases"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "--lengths", "many"), "cannot read the length 'many'"),
+        (("bench", "--attention", "sparse"), "unknown attention 'sparse'"),
+        (("bench", "--attention", "muse:X1"), "cannot read 'X1'"),
+        (("bench", "--attention", "moba:L8k"), "cannot read 'moba:L8k'"),
+        (("bench", "--device", "abacus"), "unknown device 'abacus'"),
+        (("bench", "--dtype", "int8"), "unknown dtype 'int8'"),
+        (("bench", "--heads", "0"), "heads is 0"),
+        (("bench", "--heads", "two"), "--heads"),
+        (("bench", "--repeats", "0"), "repeats is 0"),
+        (("bench", "--name", "a/b"), "plain file name"),
+        (("bench", "--swiftly"), "--swiftly"),
+        (("demo", "--length", "256"), "too few blocks"),
+        (("demo", "--heads", "0"), "heads is 0"),
+        (("dance",), "dance"),
+    ],
+)
+def test_every_mistake_is_answered_by_one_line(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run(*arguments), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert_refused(run("bench", "--output", tmp_path / "file"), "cannot make the folder")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused() -> None:
+    assert_refused(run("bench", "--device", "cuda"), "PyTorch finds none here")
+
+
+def test_demo_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, err = run("demo", "--device", "cpu", "--length", "1k", "--heads", "1", "--output", tmp_path / "demo")
+    assert code == 0, err
+    assert sorted(file.name for file in (tmp_path / "demo").iterdir()) == ["demo.json", "error_by_position.png"]
+    assert "error_by_position.png" in out
+    demo = json.loads((tmp_path / "demo" / "demo.json").read_text())
+    lines = {line["kind"]: line for line in demo["lines"]}
+    assert list(lines) == ["exact", "muse", "block_diagonal", "moba"]
+    for line in lines.values():
+        assert line["attention"] in out
+        assert len(line["error_by_position"]) == len(demo["bin_centres"]) == 128
+    assert lines["exact"]["relative_squared_error"] == lines["exact"]["future_influence"] == 0
+    assert 0 < lines["muse"]["relative_squared_error"] < lines["block_diagonal"]["relative_squared_error"]
+    assert max(lines["muse"]["error_by_position"][:32]) < 1e-9  # the first of four blocks is exact
+
+
+def test_without_the_extra_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "muse_attention.cli.commands")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err == 'muse: typer is not installed: pip install "muse-attention[cli]"\n'
+
+
+def test_the_library_does_not_import_what_only_the_command_line_needs() -> None:
+    script = "import sys, muse_attention; print(*{'typer', 'rich', 'matplotlib'} & set(sys.modules))"
+    package_root = Path(muse_attention.__file__).parents[1]
+    imported = subprocess.run(
+        [sys.executable, "-c", script], cwd=package_root, capture_output=True, text=True, check=True
+    )
+    assert imported.stdout.strip() == ""
