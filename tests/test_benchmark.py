@@ -21,7 +21,7 @@ from muse_attention.benchmark.results import Results, Settings, read_results, wr
 from muse_attention.benchmark.suite import Plan, run_plan, start_results
 from muse_attention.benchmark.tables import markdown_report
 from muse_attention.benchmark.timing import time_interleaved
-from muse_attention.benchmark.workload import Workload, sdpa
+from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
 from muse_attention.plots import MatplotlibMissingError, plot_speedup
 
 SETTINGS = Settings(device="cpu", batch=1, heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False)
@@ -61,15 +61,15 @@ def test_attentions_take_turns_and_the_warm_up_is_not_counted() -> None:
     turns: list[str] = []
     rounds: list[int] = []
 
-    def named(name: str) -> object:
-        def attention(*tensors: Tensor, is_causal: bool) -> Tensor:
+    def named(name: str) -> AttentionCall:
+        def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
             turns.append(name)
-            return sdpa(*tensors, is_causal=is_causal)
+            return sdpa(query, key, value, is_causal=is_causal)
 
         return attention
 
     work = small_workload()
-    first, second = time_interleaved([named("a"), named("b")], work, 2, rounds.append)  # type: ignore[list-item]
+    first, second = time_interleaved([named("a"), named("b")], work, 2, rounds.append)
     assert turns == ["a", "b"] * 3
     assert rounds == [0, 1, 2]
     for times in (first, second):
@@ -83,10 +83,10 @@ def test_a_long_warm_up_counts_as_a_repeat(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(timing, "LONG_RUN_SECONDS", 0.0)
     calls = 0
 
-    def attention(*tensors: Tensor, is_causal: bool) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         nonlocal calls
         calls += 1
-        return sdpa(*tensors, is_causal=is_causal)
+        return sdpa(query, key, value, is_causal=is_causal)
 
     (times,) = time_interleaved([attention], small_workload(), 3)
     assert calls == len(times.forward) == 3

@@ -1,10 +1,10 @@
 """Attention by name: one string names any attention of the library, with its settings.
 
-exact
-muse                            MuSeConfig.for_length of whatever length it is called with
-muse:QK32R2B1k,clustering=lloyd
-block_diagonal:8k
-moba:L8kB512R1                  own block of 8k, and one retrieved block of 512
+- `exact`
+- `muse`: `MuSeConfig.for_length` of whatever length it is called with
+- `muse:QK32R2B1k,clustering=lloyd`
+- `block_diagonal:8k`
+- `moba:L8kB512R1`: an own block of 8k, and one retrieved block of 512
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def clustered_qkv(
 
     centres = normal(batch, key_heads, topics, head_dim)
     topic_values = normal(batch, key_heads, topics, value_dim)
-    popularity = torch.arange(1, topics + 1, device="cpu").float().reciprocal()  # Zipf: a few topics hold most of the tokens
+    # Zipf's law: a few topics hold most of the tokens.
+    popularity = torch.arange(1, topics + 1, device="cpu").float().reciprocal()
 
     def topic_of_tokens(number_of_heads: int) -> Tensor:
         # Each stretch of the sequence favours its own few topics on top of the global popularity.

@@ -1,7 +1,8 @@
 """Mixture of block attention (Lu et al., 2025): the own block, and the past blocks whose mean key fits the query best.
 
 The size of the own, exactly attended block and the size of the blocks that are retrieved are separate settings. A
-retrieved block takes the place of a bucket of MuSe, and everything after the choice of blocks is MuSe without summaries.
+retrieved block takes the place of a bucket of MuSe, and all that follows the choice of blocks is MuSe without its
+summaries.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def _choose_blocks(
     """(batch, heads, N, count): numbers of the blocks each query retrieves; -1 where there are fewer."""
     length = key.shape[2]
     blocks = -(-length // block_size)
-    padded = pad(key.to(pipeline.compute_dtype(key.dtype)), (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
+    padded = pad(key.to(pipeline.compute_dtype(key.dtype)), (0, 0, 0, blocks * block_size - length)).unflatten(
+        2, (blocks, block_size)
+    )
     number = torch.arange(blocks, device=key.device)
     sizes = (length - number * block_size).clamp(max=block_size)
     means = padded.sum(3) / sizes[:, None]

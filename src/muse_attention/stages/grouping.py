@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILE_ELEMENTS = 1 << 20
+TILE_ELEMENTS = 1 << 21
 """Numbers in the largest intermediate of one batch of tiles."""
 LARGEST_PADDING = 0.75
 """A batch of tiles ends where the next tile would fill less than this share of its rows."""

@@ -26,15 +26,17 @@ PARTIAL_ELEMENTS = 1 << 26
 def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
     """Attention of (rows, D) queries to the buckets each of them picked.
 
-    `keys` and `values` are the rows that `buckets` groups; `picks` is (rows, picks), numbers of buckets, -1 for none.
+    `keys` and `values` are the rows that `buckets` groups; `picks` is (rows, picks) int64: numbers of buckets, or -1.
     """
+    picks = _of_something(picks, buckets)
     picks_at_once = max(1, PARTIAL_ELEMENTS // (queries.shape[0] * values.shape[-1]))
     return merge([_attend(queries, keys, values, some, buckets) for some in picks.split(picks_at_once, dim=1)])
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
     value_dim = values.shape[-1]
-    out = values.new_zeros(picks.numel() + 1, value_dim)
+    out = values.new_empty(picks.numel() + 1, value_dim)
+    out[torch.nonzero(picks.flatten() < 0)[:, 0]] = 0
     lse = values.new_full((picks.numel() + 1,), -torch.inf)
     # A column of ones beside the values makes the normaliser one more weighted sum.
     values = torch.cat([values, torch.ones_like(values[:, :1])], dim=1)
@@ -65,7 +67,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
     grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
-    for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
+    for tile in _pair_tiles(_of_something(picks, buckets), buckets, queries.shape[-1]):
         tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
         # Padded keys are zero, so they give nothing to the queries; `key_valid` keeps what they would receive away.
         tile_keys = take_rows(keys, tile.key_rows) * tile.key_valid
@@ -95,12 +97,14 @@ class _PairTiles:
     """(T, s, 1) bool"""
 
 
+def _of_something(picks: Tensor, buckets: Groups) -> Tensor:
+    """Picks without those of empty buckets, which only a query that is not finite can make."""
+    return torch.where(buckets.sizes[picks.clamp(min=0)] > 0, picks, -1)
+
+
 def _pair_tiles(picks: Tensor, buckets: Groups, head_dim: int) -> Iterator[_PairTiles]:
     """Walk over all pairs, buckets of similar size together."""
-    numbers = picks.flatten().long()
-    # An empty bucket has nothing to attend to (a query that is not finite may still have picked one).
-    numbers = torch.where(buckets.sizes[numbers.clamp(min=0)] > 0, numbers, -1)
-    pairs = group_rows(numbers, buckets.sizes.shape[0])
+    pairs = group_rows(picks.flatten(), buckets.sizes.shape[0])
     for among, longest in _buckets_by_size(buckets, pairs):
         for tile in tiles(pairs, longest + 3 * head_dim, among=among, most_rows=LONGEST_TILE):
             place = torch.arange(longest, device=picks.device)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -47,18 +48,28 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its o
 class _OneLineErrors(TyperGroup):
     """Wrong arguments are answered by one line on stderr and exit code 2."""
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        if not standalone_mode:
-            return super().main(args, *rest, standalone_mode=False, **extra)
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         try:
-            code = super().main(args, *rest, standalone_mode=False, **extra)
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except _USAGE_ERROR as error:
+            if not standalone_mode:
+                raise
             _say(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
             code = 2
-        sys.exit(code if isinstance(code, int) else 0)
+        return sys.exit(code or 0) if standalone_mode else code
 
 
-app = typer.Typer(cls=_OneLineErrors, add_completion=False, help="Multipole Semantic Attention.")
+app = typer.Typer(
+    cls=_OneLineErrors, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
+)
 console = Console()
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
@@ -85,7 +96,8 @@ def info(
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
         for name, entry in entries.items():
             table.add_row(name, "none" if entry is None else str(entry))
-        console.print(table, end="\n\n")
+        console.print(table)
+        console.print()
 
 
 @app.command()
@@ -151,11 +163,12 @@ def bench(
     except KeyboardInterrupt:
         _say(f"interrupted; {_how_to_continue(results, path, command)}")
         raise typer.Exit(130) from None
-    except (torch.OutOfMemoryError, MemoryError):
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         _say(f"out of memory; {_how_to_continue(results, path, command)}")
         raise typer.Exit(1) from None
     console.print(_bench_table(results))
-    console.print(caption(settings).replace("`", ""), style="dim")
     report = output / f"{stem}.md"
     replace_file(report, markdown_report(results, title=f"Benchmark: {stem}"))
     _report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
@@ -220,46 +233,47 @@ def _command_line(plan: Plan, name: str) -> str:
     return shlex.join([*words, "--name", name])
 
 
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _how_to_continue(results: Results, path: Path, command: str) -> str:
     if not results.cases:
         return "no case was finished, and nothing was written"
     continued = f"{command} --output {shlex.quote(str(path.parent))} --resume"
-    return f"{len(results.cases)} finished cases are in {path}; continue with: {continued}"
+    return f"finished cases are in {path} ({len(results.cases)}); continue with: {continued}"
 
 
 def _bench_table(results: Results) -> Table:
     hardware, versions = machine_lines(results.machine)
-    table = Table(title=f"{hardware}\n{versions}", title_style="", title_justify="left")
-    for header in ("length", "attention", "forward", "speed-up", "forward + backward", "speed-up", "RSE", "cosine"):
-        table.add_column(header, justify="left" if header == "attention" else "right", no_wrap=header == "attention")
-    table.add_column("extra memory", justify="right")
+    table = _new_table(f"{hardware}\n{versions}", "forward", "forward +\nbackward", "RSE", "cosine", "extra\nmemory")
+    table.caption = caption(results.settings).replace("`", "")
     for length, cases in itertools.groupby(sorted_cases(results), key=lambda case: case.length):
         at_length = list(cases)
         table.add_section()
+        sdpa = [case.sdpa_times for case in at_length]
         table.add_row(
-            format_length(length),
-            "SDPA",
-            format_seconds(statistics.median(case.sdpa_times.forward_median for case in at_length)),
-            "",
-            format_seconds(statistics.median(case.sdpa_times.forward_backward_median for case in at_length)),
-            "",
+            f"SDPA at {format_length(length)}",
+            _time_cell(statistics.median(times.forward_median for times in sdpa)),
+            _time_cell(statistics.median(times.forward_backward_median for times in sdpa)),
             "",
             "",
             format_memory(at_length[0].sdpa_extra_memory_bytes),
         )
         for case in at_length:
             table.add_row(
-                "",
                 case.attention,
-                format_seconds(case.times.forward_median),
-                format_ratio(case.speedup_forward),
-                format_seconds(case.times.forward_backward_median),
-                format_ratio(case.speedup_forward_backward),
+                _time_cell(case.times.forward_median, case.speedup_forward),
+                _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
                 format_error(case.fidelity["relative_squared_error"]),
                 f"{case.fidelity['cosine']:.4f}",
                 format_memory(case.extra_memory_bytes),
             )
     return table
+
+
+def _time_cell(seconds: float, speedup: float | None = None) -> str:
+    return f"{format_seconds(seconds)} {'' if speedup is None else format_ratio(speedup):>5}"
 
 
 def _plot_speedup(results: Results, path: Path) -> None:
@@ -274,10 +288,7 @@ def _demo_table(demo: Demo) -> Table:
     settings = demo.settings
     hardware, _ = machine_lines(demo.machine)
     title = f"{hardware}\ncausal, length {format_length(settings.length)}, {settings.heads} heads, on {settings.device}"
-    table = Table(title=title, title_style="", title_justify="left")
-    table.add_column("attention", no_wrap=True)
-    for header in ("forward + backward", "speed-up", "RSE", "cosine", "future influence"):
-        table.add_column(header, justify="right")
+    table = _new_table(title, "forward +\nbackward", "speed-up", "RSE", "cosine", "future\ninfluence")
     for line in demo.lines:
         table.add_row(
             line.attention,
@@ -297,6 +308,16 @@ def _plot_error(demo: Demo, path: Path) -> None:
         if line.kind != "exact"
     }
     plot_error_by_position(curves, path, length=demo.settings.length, block_size=demo.settings.block_size)
+
+
+def _new_table(title: str, *headers: str) -> Table:
+    """An attention in each row; narrow enough for a terminal of 80 columns."""
+    looks: dict[str, Any] = {"title_style": "", "title_justify": "left", "caption_justify": "left"}
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, **looks)
+    table.add_column("attention", no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
 
 
 def _report_written(files: list[Path], picture: Path, draw: Callable[[Path], None]) -> None:

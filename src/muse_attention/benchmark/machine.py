@@ -1,0 +1,76 @@
+"""The machine a number was measured on: what it is made of and the versions it runs. Nothing that names its owner."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import muse_attention
+
+
+def describe_machine() -> dict[str, Any]:
+    """Hardware, operating system, versions and today's date; None for what is absent or cannot be found out."""
+    cuda = torch.cuda.is_available()
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30) if cuda else None,
+        "driver": _driver_version() if cuda else None,
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "muse_attention": muse_attention.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": _triton_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def cpu_name() -> str | None:
+    """The model name, from wherever this operating system keeps it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, text = line.partition(":")
+            if name.strip() == "model name":
+                return text.strip()
+    if platform.system() == "Darwin":
+        return _first_line_of("sysctl", "-n", "machdep.cpu.brand_string")
+    return platform.processor() or platform.machine() or None
+
+
+def _memory_gib() -> int | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _driver_version() -> str | None:
+    return _first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _triton_version() -> str | None:
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _first_line_of(*command: str) -> str | None:
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout.partition("\n")[0].strip() or None

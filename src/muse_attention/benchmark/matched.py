@@ -1,0 +1,26 @@
+"""Which settings make a fair comparison: as many tokens attended to exactly as MuSe attends to at that length."""
+
+from __future__ import annotations
+
+from muse_attention.benchmark.lengths import format_length
+from muse_attention.config import MuSeConfig
+
+MATCHED_KINDS = ("muse", "block_diagonal", "moba")
+"""The kinds of attention that have a setting at matched sparsity."""
+
+
+def at_matched_sparsity(kind: str, length: int) -> str:
+    """The full name of an attention; one without settings gets those that match `MuSeConfig.for_length(length)`.
+
+    MuSe attends exactly to its own block of B tokens and to R of K clusters, B/16 tokens on average. Block-diagonal
+    attention has the block, MoBA the block and one retrieved block of B/16.
+    """
+    config = MuSeConfig.for_length(length)
+    block_size = format_length(config.block_size)
+    if kind == "muse":
+        return f"muse:{config}"
+    if kind == "block_diagonal":
+        return f"block_diagonal:{block_size}"
+    if kind == "moba":
+        return f"moba:L{block_size}B{format_length(config.block_size // 16)}R1"
+    return kind

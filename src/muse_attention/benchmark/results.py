@@ -1,0 +1,136 @@
+"""What a benchmark found, and its JSON file: `machine`, `settings`, `commands`, and one entry of `cases` at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muse_attention.benchmark.timing import Times
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all cases of a file have in common."""
+
+    device: str
+    batch: int
+    heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    repeats: int
+    memory: bool
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention at one length, and the baseline, whose runs took turns with its own."""
+
+    requested: str
+    """the name asked for: `moba`"""
+    attention: str
+    """the name with the settings it had at this length: `moba:L4kB256R1`"""
+    length: int
+    times: Times
+    sdpa_times: Times
+    fidelity: dict[str, float]
+    """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads"""
+    extra_memory_bytes: int | None
+    sdpa_extra_memory_bytes: int | None
+
+    @property
+    def speedup_forward(self) -> float:
+        return self.sdpa_times.forward_median / self.times.forward_median
+
+    @property
+    def speedup_forward_backward(self) -> float:
+        return self.sdpa_times.forward_backward_median / self.times.forward_backward_median
+
+
+@dataclass
+class Results:
+    machine: dict[str, Any]
+    settings: Settings
+    commands: list[str] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Replace the file in one step, so that it is whole at any moment."""
+    entries = [_case_to_json(case) for case in results.cases]
+    document = {
+        "machine": results.machine,
+        "settings": asdict(results.settings),
+        "commands": results.commands,
+        "cases": entries,
+    }
+    replace_file(path, json.dumps(document, indent=2) + "\n")
+
+
+def read_results(path: Path) -> Results:
+    """Read what `write_results` wrote; a ValueError if it is something else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return Results(
+            machine=document["machine"],
+            settings=Settings(**document["settings"]),
+            commands=list(document["commands"]),
+            cases=[_case_from_json(entry) for entry in document["cases"]],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold the results of a benchmark") from error
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write beside the file, then rename."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _case_to_json(case: Case) -> dict[str, Any]:
+    return {
+        "requested": case.requested,
+        "attention": case.attention,
+        "length": case.length,
+        "speedup_forward": case.speedup_forward,
+        "speedup_forward_backward": case.speedup_forward_backward,
+        "seconds": _times_to_json(case.times),
+        "sdpa_seconds": _times_to_json(case.sdpa_times),
+        "fidelity": case.fidelity,
+        "extra_memory_bytes": case.extra_memory_bytes,
+        "sdpa_extra_memory_bytes": case.sdpa_extra_memory_bytes,
+    }
+
+
+def _case_from_json(entry: dict[str, Any]) -> Case:
+    return Case(
+        requested=entry["requested"],
+        attention=entry["attention"],
+        length=entry["length"],
+        times=_times_from_json(entry["seconds"]),
+        sdpa_times=_times_from_json(entry["sdpa_seconds"]),
+        fidelity=entry["fidelity"],
+        extra_memory_bytes=entry["extra_memory_bytes"],
+        sdpa_extra_memory_bytes=entry["sdpa_extra_memory_bytes"],
+    )
+
+
+def _times_to_json(times: Times) -> dict[str, Any]:
+    return {
+        "forward_median": times.forward_median,
+        "forward_backward_median": times.forward_backward_median,
+        "forward": list(times.forward),
+        "forward_backward": list(times.forward_backward),
+    }
+
+
+def _times_from_json(entry: dict[str, Any]) -> Times:
+    return Times(tuple(entry["forward"]), tuple(entry["forward_backward"]))

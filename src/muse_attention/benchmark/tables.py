@@ -1,0 +1,134 @@
+"""Results for people: cells, and the Markdown file that is kept beside the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from muse_attention.benchmark.lengths import format_length
+from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.timing import LONG_RUN_SECONDS
+
+_HEADER = (
+    "length",
+    "attention",
+    "forward",
+    "SDPA",
+    "speed-up",
+    "forward + backward",
+    "SDPA",
+    "speed-up",
+    "RSE",
+    "cosine",
+    "extra memory",
+    "SDPA",
+)
+
+
+def markdown_report(results: Results, *, title: str) -> str:
+    """Title, machine, versions, the commands that measured it, the table, and what its columns mean."""
+    hardware, versions = machine_lines(results.machine)
+    commands = "\n".join(results.commands)
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            f"- Machine: {hardware}",
+            f"- Versions: {versions}",
+            f"- Data: {_settings_line(results.settings)}",
+            "",
+            "```",
+            commands,
+            "```",
+            "",
+            _markdown_table(_HEADER, [_cells(case) for case in sorted_cases(results)]),
+            "",
+            caption(results.settings),
+            "",
+        ]
+    )
+
+
+def caption(settings: Settings) -> str:
+    warm_up = "one uncounted warm-up"
+    if settings.device == "cpu":
+        warm_up += f" (counted as a repeat where it took more than {LONG_RUN_SECONDS:g} s)"
+    return (
+        f"Times are medians of {settings.repeats} repeats after {warm_up}; the attention and "
+        "`torch.nn.functional.scaled_dot_product_attention` (SDPA) take turns in every repeat, and the speed-up is the "
+        "ratio of their medians. The forward pass is recorded by autograd; the backward pass gives the gradients of "
+        "query, key and value. RSE and cosine compare outputs with exact attention on the same data. Extra memory is "
+        "the peak of one forward and backward pass with batch 1 and one head, without the inputs, with the output and "
+        "the gradients."
+    )
+
+
+def machine_lines(machine: dict[str, Any]) -> tuple[str, str]:
+    """Hardware, and versions, each on one line."""
+    hardware = [f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"]
+    if machine["memory_gib"]:
+        hardware.append(f"{machine['memory_gib']} GiB memory")
+    if machine["gpu"]:
+        hardware.append(f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB")
+    names = ("muse_attention", "python", "torch", "triton", "cuda", "cudnn", "driver")
+    versions = [f"{name.replace('_', '-')} {machine[name]}" for name in names if machine[name] is not None]
+    return "; ".join(hardware), ", ".join([*versions, machine["os"], machine["date"]])
+
+
+def sorted_cases(results: Results) -> list[Case]:
+    """By length; attentions in the order they were asked for."""
+    return sorted(results.cases, key=lambda case: case.length)
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits, in ms below ten seconds."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+    milliseconds = seconds * 1000
+    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2
+    return f"{milliseconds:.{digits}f} ms"
+
+
+def format_ratio(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
+
+
+def format_error(error: float) -> str:
+    return "0" if error == 0 else f"{error:.3f}" if error >= 0.001 else f"{error:.1e}"
+
+
+def format_memory(count: int | None) -> str:
+    if count is None:
+        return "-"
+    mebibytes = count / 2**20
+    return f"{mebibytes:.1f} MiB" if mebibytes < 100 else f"{mebibytes:.0f} MiB"
+
+
+def _cells(case: Case) -> tuple[str, ...]:
+    return (
+        format_length(case.length),
+        f"`{case.attention}`",
+        format_seconds(case.times.forward_median),
+        format_seconds(case.sdpa_times.forward_median),
+        format_ratio(case.speedup_forward),
+        format_seconds(case.times.forward_backward_median),
+        format_seconds(case.sdpa_times.forward_backward_median),
+        format_ratio(case.speedup_forward_backward),
+        format_error(case.fidelity["relative_squared_error"]),
+        f"{case.fidelity['cosine']:.4f}",
+        format_memory(case.extra_memory_bytes),
+        format_memory(case.sdpa_extra_memory_bytes),
+    )
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    alignment = ["---:", "---", *["---:"] * (len(header) - 2)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows))
+
+
+def _settings_line(settings: Settings) -> str:
+    attention = "causal" if settings.causal else "full"
+    return (
+        f"clustered synthetic queries, keys and values, {attention} attention, batch {settings.batch}, "
+        f"{settings.heads} heads of {settings.head_dim}, {settings.dtype}, seed {settings.seed}, on {settings.device}"
+    )

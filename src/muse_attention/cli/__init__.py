@@ -1,0 +1,16 @@
+"""The entry point of `muse`. The commands are in `commands.py`, and need the packages of the `cli` extra."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    try:
+        from muse_attention.cli.commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.stderr.write(f'muse: {error.name} is not installed: pip install "muse-attention[cli]"\n')
+        raise SystemExit(1) from None
+    app(prog_name="muse")

@@ -1,0 +1,131 @@
+"""Pictures of results. matplotlib is asked for only when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from muse_attention.benchmark.lengths import format_length
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Curve = Sequence[tuple[float, float]]
+"""Points, by increasing x."""
+
+ROUNDING = 1e-9
+"""Relative squared errors up to this are rounding, not approximation, and are not drawn."""
+
+
+class MatplotlibMissingError(ImportError):
+    """One line that says what to install."""
+
+
+class _Look(NamedTuple):
+    label: str
+    colour: str
+    marker: str
+
+
+_LOOKS = {
+    "muse": _Look("MuSe", "#0072B2", "o"),
+    "moba": _Look("MoBA", "#D55E00", "s"),
+    "block_diagonal": _Look("block-diagonal", "#7F7F7F", "^"),
+    "exact": _Look("exact", "#000000", "D"),
+}
+"""An attention named by its kind alone looks the same in every picture."""
+
+_FONT_SIZE = 9
+_OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Speed-up over `scaled_dot_product_attention` against length: one panel per pass, one curve per attention."""
+    figure = _new_figure(width=3.4 * len(panels), height=3.2)
+    axes: list[Axes] = []
+    for column, (name, curves) in enumerate(panels.items()):
+        axis = figure.add_subplot(1, len(panels), column + 1, sharey=axes[0] if axes else None)
+        axes.append(axis)
+        axis.axhline(1, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+        for look, curve in _with_looks(curves):
+            lengths, ratios = zip(*curve, strict=True)
+            axis.plot(lengths, ratios, color=look.colour, marker=look.marker, markersize=4, label=look.label)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        ticks = sorted({int(length) for curve in curves.values() for length, _ in curve})
+        axis.set_xticks(ticks, [format_length(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
+        axis.set_xlabel("sequence length")
+        axis.set_title(name)
+        _tidy(axis)
+    lowest, highest = axes[0].get_ylim()
+    axes[0].set_ylim(min(lowest, 0.5), max(highest, 2))  # so that there is more than one tick
+    axes[0].set_ylabel("speed-up over SDPA")
+    _save(figure, axes[0], path)
+
+
+def plot_error_by_position(curves: Mapping[str, Curve], path: Path, *, length: int, block_size: int) -> None:
+    """Relative squared error of each attention against position, with the boundaries of blocks.
+
+    The first block is attended to exactly by all of them.
+    """
+    figure = _new_figure(width=6.4, height=3.2)
+    axis = figure.add_subplot()
+    for boundary in range(block_size, length, block_size):
+        axis.axvline(boundary, color="#DDDDDD", linewidth=0.7, zorder=0)
+    for look, curve in _with_looks(curves):
+        positions = [position for position, _ in curve]
+        errors = [error if error > ROUNDING else float("nan") for _, error in curve]
+        axis.plot(positions, errors, color=look.colour, label=look.label)
+    axis.set_yscale("log")
+    axis.set_xlim(0, length)
+    ticks = range(0, length + 1, -(-length // 8))
+    axis.set_xticks(ticks, [format_length(tick) for tick in ticks])
+    axis.text(
+        block_size / 2,
+        0.5,
+        "exact",
+        transform=axis.get_xaxis_transform(),
+        color="#999999",
+        fontsize=_FONT_SIZE,
+        horizontalalignment="center",
+        verticalalignment="center",
+    )
+    axis.set_xlabel("position of the query (vertical lines: block boundaries)")
+    axis.set_ylabel("relative squared error")
+    _tidy(axis)
+    _save(figure, axis, path)
+
+
+def _new_figure(*, width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MatplotlibMissingError('a picture needs matplotlib: pip install "muse-attention[cli]"') from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _with_looks(curves: Mapping[str, Curve]) -> list[tuple[_Look, Curve]]:
+    others = [name for name in curves if name not in _LOOKS]
+    looks = _LOOKS | {
+        name: _Look(name, _OTHER_COLOURS[number % len(_OTHER_COLOURS)], "v") for number, name in enumerate(others)
+    }
+    return [(looks[name], curve) for name, curve in curves.items()]
+
+
+def _tidy(axis: Axes) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=_FONT_SIZE)
+    for text in (axis.title, axis.xaxis.label, axis.yaxis.label):
+        text.set_fontsize(_FONT_SIZE)
+
+
+def _save(figure: Figure, axis: Axes, path: Path) -> None:
+    """With one legend for all panels, outside of them, from the curves of one."""
+    curves, labels = axis.get_legend_handles_labels()
+    columns = min(4, len(curves))
+    figure.legend(curves, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=_FONT_SIZE)
+    figure.savefig(path, dpi=200)
