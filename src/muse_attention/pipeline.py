@@ -323,11 +323,12 @@ class _Heads:
         per_head = self.query_centroids.shape[2]
         query_clusters = query_heads * per_head
         offset = torch.arange(query_heads, device=device)[:, None] * per_head
-        query_cluster = self.query_assignment.long() + offset  # (G, R, N)
+        centroids, assignment = _largest_first(self.query_centroids.to(self.dtype), self.query_assignment.long())
+        query_cluster = assignment + offset  # (G, R, N)
         key_cluster = self.key_assignment.long()  # (G, N)
-        segment = (head[..., None] * blocks + block) * query_clusters + query_cluster
+        segment = (block * key_heads + head[..., None]) * query_clusters + query_cluster
         bucket = (head * blocks + block) * config.key_clusters + key_cluster
-        centroids = self.query_centroids.to(self.dtype).flatten(1, 2)  # (G, R Q, D)
+        centroids = centroids.flatten(1, 2)  # (G, R Q, D)
         own_centroid = centroids.flatten(0, 1)[(head[..., None] * query_clusters + query_cluster).flatten()]
         return _FarField(
             queries=queries,
@@ -361,7 +362,7 @@ class _FarField:
     key_cluster: Tensor
     """(G, N) int64"""
     segments: Groups
-    """rows of queries by (key head, block, query head, query cluster)"""
+    """rows of queries by (block, key head, query head, query cluster)"""
     buckets: Groups
     """rows of keys by (key head, block, key cluster)"""
     blocks: int
@@ -385,7 +386,7 @@ class _FarField:
 
     def correction(self, seen: Summaries, config: MuSeConfig, *, is_causal: bool) -> dipole.Correction:
         key_heads, length = self.key_cluster.shape
-        sizes = self.segments.sizes.view(key_heads, self.blocks, self.query_heads, -1).sum(1)
+        sizes = self.segments.sizes.view(self.blocks, key_heads, self.query_heads, -1).sum(0)
         return dipole.find_correction(
             config.dipole,
             self.keys,
@@ -405,6 +406,15 @@ class _FarField:
         block = selected.retrieved.long()
         number = (head[:, None, None] * self.blocks + block) * self.key_clusters + selected.opened.long()[..., None]
         return torch.where(block < 0, -1, number).flatten(1)
+
+
+def _largest_first(centroids: Tensor, assignment: Tensor) -> tuple[Tensor, Tensor]:
+    """Renumber the query clusters of each head by size, so that neighbours have segments of similar size."""
+    sizes = torch.zeros_like(centroids[..., 0], dtype=torch.int64).scatter_add_(
+        2, assignment, torch.ones_like(assignment)
+    )
+    order = sizes.argsort(dim=2, descending=True, stable=True)  # (G, R, Q)
+    return centroids.gather(2, order[..., None].expand_as(centroids)), order.argsort(dim=2).gather(2, assignment)
 
 
 def _split_heads(

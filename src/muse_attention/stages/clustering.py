@@ -44,21 +44,21 @@ def _lloyd(vectors: Tensor, centroids: Tensor, iterations: int) -> Tensor:
 def _streaming(shuffled: Tensor, centroids: Tensor) -> Tensor:
     """One pass in minibatches. A centroid that receives `x_1 .. x_m` in a minibatch ends it with the total
     `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of updating it with one vector after another."""
-    clusters = centroids.shape[1]
-    number = torch.arange(clusters, device=shuffled.device)
-    powers = DECAY ** torch.arange(MINIBATCH + 1, device=shuffled.device, dtype=shuffled.dtype)
+    heads, clusters, _ = centroids.shape
+    powers = DECAY ** torch.arange(MINIBATCH, device=shuffled.device, dtype=shuffled.dtype)
     after = torch.ones(MINIBATCH, MINIBATCH, dtype=torch.bool, device=shuffled.device).triu(1)
+    members = shuffled.new_empty(heads, MINIBATCH, clusters)
     # A column of ones makes the count one more total.
     shuffled = torch.cat([shuffled, torch.ones_like(shuffled[..., :1])], dim=-1)
     totals = torch.cat([centroids, torch.ones_like(centroids[..., :1])], dim=-1)
     for minibatch in shuffled.split(MINIBATCH, dim=1):
-        nearest = _nearest(_affinity(minibatch[..., :-1], centroids))
-        members = (nearest[..., None] == number).to(totals.dtype)
         size = minibatch.shape[1]
+        nearest = _nearest(_affinity(minibatch[..., :-1], centroids))
         followers = ((nearest[..., None] == nearest[:, None]) & after[:size, :size]).sum(-1)
-        received = members.sum(1).long()
-        weighted = minibatch * powers[followers][..., None]
-        totals = torch.baddbmm(powers[received][..., None] * totals, members.mT, weighted)
+        member = members[:, :size].zero_().scatter_(2, nearest[..., None], 1)
+        received = torch.bmm(member.mT, minibatch * powers[followers][..., None])
+        # The last column is now 1 + DECAY + .. + DECAY^(m-1), which tells DECAY^m.
+        totals = torch.addcmul(received, totals, 1 - (1 - DECAY) * received[..., -1:])
         centroids = totals[..., :-1] / totals[..., -1:]
     return centroids
 

@@ -29,7 +29,7 @@ class Correction:
     """The matrices of all segments, and what their backward needs."""
 
     matrix: Tensor
-    """(G, nb, Q, Dv, D)"""
+    """(nb, G, Q, Dv, D)"""
     merge_weights: Tensor
     """(G, Q, nb, K): `p(j)`; 0 for empty clusters"""
     tilt_points: Tensor
@@ -83,7 +83,7 @@ def find_correction(
     else:
         weights = merge_weights.unflatten(1, (tilt_points.shape[1], -1))
         matrix = torch.einsum("gtibj,gtbjvd->gtibvd", weights, _covariance(accumulated_moments, values)).flatten(1, 2)
-    matrix = matrix.transpose(1, 2).contiguous()
+    matrix = matrix.permute(2, 0, 1, 3, 4).contiguous()
     return Correction(matrix, merge_weights, tilt_points, key_cluster, moments, accumulated_moments)
 
 
@@ -100,7 +100,7 @@ def find_correction_backward(
     differentiable_aggregation: bool,
 ) -> tuple[Tensor, Tensor, Summaries]:
     """Gradients of keys and of values through their moments, and of the accumulated summaries."""
-    grad_matrix = grad_matrix.transpose(1, 2)  # (G, Q, nb, Dv, D)
+    grad_matrix = grad_matrix.permute(1, 2, 0, 3, 4)  # (G, Q, nb, Dv, D)
     weights = correction.merge_weights
     grad_accumulated = Summaries(*(torch.zeros_like(part) for part in _parts(accumulated)))
     grad_moments = Summaries(*(torch.zeros_like(part) for part in _parts(correction.moments)))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 TILE_ELEMENTS = 1 << 21
 """Numbers in the largest intermediate of one batch of tiles."""
-LARGEST_PADDING = 0.75
-"""A batch of tiles ends where the next tile would fill less than this share of its rows."""
+LEAST_FILLING = 0.75
+"""A batch of tiles ends where the next tile would leave more than the rest of its rows to padding."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,38 @@ def tiles(
         longest = lengths[begin]
         end = begin + 1
         limit = min(len(lengths), begin + max(1, TILE_ELEMENTS // (longest * elements_per_row)))
-        while end < limit and lengths[end] >= LARGEST_PADDING * longest:
+        while end < limit and lengths[end] >= LEAST_FILLING * longest:
             end += 1
         place = torch.arange(longest, device=device)
         size = sizes[begin:end, None]
         rows = groups.order[starts[begin:end, None] + torch.minimum(place, size - 1)]
         yield Tiles(number[begin:end], rows, place < size)
         begin = end
+
+
+def neighbour_tiles(groups: Groups, begin: int, end: int, elements_per_row: int) -> Iterator[tuple[slice, Tiles]]:
+    """Walk over the groups `begin` to `end` in order, some neighbours at a time: which ones, counted from `begin`.
+
+    Tables with one entry for each group can then be read and written as slices, without a copy. A group too large for
+    one batch comes in several.
+    """
+    sizes: list[int] = groups.sizes[begin:end].tolist()
+    first = 0
+    while first < len(sizes):
+        longest, rows, stop = sizes[first], sizes[first], first + 1
+        while stop < len(sizes):
+            number, longer = stop - first + 1, max(longest, sizes[stop])
+            if (
+                number * longer * elements_per_row > TILE_ELEMENTS
+                or rows + sizes[stop] < 0.6 * number * longer
+            ):
+                break
+            longest, rows, stop = longer, rows + sizes[stop], stop + 1
+        number = torch.arange(begin + first, begin + stop, device=groups.order.device)
+        at_once = longest if stop > first + 1 else max(1, TILE_ELEMENTS // elements_per_row)
+        for skipped in range(0, longest, max(1, at_once)):
+            place = torch.arange(skipped, min(longest, skipped + at_once), device=groups.order.device)
+            size = groups.sizes[number, None]
+            at = groups.starts[number, None] + torch.minimum(place, size - 1)
+            yield slice(first, stop), Tiles(number, groups.order[at.clamp_(0, groups.order.shape[0] - 1)], place < size)
+        first = stop

@@ -39,12 +39,12 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, bucket
     out[torch.nonzero(picks.flatten() < 0)[:, 0]] = 0
     lse = values.new_full((picks.numel() + 1,), -torch.inf)
     # A column of ones beside the values makes the normaliser one more weighted sum.
-    values = torch.cat([values, torch.ones_like(values[:, :1])], dim=1)
+    values = _with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
     for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
         logits = torch.bmm(take_rows(queries, tile.query_rows), take_rows(keys, tile.key_rows).mT)  # (T, m, s)
-        # Padding repeats a key of the bucket, so the maximum is right; zero rows keep it out of the sums.
+        # Padding repeats a key of the bucket, so the maximum is right; its value is the zero row, out of the sums.
         shift = logits.amax(-1, keepdim=True)
-        sums = torch.bmm(exp_(logits.sub_(shift)), take_rows(values, tile.key_rows) * tile.key_valid)
+        sums = torch.bmm(exp_(logits.sub_(shift)), take_rows(values, tile.key_places))
         total = sums[..., value_dim:]
         tile.pairs.scatter(out, sums[..., :value_dim] / total)
         tile.pairs.scatter(lse, (total.log() + shift)[..., 0])
@@ -66,22 +66,21 @@ def attend_backward(
     buckets: Groups,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
+    # Padded keys are the zero row: they give nothing to the queries, and what they receive falls into a spare row.
+    keys, values = _with_zero_row(keys), _with_zero_row(values)
     grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
     for tile in _pair_tiles(_of_something(picks, buckets), buckets, queries.shape[-1]):
         tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
-        # Padded keys are zero, so they give nothing to the queries; `key_valid` keeps what they would receive away.
-        tile_keys = take_rows(keys, tile.key_rows) * tile.key_valid
-        tile_values = take_rows(values, tile.key_rows)
-        # Padding gets an infinite lse, and so no weight.
+        tile_keys, tile_values = take_rows(keys, tile.key_places), take_rows(values, tile.key_places)
+        # Padded queries get an infinite lse, and so no weight.
         tile_lse = torch.where(tile.pairs.valid, take_rows(lse, tile.query_rows), torch.inf)[..., None]
         weights = exp_(torch.bmm(tile_queries, tile_keys.mT).sub_(tile_lse).clamp_(max=0))
-        d_logits = (
-            torch.bmm(tile_grad_out, tile_values.mT).sub_(take_rows(delta, tile.query_rows)[..., None]).mul_(weights)
-        )
+        d_logits = torch.bmm(tile_grad_out, tile_values.mT).sub_(take_rows(delta, tile.query_rows)[..., None])
+        d_logits.mul_(weights)
         _add_rows(grad_queries, tile.query_rows, d_logits @ tile_keys)
-        _add_rows(grad_keys, tile.key_rows, (d_logits.mT @ tile_queries) * tile.key_valid)
-        _add_rows(grad_values, tile.key_rows, (weights.mT @ tile_grad_out) * tile.key_valid)
-    return grad_queries, grad_keys, grad_values
+        _add_rows(grad_keys, tile.key_places, d_logits.mT @ tile_queries)
+        _add_rows(grad_values, tile.key_places, weights.mT @ tile_grad_out)
+    return grad_queries, grad_keys[:-1], grad_values[:-1]
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ class _PairTiles:
     """(T, m)"""
     key_rows: Tensor
     """(T, s); a padded place repeats the bucket's last key"""
-    key_valid: Tensor
-    """(T, s, 1) bool"""
+    key_places: Tensor
+    """(T, s); a padded place is the row after all keys"""
 
 
 def _of_something(picks: Tensor, buckets: Groups) -> Tensor:
@@ -110,7 +109,8 @@ def _pair_tiles(picks: Tensor, buckets: Groups, head_dim: int) -> Iterator[_Pair
             place = torch.arange(longest, device=picks.device)
             size = buckets.sizes[tile.group][:, None]
             key_rows = buckets.order[buckets.starts[tile.group][:, None] + torch.minimum(place, size - 1)]
-            yield _PairTiles(tile, tile.rows // picks.shape[1], key_rows, (place < size)[..., None])
+            key_places = torch.where(place < size, key_rows, buckets.order.shape[0])
+            yield _PairTiles(tile, tile.rows // picks.shape[1], key_rows, key_places)
 
 
 def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, int]]:
@@ -126,6 +126,10 @@ def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, i
             end += 1
         yield wanted[begin:end], lengths[end - 1]
         begin = end
+
+
+def _with_zero_row(table: Tensor) -> Tensor:
+    return torch.nn.functional.pad(table, (0, 0, 0, 1))
 
 
 def _add_rows(table: Tensor, rows: Tensor, gradients: Tensor) -> None:

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from muse_attention.stages.exponential import exp_
-from muse_attention.stages.grouping import Groups, Tiles, tiles
+from muse_attention.stages.grouping import Groups, Tiles, neighbour_tiles
 from muse_attention.structures import Partial, Selection, Summaries
-
-LONGEST_TILE = 512
-"""Queries of one segment that are scored at once."""
 
 
 def select_and_attend(
@@ -35,43 +32,46 @@ def select_and_attend(
 ) -> tuple[Partial, Selection]:
     """Attention of (rows, D) query residuals to the summary terms, and the selection that defines those terms.
 
-    `segments` groups the rows, the queries of all heads, by (head, block, query cluster). The selection is per row. A
+    `segments` groups the rows, the queries of all heads, by (block, head, query cluster). The selection is per row. A
     `selection` that is given is used as it is. Without `attend` there are no summary terms, only a selection.
     """
     _, _, blocks, key_clusters = summaries.log_mass.shape
     places = residuals.shape[0] + 1
-    value_dim = summaries.value_mean.shape[-1]
-    out = residuals.new_zeros(places, value_dim)
+    out = residuals.new_zeros(places, summaries.value_mean.shape[-1])
     lse = residuals.new_full((places,), -torch.inf)
     given = selection
-    if given is not None:
-        opening = given.opened.shape[-1] > 0
-    else:
+    if selection is None:
         k1, k2 = min(retrieved_clusters, key_clusters), min(retrieved_blocks, blocks)
-        opening = k1 > 0
         selection = Selection(
             opened=torch.full((places, k1), -1, dtype=torch.int32, device=residuals.device),
             retrieved=torch.full((places, k1, k2), -1, dtype=torch.int32, device=residuals.device),
         )
-    assert selection is not None
-    for tile, reading in _read_tiles(segments, summaries, accumulated, is_causal=is_causal, blocks_too=opening):
-        logits = reading.logits(tile.gather(residuals))
-        if opening:
+    opening = selection.opened.shape[-1] > 0
+    for tile, clusters, of_blocks in _read(segments, summaries, accumulated, is_causal=is_causal):
+        tile_residuals = tile.gather(residuals)
+        cluster_logits = clusters.logits(tile_residuals)
+        block_logits = of_blocks.logits(tile_residuals) if opening else None
+        if block_logits is not None:
             if given is None:
-                opened, retrieved = reading.select(logits, *selection.retrieved.shape[1:])
+                opened, retrieved = _select(cluster_logits, block_logits, *selection.retrieved.shape[1:])
                 tile.scatter(selection.opened, opened.int())
                 tile.scatter(selection.retrieved, retrieved.int())
             else:
                 opened, retrieved = tile.gather(given.opened).long(), tile.gather(given.retrieved).long()
+            _keep_only_terms(cluster_logits, block_logits, opened, retrieved)
         if not attend:
             continue
-        if opening:
-            reading.keep_only_terms(logits, opened, retrieved)
-        shift = logits.amax(-1, keepdim=True)
+        shift = cluster_logits.amax(-1, keepdim=True)
+        if block_logits is not None:
+            shift = torch.maximum(shift, block_logits.amax(-1, keepdim=True))
         shift = torch.where(shift == -torch.inf, 0, shift)
-        weights = exp_(logits.sub_(shift))
-        total = weights.sum(-1, keepdim=True)
-        tile.scatter(out, (weights @ reading.values) / torch.where(total == 0, 1, total))
+        weights = exp_(cluster_logits.sub_(shift))
+        total, weighted = weights.sum(-1, keepdim=True), weights @ clusters.values
+        if block_logits is not None:
+            weights = exp_(block_logits.sub_(shift))
+            total += weights.sum(-1, keepdim=True)
+            weighted += weights @ of_blocks.values
+        tile.scatter(out, weighted / torch.where(total == 0, 1, total))
         tile.scatter(lse, (total.log() + shift)[..., 0])
     if given is None:
         selection = Selection(selection.opened[:-1], selection.retrieved[:-1])
@@ -97,37 +97,36 @@ def attend_backward(
     grad_residuals = residuals.new_zeros(residuals.shape[0] + 1, residuals.shape[1])
     grad_summaries, grad_accumulated = _zeros_like(summaries), _zeros_like(accumulated)
     opening = selection.opened.shape[-1] > 0
-    for tile, reading in _read_tiles(segments, summaries, accumulated, is_causal=is_causal, blocks_too=opening):
+    readings = _read(segments, summaries, accumulated, is_causal=is_causal)
+    targets = _read(segments, grad_summaries, grad_accumulated, is_causal=is_causal, writing=True)
+    for (tile, clusters, of_blocks), (_, grad_clusters, grad_of_blocks) in zip(readings, targets, strict=True):
         tile_residuals, tile_grad_out = tile.gather(residuals), tile.gather(grad_out)
-        logits = reading.logits(tile_residuals)
-        if opening:
-            reading.keep_only_terms(
-                logits, tile.gather(selection.opened).long(), tile.gather(selection.retrieved).long()
-            )
         # Padding gets an infinite lse, and so no weight.
         tile_lse = torch.where(tile.valid, tile.gather(lse), torch.inf)[..., None]
-        weights = exp_(logits.sub_(tile_lse).clamp_(max=0))
-        d_logits = torch.bmm(tile_grad_out, reading.values.mT).sub_(tile.gather(delta)[..., None]).mul_(weights)
-        tile.scatter(grad_residuals, d_logits @ reading.keys)
-        reading.add_gradients(
-            grad_summaries,
-            grad_accumulated,
-            Summaries(d_logits.sum(1), d_logits.mT @ tile_residuals, weights.mT @ tile_grad_out),
-        )
+        tile_delta = tile.gather(delta)[..., None]
+        terms = [(clusters, grad_clusters, clusters.logits(tile_residuals))]
+        if opening:
+            terms.append((of_blocks, grad_of_blocks, of_blocks.logits(tile_residuals)))
+            opened, retrieved = tile.gather(selection.opened).long(), tile.gather(selection.retrieved).long()
+            _keep_only_terms(terms[0][2], terms[1][2], opened, retrieved)
+        grad_tile_residuals = torch.zeros_like(tile_residuals)
+        for table, grad_table, logits in terms:
+            weights = exp_(logits.sub_(tile_lse).clamp_(max=0))
+            d_logits = torch.bmm(tile_grad_out, table.values.mT).sub_(tile_delta).mul_(weights)
+            grad_tile_residuals.baddbmm_(d_logits, table.keys)
+            grad_table.mass.add_(d_logits.sum(1, keepdim=True))
+            grad_table.keys.add_(d_logits.mT @ tile_residuals)
+            grad_table.values.add_(weights.mT @ tile_grad_out)
+        tile.scatter(grad_residuals, grad_tile_residuals)
     return grad_residuals[:-1], grad_summaries, grad_accumulated
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """The summaries that `T` tiles, queries of one block, read: a table with a row for the accumulated summaries and
-    one for each of the `seen` blocks, and a column for each key cluster. S = (1 + seen) K."""
+class _Table:
+    """The `S` summaries that each of `T` neighbouring segments reads (or their gradients): views, not copies."""
 
-    block: int
-    segment: Tensor
-    """(T,): row of each tile in summaries with the axes (head, query cluster) flattened"""
-    key_clusters: int
     mass: Tensor
-    """(T, 1, S); -inf for empty ones and for the queries' own block"""
+    """(T, 1, S)"""
     keys: Tensor
     """(T, S, D)"""
     values: Tensor
@@ -137,61 +136,54 @@ class _Reading:
         """(T, m, S): `r . kbar + mu`"""
         return torch.baddbmm(self.mass, residuals, self.keys.mT)
 
-    def select(self, logits: Tensor, clusters: int, blocks: int) -> tuple[Tensor, Tensor]:
-        """The clusters to open (T, m, clusters), and the blocks to retrieve from each (T, m, clusters, blocks)."""
-        table = logits.unflatten(-1, (-1, self.key_clusters))
-        opened = _top(table[:, :, 0], clusters)
-        columns = opened.clamp(min=0)[..., None, :].expand(-1, -1, table.shape[2] - 1, -1)
-        of_opened = table[:, :, 1:].gather(-1, columns)  # (T, m, seen, clusters)
-        retrieved = _top(of_opened.mT, blocks)
-        return opened, torch.where(opened[..., None] < 0, -1, retrieved)
 
-    def keep_only_terms(self, logits: Tensor, opened: Tensor, retrieved: Tensor) -> None:
-        """Set to -inf, in place, what is no term: opened clusters, blocks of others, retrieved blocks.
+def _read(
+    segments: Groups, summaries: Summaries, accumulated: Summaries, *, is_causal: bool, writing: bool = False
+) -> Iterator[tuple[Tiles, _Table, _Table]]:
+    """All segments that see any block, block after block: tiles of their queries, and the tables these read.
 
-        Places without a selection (-1) repeat the first one. Where there is no first one nothing exists to be opened.
-        """
-        table = logits.unflatten(-1, (-1, self.key_clusters))
-        opened = torch.where(opened < 0, opened[..., :1], opened).clamp(min=0)
-        closed = torch.full_like(table[:, :, 0], -torch.inf).scatter_(-1, opened, 0)
-        table[:, :, 1:] += closed[:, :, None]
-        term = ((retrieved + 1) * self.key_clusters + opened[..., None]).flatten(2)
-        term = torch.where(retrieved.flatten(2) < 0, opened[..., :1], term)
-        logits.scatter_(-1, opened, -torch.inf).scatter_(-1, term, -torch.inf)
-
-    def add_gradients(self, to_summaries: Summaries, to_accumulated: Summaries, gradient: Summaries) -> None:
-        """Add gradients of the table, (T, S, ...), to those of the summaries it was read from."""
-        for summaries, accumulated, rows in zip(
-            _parts(to_summaries), _parts(to_accumulated), _parts(gradient), strict=True
-        ):
-            table = rows.unflatten(1, (-1, self.key_clusters))
-            seen = table.shape[1] - 1
-            accumulated.flatten(0, 1)[:, self.block].index_add_(0, self.segment, table[:, 0])
-            if seen:
-                summaries.flatten(0, 1)[:, :seen].index_add_(0, self.segment, table[:, 1:])
-
-
-def _read_tiles(
-    segments: Groups, summaries: Summaries, accumulated: Summaries, *, is_causal: bool, blocks_too: bool
-) -> Iterator[tuple[Tiles, _Reading]]:
-    """All segments that see any block, block after block. The blocks' own summaries are read only if `blocks_too`."""
+    The first table has a summary for each key cluster, S = K; the second one for each block and key cluster, S = seen K.
+    Its own block is hidden from a query there, unless it is `writing`.
+    """
     heads, query_clusters, blocks, key_clusters = summaries.log_mass.shape
-    segment = torch.arange(heads * query_clusters, device=summaries.log_mass.device)
+    of_block = heads * query_clusters
+    flat, flat_accumulated = ([part.flatten(0, 1) for part in _parts(some)] for some in (summaries, accumulated))
     for block in range(1 if is_causal else 0, blocks):
-        seen = 0 if not blocks_too else block if is_causal else blocks
-        # Groups are numbered (head, block, query cluster); summaries have the query cluster before the block.
-        among = (segment // query_clusters * blocks + block) * query_clusters + segment % query_clusters
-        for tile in tiles(segments, (1 + seen) * key_clusters, among=among, most_rows=LONGEST_TILE):
-            of_tile = tile.group // (blocks * query_clusters) * query_clusters + tile.group % query_clusters
-            mass, keys, values = (
-                torch.cat(
-                    [all_seen.flatten(0, 1)[of_tile, block, None], part.flatten(0, 1)[of_tile, :seen]], dim=1
-                ).flatten(1, 2)
-                for all_seen, part in zip(_parts(accumulated), _parts(summaries), strict=True)
+        seen = block if is_causal else blocks
+        begin = block * of_block
+        for some, tile in neighbour_tiles(segments, begin, begin + of_block, (1 + seen) * key_clusters):
+            cluster_mass, *cluster_means = (part[some, block] for part in flat_accumulated)
+            block_mass, *block_means = (part[some, :seen] for part in flat)
+            if not is_causal and not writing:
+                block_mass = block_mass.index_fill(1, torch.tensor(block, device=block_mass.device), -torch.inf)
+            yield (
+                tile,
+                _Table(cluster_mass[:, None], *cluster_means),
+                _Table(block_mass.flatten(1)[:, None], *(mean.flatten(1, 2) for mean in block_means)),
             )
-            if seen > block:
-                mass[:, (1 + block) * key_clusters : (2 + block) * key_clusters] = -torch.inf
-            yield tile, _Reading(block, of_tile, key_clusters, mass[:, None], keys, values)
+
+
+def _select(cluster_logits: Tensor, block_logits: Tensor, clusters: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """The clusters to open (T, m, clusters), and the blocks to retrieve from each (T, m, clusters, blocks)."""
+    opened = _top(cluster_logits, clusters)
+    of_blocks = block_logits.unflatten(-1, (-1, cluster_logits.shape[-1]))  # (T, m, seen, K)
+    columns = opened.clamp(min=0)[..., None, :].expand(-1, -1, of_blocks.shape[2], -1)
+    retrieved = _top(of_blocks.gather(-1, columns).mT, blocks)
+    return opened, torch.where(opened[..., None] < 0, -1, retrieved)
+
+
+def _keep_only_terms(cluster_logits: Tensor, block_logits: Tensor, opened: Tensor, retrieved: Tensor) -> None:
+    """Set to -inf, in place, what is no term: opened clusters; blocks that were retrieved, or of clusters not opened.
+
+    Places without a selection (-1) repeat the first one. Where there is no first one, nothing exists to be opened.
+    """
+    key_clusters = cluster_logits.shape[-1]
+    opened = torch.where(opened < 0, opened[..., :1], opened).clamp(min=0)
+    closed = torch.full_like(cluster_logits, -torch.inf).scatter_(-1, opened, 0)
+    block_logits.unflatten(-1, (-1, key_clusters)).add_(closed[:, :, None])
+    term = (retrieved * key_clusters + opened[..., None]).flatten(2)
+    block_logits.scatter_(-1, torch.where(retrieved.flatten(2) < 0, term[..., :1], term).clamp(min=0), -torch.inf)
+    cluster_logits.scatter_(-1, opened, -torch.inf)
 
 
 def _top(logits: Tensor, count: int) -> Tensor:
