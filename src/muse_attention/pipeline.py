@@ -10,6 +10,7 @@ Nothing large is kept for backward: clusters and selection are kept, summaries a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from muse_attention.config import MuSeConfig
 from muse_attention.stages import clustering, dipole, local, merging, retrieval, selection, summaries
-from muse_attention.stages.grouping import Groups, group_rows
+from muse_attention.stages.grouping import Groups, group_rows, with_spare_row
 from muse_attention.structures import Clusters, Partial, Selection, Summaries
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Numbers in the intermediate results held at a time: key heads go in groups that need about as many."""
+SUMMARY_ELEMENTS = 1 << 22
+"""Numbers in the summaries held at a time: query clusters go in groups whose summaries stay in cache."""
 
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
@@ -139,32 +142,49 @@ def _forward_heads(
     own = local.attend(heads.query, heads.key, heads.value, config.block_size, is_causal=is_causal, scale=scale)
     partials = [Partial(heads.rows(own.out), own.lse.flatten())]
     far = heads.far_field(config)
-    if chosen is None and (far is None or not (config.monopole or config.retrieved_clusters)):
-        chosen = _empty_selection(heads, config)
-    if far is not None and (config.monopole or chosen is None):
-        of_buckets, seen = far.summaries(is_causal=is_causal)
-        of_summaries, chosen = selection.select_and_attend(
-            far.residuals,
-            far.segments,
+    if far is None:
+        return merging.merge(partials), chosen or _no_selection(heads, config)
+    if chosen is None and not config.monopole and not config.retrieved_clusters:
+        chosen = _no_selection(heads, config)
+    if config.monopole or chosen is None:
+        of_summaries, chosen = _attend_to_summaries(far, chosen, config, is_causal=is_causal)
+        partials.append(of_summaries)
+    if chosen.opened.shape[-1] > 0:
+        picks = far.buckets_of(chosen)
+        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, picks, far.buckets))
+    return merging.merge(partials), chosen
+
+
+def _attend_to_summaries(
+    far: _FarField, chosen: Selection | None, config: MuSeConfig, *, is_causal: bool
+) -> tuple[Partial, Selection]:
+    rows = far.queries.shape[0]
+    table = with_spare_row(rows, far.values.shape[-1], far.queries)
+    partial = Partial(table, torch.full_like(table[:, 0], -torch.inf))
+    filled = chosen
+    if filled is None:
+        k1, k2 = selection_shape(config, far.keys.shape[1])
+        no_index = torch.full((rows + 1, k1, 1 + k2), -1, dtype=torch.int32, device=table.device)
+        filled = Selection(no_index[..., 0].contiguous(), no_index[..., 1:].contiguous())
+    for part in far.parts(config):
+        of_buckets, seen = part.summaries(is_causal=is_causal)
+        selection.select_and_attend(
+            part.residuals,
+            part.segments,
             of_buckets,
             seen,
+            filled,
+            partial,
             is_causal=is_causal,
-            retrieved_clusters=config.retrieved_clusters,
-            retrieved_blocks=config.retrieved_blocks,
+            select=chosen is None,
             attend=config.monopole,
-            selection=chosen,
         )
         if config.dipole != "none":
-            correction = far.correction(seen, config, is_causal=is_causal)
-            shift = dipole.shift_values(correction, far.residuals, far.segments)
-            of_summaries = Partial(of_summaries.out + shift, of_summaries.lse)
-        partials.append(of_summaries)
-    assert chosen is not None
-    if far is not None and chosen.opened.shape[-1] > 0:
-        partials.append(
-            retrieval.attend(far.queries, far.key_rows, far.value_rows, far.buckets_of(chosen), far.buckets)
-        )
-    return merging.merge(partials), chosen
+            correction = part.correction(seen, config, is_causal=is_causal)
+            partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
+    if chosen is None:
+        filled = Selection(filled.opened[:-1], filled.retrieved[:-1])
+    return Partial(partial.out[:-1], partial.lse[:-1]), filled
 
 
 def _backward_heads(
@@ -225,62 +245,69 @@ def _summaries_backward(
     *,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    differentiable = config.differentiable_aggregation
-    of_buckets, seen = far.summaries(is_causal=is_causal)
-    arguments = (far.residuals, far.segments, of_buckets, seen)
-    if config.dipole != "none":
-        correction = far.correction(seen, config, is_causal=is_causal)
-        shift = dipole.shift_values(correction, far.residuals, far.segments)
-        # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`.
-        delta = delta - (grad_out * shift).sum(-1)
-        of_summaries, _ = selection.select_and_attend(
-            *arguments,
-            is_causal=is_causal,
-            retrieved_clusters=0,
-            retrieved_blocks=1,
-            attend=True,
-            selection=selected,
-        )
-        share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
-    grad_residuals, grad_buckets, grad_seen = selection.attend_backward(
-        grad_out, lse, delta, *arguments, selected, is_causal=is_causal
+    grad_residuals, grad_keys, grad_values = (
+        with_spare_row(rows.shape[0], rows.shape[1], rows) for rows in (far.residuals, far.key_rows, far.value_rows)
     )
-    grad_keys, grad_values = torch.zeros_like(far.keys), torch.zeros_like(far.values)
-    if config.dipole != "none":
-        to_residuals, to_matrix = dipole.shift_values_backward(
-            share * grad_out, correction, far.residuals, far.segments
-        )
-        grad_residuals += to_residuals
-        grad_keys, grad_values, to_seen = dipole.find_correction_backward(
-            config.dipole,
-            to_matrix,
-            correction,
-            far.keys,
-            far.values,
+    for part in far.parts(config):
+        of_buckets, seen = part.summaries(is_causal=is_causal)
+        if config.dipole != "none":
+            correction = part.correction(seen, config, is_causal=is_causal)
+            shift = dipole.shift_values(correction, part.residuals, part.segments)
+            # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`.
+            delta = delta - (grad_out * shift).sum(-1)
+        grad_buckets, grad_seen = selection.attend_backward(
+            grad_out,
+            lse,
+            delta,
+            part.residuals,
+            part.segments,
+            of_buckets,
             seen,
-            config.block_size,
+            selected,
             is_causal=is_causal,
-            differentiable_aggregation=differentiable,
+            fill_in=grad_residuals,
         )
-        _add_summaries(grad_seen, to_seen)
-    summaries.accumulate_backward(
-        grad_seen,
-        of_buckets,
-        seen,
-        is_causal=is_causal,
-        differentiable_aggregation=differentiable,
-        add_to=grad_buckets,
-    )
-    to_keys, to_values = summaries.summarise_backward(
-        grad_buckets,
-        of_buckets,
-        far.keys,
-        far.values,
-        far.centroids,
-        far.buckets,
-        differentiable_aggregation=differentiable,
-    )
-    return grad_residuals, grad_keys.add_(to_keys), grad_values.add_(to_values)
+        if config.dipole != "none":
+            of_summaries, _ = _attend_to_summaries(far, selected, config, is_causal=is_causal)
+            share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
+            to_residuals, to_matrix = dipole.shift_values_backward(
+                share * grad_out, correction, part.residuals, part.segments
+            )
+            to_keys, to_values, to_seen = dipole.find_correction_backward(
+                config.dipole,
+                to_matrix,
+                correction,
+                part.keys,
+                part.values,
+                seen,
+                config.block_size,
+                is_causal=is_causal,
+                differentiable_aggregation=config.differentiable_aggregation,
+            )
+            grad_residuals[:-1] += to_residuals
+            grad_keys[:-1] += to_keys.flatten(0, 1)
+            grad_values[:-1] += to_values.flatten(0, 1)
+            for target, source in zip(vars(grad_seen).values(), vars(to_seen).values(), strict=True):
+                target += source
+        summaries.accumulate_backward(
+            grad_seen,
+            of_buckets,
+            seen,
+            is_causal=is_causal,
+            differentiable_aggregation=config.differentiable_aggregation,
+            add_to=grad_buckets,
+        )
+        summaries.summarise_backward(
+            grad_buckets,
+            of_buckets,
+            part.keys,
+            part.values,
+            part.centroids,
+            part.buckets,
+            differentiable_aggregation=config.differentiable_aggregation,
+            add_to=(grad_keys, grad_values),
+        )
+    return grad_residuals[:-1], grad_keys[:-1], grad_values[:-1]
 
 
 @dataclass(frozen=True)
@@ -377,6 +404,21 @@ class _FarField:
     def value_rows(self) -> Tensor:
         return self.values.flatten(0, 1)
 
+    def parts(self, config: MuSeConfig) -> Iterator[_FarField]:
+        """The far field of some query clusters at a time: nothing but the queries of a cluster reads its summaries."""
+        query_clusters = self.centroids.shape[1]
+        elements = self.keys.shape[0] * self.blocks * self.key_clusters * (self.keys.shape[2] + self.values.shape[2])
+        at_once = query_clusters if config.dipole != "none" else max(1, SUMMARY_ELEMENTS // elements)
+        for begin in range(0, query_clusters, at_once):
+            some = slice(begin, begin + at_once)
+            segments = (
+                of_segments.view(-1, query_clusters)[:, some].flatten()
+                for of_segments in (self.segments.starts, self.segments.sizes)
+            )
+            yield dataclasses.replace(
+                self, centroids=self.centroids[:, some], segments=Groups(self.segments.order, *segments)
+            )
+
     def summaries(self, *, is_causal: bool) -> tuple[Summaries, Summaries]:
         """Of each bucket, and accumulated over what each block sees."""
         of_buckets = summaries.summarise(
@@ -436,8 +478,8 @@ def _split_heads(
         return tensor.reshape(batch * key_heads, heads, *tensor.shape[2:])
 
     summary_elements = query_clusters * config.key_clusters * config.number_of_blocks(length) * (head_dim + value_dim)
-    picks = config.retrieved_clusters * config.retrieved_blocks
-    per_head = shared_by * (4 * summary_elements + length * (4 * head_dim + min(picks, 16) * value_dim))
+    picks = min(config.retrieved_clusters * config.retrieved_blocks, 16)
+    per_head = shared_by * (min(SUMMARY_ELEMENTS, summary_elements) + length * (4 * head_dim + picks * value_dim))
     for group in _head_groups(batch * key_heads, per_head):
         heads = _Heads(
             query=by_key_head(query, shared_by)[group],
@@ -462,7 +504,7 @@ def _head_groups(heads: int, elements_per_head: int) -> list[slice]:
     return [slice(begin, begin + size) for begin in range(0, heads, size)]
 
 
-def _empty_selection(heads: _Heads, config: MuSeConfig) -> Selection:
+def _no_selection(heads: _Heads, config: MuSeConfig) -> Selection:
     k1, k2 = selection_shape(config, heads.query.shape[2])
     rows = heads.query_assignment.numel()
     return Selection(
@@ -480,9 +522,3 @@ def selection_shape(config: MuSeConfig, length: int) -> tuple[int, int]:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What everything but the fused operators computes in: at least float32."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _add_summaries(target: Summaries, source: Summaries) -> None:
-    target.log_mass.add_(source.log_mass)
-    target.key_mean.add_(source.key_mean)
-    target.value_mean.add_(source.value_mean)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from muse_attention.config import Dipole
 from muse_attention.stages.exponential import exp_
-from muse_attention.stages.grouping import Groups, group_rows, tiles
+from muse_attention.stages.grouping import Groups, group_rows, tiles, with_spare_row
 from muse_attention.stages.summaries import accumulate, accumulate_backward, summarise, summarise_backward
 from muse_attention.structures import Summaries
 
@@ -137,20 +137,26 @@ def find_correction_backward(
         add_to=of_blocks,
     )
     grad_keys, grad_values = torch.empty_like(keys), torch.empty_like(values)
+    value_dim = values.shape[-1]
     clusters = correction.moments.log_mass.shape[-1]
     for block, block_keys, block_values, buckets in _blocks(
         keys, values, correction.moment_cluster, clusters, block_size
     ):
-        grad_block_keys, grad_augmented = summarise_backward(
+        augmented = _with_moments(block_keys, block_values)
+        tables = tuple(
+            with_spare_row(part.shape[0] * part.shape[1], part.shape[2], part) for part in (block_keys, augmented)
+        )
+        summarise_backward(
             _at_block(of_blocks, block),
             _at_block(correction.moments, block),
             block_keys,
-            _with_moments(block_keys, block_values),
+            augmented,
             correction.tilt_points,
             buckets,
             differentiable_aggregation=differentiable_aggregation,
+            add_to=(tables[0], tables[1]),
         )
-        value_dim = values.shape[-1]
+        grad_block_keys, grad_augmented = tables[0][:-1].view_as(block_keys), tables[1][:-1].view_as(augmented)
         grad_product = grad_augmented[..., value_dim:].unflatten(-1, (value_dim, -1))  # (G, n, Dv, D)
         rows = slice(block * block_size, block * block_size + block_keys.shape[1])
         grad_keys[:, rows] = grad_block_keys + (block_values[..., None, :] @ grad_product)[..., 0, :]

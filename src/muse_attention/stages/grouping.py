@@ -14,7 +14,7 @@ from torch import Tensor
 
 TILE_ELEMENTS = 1 << 21
 """Numbers in the largest intermediate of one batch of tiles."""
-LEAST_FILLING = 0.75
+LEAST_FILLING = 0.7
 """A batch of tiles ends where the next tile would leave more than the rest of its rows to padding."""
 
 
@@ -48,6 +48,16 @@ class Tiles:
     def scatter(self, table: Tensor, rows: Tensor) -> None:
         """Write (T, m, ...) `rows` into `table`, whose last row takes what is padding."""
         table[torch.where(self.valid, self.rows, table.shape[0] - 1)] = rows
+
+    def add(self, table: Tensor, rows: Tensor) -> None:
+        """Add (T, m, ...) `rows` to those of `table`, whose last row takes what is padding."""
+        places = torch.where(self.valid, self.rows, table.shape[0] - 1)
+        table.index_add_(0, places.flatten(), rows.flatten(0, 1))
+
+
+def with_spare_row(rows: int, columns: int, like: Tensor) -> Tensor:
+    """A table of zeros with one more row than asked for, which takes what is padding."""
+    return like.new_zeros(rows + 1, columns)
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
@@ -115,15 +125,15 @@ def neighbour_tiles(groups: Groups, begin: int, end: int, elements_per_row: int)
             number, longer = stop - first + 1, max(longest, sizes[stop])
             if (
                 number * longer * elements_per_row > TILE_ELEMENTS
-                or rows + sizes[stop] < 0.6 * number * longer
+                or rows + sizes[stop] < LEAST_FILLING * number * longer
             ):
                 break
             longest, rows, stop = longer, rows + sizes[stop], stop + 1
-        number = torch.arange(begin + first, begin + stop, device=groups.order.device)
+        neighbours = torch.arange(begin + first, begin + stop, device=groups.order.device)
+        starts, lengths = groups.starts[neighbours, None], groups.sizes[neighbours, None]
         at_once = longest if stop > first + 1 else max(1, TILE_ELEMENTS // elements_per_row)
         for skipped in range(0, longest, max(1, at_once)):
             place = torch.arange(skipped, min(longest, skipped + at_once), device=groups.order.device)
-            size = groups.sizes[number, None]
-            at = groups.starts[number, None] + torch.minimum(place, size - 1)
-            yield slice(first, stop), Tiles(number, groups.order[at.clamp_(0, groups.order.shape[0] - 1)], place < size)
+            at = (starts + torch.minimum(place, lengths - 1)).clamp_(0, groups.order.shape[0] - 1)
+            yield slice(first, stop), Tiles(neighbours, groups.order[at], place < lengths)
         first = stop

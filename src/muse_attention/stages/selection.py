@@ -23,41 +23,30 @@ def select_and_attend(
     segments: Groups,
     summaries: Summaries,
     accumulated: Summaries,
+    selection: Selection,
+    partial: Partial,
     *,
     is_causal: bool,
-    retrieved_clusters: int,
-    retrieved_blocks: int,
+    select: bool,
     attend: bool,
-    selection: Selection | None = None,
-) -> tuple[Partial, Selection]:
-    """Attention of (rows, D) query residuals to the summary terms, and the selection that defines those terms.
+) -> None:
+    """Fill in the rows of `segments`: if `select`, of `selection`; if `attend`, of `partial`.
 
-    `segments` groups the rows, the queries of all heads, by (block, head, query cluster). The selection is per row. A
-    `selection` that is given is used as it is. Without `attend` there are no summary terms, only a selection.
+    `residuals` is (rows, D), the queries of all heads; `segments` groups them by (block, head, query cluster).
+    `partial` is attention to the summary terms that `selection` leaves. What is filled in has a spare last row.
     """
-    _, _, blocks, key_clusters = summaries.log_mass.shape
-    places = residuals.shape[0] + 1
-    out = residuals.new_zeros(places, summaries.value_mean.shape[-1])
-    lse = residuals.new_full((places,), -torch.inf)
-    given = selection
-    if selection is None:
-        k1, k2 = min(retrieved_clusters, key_clusters), min(retrieved_blocks, blocks)
-        selection = Selection(
-            opened=torch.full((places, k1), -1, dtype=torch.int32, device=residuals.device),
-            retrieved=torch.full((places, k1, k2), -1, dtype=torch.int32, device=residuals.device),
-        )
     opening = selection.opened.shape[-1] > 0
     for tile, clusters, of_blocks in _read(segments, summaries, accumulated, is_causal=is_causal):
         tile_residuals = tile.gather(residuals)
         cluster_logits = clusters.logits(tile_residuals)
         block_logits = of_blocks.logits(tile_residuals) if opening else None
         if block_logits is not None:
-            if given is None:
+            if select:
                 opened, retrieved = _select(cluster_logits, block_logits, *selection.retrieved.shape[1:])
                 tile.scatter(selection.opened, opened.int())
                 tile.scatter(selection.retrieved, retrieved.int())
             else:
-                opened, retrieved = tile.gather(given.opened).long(), tile.gather(given.retrieved).long()
+                opened, retrieved = tile.gather(selection.opened).long(), tile.gather(selection.retrieved).long()
             _keep_only_terms(cluster_logits, block_logits, opened, retrieved)
         if not attend:
             continue
@@ -71,11 +60,8 @@ def select_and_attend(
             weights = exp_(block_logits.sub_(shift))
             total += weights.sum(-1, keepdim=True)
             weighted += weights @ of_blocks.values
-        tile.scatter(out, weighted / torch.where(total == 0, 1, total))
-        tile.scatter(lse, (total.log() + shift)[..., 0])
-    if given is None:
-        selection = Selection(selection.opened[:-1], selection.retrieved[:-1])
-    return Partial(out[:-1], lse[:-1]), selection
+        tile.scatter(partial.out, weighted / torch.where(total == 0, 1, total))
+        tile.scatter(partial.lse, (total.log() + shift)[..., 0])
 
 
 def attend_backward(
@@ -89,12 +75,12 @@ def attend_backward(
     selection: Selection,
     *,
     is_causal: bool,
-) -> tuple[Tensor, Summaries, Summaries]:
-    """Gradients of the residuals, of the summaries and of the accumulated summaries.
+    fill_in: Tensor,
+) -> tuple[Summaries, Summaries]:
+    """Gradients of the summaries and the accumulated ones; those of the residuals go to `fill_in`, (rows + 1, D).
 
     `lse` and `delta` are those of the merged softmax: `p = exp(s - lse)`, `ds = p (grad_out . value - delta)`.
     """
-    grad_residuals = residuals.new_zeros(residuals.shape[0] + 1, residuals.shape[1])
     grad_summaries, grad_accumulated = _zeros_like(summaries), _zeros_like(accumulated)
     opening = selection.opened.shape[-1] > 0
     readings = _read(segments, summaries, accumulated, is_causal=is_causal)
@@ -117,8 +103,8 @@ def attend_backward(
             grad_table.mass.add_(d_logits.sum(1, keepdim=True))
             grad_table.keys.add_(d_logits.mT @ tile_residuals)
             grad_table.values.add_(weights.mT @ tile_grad_out)
-        tile.scatter(grad_residuals, grad_tile_residuals)
-    return grad_residuals[:-1], grad_summaries, grad_accumulated
+        tile.scatter(fill_in, grad_tile_residuals)
+    return grad_summaries, grad_accumulated
 
 
 @dataclass(frozen=True)
@@ -142,7 +128,7 @@ def _read(
 ) -> Iterator[tuple[Tiles, _Table, _Table]]:
     """All segments that see any block, block after block: tiles of their queries, and the tables these read.
 
-    The first table has a summary for each key cluster, S = K; the second one for each block and key cluster, S = seen K.
+    The first table has a summary for each key cluster, S = K; the second one for each block and cluster, S = seen K.
     Its own block is hidden from a query there, unless it is `writing`.
     """
     heads, query_clusters, blocks, key_clusters = summaries.log_mass.shape

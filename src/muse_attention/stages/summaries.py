@@ -23,19 +23,18 @@ def summarise(
     log_mass = keys.new_full(shape, -torch.inf)
     key_mean = keys.new_zeros(*shape, head_dim)
     value_mean = keys.new_zeros(*shape, value_dim)
-    # A column of ones beside keys and values makes the mass one more weighted sum.
-    table = torch.cat([keys, values, torch.ones_like(keys[..., :1])], dim=-1).flatten(0, 1)
-    for tile in tiles(buckets, query_clusters + table.shape[-1]):
+    for tile in tiles(buckets, query_clusters + head_dim + value_dim):
         at = _bucket_index(tile.group, blocks, key_clusters)
-        rows = tile.gather(table)
-        logits = centroids[at[0]] @ rows[..., :head_dim].mT  # (T, Q, m)
-        # Padding repeats a key of the bucket, so the maximum is right; zero rows keep it out of the sums.
+        tile_keys, tile_values = tile.gather(keys.flatten(0, 1)), tile.gather(values.flatten(0, 1))
+        logits = torch.bmm(centroids[at[0]], tile_keys.mT)  # (T, Q, m)
+        # Padding repeats a key of the bucket, so the maximum is right without a mask.
         shift = logits.amax(-1, keepdim=True)
-        sums = exp_(logits.sub_(shift)) @ (rows * tile.valid[..., None])
-        mass = sums[..., -1:]
+        weights = exp_(logits.sub_(shift)).mul_(tile.valid[:, None])
+        mass = weights.sum(-1, keepdim=True)
         log_mass[at] = (mass.log() + shift)[..., 0]
-        key_mean[at] = sums[..., :head_dim] / mass
-        value_mean[at] = sums[..., head_dim:-1] / mass
+        weights /= mass
+        key_mean[at] = weights @ tile_keys
+        value_mean[at] = weights @ tile_values
     return Summaries(log_mass, key_mean, value_mean)
 
 
@@ -48,18 +47,21 @@ def summarise_backward(
     buckets: Groups,
     *,
     differentiable_aggregation: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values from the gradients of their summaries."""
+    add_to: tuple[Tensor, Tensor],
+) -> None:
+    """Add to the tables `add_to`, (G N + 1, D) and (G N + 1, Dv), the gradients of keys and values.
+
+    `gradient` is that of their summaries.
+    """
     _, query_clusters, blocks, key_clusters = summaries.log_mass.shape
     head_dim, value_dim = keys.shape[-1], values.shape[-1]
-    grad_keys = _with_spare_row(keys)
-    grad_values = _with_spare_row(values)
+    grad_keys, grad_values = add_to
     for tile in tiles(buckets, query_clusters + head_dim + value_dim):
         at = _bucket_index(tile.group, blocks, key_clusters)
         tile_keys, tile_values = tile.gather(keys.flatten(0, 1)), tile.gather(values.flatten(0, 1))
         tile_centroids = centroids[at[0]]
         d_key_mean, d_value_mean = gradient.key_mean[at], gradient.value_mean[at]  # (T, Q, D), (T, Q, Dv)
-        # Padding gets weights as well, but `scatter` drops what they give.
+        # Padding gets weights as well, but `add` drops what they give.
         logits = torch.bmm(tile_centroids, tile_keys.mT)  # (T, Q, m)
         weights = exp_(logits.sub_(summaries.log_mass[at][..., None]).clamp_(max=0))
         d_logits = gradient.log_mass[at][..., None]
@@ -69,9 +71,8 @@ def summarise_backward(
             mean_response = (d_key_mean * summaries.key_mean[at]).sum(-1)
             mean_response += (d_value_mean * summaries.value_mean[at]).sum(-1)
             d_logits = response.add_((gradient.log_mass[at] - mean_response)[..., None])
-        tile.scatter(grad_keys, weights.mT @ d_key_mean + (weights * d_logits).mT @ tile_centroids)
-        tile.scatter(grad_values, weights.mT @ d_value_mean)
-    return grad_keys[:-1].view_as(keys), grad_values[:-1].view_as(values)
+        tile.add(grad_keys, weights.mT @ d_key_mean + (weights * d_logits).mT @ tile_centroids)
+        tile.add(grad_values, weights.mT @ d_value_mean)
 
 
 def accumulate(summaries: Summaries, *, is_causal: bool) -> Summaries:
@@ -142,11 +143,6 @@ def _bucket_index(group: Tensor, blocks: int, key_clusters: int) -> tuple[Tensor
         group // key_clusters % blocks,
         group % key_clusters,
     )
-
-
-def _with_spare_row(like: Tensor) -> Tensor:
-    """Zeros for the rows of all heads, and one more row for padding."""
-    return like.new_zeros(like.shape[0] * like.shape[1] + 1, like.shape[2])
 
 
 def _exclusive_scan(parts: tuple[Tensor, ...], *, reverse: bool) -> tuple[Tensor, ...]:
