@@ -24,7 +24,7 @@ from muse_attention.structures import Clusters, Partial, Selection, Summaries
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Numbers in the intermediate results held at a time: key heads go in groups that need about as many."""
-SUMMARY_ELEMENTS = 1 << 22
+SUMMARY_ELEMENTS = 1 << 24
 """Numbers in the summaries held at a time: query clusters go in groups whose summaries stay in cache."""
 
 

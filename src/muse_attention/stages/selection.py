@@ -1,8 +1,8 @@
 """Stage 4: score the summaries, select what to retrieve, and attend to the summaries of all the rest.
 
 Work goes segment by segment: the queries of one query cluster in one block read the same summaries, so their scores
-are one matrix product. The blocks of all clusters are scored, not only those of the opened ones: on a matrix unit that
-is cheaper than gathering the few that are wanted.
+are one matrix product. They also open much the same clusters, so the blocks of all clusters that any of them opens are
+scored for each: a matrix product of a few columns more, instead of a gather for every query.
 """
 
 from __future__ import annotations
@@ -35,31 +35,33 @@ def select_and_attend(
     `residuals` is (rows, D), the queries of all heads; `segments` groups them by (block, head, query cluster).
     `partial` is attention to the summary terms that `selection` leaves. What is filled in has a spare last row.
     """
-    opening = selection.opened.shape[-1] > 0
-    for tile, clusters, of_blocks in _read(segments, summaries, accumulated, is_causal=is_causal):
+    for tile, clusters, blocks in _read(segments, summaries, accumulated, is_causal=is_causal):
         tile_residuals = tile.gather(residuals)
-        cluster_logits = clusters.logits(tile_residuals)
-        block_logits = of_blocks.logits(tile_residuals) if opening else None
-        if block_logits is not None:
+        logits = [clusters.logits(tile_residuals)]
+        values = [clusters.values]
+        if selection.opened.shape[-1] > 0:
             if select:
-                opened, retrieved = _select(cluster_logits, block_logits, *selection.retrieved.shape[1:])
+                opened = _top(logits[0], selection.opened.shape[-1])
                 tile.scatter(selection.opened, opened.int())
+            else:
+                opened = tile.gather(selection.opened).long()
+            some_blocks = blocks.of_opened(opened)
+            logits.append(some_blocks.table.logits(tile_residuals))
+            values.append(some_blocks.table.values)
+            if select:
+                retrieved = some_blocks.retrieve(logits[1], selection.retrieved.shape[-1])
                 tile.scatter(selection.retrieved, retrieved.int())
             else:
-                opened, retrieved = tile.gather(selection.opened).long(), tile.gather(selection.retrieved).long()
-            _keep_only_terms(cluster_logits, block_logits, opened, retrieved)
+                retrieved = tile.gather(selection.retrieved).long()
+            _close_opened(logits[0], opened)
+            some_blocks.keep_only_terms(logits[1], retrieved)
         if not attend:
             continue
-        shift = cluster_logits.amax(-1, keepdim=True)
-        if block_logits is not None:
-            shift = torch.maximum(shift, block_logits.amax(-1, keepdim=True))
+        shift = torch.stack([part.amax(-1) for part in logits]).amax(0)[..., None]
         shift = torch.where(shift == -torch.inf, 0, shift)
-        weights = exp_(cluster_logits.sub_(shift))
-        total, weighted = weights.sum(-1, keepdim=True), weights @ clusters.values
-        if block_logits is not None:
-            weights = exp_(block_logits.sub_(shift))
-            total += weights.sum(-1, keepdim=True)
-            weighted += weights @ of_blocks.values
+        weights = [exp_(part.sub_(shift)) for part in logits]
+        total = sum(part.sum(-1, keepdim=True) for part in weights)
+        weighted = sum(part @ of_part for part, of_part in zip(weights, values, strict=True))
         tile.scatter(partial.out, weighted / torch.where(total == 0, 1, total))
         tile.scatter(partial.lse, (total.log() + shift)[..., 0])
 
@@ -82,34 +84,45 @@ def attend_backward(
     `lse` and `delta` are those of the merged softmax: `p = exp(s - lse)`, `ds = p (grad_out . value - delta)`.
     """
     grad_summaries, grad_accumulated = _zeros_like(summaries), _zeros_like(accumulated)
-    opening = selection.opened.shape[-1] > 0
     readings = _read(segments, summaries, accumulated, is_causal=is_causal)
-    targets = _read(segments, grad_summaries, grad_accumulated, is_causal=is_causal, writing=True)
-    for (tile, clusters, of_blocks), (_, grad_clusters, grad_of_blocks) in zip(readings, targets, strict=True):
+    targets = _read(segments, grad_summaries, grad_accumulated, is_causal=is_causal, hide_own=False)
+    for (tile, clusters, blocks), (_, grad_clusters, grad_blocks) in zip(readings, targets, strict=True):
         tile_residuals, tile_grad_out = tile.gather(residuals), tile.gather(grad_out)
         # Padding gets an infinite lse, and so no weight.
         tile_lse = torch.where(tile.valid, tile.gather(lse), torch.inf)[..., None]
         tile_delta = tile.gather(delta)[..., None]
-        terms = [(clusters, grad_clusters, clusters.logits(tile_residuals))]
-        if opening:
-            terms.append((of_blocks, grad_of_blocks, of_blocks.logits(tile_residuals)))
-            opened, retrieved = tile.gather(selection.opened).long(), tile.gather(selection.retrieved).long()
-            _keep_only_terms(terms[0][2], terms[1][2], opened, retrieved)
-        grad_tile_residuals = torch.zeros_like(tile_residuals)
-        for table, grad_table, logits in terms:
-            weights = exp_(logits.sub_(tile_lse).clamp_(max=0))
-            d_logits = torch.bmm(tile_grad_out, table.values.mT).sub_(tile_delta).mul_(weights)
-            grad_tile_residuals.baddbmm_(d_logits, table.keys)
-            grad_table.mass.add_(d_logits.sum(1, keepdim=True))
-            grad_table.keys.add_(d_logits.mT @ tile_residuals)
-            grad_table.values.add_(weights.mT @ tile_grad_out)
+
+        def differentiate(table: _Table, logits: Tensor) -> tuple[Tensor, _Table]:
+            """Gradients of the residuals and of the table, whose columns hold `logits` or -inf."""
+            weights = exp_(logits.sub_(tile_lse).clamp_(max=0))  # noqa: B023
+            d_logits = torch.bmm(tile_grad_out, table.values.mT).sub_(tile_delta).mul_(weights)  # noqa: B023
+            gradient = _Table(
+                d_logits.sum(1, keepdim=True),
+                d_logits.mT @ tile_residuals,  # noqa: B023
+                weights.mT @ tile_grad_out,  # noqa: B023
+            )
+            return d_logits @ table.keys, gradient
+
+        logits = clusters.logits(tile_residuals)
+        if selection.opened.shape[-1] > 0:
+            opened = tile.gather(selection.opened).long()
+            _close_opened(logits, opened)
+        grad_tile_residuals, gradient = differentiate(clusters, logits)
+        grad_clusters.add_(gradient)
+        if selection.opened.shape[-1] > 0:
+            some_blocks = blocks.of_opened(opened)
+            logits = some_blocks.table.logits(tile_residuals)
+            some_blocks.keep_only_terms(logits, tile.gather(selection.retrieved).long())
+            to_residuals, gradient = differentiate(some_blocks.table, logits)
+            grad_tile_residuals += to_residuals
+            grad_blocks.add_at_(some_blocks, gradient)
         tile.scatter(fill_in, grad_tile_residuals)
     return grad_summaries, grad_accumulated
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The `S` summaries that each of `T` neighbouring segments reads (or their gradients): views, not copies."""
+    """`S` summaries that each of `T` segments reads, or their gradients."""
 
     mass: Tensor
     """(T, 1, S)"""
@@ -122,14 +135,91 @@ class _Table:
         """(T, m, S): `r . kbar + mu`"""
         return torch.baddbmm(self.mass, residuals, self.keys.mT)
 
+    def add_(self, other: _Table) -> None:
+        self.mass.add_(other.mass)
+        self.keys.add_(other.keys)
+        self.values.add_(other.values)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Views of the summaries, or of their gradients, of each block that `T` neighbouring segments see."""
+
+    mass: Tensor
+    """(T, seen, K)"""
+    keys: Tensor
+    """(T, seen, K, D)"""
+    values: Tensor
+    """(T, seen, K, Dv)"""
+
+    def of_opened(self, opened: Tensor) -> _OpenedBlocks:
+        """A copy of what belongs to the clusters that any query of a tile opens; `opened` is (T, m, clusters)."""
+        tiles, seen, key_clusters = self.mass.shape
+        used = torch.zeros(tiles, key_clusters + 1, dtype=torch.bool, device=opened.device)
+        used = used.scatter_(1, (opened + 1).flatten(1), True)[:, 1:]
+        width = max(1, int(used.sum(1).max()))
+        columns = used.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
+        place = (used.cumsum(1) - 1).gather(1, opened.clamp(min=0).flatten(1)).view_as(opened)
+        index = (
+            torch.arange(tiles, device=opened.device)[:, None, None],
+            torch.arange(seen, device=opened.device)[:, None],
+            columns[:, None],
+        )
+        table = _Table(
+            self.mass[index].flatten(1)[:, None], self.keys[index].flatten(1, 2), self.values[index].flatten(1, 2)
+        )
+        return _OpenedBlocks(table, index, torch.where(opened < 0, -1, place))
+
+    def add_at_(self, some: _OpenedBlocks, gradient: _Table) -> None:
+        """Add the gradients of the copy that `of_opened` made."""
+        self.mass[some.index] += gradient.mass[:, 0].view_as(self.mass[some.index])
+        self.keys[some.index] += gradient.keys.unflatten(1, (self.mass.shape[1], -1))
+        self.values[some.index] += gradient.values.unflatten(1, (self.mass.shape[1], -1))
+
+
+@dataclass(frozen=True)
+class _OpenedBlocks:
+    """The summaries of each seen block, of the `U` clusters that any query of a tile opens. S = seen U."""
+
+    table: _Table
+    index: tuple[Tensor, Tensor, Tensor]
+    """where it was copied from: (T, seen, U) of the axes (segment, block, key cluster)"""
+    place: Tensor
+    """(T, m, clusters): where among the U clusters are those that a query opened; -1 for none"""
+
+    def retrieve(self, logits: Tensor, blocks: int) -> Tensor:
+        """(T, m, clusters, blocks): the blocks to retrieve from each opened cluster."""
+        logits = logits.unflatten(-1, (self.index[1].shape[0], -1))  # (T, m, seen, U)
+        columns = self.place.clamp(min=0)[..., None, :].expand(-1, -1, logits.shape[2], -1)
+        return torch.where(self.place[..., None] < 0, -1, _top(logits.gather(-1, columns).mT, blocks))
+
+    def keep_only_terms(self, logits: Tensor, retrieved: Tensor) -> None:
+        """Set to -inf, in place, blocks that were retrieved and blocks of clusters the query did not open."""
+        width = self.index[2].shape[-1]
+        place = _repeat_first(self.place)
+        closed = logits.new_full((*logits.shape[:2], width), -torch.inf).scatter_(-1, place, 0)
+        logits.unflatten(-1, (-1, width)).add_(closed[:, :, None])
+        term = torch.where(retrieved < 0, -1, retrieved * width + place[..., None]).flatten(2)
+        logits.scatter_(-1, _repeat_first(term), -torch.inf)
+
+
+def _close_opened(cluster_logits: Tensor, opened: Tensor) -> None:
+    """Set to -inf, in place, the clusters that were opened."""
+    cluster_logits.scatter_(-1, _repeat_first(opened), -torch.inf)
+
+
+def _repeat_first(chosen: Tensor) -> Tensor:
+    """Places without a choice (-1) repeat the first one. Where there is no first one, nothing exists to be chosen."""
+    return torch.where(chosen < 0, chosen[..., :1], chosen).clamp(min=0)
+
 
 def _read(
-    segments: Groups, summaries: Summaries, accumulated: Summaries, *, is_causal: bool, writing: bool = False
-) -> Iterator[tuple[Tiles, _Table, _Table]]:
-    """All segments that see any block, block after block: tiles of their queries, and the tables these read.
+    segments: Groups, summaries: Summaries, accumulated: Summaries, *, is_causal: bool, hide_own: bool = True
+) -> Iterator[tuple[Tiles, _Table, _Blocks]]:
+    """All segments that see any block, block after block: tiles of their queries, and views of what these read.
 
-    The first table has a summary for each key cluster, S = K; the second one for each block and cluster, S = seen K.
-    Its own block is hidden from a query there, unless it is `writing`.
+    That is a table with one summary for each key cluster, and the summaries of each block. `hide_own` gives a query's
+    own block the mass 0 there; views to write to have to do without.
     """
     heads, query_clusters, blocks, key_clusters = summaries.log_mass.shape
     of_block = heads * query_clusters
@@ -137,39 +227,12 @@ def _read(
     for block in range(1 if is_causal else 0, blocks):
         seen = block if is_causal else blocks
         begin = block * of_block
-        for some, tile in neighbour_tiles(segments, begin, begin + of_block, (1 + seen) * key_clusters):
+        for some, tile in neighbour_tiles(segments, begin, begin + of_block, 2 * key_clusters):
             cluster_mass, *cluster_means = (part[some, block] for part in flat_accumulated)
             block_mass, *block_means = (part[some, :seen] for part in flat)
-            if not is_causal and not writing:
+            if not is_causal and hide_own:
                 block_mass = block_mass.index_fill(1, torch.tensor(block, device=block_mass.device), -torch.inf)
-            yield (
-                tile,
-                _Table(cluster_mass[:, None], *cluster_means),
-                _Table(block_mass.flatten(1)[:, None], *(mean.flatten(1, 2) for mean in block_means)),
-            )
-
-
-def _select(cluster_logits: Tensor, block_logits: Tensor, clusters: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """The clusters to open (T, m, clusters), and the blocks to retrieve from each (T, m, clusters, blocks)."""
-    opened = _top(cluster_logits, clusters)
-    of_blocks = block_logits.unflatten(-1, (-1, cluster_logits.shape[-1]))  # (T, m, seen, K)
-    columns = opened.clamp(min=0)[..., None, :].expand(-1, -1, of_blocks.shape[2], -1)
-    retrieved = _top(of_blocks.gather(-1, columns).mT, blocks)
-    return opened, torch.where(opened[..., None] < 0, -1, retrieved)
-
-
-def _keep_only_terms(cluster_logits: Tensor, block_logits: Tensor, opened: Tensor, retrieved: Tensor) -> None:
-    """Set to -inf, in place, what is no term: opened clusters; blocks that were retrieved, or of clusters not opened.
-
-    Places without a selection (-1) repeat the first one. Where there is no first one, nothing exists to be opened.
-    """
-    key_clusters = cluster_logits.shape[-1]
-    opened = torch.where(opened < 0, opened[..., :1], opened).clamp(min=0)
-    closed = torch.full_like(cluster_logits, -torch.inf).scatter_(-1, opened, 0)
-    block_logits.unflatten(-1, (-1, key_clusters)).add_(closed[:, :, None])
-    term = (retrieved * key_clusters + opened[..., None]).flatten(2)
-    block_logits.scatter_(-1, torch.where(retrieved.flatten(2) < 0, term[..., :1], term).clamp(min=0), -torch.inf)
-    cluster_logits.scatter_(-1, opened, -torch.inf)
+            yield tile, _Table(cluster_mass[:, None], *cluster_means), _Blocks(block_mass, *block_means)
 
 
 def _top(logits: Tensor, count: int) -> Tensor:
