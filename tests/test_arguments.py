@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("mask", {"attn_mask": torch.ones(40, 40)}, ["attn_mask", "is_causal"]),
     ("dropout", {"dropout_p": 0.1}, ["dropout_p=0.1", "dropout_p=0.0"]),
     ("scale", {"scale": float("nan")}, ["scale=nan", "None"]),
+    ("scale that is no number", {"scale": "large"}, ["scale='large'", "None"]),
 ]
 ATTENTIONS = ["muse:QK4R1B16", "exact", "block_diagonal:16", "moba:L16B8R1"]
 
@@ -73,6 +75,19 @@ def test_clusters_of_another_configuration() -> None:
     )
 
 
+def test_clusters_of_another_kind() -> None:
+    clusters = find_clusters(_tensor(), _tensor(), config="QK4R1B16")
+    arguments = (_tensor(), _tensor(), _tensor())
+    floats = dataclasses.replace(clusters, key_assignment=clusters.key_assignment.float())
+    _expect(["key_assignment", "float32"], lambda: muse_attention(*arguments, config="QK4R1B16", clusters=floats))
+    _expect(["tuple", "find_clusters"], lambda: muse_attention(*arguments, config="QK4R1B16", clusters=()))
+
+
+def test_float64_beside_float32_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        _expect(["float64", "one dtype"], lambda: muse_attention(_tensor(), _tensor().double(), _tensor()))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -81,10 +96,10 @@ def test_clusters_of_another_configuration() -> None:
         ("muse:", ["'muse:'", "colon"]),
         ("muse:QQ", ["'QQ'"]),
         ("block_diagonal", ["'block_diagonal'", "block_diagonal:8k"]),
-        ("block_diagonal:0", ["'block_diagonal:0'", "positive"]),
+        ("block_diagonal:0", ["'0'", "positive", "8k"]),
         ("moba:8k", ["'moba:8k'", "moba:L8kB512R1"]),
         ("moba:L100B64R1", ["100", "multiple", "64"]),
-        ("moba:L64B64R0", ["'moba:L64B64R0'", "positive"]),
+        ("moba:L64B64R0", ["'0'", "positive"]),
     ],
 )
 def test_bad_names(name: str, words: list[str]) -> None:
@@ -92,7 +107,7 @@ def test_bad_names(name: str, words: list[str]) -> None:
 
 
 def test_a_name_is_a_string() -> None:
-    _expect(["string"], lambda: get_attention(MuSeConfig()))  # type: ignore[arg-type]
+    _expect(["string"], lambda: get_attention(MuSeConfig()))
 
 
 def _expect(words: list[str], call: Callable[[], object]) -> None:

@@ -22,6 +22,12 @@ def test_measures_of_a_known_error() -> None:
     assert position_error(out, exact).tolist() == [[[0.0, 1.0]]]
 
 
+def test_equal_outputs_have_no_error_even_if_they_are_zero() -> None:
+    nothing, lse = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4)
+    pooled = compare(nothing, nothing, lse, lse).pooled()
+    assert pooled == {"relative_squared_error": 0, "cosine": 1, "energy_error": 0, "lse_gap": 0}
+
+
 def test_per_head_and_pooled() -> None:
     query, key, value = clustered_qkv(2, 3, 300, 16)
     fidelity = measure(get_attention("muse:QK8R1B64"), query, key, value, is_causal=True)

@@ -52,13 +52,15 @@ def test_compiles_into_one_graph_with_the_same_result(name: str, compiler: str) 
         torch.testing.assert_close(compiled, eager)
 
 
-def test_one_compilation_serves_all_lengths() -> None:
+@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
+@pytest.mark.parametrize("config", ["QK4R1B32", None], ids=str)
+def test_compiles_for_lengths_that_vary(config: str | None, dynamic: bool | None) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(muse_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (70, 100, 131):
+    compiled = torch.compile(muse_attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (300, 350, 700):
         inputs = Shape("", "", length=length).tensors(torch.float32, requires_grad=False)
-        expected = muse_attention(*inputs, is_causal=True, config="QK4R1B32")
-        torch.testing.assert_close(compiled(*inputs, is_causal=True, config="QK4R1B32"), expected)
+        expected = muse_attention(*inputs, is_causal=True, config=config)
+        torch.testing.assert_close(compiled(*inputs, is_causal=True, config=config), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -89,7 +91,7 @@ def test_selective_checkpointing_can_keep_the_operator() -> None:
     kept = {torch.ops.muse_attention.forward.default, torch.ops.muse_attention.cluster.default}
 
     def policy(context: object, function: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        if function in kept and not context.is_recompute:  # type: ignore[attr-defined]
+        if function in kept and not context.is_recompute:
             calls.append(str(function))
         return CheckpointPolicy.MUST_SAVE if function in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -132,6 +134,42 @@ def test_autocast_does_what_it_does_to_sdpa(name: str, dtype: torch.dtype) -> No
         assert torch.equal(tensor.grad, gradient.float())
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_every_backend_returns_the_same_dtypes_under_autocast(backend: str) -> None:
+    inputs = SHAPE.tensors(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = muse_attention(
+            *inputs, is_causal=True, enable_gqa=True, config=CONFIG, backend=backend, return_lse=True
+        )
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_large_gradient_of_the_lse_survives_half_precision(dtype: torch.dtype) -> None:
+    inputs = SHAPE.tensors(dtype)
+    arguments = {"is_causal": True, "enable_gqa": True, "config": CONFIG, "return_lse": True}
+    gradients = []
+    for backend in ("torch", "reference"):
+        _, lse = muse_attention(*inputs, **arguments, backend=backend)
+        gradients.append(torch.autograd.grad(1e5 * lse[..., -1].sum(), inputs[:2]))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.01 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_forward_mode_and_torch_func_derivatives_are_refused_in_one_line(name: str) -> None:
+    query, key, value = SHAPE.tensors(torch.float32, requires_grad=False)
+
+    def function(query: Tensor) -> Tensor:
+        return get_attention(name)(query, key, value, is_causal=True, enable_gqa=True).sum()
+
+    with pytest.raises(NotImplementedError, match=r"torch.func derivative.*backend='reference'"):
+        torch.func.grad(function)(query)
+    with pytest.raises(NotImplementedError, match=r"forward-mode.*backend='reference'"):
+        torch.func.jvp(function, (query,), (query,))
+
+
 def test_second_derivatives_are_refused_in_one_line() -> None:
     inputs = SHAPE.tensors(torch.float32)
     out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
@@ -140,21 +178,27 @@ def test_second_derivatives_are_refused_in_one_line() -> None:
         gradient.sum().backward()
 
 
-def test_head_groups_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("config", ["Q4K5R3SP2B32", "Q4K5R0B32", "Q1K5R2B32,tilt=false"])
+@pytest.mark.parametrize(
+    ("limit", "size"),
+    [
+        ("far_field.WORKSPACE_ELEMENTS", 1),  # one key head at a time
+        ("far_field.SUMMARY_ELEMENTS", 1),  # one query cluster at a time
+        ("stages.retrieval.PARTIAL_ELEMENTS", 1),  # one pick at a time
+        ("stages.grouping.TILE_ELEMENTS", 64),  # tiles of a few rows
+    ],
+)
+def test_limits_of_memory_do_not_change_the_result(
+    limit: str, size: int, config: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = SHAPE.tensors(torch.float64)
-    results = []
-    for workspace in (1 << 26, 1):
-        monkeypatch.setattr("muse_attention.pipeline.WORKSPACE_ELEMENTS", workspace)
-        out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
-        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-    for together, apart in zip(*results, strict=True):
-        torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-12)
 
+    def results() -> list[Tensor]:
+        out = muse_attention(*inputs, is_causal=is_causal, enable_gqa=True, config=config)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
-def test_picks_merged_a_few_at_a_time_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = SHAPE.tensors(torch.float64, requires_grad=False)
-    arguments = {"is_causal": True, "enable_gqa": True, "config": "Q4K5R3SP2B32"}
-    expected = muse_attention(*inputs, **arguments)  # type: ignore[call-overload]
-    monkeypatch.setattr("muse_attention.stages.retrieval.PARTIAL_ELEMENTS", 1)
-    found = muse_attention(*inputs, **arguments)  # type: ignore[call-overload]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    expected = results()
+    monkeypatch.setattr(f"muse_attention.{limit}", size)
+    for found, wanted in zip(results(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

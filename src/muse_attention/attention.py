@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muse_attention import operator, reference
 from muse_attention.config import MuSeConfig
-from muse_attention.pipeline import compute_dtype
+from muse_attention.far_field import compute_dtype
 from muse_attention.signature import check_arguments
 from muse_attention.structures import Clusters
 
@@ -92,16 +92,18 @@ def muse_attention(
     if clusters is not None:
         _check_clusters(clusters, query, key, settings)
     if chosen == "reference":
+        query, key, value = operator.cast_for_autocast(query, key, value)
         wide = compute_dtype(query.dtype)
-        result = reference.reference_attention(
-            query.to(wide),
-            key.to(wide),
-            value.to(wide),
-            settings,
-            is_causal=is_causal,
-            scale=factor,
-            clusters=clusters,
-        )
+        with torch.autocast(query.device.type, enabled=False):
+            result = reference.reference_attention(
+                query.to(wide),
+                key.to(wide),
+                value.to(wide),
+                settings,
+                is_causal=is_causal,
+                scale=factor,
+                clusters=clusters,
+            )
         out, lse = result.out.to(query.dtype), result.lse
     else:
         if query.shape[2] <= settings.block_size:
@@ -125,8 +127,10 @@ def find_clusters(
     factor = check_arguments(query, key, key, None, 0.0, False, scale, True)
     settings = resolve_config(config, query.shape[2])
     if resolve_backend(backend, query.device) == "reference":
+        query, key = operator.cast_for_autocast(query.detach(), key.detach())
         wide = compute_dtype(query.dtype)
-        return reference.find_clusters(query.detach().to(wide) * factor, key.detach().to(wide), settings)
+        with torch.autocast(query.device.type, enabled=False):
+            return reference.find_clusters(query.to(wide) * factor, key.to(wide), settings)
     return operator.cluster(query, key, settings, scale=factor)
 
 
@@ -157,6 +161,9 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSeConfig) -> None:
+    """Shapes, devices and dtypes; that every assignment is in range is the caller's business, not worth a read."""
+    if not isinstance(clusters, Clusters):
+        raise ValueError(f"clusters is a {type(clusters).__name__}; it must be Clusters, as find_clusters returns them")
     expected = {
         "query_centroids": (*query.shape[:2], config.query_clusters if config.tilt else 1, query.shape[3]),
         "query_assignment": tuple(query.shape[:3]),
@@ -164,7 +171,12 @@ def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSe
         "key_assignment": tuple(key.shape[:3]),
     }
     for name, shape in expected.items():
-        found = tuple(getattr(clusters, name).shape)
+        tensor = getattr(clusters, name)
+        if tensor.device != query.device:
+            raise ValueError(f"clusters.{name} is on {tensor.device}, query on {query.device}; move it there")
+        if name.endswith("assignment") and tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"clusters.{name} has dtype {tensor.dtype}; it must be int32 or int64")
+        found = tuple(tensor.shape)
         if found != shape:
             raise ValueError(
                 f"clusters.{name} has shape {found} where these tensors and this config need {shape}; "

@@ -18,11 +18,11 @@ from torch import Tensor
 from muse_attention.attention import muse_attention
 from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
 from muse_attention.config import MuSeConfig
+from muse_attention.sizes import parse_size
 
 ATTENTIONS = ("exact", "muse", "block_diagonal", "moba")
 
-_SIZE = re.compile(r"(\d+)(k?)")
-_MOBA = re.compile(r"L(\d+k?)B(\d+k?)R(\d+)")
+_MOBA = re.compile(r"L(\d+[kK]?)B(\d+[kK]?)R(\d+)")
 
 
 class Attention(Protocol):
@@ -57,25 +57,19 @@ def get_attention(name: str) -> Attention:
     if kind == "muse":
         return functools.partial(muse_attention, config=MuSeConfig.parse(settings) if settings else None)
     if kind == "block_diagonal":
-        return functools.partial(block_diagonal_attention, block_size=_read_size(settings, name))
+        if not settings:
+            raise ValueError(f"{name!r} needs the size of its blocks; write it like 'block_diagonal:8k'")
+        return functools.partial(block_diagonal_attention, block_size=parse_size(settings))
     if kind == "moba":
         if not settings:
             return moba_attention
         match = _MOBA.fullmatch(settings)
         if match is None:
             raise ValueError(f"cannot read {name!r}: write the sizes like 'moba:L8kB512R1'")
-        local, block, count = (_read_size(size, name) for size in match.groups())
+        local, block, count = (parse_size(size) for size in match.groups())
         if local % block:
             raise ValueError(f"{name!r}: the own block of {local} must be a multiple of the retrieved block of {block}")
         return functools.partial(
             moba_attention, local_block_size=local, retrieval_block_size=block, retrieved_blocks=count
         )
     raise ValueError(f"unknown attention {name!r}; the kinds are {', '.join(ATTENTIONS)}")
-
-
-def _read_size(text: str, name: str) -> int:
-    match = _SIZE.fullmatch(text)
-    size = int(match[1]) * (1024 if match[2] else 1) if match else 0
-    if size < 1:
-        raise ValueError(f"cannot read {name!r}: a size is a positive integer, as in 'block_diagonal:8k'")
-    return size

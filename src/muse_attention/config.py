@@ -10,6 +10,8 @@ from typing import Any, Literal, Self
 
 import torch
 
+from muse_attention.sizes import format_size, parse_size
+
 Dipole = Literal["none", "tilted", "shared", "centred"]
 Clustering = Literal["streaming", "lloyd"]
 
@@ -35,7 +37,7 @@ _SYMBOLS = {
     "SP": ("retrieved_blocks",),
     "B": ("block_size",),
 }
-_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d+)(k?)")
+_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}k?)")
 _EXAMPLE = 'write it like "Q128K128R8SP1B8k" or "QK32R2B1k,clustering=lloyd"'
 
 
@@ -102,7 +104,7 @@ class MuSeConfig:
 
     def __str__(self) -> str:
         symbols = {symbol: names[0] for symbol, names in _SYMBOLS.items() if len(names) == 1}
-        notation = "".join(symbol + _format_size(getattr(self, name)) for symbol, name in symbols.items())
+        notation = "".join(symbol + format_size(getattr(self, name)) for symbol, name in symbols.items())
         others = [field for field in dataclasses.fields(self) if field.name not in symbols.values()]
         changed = [field.name for field in others if getattr(self, field.name) != field.default]
         return ",".join([notation, *(f"{name}={_format_option(getattr(self, name))}" for name in changed)])
@@ -123,9 +125,11 @@ class MuSeConfig:
         """
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"MuSeConfig.for_length: length={length!r} must be a positive integer")
-        octaves = math.log2(length / 65536)
-        clusters = max(16, _nearest_power_of_two(7 + octaves / 2))
-        block_size = max(256, _nearest_power_of_two(13 + octaves))
+        clusters, block_size = 16, 256
+        while 8 * clusters * clusters < length:  # up to 128 sqrt(length / 64k), whatever is nearer
+            clusters *= 2
+        while 128 * block_size * block_size < length * length:  # up to length / 8
+            block_size *= 2
         return cls(
             query_clusters=clusters,
             key_clusters=clusters,
@@ -137,7 +141,7 @@ class MuSeConfig:
         """A copy with some fields changed, validated again."""
         unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
         if unknown:
-            raise ValueError(f"MuSeConfig: unknown field {unknown[0]!r}; fields are {_field_names()}")
+            raise ValueError(f"MuSeConfig: unknown field {unknown[0]!r}; fields are {', '.join(_field_names())}")
         return dataclasses.replace(self, **changes)
 
     def number_of_blocks(self, length: int) -> int:
@@ -145,7 +149,9 @@ class MuSeConfig:
 
     def largest_cluster(self, clusters: int) -> int | None:
         """Most tokens of one block that one of `clusters` clusters may hold; None without a cap."""
-        return None if self.cap_factor is None else math.ceil(self.cap_factor * self.block_size / clusters)
+        if self.cap_factor is None:
+            return None
+        return math.ceil(min(self.cap_factor, clusters) * self.block_size / clusters)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -173,9 +179,9 @@ def _parse_cached(text: str) -> MuSeConfig:
         term = _TERM.match(notation, position)
         if term is None:
             raise ValueError(f"cannot read {notation[position:]!r} in the MuSe configuration {text!r}: {_EXAMPLE}")
-        symbol, digits, thousand = term.groups()
+        symbol, size = term.groups()
         for name in _SYMBOLS[symbol]:
-            change(name, int(digits) * (1024 if thousand else 1))
+            change(name, 0 if size.strip("0") in ("", "k") else parse_size(size))
         position = term.end()
     for option in options:
         name, equals, setting = (part.strip() for part in option.partition("="))
@@ -198,7 +204,7 @@ def _read_option(name: str, setting: str, text: str) -> Any:
     try:
         return float(setting) if name == "cap_factor" else int(setting)
     except ValueError:
-        kind = "true or false" if name in _SWITCHES else "a number"
+        kind = "true or false" if name in _SWITCHES else "a number" if name == "cap_factor" else "an integer"
         raise ValueError(f"{name}={setting!r} in the MuSe configuration {text!r} must be {kind}") from None
 
 
@@ -206,13 +212,5 @@ def _field_names() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(MuSeConfig))
 
 
-def _format_size(size: int) -> str:
-    return f"{size // 1024}k" if size and size % 1024 == 0 else str(size)
-
-
 def _format_option(setting: Any) -> str:
     return str(setting).lower() if setting is None or isinstance(setting, bool) else str(setting)
-
-
-def _nearest_power_of_two(exponent: float) -> int:
-    return 2 ** max(0, math.ceil(exponent - 0.5))

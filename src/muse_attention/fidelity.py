@@ -27,7 +27,7 @@ class Fidelity:
     energy_error: Tensor
     """`sum |o - o_exact|^2 / sum |o_exact|^2` over queries: unlike the RSE, not ruled by queries with a small output"""
     lse_gap: Tensor
-    """`lse_exact - lse`, averaged over queries; never negative for MuSe without dipole, by Jensen's inequality"""
+    """`lse_exact - lse`, averaged over queries; never negative for MuSe, by Jensen's inequality"""
 
     def pooled(self) -> dict[str, float]:
         """Each measure averaged over all heads, by name."""
@@ -35,21 +35,24 @@ class Fidelity:
 
 
 def compare(out: Tensor, exact_out: Tensor, lse: Tensor, exact_lse: Tensor) -> Fidelity:
-    """Fidelity of (batch, heads, N, Dv) outputs and (batch, heads, N) lse."""
+    """Fidelity of (batch, heads, N, Dv) outputs and (batch, heads, N) lse. Equal outputs have no error, even if 0."""
     out, exact_out = out.detach().double(), exact_out.detach().double()
     error, energy = (out - exact_out).square().sum(-1), exact_out.square().sum(-1)
     return Fidelity(
         relative_squared_error=position_error(out, exact_out).mean(-1),
-        cosine=torch.nn.functional.cosine_similarity(out, exact_out, dim=-1).mean(-1),
-        energy_error=error.sum(-1) / energy.sum(-1),
+        cosine=torch.where(error == 0, 1, torch.nn.functional.cosine_similarity(out, exact_out, dim=-1)).mean(-1),
+        energy_error=_relative(error.sum(-1), energy.sum(-1)),
         lse_gap=(exact_lse.detach().double() - lse.detach().double()).mean(-1),
     )
 
 
 def position_error(out: Tensor, exact_out: Tensor) -> Tensor:
-    """(batch, heads, N): the relative squared error of each query. 0 where both outputs are 0."""
+    """(batch, heads, N): the relative squared error of each query; inf where only the exact output is 0."""
     out, exact_out = out.detach().double(), exact_out.detach().double()
-    error, energy = (out - exact_out).square().sum(-1), exact_out.square().sum(-1)
+    return _relative((out - exact_out).square().sum(-1), exact_out.square().sum(-1))
+
+
+def _relative(error: Tensor, energy: Tensor) -> Tensor:
     return torch.where(error == 0, 0, error / energy)
 
 
@@ -69,7 +72,8 @@ def future_influence(
     The clustering of MuSe is global, so a later token can move a centroid, and with it the approximation error of an
     earlier output. No value passes that way, but it is a path from the future, and this is its size: the relative
     squared change of the outputs before `position`, averaged over queries. It is 0 for an attention that is causal in
-    every respect. The replacements are the sequence's own earlier tokens, in reverse.
+    every respect. The replacements are the sequence's own earlier tokens, in reverse. The attention is called with
+    `is_causal=True` and the other `arguments`.
     """
     length = query.shape[2]
     if not 0 < position < length:

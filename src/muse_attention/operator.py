@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from muse_attention import pipeline
 from muse_attention.config import MuSeConfig
+from muse_attention.far_field import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection
 
 NAMESPACE = "muse_attention"
@@ -27,7 +29,7 @@ def single_cluster(query: Tensor, key: Tensor) -> Clusters:
     """One cluster for all, centred at the origin: enough where summaries are not used, and free to find."""
 
     def side(tensor: Tensor) -> tuple[Tensor, Tensor]:
-        centroid = tensor.new_zeros(*tensor.shape[:2], 1, tensor.shape[3], dtype=pipeline.compute_dtype(tensor.dtype))
+        centroid = tensor.new_zeros(*tensor.shape[:2], 1, tensor.shape[3], dtype=compute_dtype(tensor.dtype))
         return centroid, tensor.new_zeros(tensor.shape[:3], dtype=torch.int32)
 
     return Clusters(*side(query), *side(key))
@@ -45,6 +47,7 @@ def attend(
     selection: Selection | None = None,
 ) -> tuple[Partial, Selection]:
     """Output and lse, differentiable, and the selection behind them."""
+    _refuse_other_derivatives(query, key, value)
     out, lse, opened, retrieved = _forward(
         query,
         key,
@@ -71,7 +74,7 @@ def _cluster(query: Tensor, key: Tensor, config: str, scale: float) -> tuple[Ten
 @_cluster.register_fake
 def _(query: Tensor, key: Tensor, config: str, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = MuSeConfig.parse(config)
-    dtype = pipeline.compute_dtype(query.dtype)
+    dtype = compute_dtype(query.dtype)
     query_clusters = parsed.query_clusters if parsed.tilt else 1
     return (
         query.new_empty(*query.shape[:2], query_clusters, query.shape[3], dtype=dtype),
@@ -107,9 +110,6 @@ def _forward(
             is_causal=is_causal,
             scale=scale,
         )
-    # An operator must not return what it was given.
-    if chosen is not None:
-        selected = Selection(selected.opened.clone(), selected.retrieved.clone())
     return merged.out, merged.lse, selected.opened, selected.retrieved
 
 
@@ -129,7 +129,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = query.shape[:3]
     out = query.new_empty(*rows, value.shape[3])
-    lse = query.new_empty(rows, dtype=pipeline.compute_dtype(query.dtype))
+    lse = query.new_empty(rows, dtype=compute_dtype(query.dtype))
     if opened is not None and retrieved is not None:
         return out, lse, torch.empty_like(opened), torch.empty_like(retrieved)
     k1, k2 = pipeline.selection_shape(MuSeConfig.parse(config), query.shape[2])
@@ -214,6 +214,18 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
 
 
 _forward.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+def _refuse_other_derivatives(*tensors: Tensor) -> None:
+    """PyTorch would take the tangent of an operator it knows no forward derivative of for zero."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if torch._C._functorch.is_gradtrackingtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "MuSe attention has no forward-mode or torch.func derivative: "
+                "use backward() or torch.autograd.grad, or backend='reference'"
+            )
 
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from muse_attention.benchmark.lengths import format_length
+from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         ticks = sorted({int(length) for curve in curves.values() for length, _ in curve})
-        axis.set_xticks(ticks, [format_length(tick) for tick in ticks])
+        axis.set_xticks(ticks, [format_size(tick) for tick in ticks])
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
         axis.set_xlabel("sequence length")
@@ -83,7 +83,7 @@ def plot_error_by_position(curves: Mapping[str, Curve], path: Path, *, length: i
     axis.set_yscale("log")
     axis.set_xlim(0, length)
     ticks = range(0, length + 1, -(-length // 8))
-    axis.set_xticks(ticks, [format_length(tick) for tick in ticks])
+    axis.set_xticks(ticks, [format_size(tick) for tick in ticks])
     axis.text(
         block_size / 2,
         0.5,

@@ -63,6 +63,8 @@ def reference_attention(
     if clusters is None:
         clusters = find_clusters(q.detach(), key.detach(), config)
 
+    centroids = clusters.query_centroids.to(q.dtype)
+
     # Query heads that share a key head share its clustering too.
     group = query.shape[1] // key.shape[1]
     k = key.repeat_interleave(group, dim=1)
@@ -75,11 +77,11 @@ def reference_attention(
     blocks = torch.arange(number_of_blocks, device=q.device)
     sees = blocks[:, None] > blocks if is_causal else blocks[:, None] != blocks  # (b, b')
 
-    summaries = _summarise(k, v, clusters.query_centroids, key_cluster, block, config)
+    summaries = _summarise(k, v, centroids, key_cluster, block, config)
     accumulated = _accumulate(summaries, sees, config)
 
     # What each query reads: the summaries of its own query cluster, accumulated up to its own block.
-    c = _take_rows(clusters.query_centroids, query_cluster)  # (batch, heads, n, D)
+    c = _take_rows(centroids, query_cluster)  # (batch, heads, n, D)
     r = q - c
     mu = _take_rows(summaries.log_mass, query_cluster)  # (batch, heads, n, b, j)
     kbar = _take_rows(summaries.key_mean, query_cluster)
@@ -266,7 +268,7 @@ def _dipole(
     The covariances are tilted by each query centroid (`tilted`), by none (`shared`), or by one for all, the mean of
     the query centroids weighted by how many queries they have (`centred`).
     """
-    centroids = clusters.query_centroids
+    centroids = clusters.query_centroids.to(k.dtype)
     if config.dipole == "shared":
         tilt_points = torch.zeros_like(centroids[:, :, :1])
     elif config.dipole == "centred":
@@ -275,7 +277,7 @@ def _dipole(
     else:
         tilt_points = centroids
     seen = sees[:, block]  # (b, m)
-    member = _bucket_members(key_cluster, block, config).any(2)  # (batch, heads, j, m)
+    member = key_cluster[:, :, None] == torch.arange(config.key_clusters, device=k.device)[:, None]
     visible = seen[:, None] & member[:, :, None, None]  # (batch, heads, 1, b, j, m)
     tilt = (tilt_points @ k.mT)[:, :, :, None, None]
     weights = _masked_softmax(tilt, _masked_logsumexp(tilt, visible), visible)

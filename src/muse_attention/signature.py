@@ -61,8 +61,13 @@ def check_arguments(
         )
     if query_heads % key_heads:
         raise ValueError(f"query has {query_heads} heads, which the {key_heads} heads of key do not divide")
+    if len({tensor.dtype == torch.float64 for tensor in (query, key, value)}) > 1:
+        raise ValueError(
+            f"query, key and value have dtypes {query.dtype}, {key.dtype} and {value.dtype}: autocast leaves float64 "
+            "as it is; convert them to one dtype"
+        )
     if scale is None:
         return 1 / math.sqrt(query.shape[3])
-    if isinstance(scale, Tensor) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat) or not math.isfinite(scale):
         raise ValueError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(head_dim)")
     return float(scale)

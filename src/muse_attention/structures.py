@@ -1,13 +1,15 @@
 """What passes between the stages of the method: four small frozen structures.
 
-Axes: `G` key heads of all sequences, `H` query heads, `N` tokens, `M` queries that share a key head, `Q` query
-clusters, `K` key clusters, `nb` blocks, `D` and `Dv` the head dimensions of keys and values.
+Axes: `G` key heads of all sequences, `N` tokens, `Q` query clusters of a key head (those of all the query heads that
+share it), `K` key clusters, `nb` blocks, `D` and `Dv` the head dimensions of keys and values. The reference has
+(batch, heads) instead of `G`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -42,10 +44,21 @@ class Summaries:
     value_mean: Tensor
     """(G, Q, nb, K, Dv)"""
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.log_mass, self.key_mean, self.value_mean
+
+    def zeros_like(self) -> Summaries:
+        """Zeros for the gradient."""
+        return Summaries(*(torch.zeros_like(part) for part in self.parts()))
+
 
 @dataclass(frozen=True)
 class Selection:
-    """The key clusters each query opens and, in each of them, the blocks it attends to token by token. -1: none."""
+    """The key clusters each query opens and, in each of them, the blocks it attends to token by token.
+
+    -1 means none, comes last, and only where there are no more to choose from. The stages have the first three axes
+    flattened into rows.
+    """
 
     opened: Tensor
     """(batch, query heads, N, opened clusters) int32"""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from muse_attention import operator, pipeline
+from muse_attention import operator
 from muse_attention.config import MuSeConfig
+from muse_attention.far_field import compute_dtype
 from muse_attention.signature import check_arguments
 from muse_attention.structures import Clusters, Selection
 
@@ -93,7 +94,7 @@ def _choose_blocks(
     """(batch, heads, N, count): numbers of the blocks each query retrieves; -1 where there are fewer."""
     length = key.shape[2]
     blocks = -(-length // block_size)
-    padded = pad(key.to(pipeline.compute_dtype(key.dtype)), (0, 0, 0, blocks * block_size - length)).unflatten(
+    padded = pad(key.to(compute_dtype(key.dtype)), (0, 0, 0, blocks * block_size - length)).unflatten(
         2, (blocks, block_size)
     )
     number = torch.arange(blocks, device=key.device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from muse_attention.benchmark.lengths import format_length
 from muse_attention.config import MuSeConfig
+from muse_attention.sizes import format_size
 
 MATCHED_KINDS = ("muse", "block_diagonal", "moba")
 """The kinds of attention that have a setting at matched sparsity."""
@@ -16,11 +16,11 @@ def at_matched_sparsity(kind: str, length: int) -> str:
     attention has the block, MoBA the block and one retrieved block of B/16.
     """
     config = MuSeConfig.for_length(length)
-    block_size = format_length(config.block_size)
+    block_size = format_size(config.block_size)
     if kind == "muse":
         return f"muse:{config}"
     if kind == "block_diagonal":
         return f"block_diagonal:{block_size}"
     if kind == "moba":
-        return f"moba:L{block_size}B{format_length(config.block_size // 16)}R1"
+        return f"moba:L{block_size}B{format_size(config.block_size // 16)}R1"
     return kind

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from muse_attention.baselines import exact_attention
-from muse_attention.benchmark.lengths import format_length
 from muse_attention.benchmark.machine import describe_machine
 from muse_attention.benchmark.matched import at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
@@ -21,6 +20,7 @@ from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, check_device, sdpa
 from muse_attention.by_name import Attention, get_attention
 from muse_attention.fidelity import compare
+from muse_attention.sizes import format_size
 
 OnStep = Callable[[str, int], None]
 """Told what begins, and how many steps are finished."""
@@ -85,7 +85,7 @@ def run_plan(plan: Plan, results: Results, path: Path, *, on_step: OnStep = lamb
         for _, requested in cases:
 
             def begin(what: str, requested: str = requested, length: int = length) -> None:
-                on_step(f"{requested} at {format_length(length)}: {what}", next(steps))
+                on_step(f"{requested} at {format_size(length)}: {what}", next(steps))
 
             results.cases.append(_run_case(plan.settings, requested, shared, results, begin))
             write_results(results, path)

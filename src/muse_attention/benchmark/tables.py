@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from muse_attention.benchmark.lengths import format_length
 from muse_attention.benchmark.results import Case, Results, Settings
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS
+from muse_attention.sizes import format_size
 
 _HEADER = (
     "length",
@@ -106,7 +106,7 @@ def format_memory(count: int | None) -> str:
 
 def _cells(case: Case) -> tuple[str, ...]:
     return (
-        format_length(case.length),
+        format_size(case.length),
         f"`{case.attention}`",
         format_seconds(case.times.forward_median),
         format_seconds(case.sdpa_times.forward_median),

@@ -102,8 +102,8 @@ def find_correction_backward(
     """Gradients of keys and of values through their moments, and of the accumulated summaries."""
     grad_matrix = grad_matrix.permute(1, 2, 0, 3, 4)  # (G, Q, nb, Dv, D)
     weights = correction.merge_weights
-    grad_accumulated = Summaries(*(torch.zeros_like(part) for part in _parts(accumulated)))
-    grad_moments = Summaries(*(torch.zeros_like(part) for part in _parts(correction.moments)))
+    grad_accumulated = accumulated.zeros_like()
+    grad_moments = correction.moments.zeros_like()
     grad_first, grad_second = _split_moments(grad_moments, values)
     if kind == "tilted":
         by_keys = torch.einsum("gibvd,gibjd->gibjv", grad_matrix, accumulated.key_mean)
@@ -127,7 +127,7 @@ def find_correction_backward(
         centred = grad_weights - (weights * grad_weights).sum(-1, keepdim=True)
         grad_accumulated.log_mass.copy_(weights * centred)
 
-    of_blocks = Summaries(*(torch.zeros_like(part) for part in _parts(correction.moments)))
+    of_blocks = correction.moments.zeros_like()
     accumulate_backward(
         grad_moments,
         correction.moments,
@@ -204,12 +204,8 @@ def _covariance(moments: Summaries, values: Tensor) -> Tensor:
     return second - value_mean[..., :, None] * moments.key_mean[..., None, :]
 
 
-def _parts(summaries: Summaries) -> tuple[Tensor, Tensor, Tensor]:
-    return summaries.log_mass, summaries.key_mean, summaries.value_mean
-
-
 def _at_block(summaries: Summaries, block: int) -> Summaries:
-    return Summaries(*(part[:, :, block : block + 1] for part in _parts(summaries)))
+    return Summaries(*(part[:, :, block : block + 1] for part in summaries.parts()))
 
 
 def _blocks(

@@ -2,7 +2,7 @@
 
 Their backward operators take the output and the lse as arguments, and are handed those of the *merged* softmax. They
 form `delta = sum(dO * O)` from it. A gradient of the lse enters as one more column: with 0 appended to the values, 1 to
-`dO` and `-dL` to `O`, they form `sum(dO * O) - dL`, while `dO . v` is unchanged.
+`dO` and `-dL` to `O` (or any two factors of `-dL`), they form `sum(dO * O) - dL`, while `dO . v` is unchanged.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ def attend_backward(
     if grad_lse is not None:
         grad_lse = grad_lse[..., None]
         value = pad(value, (0, 1))
-        out = torch.cat([out, -grad_lse.to(out.dtype)], dim=-1)
-        grad_out = torch.cat([grad_out, torch.ones_like(grad_lse, dtype=out.dtype)], dim=-1)
+        # Half of the exponent on either side keeps a large `dL` inside the range of float16.
+        root = torch.exp2((grad_lse.abs().amax().clamp(min=1).log2() / 2).ceil())
+        out = torch.cat([out, (-grad_lse / root).to(out.dtype)], dim=-1)
+        grad_out = torch.cat([grad_out, root.to(out.dtype).expand_as(grad_lse)], dim=-1)
     parts: list[tuple[Tensor, ...]] = []
     for *tensors, block_lse in _blocks((grad_out, query, key, value, out, lse[..., None]), block_size):
         rows = (*tensors, block_lse[..., 0])
@@ -64,7 +66,7 @@ def attend_backward(
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Partial:
     """Exact attention and its lse by the fused operator of the device; head dimensions may differ."""
     value_dim = value.shape[-1]
-    operator = _operator(query)
+    operator = _operator(query, value)
     query, key, value = _equal_dims((query, key, value), operator)
     if operator == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -93,7 +95,7 @@ def fused_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head_dim, value_dim, key_heads = query.shape[-1], value.shape[-1], key.shape[1]
-    operator = _operator(query)
+    operator = _operator(query, value)
     query, key, value, out, grad_out = _equal_dims((query, key, value, out, grad_out), operator)
     if operator == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -120,10 +122,11 @@ def fused_attention_backward(
     )
 
 
-def _operator(query: Tensor) -> str:
+def _operator(query: Tensor, value: Tensor) -> str:
     if query.device.type == "cpu":
         return "cpu"
-    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] < 256:
+    fits_flash = query.dtype in (torch.float16, torch.bfloat16) and max(query.shape[-1], value.shape[-1]) <= 256
+    if query.device.type == "cuda" and fits_flash:
         return "flash"
     return "chunked"
 
@@ -186,7 +189,8 @@ def _query_chunks(query: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def _logits(queries: Tensor, key: Tensor, begin: int, *, is_causal: bool, scale: float) -> Tensor:
-    logits = (queries @ key.mT).to(torch.promote_types(queries.dtype, torch.float32)) * scale
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    logits = scale * queries.to(wide) @ key.to(wide).mT
     if is_causal:
         position = torch.arange(key.shape[2], device=key.device)
         logits = logits.masked_fill(position[begin : begin + queries.shape[2], None] < position, -torch.inf)

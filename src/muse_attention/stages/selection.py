@@ -35,7 +35,8 @@ def select_and_attend(
     `residuals` is (rows, D), the queries of all heads; `segments` groups them by (block, head, query cluster).
     `partial` is attention to the summary terms that `selection` leaves. What is filled in has a spare last row.
     """
-    for tile, clusters, blocks in _read(segments, summaries, accumulated, is_causal=is_causal):
+    for tile, where in _walk(segments, summaries, is_causal=is_causal):
+        clusters = where.clusters(accumulated)
         tile_residuals = tile.gather(residuals)
         logits = [clusters.logits(tile_residuals)]
         values = [clusters.values]
@@ -45,7 +46,7 @@ def select_and_attend(
                 tile.scatter(selection.opened, opened.int())
             else:
                 opened = tile.gather(selection.opened).long()
-            some_blocks = blocks.of_opened(opened)
+            some_blocks = where.of_opened(summaries, opened)
             logits.append(some_blocks.table.logits(tile_residuals))
             values.append(some_blocks.table.values)
             if select:
@@ -60,8 +61,10 @@ def select_and_attend(
         shift = torch.stack([part.amax(-1) for part in logits]).amax(0)[..., None]
         shift = torch.where(shift == -torch.inf, 0, shift)
         weights = [exp_(part.sub_(shift)) for part in logits]
-        total = sum(part.sum(-1, keepdim=True) for part in weights)
-        weighted = sum(part @ of_part for part, of_part in zip(weights, values, strict=True))
+        total = torch.stack([part.sum(-1, keepdim=True) for part in weights]).sum(0)
+        weighted = torch.zeros_like(total)
+        for part, of_part in zip(weights, values, strict=True):
+            weighted = weighted + part @ of_part
         tile.scatter(partial.out, weighted / torch.where(total == 0, 1, total))
         tile.scatter(partial.lse, (total.log() + shift)[..., 0])
 
@@ -83,39 +86,29 @@ def attend_backward(
 
     `lse` and `delta` are those of the merged softmax: `p = exp(s - lse)`, `ds = p (grad_out . value - delta)`.
     """
-    grad_summaries, grad_accumulated = _zeros_like(summaries), _zeros_like(accumulated)
-    readings = _read(segments, summaries, accumulated, is_causal=is_causal)
-    targets = _read(segments, grad_summaries, grad_accumulated, is_causal=is_causal, hide_own=False)
-    for (tile, clusters, blocks), (_, grad_clusters, grad_blocks) in zip(readings, targets, strict=True):
-        tile_residuals, tile_grad_out = tile.gather(residuals), tile.gather(grad_out)
+    grad_summaries, grad_accumulated = summaries.zeros_like(), accumulated.zeros_like()
+    for tile, where in _walk(segments, summaries, is_causal=is_causal):
+        clusters = where.clusters(accumulated)
+        tile_residuals = tile.gather(residuals)
         # Padding gets an infinite lse, and so no weight.
         tile_lse = torch.where(tile.valid, tile.gather(lse), torch.inf)[..., None]
-        tile_delta = tile.gather(delta)[..., None]
-
-        def differentiate(table: _Table, logits: Tensor) -> tuple[Tensor, _Table]:
-            """Gradients of the residuals and of the table, whose columns hold `logits` or -inf."""
-            weights = exp_(logits.sub_(tile_lse).clamp_(max=0))  # noqa: B023
-            d_logits = torch.bmm(tile_grad_out, table.values.mT).sub_(tile_delta).mul_(weights)  # noqa: B023
-            gradient = _Table(
-                d_logits.sum(1, keepdim=True),
-                d_logits.mT @ tile_residuals,  # noqa: B023
-                weights.mT @ tile_grad_out,  # noqa: B023
-            )
-            return d_logits @ table.keys, gradient
-
+        shared = (tile_residuals, tile.gather(grad_out), tile_lse, tile.gather(delta)[..., None])
         logits = clusters.logits(tile_residuals)
         if selection.opened.shape[-1] > 0:
             opened = tile.gather(selection.opened).long()
             _close_opened(logits, opened)
-        grad_tile_residuals, gradient = differentiate(clusters, logits)
-        grad_clusters.add_(gradient)
+        grad_tile_residuals, gradient = clusters.differentiate(logits, *shared)
+        for target, source in zip(
+            vars(where.clusters(grad_accumulated)).values(), vars(gradient).values(), strict=True
+        ):
+            target += source
         if selection.opened.shape[-1] > 0:
-            some_blocks = blocks.of_opened(opened)
+            some_blocks = where.of_opened(summaries, opened)
             logits = some_blocks.table.logits(tile_residuals)
             some_blocks.keep_only_terms(logits, tile.gather(selection.retrieved).long())
-            to_residuals, gradient = differentiate(some_blocks.table, logits)
+            to_residuals, gradient = some_blocks.table.differentiate(logits, *shared)
             grad_tile_residuals += to_residuals
-            grad_blocks.add_at_(some_blocks, gradient)
+            some_blocks.add_to(where.blocks(grad_summaries), gradient)
         tile.scatter(fill_in, grad_tile_residuals)
     return grad_summaries, grad_accumulated
 
@@ -135,51 +128,59 @@ class _Table:
         """(T, m, S): `r . kbar + mu`"""
         return torch.baddbmm(self.mass, residuals, self.keys.mT)
 
-    def add_(self, other: _Table) -> None:
-        self.mass.add_(other.mass)
-        self.keys.add_(other.keys)
-        self.values.add_(other.values)
+    def differentiate(
+        self, logits: Tensor, residuals: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, _Table]:
+        """Gradients of the residuals and of the table; `logits` are -inf where a column is no term, and used up."""
+        weights = exp_(logits.sub_(lse).clamp_(max=0))
+        d_logits = torch.bmm(grad_out, self.values.mT).sub_(delta).mul_(weights)
+        gradient = _Table(d_logits.sum(1, keepdim=True), d_logits.mT @ residuals, weights.mT @ grad_out)
+        return d_logits @ self.keys, gradient
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """Views of the summaries, or of their gradients, of each block that `T` neighbouring segments see."""
+class _Segments:
+    """Some neighbouring segments of one block: where their summaries are."""
 
-    mass: Tensor
-    """(T, seen, K)"""
-    keys: Tensor
-    """(T, seen, K, D)"""
-    values: Tensor
-    """(T, seen, K, Dv)"""
+    some: slice
+    """of the axes (head, query cluster), flattened"""
+    block: int
+    seen: int
+    """They read the blocks before this one, but not their own."""
 
-    def of_opened(self, opened: Tensor) -> _OpenedBlocks:
-        """A copy of what belongs to the clusters that any query of a tile opens; `opened` is (T, m, clusters)."""
-        tiles, seen, key_clusters = self.mass.shape
-        used = torch.zeros(tiles, key_clusters + 1, dtype=torch.bool, device=opened.device)
+    def clusters(self, accumulated: Summaries) -> _Table:
+        """Views of the summaries accumulated over all the blocks they see. S = K."""
+        mass, keys, values = (part.flatten(0, 1)[self.some, self.block] for part in accumulated.parts())
+        return _Table(mass[:, None], keys, values)
+
+    def blocks(self, summaries: Summaries) -> tuple[Tensor, ...]:
+        """Views of the summaries of each block: (T, seen, K, ...)."""
+        return tuple(part.flatten(0, 1)[self.some, : self.seen] for part in summaries.parts())
+
+    def of_opened(self, summaries: Summaries, opened: Tensor) -> _OpenedBlocks:
+        """What belongs to the clusters that any query of a tile opens; `opened` is (T, m, clusters)."""
+        mass, keys, values = self.blocks(summaries)
+        segments, seen, key_clusters = mass.shape
+        used = torch.zeros(segments, key_clusters + 1, dtype=torch.bool, device=opened.device)
         used = used.scatter_(1, (opened + 1).flatten(1), True)[:, 1:]
         width = max(1, int(used.sum(1).max()))
         columns = used.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
         place = (used.cumsum(1) - 1).gather(1, opened.clamp(min=0).flatten(1)).view_as(opened)
         index = (
-            torch.arange(tiles, device=opened.device)[:, None, None],
+            torch.arange(segments, device=opened.device)[:, None, None],
             torch.arange(seen, device=opened.device)[:, None],
             columns[:, None],
         )
-        table = _Table(
-            self.mass[index].flatten(1)[:, None], self.keys[index].flatten(1, 2), self.values[index].flatten(1, 2)
-        )
+        mass = mass[index]
+        if self.block < seen:
+            mass[:, self.block] = -torch.inf
+        table = _Table(mass.flatten(1)[:, None], keys[index].flatten(1, 2), values[index].flatten(1, 2))
         return _OpenedBlocks(table, index, torch.where(opened < 0, -1, place))
-
-    def add_at_(self, some: _OpenedBlocks, gradient: _Table) -> None:
-        """Add the gradients of the copy that `of_opened` made."""
-        self.mass[some.index] += gradient.mass[:, 0].view_as(self.mass[some.index])
-        self.keys[some.index] += gradient.keys.unflatten(1, (self.mass.shape[1], -1))
-        self.values[some.index] += gradient.values.unflatten(1, (self.mass.shape[1], -1))
 
 
 @dataclass(frozen=True)
 class _OpenedBlocks:
-    """The summaries of each seen block, of the `U` clusters that any query of a tile opens. S = seen U."""
+    """A copy of the summaries of each seen block, of the `U` clusters that any query of a tile opens. S = seen U."""
 
     table: _Table
     index: tuple[Tensor, Tensor, Tensor]
@@ -192,6 +193,11 @@ class _OpenedBlocks:
         logits = logits.unflatten(-1, (self.index[1].shape[0], -1))  # (T, m, seen, U)
         columns = self.place.clamp(min=0)[..., None, :].expand(-1, -1, logits.shape[2], -1)
         return torch.where(self.place[..., None] < 0, -1, _top(logits.gather(-1, columns).mT, blocks))
+
+    def add_to(self, blocks: tuple[Tensor, ...], gradient: _Table) -> None:
+        """Add the gradients of the copy to those of what was copied."""
+        for table, rows in zip(blocks, (gradient.mass[:, 0], gradient.keys, gradient.values), strict=True):
+            table[self.index] += rows.unflatten(1, (table.shape[1], -1))
 
     def keep_only_terms(self, logits: Tensor, retrieved: Tensor) -> None:
         """Set to -inf, in place, blocks that were retrieved and blocks of clusters the query did not open."""
@@ -213,26 +219,14 @@ def _repeat_first(chosen: Tensor) -> Tensor:
     return torch.where(chosen < 0, chosen[..., :1], chosen).clamp(min=0)
 
 
-def _read(
-    segments: Groups, summaries: Summaries, accumulated: Summaries, *, is_causal: bool, hide_own: bool = True
-) -> Iterator[tuple[Tiles, _Table, _Blocks]]:
-    """All segments that see any block, block after block: tiles of their queries, and views of what these read.
-
-    That is a table with one summary for each key cluster, and the summaries of each block. `hide_own` gives a query's
-    own block the mass 0 there; views to write to have to do without.
-    """
+def _walk(segments: Groups, summaries: Summaries, *, is_causal: bool) -> Iterator[tuple[Tiles, _Segments]]:
+    """All segments that see any block, block after block: tiles of their queries, and where these read."""
     heads, query_clusters, blocks, key_clusters = summaries.log_mass.shape
     of_block = heads * query_clusters
-    flat, flat_accumulated = ([part.flatten(0, 1) for part in _parts(some)] for some in (summaries, accumulated))
     for block in range(1 if is_causal else 0, blocks):
-        seen = block if is_causal else blocks
         begin = block * of_block
         for some, tile in neighbour_tiles(segments, begin, begin + of_block, 2 * key_clusters):
-            cluster_mass, *cluster_means = (part[some, block] for part in flat_accumulated)
-            block_mass, *block_means = (part[some, :seen] for part in flat)
-            if not is_causal and hide_own:
-                block_mass = block_mass.index_fill(1, torch.tensor(block, device=block_mass.device), -torch.inf)
-            yield tile, _Table(cluster_mass[:, None], *cluster_means), _Blocks(block_mass, *block_means)
+            yield tile, _Segments(some, block, block if is_causal else blocks)
 
 
 def _top(logits: Tensor, count: int) -> Tensor:
@@ -241,11 +235,3 @@ def _top(logits: Tensor, count: int) -> Tensor:
     top = logits.max(-1, keepdim=True) if available == 1 else logits.topk(available, dim=-1)
     indices = torch.where(top[0] == -torch.inf, -1, top[1])
     return torch.nn.functional.pad(indices, (0, count - available), value=-1)
-
-
-def _parts(summaries: Summaries) -> tuple[Tensor, Tensor, Tensor]:
-    return summaries.log_mass, summaries.key_mean, summaries.value_mean
-
-
-def _zeros_like(summaries: Summaries) -> Summaries:
-    return Summaries(*(torch.zeros_like(part) for part in _parts(summaries)))

@@ -77,7 +77,7 @@ def summarise_backward(
 
 def accumulate(summaries: Summaries, *, is_causal: bool) -> Summaries:
     """For each block, one summary per key cluster of all the blocks it sees: the earlier ones, or all others."""
-    parts = (summaries.log_mass, summaries.key_mean, summaries.value_mean)
+    parts = summaries.parts()
     seen = _exclusive_scan(parts, reverse=False)
     if not is_causal:
         seen = _combine(seen, _exclusive_scan(parts, reverse=True))
@@ -118,7 +118,7 @@ def accumulate_backward(
                 add_to.log_mass[:, :, block] += d_mass
                 add_to.key_mean[:, :, block] += d_keys
                 add_to.value_mean[:, :, block] += d_values
-            d_mass, d_keys, d_values = (part[:, :, block] for part in _parts(gradient))
+            d_mass, d_keys, d_values = (part[:, :, block] for part in gradient.parts())
             if differentiable_aggregation:
                 d_mass = d_mass - (d_keys * accumulated.key_mean[:, :, block]).sum(-1)
                 d_mass -= (d_values * accumulated.value_mean[:, :, block]).sum(-1)
@@ -129,10 +129,6 @@ def accumulate_backward(
                 kept = _ratio(mass, side[:, :, after])
                 here = tuple(part + _scale(kept, state) for part, state in zip(here, running, strict=True))
             running = here
-
-
-def _parts(summaries: Summaries) -> tuple[Tensor, Tensor, Tensor]:
-    return summaries.log_mass, summaries.key_mean, summaries.value_mean
 
 
 def _bucket_index(group: Tensor, blocks: int, key_clusters: int) -> tuple[Tensor, slice, Tensor, Tensor]:
