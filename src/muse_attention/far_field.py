@@ -21,7 +21,7 @@ from muse_attention.structures import Clusters, Selection, Summaries
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Numbers in the intermediate results held at a time: key heads go in groups that need about as many."""
-SUMMARY_ELEMENTS = 1 << 24
+SUMMARY_ELEMENTS = 1 << 23
 """Numbers in the summaries held at a time: beyond that, query clusters go in groups."""
 
 

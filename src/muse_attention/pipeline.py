@@ -16,7 +16,7 @@ from torch import Tensor
 from muse_attention.config import MuSeConfig
 from muse_attention.far_field import FarField, Heads, by_key_head, compute_dtype, head_groups
 from muse_attention.stages import clustering, dipole, local, merging, retrieval, selection, summaries
-from muse_attention.stages.grouping import with_spare_row
+from muse_attention.stages.grouping import join, with_spare_row
 from muse_attention.structures import Clusters, Partial, Selection
 
 
@@ -78,8 +78,8 @@ def forward(
     retrieved = torch.cat([selected.retrieved for _, selected in results])
     return (
         Partial(
-            torch.cat([partial.out for partial, _ in results]).to(query.dtype).view(*shape, value.shape[-1]),
-            torch.cat([partial.lse for partial, _ in results]).view(shape),
+            join([partial.out for partial, _ in results]).to(query.dtype).view(*shape, value.shape[-1]),
+            join([partial.lse for partial, _ in results]).view(shape),
         ),
         Selection(opened.view(*shape, *opened.shape[1:]), retrieved.view(*shape, *retrieved.shape[1:])),
     )
@@ -117,7 +117,7 @@ def backward(
         )
         for group in heads.groups(config)
     ]
-    grad_query, grad_key, grad_value = (torch.cat(part) for part in zip(*gradients, strict=True))
+    grad_query, grad_key, grad_value = (join(part) for part in zip(*gradients, strict=True))
     return (
         grad_query.to(query.dtype).view(query.shape),
         grad_key.to(key.dtype).view(key.shape),

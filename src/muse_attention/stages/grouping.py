@@ -6,7 +6,7 @@ over tiles: pieces of groups, of similar size, padded to the longest among them,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ TILE_ELEMENTS = 1 << 21
 """Numbers in the largest intermediate of one batch of tiles."""
 LEAST_FILLING = 0.7
 """A batch of tiles ends where the next tile would leave more than the rest of its rows to padding."""
+LEAST_FILLING_OF_NEIGHBOURS = 0.3
+"""The same for neighbours, which cannot be sorted by size: another batch would cost more than the padding."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Tiles:
         """Add (T, m, ...) `rows` to those of `table`, whose last row takes what is padding."""
         places = torch.where(self.valid, self.rows, table.shape[0] - 1)
         table.index_add_(0, places.flatten(), rows.flatten(0, 1))
+
+
+def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`, without the copy it makes of a single contiguous part."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def with_spare_row(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -125,7 +132,7 @@ def neighbour_tiles(groups: Groups, begin: int, end: int, elements_per_row: int)
             number, longer = stop - first + 1, max(longest, sizes[stop])
             if (
                 number * longer * elements_per_row > TILE_ELEMENTS
-                or rows + sizes[stop] < LEAST_FILLING * number * longer
+                or rows + sizes[stop] < LEAST_FILLING_OF_NEIGHBOURS * number * longer
             ):
                 break
             longest, rows, stop = longer, rows + sizes[stop], stop + 1

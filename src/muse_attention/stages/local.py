@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from muse_attention.stages.grouping import join
 from muse_attention.structures import Partial
 
 _QUERY_CHUNK = 1024
@@ -24,8 +25,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block_size: int, *, is_cau
     ]
     shape = query.shape[:2]
     return Partial(
-        torch.cat([_unfold(part.out, shape) for part in parts], dim=2),
-        torch.cat([_unfold(part.lse[..., None], shape)[..., 0] for part in parts], dim=2),
+        join([_unfold(part.out, shape) for part in parts], dim=2),
+        join([_unfold(part.lse[..., None], shape)[..., 0] for part in parts], dim=2),
     )
 
 
@@ -56,7 +57,7 @@ def attend_backward(
         parts.append(fused_attention_backward(*rows, is_causal=is_causal, scale=scale))
     shapes = (query.shape[:2], key.shape[:2], key.shape[:2])
     gradients = (
-        torch.cat([_unfold(part, shape) for part in gradient], dim=2)
+        join([_unfold(part, shape) for part in gradient], dim=2)
         for gradient, shape in zip(zip(*parts, strict=True), shapes, strict=True)
     )
     grad_query, grad_key, grad_value = gradients

@@ -17,7 +17,7 @@ from muse_attention.stages.grouping import Groups, Tiles, group_rows, take_rows,
 from muse_attention.stages.merging import merge
 from muse_attention.structures import Partial
 
-LONGEST_TILE = 256
+LONGEST_TILE = 512
 """Queries of one bucket that attend to it at once."""
 PARTIAL_ELEMENTS = 1 << 26
 """Numbers in the partial outputs kept at a time: with more pairs than that, picks are merged a few at a time."""
@@ -121,8 +121,8 @@ def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, i
     begin = 0
     while begin < len(lengths):
         end = begin
-        # Sizes within an eighth, or within 8, of the smallest.
-        while end < len(lengths) and lengths[end] <= max(lengths[begin] + 8, lengths[begin] * 9 // 8):
+        # Sizes within a quarter, or within 16, of the smallest.
+        while end < len(lengths) and lengths[end] <= max(lengths[begin] + 16, lengths[begin] * 5 // 4):
             end += 1
         yield wanted[begin:end], lengths[end - 1]
         begin = end
