@@ -107,8 +107,8 @@ def bench(
     heads: Annotated[
         int | None,
         typer.Option(
-            help="Heads. On a CPU, exact attention needs at least two heads to keep two threads equally busy.",
-            show_default="2 on cpu, 8 on cuda",
+            help="Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
+            show_default="1 on cpu, 8 on cuda",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
@@ -142,7 +142,7 @@ def bench(
         settings = Settings(
             device=device,
             batch=batch,
-            heads=heads if heads is not None else 8 if device == "cuda" else 2,
+            heads=heads if heads is not None else 8 if device == "cuda" else 1,
             head_dim=head_dim,
             dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
             causal=causal,

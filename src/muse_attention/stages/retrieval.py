@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from muse_attention.stages.exponential import exp_
-from muse_attention.stages.grouping import Groups, Tiles, group_rows, take_rows, tiles
-from muse_attention.stages.merging import merge
+from muse_attention.stages.grouping import Groups, Tiles, group_rows, join, take_rows, tiles
 from muse_attention.structures import Partial
 
 LONGEST_TILE = 512
 """Queries of one bucket that attend to it at once."""
-PARTIAL_ELEMENTS = 1 << 26
-"""Numbers in the partial outputs kept at a time: with more pairs than that, picks are merged a few at a time."""
+PARTIAL_ELEMENTS = 1 << 22
+"""Numbers in the partial outputs, one for each pair, kept at a time: queries go in groups that need about as many."""
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
@@ -29,17 +28,21 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets
     `keys` and `values` are the rows that `buckets` groups; `picks` is (rows, picks) int64: numbers of buckets, or -1.
     """
     picks = _of_something(picks, buckets)
-    picks_at_once = max(1, PARTIAL_ELEMENTS // (queries.shape[0] * values.shape[-1]))
-    return merge([_attend(queries, keys, values, some, buckets) for some in picks.split(picks_at_once, dim=1)])
+    values = _with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
+    at_once = max(1, PARTIAL_ELEMENTS // (picks.shape[1] * values.shape[1]))
+    partials = [
+        _attend(some_queries, keys, values, some_picks, buckets)
+        for some_queries, some_picks in zip(queries.split(at_once), picks.split(at_once), strict=True)
+    ]
+    return Partial(join([partial.out for partial in partials]), join([partial.lse for partial in partials]))
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
-    value_dim = values.shape[-1]
+    """`values` has a column of ones, which makes the normaliser one more weighted sum, and a zero row at the end."""
+    value_dim = values.shape[-1] - 1
     out = values.new_empty(picks.numel() + 1, value_dim)
     out[torch.nonzero(picks.flatten() < 0)[:, 0]] = 0
     lse = values.new_full((picks.numel() + 1,), -torch.inf)
-    # A column of ones beside the values makes the normaliser one more weighted sum.
-    values = _with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
     for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
         logits = torch.bmm(take_rows(queries, tile.query_rows), take_rows(keys, tile.key_rows).mT)  # (T, m, s)
         # Padding repeats a key of the bucket, so the maximum is right; its value is the zero row, out of the sums.
