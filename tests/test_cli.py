@@ -71,7 +71,7 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     results = json.loads((folder / "short.json").read_text())
     assert [case["requested"] for case in results["cases"]] == ["muse", "block_diagonal", "moba"]
     (command,) = results["commands"]
-    assert command.startswith("muse bench --device cpu --lengths 512 --heads 2 ")
+    assert command.startswith("muse bench --device cpu --lengths 512 --heads 1 ")
     assert command in (folder / "short.md").read_text()
     for file in ("short.json", "short.md"):
         assert str(tmp_path) not in (folder / file).read_text()

@@ -33,6 +33,20 @@ def test_baselines_agree_with_the_cpu(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(gpu.cpu(), cpu, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 256), (64, 320), (256, 64), (320, 16)])
+def test_head_dims_beyond_the_fused_operators(head_dim: int, value_dim: int) -> None:
+    shape = Shape("", "", length=150, head_dim=head_dim, value_dim=value_dim)
+    inputs = [tensor.detach().cuda().requires_grad_() for tensor in shape.tensors(torch.bfloat16)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    results = []
+    for tensors in (inputs, wide):
+        out, lse = get_attention("exact")(*tensors, is_causal=True, return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out.sum() + lse.sum(), tensors)])
+    for found, expected in zip(*results, strict=True):
+        tolerance = 0.02 * float(expected.detach().abs().max())  # a few units in the last place of bfloat16
+        torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=tolerance)
+
+
 def test_compiles_on_a_gpu() -> None:
     attention = get_attention("muse:QK8R2B64")
     compiled = torch.compile(attention, fullgraph=True)

@@ -13,8 +13,8 @@ The algorithm, in order, and where to read each step:
 5. Attend exactly to the retrieved buckets, `stages/retrieval.py`, and to the own block, `stages/local.py`.
 6. Merge everything as one softmax: `stages/merging.py`.
 
-`reference.py` is all of it in one dense file, the definition. `pipeline.py` is the fast way, forward and backward;
-`operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
+`reference.py` is all of it in one dense file, the definition. `pipeline.py` is the fast way, forward and backward, on
+the layout of `far_field.py`; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
 """
 
 from muse_attention.attention import find_clusters, muse_attention

@@ -8,8 +8,6 @@ import math
 import re
 from typing import Any, Literal, Self
 
-import torch
-
 from muse_attention.sizes import format_size, parse_size
 
 Dipole = Literal["none", "tilted", "shared", "centred"]
@@ -90,7 +88,7 @@ class MuSeConfig:
         if self.cap_factor is not None:
             if isinstance(self.cap_factor, bool) or not isinstance(self.cap_factor, int | float):
                 raise ValueError(f"MuSeConfig: cap_factor={self.cap_factor!r} must be a number, or None for no cap")
-            if not (math.isfinite(self.cap_factor) and self.cap_factor >= 1):
+            if not 1 <= self.cap_factor < math.inf:
                 raise ValueError(
                     f"MuSeConfig: cap_factor={self.cap_factor!r} must be at least 1, or None for no cap: "
                     "below 1 the clusters of a block cannot hold its tokens"
@@ -154,10 +152,13 @@ class MuSeConfig:
         return math.ceil(min(self.cap_factor, clusters) * self.block_size / clusters)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _parse(text: str) -> Any:
-    """A pure function of its text, which `torch.compile` need not look into."""
     return _parse_cached(text)
+
+
+# What `torch.compiler.assume_constant_result` does, without importing the compiler: `torch.compile` need not look into
+# a pure function of a text.
+_parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)

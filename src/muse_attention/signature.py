@@ -68,6 +68,6 @@ def check_arguments(
         )
     if scale is None:
         return 1 / math.sqrt(query.shape[3])
-    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat) or not abs(scale) < math.inf:
         raise ValueError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(head_dim)")
     return float(scale)

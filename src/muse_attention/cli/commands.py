@@ -185,8 +185,17 @@ def demo(
     with _user_errors():
         settings = DemoSettings(parse_size(length), heads=heads, device=device or _default_device())
         _make_folder(output)
-    with _progress(STEPS) as on_step:
-        result = run_demo(settings, on_step=on_step)
+    try:
+        with _progress(STEPS) as on_step:
+            result = run_demo(settings, on_step=on_step)
+    except KeyboardInterrupt:
+        _say("interrupted; nothing was written")
+        raise typer.Exit(130) from None
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        _say("out of memory; choose a smaller --length or fewer --heads")
+        raise typer.Exit(1) from None
     console.print(_demo_table(result))
     path = output / "demo.json"
     result.write(path)
