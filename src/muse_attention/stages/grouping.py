@@ -14,7 +14,7 @@ from torch import Tensor
 
 TILE_ELEMENTS = 1 << 21
 """Numbers in the largest intermediate of one batch of tiles."""
-LEAST_FILLING = 0.7
+LEAST_FILLING = 0.5
 """A batch of tiles ends where the next tile would leave more than the rest of its rows to padding."""
 LEAST_FILLING_OF_NEIGHBOURS = 0.3
 """The same for neighbours, which cannot be sorted by size: another batch would cost more than the padding."""

@@ -18,7 +18,7 @@ from muse_attention.structures import Partial
 
 LONGEST_TILE = 512
 """Queries of one bucket that attend to it at once."""
-PARTIAL_ELEMENTS = 1 << 22
+PARTIAL_ELEMENTS = 1 << 26
 """Numbers in the partial outputs, one for each pair, kept at a time: queries go in groups that need about as many."""
 
 
