@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from muse_attention import operator, reference
+from muse_attention.backends import resolve_backend
 from muse_attention.config import MuSeConfig
-from muse_attention.far_field import compute_dtype
+from muse_attention.precision import compute_dtype
 from muse_attention.signature import check_arguments
 from muse_attention.structures import Clusters
 
 Backend = Literal["auto", "torch", "triton", "reference"]
-BACKENDS: tuple[str, ...] = ("auto", "torch", "triton", "reference")
 
 
 @overload
@@ -88,7 +88,7 @@ def muse_attention(
     """
     factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     settings = resolve_config(config, query.shape[2])
-    chosen = resolve_backend(backend, query.device)
+    chosen = resolve_backend(backend, query, value, settings)
     if clusters is not None:
         _check_clusters(clusters, query, key, settings)
     if chosen == "reference":
@@ -109,8 +109,10 @@ def muse_attention(
         if query.shape[2] <= settings.block_size:
             clusters = operator.single_cluster(query, key)
         elif clusters is None:
-            clusters = operator.cluster(query, key, settings, scale=factor)
-        merged, _ = operator.attend(query, key, value, clusters, settings, is_causal=is_causal, scale=factor)
+            clusters = operator.cluster(query, key, settings, scale=factor, backend=chosen)
+        merged, _ = operator.attend(
+            query, key, value, clusters, settings, is_causal=is_causal, scale=factor, backend=chosen
+        )
         out, lse = merged.out, merged.lse
     return (out, lse) if return_lse else out
 
@@ -126,12 +128,13 @@ def find_clusters(
     """The clustering that `muse_attention` would find, to look at, or to hold fixed by passing it back."""
     factor = check_arguments(query, key, key, None, 0.0, False, scale, True)
     settings = resolve_config(config, query.shape[2])
-    if resolve_backend(backend, query.device) == "reference":
+    chosen = resolve_backend(backend, query, key, settings)
+    if chosen == "reference":
         query, key = operator.cast_for_autocast(query.detach(), key.detach())
         wide = compute_dtype(query.dtype)
         with torch.autocast(query.device.type, enabled=False):
             return reference.find_clusters(query.to(wide) * factor, key.to(wide), settings)
-    return operator.cluster(query, key, settings, scale=factor)
+    return operator.cluster(query, key, settings, scale=factor, backend=chosen)
 
 
 def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
@@ -144,20 +147,6 @@ def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
     raise ValueError(
         f"config={config!r} is a {type(config).__name__}; it must be a MuSeConfig, a string like 'QK32R2B1k', or None"
     )
-
-
-def resolve_backend(backend: str, device: torch.device) -> str:
-    """The backend that serves this device. One that was named and cannot serve is an error, never replaced."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
-    if backend == "triton":
-        if device.type != "cuda":
-            raise ValueError(
-                f"backend='triton' needs tensors on a CUDA device, these are on {device}; "
-                "move them there, or use backend='torch'"
-            )
-        raise ValueError("backend='triton' is not part of this version; use backend='torch', which runs on CUDA too")
-    return "torch" if backend == "auto" else backend
 
 
 def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSeConfig) -> None:

@@ -15,14 +15,14 @@ from torch.autograd import forward_ad
 
 from muse_attention import pipeline
 from muse_attention.config import MuSeConfig
-from muse_attention.far_field import compute_dtype
+from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection
 
 NAMESPACE = "muse_attention"
 
 
-def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
-    return Clusters(*_cluster(query.detach(), key.detach(), str(config), scale))
+def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
+    return Clusters(*_cluster(query.detach(), key.detach(), str(config), scale, backend))
 
 
 def single_cluster(query: Tensor, key: Tensor) -> Clusters:
@@ -44,6 +44,7 @@ def attend(
     *,
     is_causal: bool,
     scale: float,
+    backend: str,
     selection: Selection | None = None,
 ) -> tuple[Partial, Selection]:
     """Output and lse, differentiable, and the selection behind them."""
@@ -60,19 +61,22 @@ def attend(
         str(config),
         is_causal,
         scale,
+        backend,
     )
     return Partial(out, lse), Selection(opened, retrieved)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::cluster", mutates_args=())
-def _cluster(query: Tensor, key: Tensor, config: str, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cluster(
+    query: Tensor, key: Tensor, config: str, scale: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with _as_written(query):
-        found = pipeline.find_clusters(query, key, MuSeConfig.parse(config), scale=scale)
+        found = pipeline.find_clusters(query, key, MuSeConfig.parse(config), scale=scale, backend=backend)
     return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment
 
 
 @_cluster.register_fake
-def _(query: Tensor, key: Tensor, config: str, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, config: str, scale: float, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = MuSeConfig.parse(config)
     dtype = compute_dtype(query.dtype)
     query_clusters = parsed.query_clusters if parsed.tilt else 1
@@ -97,6 +101,7 @@ def _forward(
     config: str,
     is_causal: bool,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     chosen = None if opened is None or retrieved is None else Selection(opened, retrieved)
     with _as_written(query):
@@ -109,7 +114,10 @@ def _forward(
             MuSeConfig.parse(config),
             is_causal=is_causal,
             scale=scale,
+            backend=backend,
         )
+    if chosen is not None:  # an operator's output may not be its input
+        selected = Selection(chosen.opened.clone(), chosen.retrieved.clone())
     return merged.out, merged.lse, selected.opened, selected.retrieved
 
 
@@ -126,6 +134,7 @@ def _(
     config: str,
     is_causal: bool,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = query.shape[:3]
     out = query.new_empty(*rows, value.shape[3])
@@ -158,6 +167,7 @@ def _backward(
     config: str,
     is_causal: bool,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _as_written(query):
         return pipeline.backward(
@@ -172,6 +182,7 @@ def _backward(
             MuSeConfig.parse(config),
             is_causal=is_causal,
             scale=scale,
+            backend=backend,
         )
 
 
@@ -198,19 +209,19 @@ def _clusters(query_centroids: Tensor, query_assignment: Tensor, key_assignment:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, _, config, is_causal, scale = inputs
+    *tensors, _, _, config, is_causal, scale, backend = inputs
     out, lse, opened, retrieved = output
     ctx.mark_non_differentiable(opened, retrieved)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, opened, retrieved, out, lse)
-    ctx.settings = (config, is_causal, scale)
+    ctx.settings = (config, is_causal, scale, backend)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them then, and only then
     if grad_out is None:
         grad_out = torch.zeros_like(saved[-2])
-    return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 8)
+    return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 9)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -1,58 +1,29 @@
-"""MuSe attention as a sequence of stages, forward and backward.
+"""MuSe attention as a sequence of stages, forward and backward, for every backend.
 
 The output is one softmax over a mixed list of terms. Each stage attends to some of the terms and yields a `Partial`;
 merging the partials gives the output `O` and the logsumexp `L`. No gradient flows through the merge: with
-`delta = sum(dO * O) - dL`, the backward of a stage needs only `(dO, L, delta)` and its own inputs. A new kind of term
-is a pair of functions in a stage, and a line in `_forward_heads` and in `_backward_heads`.
+`delta = sum(dO * O) - dL`, the backward of a stage needs only `(dO, L, delta)` and its own inputs.
 
-Nothing large is kept for backward: clusters and selection are kept, summaries are recomputed.
+The own block goes through the fused operators of the device. Everything beyond it is the far field of a backend:
+`stages.far_field` in PyTorch, or `kernels.far_field` in Triton, with the same functions. A new kind of term in the
+softmax is a pair of functions in a stage of each, and a line in their `attend` and `attend_backward`.
 """
 
 from __future__ import annotations
 
-import torch
+from types import ModuleType
+
 from torch import Tensor
 
+from muse_attention import local
 from muse_attention.config import MuSeConfig
-from muse_attention.far_field import FarField, Heads, by_key_head, compute_dtype, head_groups
-from muse_attention.stages import clustering, dipole, local, merging, retrieval, selection, summaries
-from muse_attention.stages.grouping import join, with_spare_row
 from muse_attention.structures import Clusters, Partial, Selection
 
 
-def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
     """Cluster the scaled queries and the keys of each head."""
-    if not config.tilt:
-        # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
-        of_queries = (
-            query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype)),
-            query.new_zeros(query.shape[:3], dtype=torch.int32),
-        )
-        return Clusters(*of_queries, *_cluster_heads([(key, 1.0)], config.key_clusters, config)[0])
-    if config.query_clusters != config.key_clusters:
-        (of_queries,) = _cluster_heads([(query, scale)], config.query_clusters, config)
-        (of_keys,) = _cluster_heads([(key, 1.0)], config.key_clusters, config)
-    else:
-        # Streaming is a chain of small steps: queries and keys take them together.
-        of_queries, of_keys = _cluster_heads([(query, scale), (key, 1.0)], config.key_clusters, config)
-    return Clusters(*of_queries, *of_keys)
-
-
-def _cluster_heads(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Centroids and assignment of each (batch, heads, N, D) tensor, times its factor."""
-    length, head_dim = sides[0][0].shape[2:]
-    heads = [(head, factor) for tensor, factor in sides for head in tensor.reshape(-1, length, head_dim)]
-    dtype = compute_dtype(sides[0][0].dtype)
-    parts = [
-        clustering.cluster(torch.stack([head.to(dtype) * factor for head, factor in heads[group]]), clusters, config)
-        for group in head_groups(len(heads), 2 * length * (clusters + head_dim))
-    ]
-    centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
-    sizes = [tensor.shape[0] * tensor.shape[1] for tensor, _ in sides]
-    return [
-        (some.clone().view(*tensor.shape[:2], clusters, head_dim), assigned.clone().view(tensor.shape[:3]))
-        for (tensor, _), some, assigned in zip(sides, centroids.split(sizes), assignment.split(sizes), strict=True)
-    ]
+    found: Clusters = _far_field(backend, config).find_clusters(query, key, config, scale=scale)
+    return found
 
 
 def forward(
@@ -65,24 +36,20 @@ def forward(
     *,
     is_causal: bool,
     scale: float,
+    backend: str,
 ) -> tuple[Partial, Selection]:
     """Output and lse, and the selection behind them. A `chosen` selection is used as it is."""
-    shape = query.shape[:3]
-    heads = Heads.of(query, key, value, clusters, scale)
-    rows = None if chosen is None else _selection_by_key_head(chosen, heads)
-    results = [
-        _forward_heads(heads[group], None if rows is None else _rows_of(rows, group), config, is_causal=is_causal)
-        for group in heads.groups(config)
-    ]
-    opened = torch.cat([selected.opened for _, selected in results])
-    retrieved = torch.cat([selected.retrieved for _, selected in results])
-    return (
-        Partial(
-            join([partial.out for partial, _ in results]).to(query.dtype).view(*shape, value.shape[-1]),
-            join([partial.lse for partial, _ in results]).view(shape),
-        ),
-        Selection(opened.view(*shape, *opened.shape[1:]), retrieved.view(*shape, *retrieved.shape[1:])),
+    own = local.attend(query, key, value, config.block_size, is_causal=is_causal, scale=scale)
+    shape = selection_shape(config, query.shape[2])
+    if not has_far_field(config, query.shape[2]):
+        return own, chosen or Selection(
+            clusters.query_assignment.new_full((*query.shape[:3], shape[0]), -1),
+            clusters.query_assignment.new_full((*query.shape[:3], *shape), -1),
+        )
+    merged: tuple[Partial, Selection] = _far_field(backend, config).attend(
+        own, query, key, value, clusters, chosen, shape, config, is_causal=is_causal, scale=scale
     )
+    return merged
 
 
 def backward(
@@ -98,221 +65,25 @@ def backward(
     *,
     is_causal: bool,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. Clusters and selection are constants."""
-    heads = Heads.of(query, key, value, clusters, scale)
-    rows = _selection_by_key_head(selected, heads)
-    shared_by = heads.query.shape[1]
-    grad_out, out, lse = (by_key_head(tensor, shared_by) for tensor in (grad_out, merged.out, merged.lse))
-    grad_lse = None if grad_lse is None else by_key_head(grad_lse, shared_by)
-    gradients = [
-        _backward_heads(
-            grad_out[group],
-            None if grad_lse is None else grad_lse[group],
-            Partial(out[group], lse[group]),
-            heads[group],
-            _rows_of(rows, group),
-            config,
-            is_causal=is_causal,
-        )
-        for group in heads.groups(config)
-    ]
-    grad_query, grad_key, grad_value = (join(part) for part in zip(*gradients, strict=True))
-    return (
-        grad_query.to(query.dtype).view(query.shape),
-        grad_key.to(key.dtype).view(key.shape),
-        grad_value.to(value.dtype).view(value.shape),
-    )
-
-
-def _selection_by_key_head(selected: Selection, heads: Heads) -> Selection:
-    shared_by = heads.query.shape[1]
-    return Selection(by_key_head(selected.opened, shared_by), by_key_head(selected.retrieved, shared_by))
-
-
-def _rows_of(selected: Selection, group: slice) -> Selection:
-    return Selection(selected.opened[group].flatten(0, 2), selected.retrieved[group].flatten(0, 2))
-
-
-def _forward_heads(
-    heads: Heads, chosen: Selection | None, config: MuSeConfig, *, is_causal: bool
-) -> tuple[Partial, Selection]:
-    own = local.attend(heads.query, heads.key, heads.value, config.block_size, is_causal=is_causal, scale=heads.scale)
-    partials = [Partial(heads.rows(own.out), own.lse.flatten())]
-    far = heads.far_field(config)
-    if far is None:
-        return merging.merge(partials), chosen or _no_selection(heads, config)
-    if chosen is None and not config.monopole and not config.retrieved_clusters:
-        chosen = _no_selection(heads, config)
-    if config.monopole or chosen is None:
-        of_summaries, chosen = _attend_to_summaries(far, chosen, config, is_causal=is_causal)
-        partials.append(of_summaries)
-    if chosen.opened.shape[-1] > 0:
-        picks = far.buckets_of(chosen)
-        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, picks, far.buckets))
-    return merging.merge(partials), chosen
-
-
-def _attend_to_summaries(
-    far: FarField, chosen: Selection | None, config: MuSeConfig, *, is_causal: bool
-) -> tuple[Partial, Selection]:
-    rows = far.queries.shape[0]
-    table = with_spare_row(rows, far.values.shape[-1], far.queries)
-    partial = Partial(table, torch.full_like(table[:, 0], -torch.inf))
-    filled = chosen
-    if filled is None:
-        k1, k2 = selection_shape(config, far.keys.shape[1])
-        no_index = torch.full((rows + 1, k1, 1 + k2), -1, dtype=torch.int32, device=table.device)
-        filled = Selection(no_index[..., 0].contiguous(), no_index[..., 1:].contiguous())
-    for part in far.parts(config):
-        of_buckets, seen = part.summaries(is_causal=is_causal)
-        selection.select_and_attend(
-            part.residuals,
-            part.segments,
-            of_buckets,
-            seen,
-            filled,
-            partial,
-            is_causal=is_causal,
-            select=chosen is None,
-            attend=config.monopole,
-        )
-        if config.dipole != "none":
-            correction = part.correction(seen, config, is_causal=is_causal)
-            partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
-    if chosen is None:
-        filled = Selection(filled.opened[:-1], filled.retrieved[:-1])
-    return Partial(partial.out[:-1], partial.lse[:-1]), filled
-
-
-def _backward_heads(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    merged: Partial,
-    heads: Heads,
-    selected: Selection,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
     own = local.attend_backward(
-        grad_out,
-        grad_lse,
-        heads.query,
-        heads.key,
-        heads.value,
-        merged.out,
-        merged.lse,
-        config.block_size,
-        is_causal=is_causal,
-        scale=heads.scale,
-    )
-    grad_query, grad_key, grad_value = (gradient.to(heads.dtype) for gradient in own)
-    far = heads.far_field(config)
-    if far is None:
-        return grad_query, grad_key, grad_value
-
-    def add(to_queries: Tensor, to_keys: Tensor, to_values: Tensor) -> None:
-        grad_query.add_(to_queries.view_as(grad_query), alpha=heads.scale)
-        grad_key.add_(to_keys.view_as(grad_key))
-        grad_value.add_(to_values.view_as(grad_value))
-
-    row_lse = merged.lse.flatten()
-    row_grad = heads.rows(grad_out)
-    delta = merging.shared_delta(heads.rows(merged.out), row_grad, None if grad_lse is None else grad_lse.flatten())
-    if selected.opened.shape[-1] > 0:
-        picks = far.buckets_of(selected)
-        add(
-            *retrieval.attend_backward(
-                row_grad, row_lse, delta, far.queries, far.key_rows, far.value_rows, picks, far.buckets
-            )
-        )
-    if config.monopole:
-        add(*_summaries_backward(row_grad, row_lse, delta, far, selected, config, is_causal=is_causal))
-    return grad_query, grad_key, grad_value
+        grad_out, grad_lse, query, key, value, merged.out, merged.lse, config.block_size, is_causal=is_causal,
+        scale=scale,
+    )  # fmt: skip
+    if not has_far_field(config, query.shape[2]):
+        return own
+    gradients: tuple[Tensor, Tensor, Tensor] = _far_field(backend, config).attend_backward(
+        own, grad_out, grad_lse, query, key, value, clusters, selected, merged, config, is_causal=is_causal,
+        scale=scale,
+    )  # fmt: skip
+    return gradients
 
 
-def _summaries_backward(
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    far: FarField,
-    selected: Selection,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_residuals, grad_keys, grad_values = (
-        with_spare_row(rows.shape[0], rows.shape[1], rows) for rows in (far.residuals, far.key_rows, far.value_rows)
-    )
-    for part in far.parts(config):
-        of_buckets, seen = part.summaries(is_causal=is_causal)
-        if config.dipole != "none":
-            correction = part.correction(seen, config, is_causal=is_causal)
-            shift = dipole.shift_values(correction, part.residuals, part.segments)
-            # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`. (One part only.)
-            delta = delta - (grad_out * shift).sum(-1)
-        grad_buckets, grad_seen = selection.attend_backward(
-            grad_out,
-            lse,
-            delta,
-            part.residuals,
-            part.segments,
-            of_buckets,
-            seen,
-            selected,
-            is_causal=is_causal,
-            fill_in=grad_residuals,
-        )
-        if config.dipole != "none":
-            of_summaries, _ = _attend_to_summaries(far, selected, config, is_causal=is_causal)
-            share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
-            to_residuals, to_matrix = dipole.shift_values_backward(
-                share * grad_out, correction, part.residuals, part.segments
-            )
-            to_keys, to_values, to_seen = dipole.find_correction_backward(
-                config.dipole,
-                to_matrix,
-                correction,
-                part.keys,
-                part.values,
-                seen,
-                config.block_size,
-                is_causal=is_causal,
-                differentiable_aggregation=config.differentiable_aggregation,
-            )
-            grad_residuals[:-1] += to_residuals
-            grad_keys[:-1] += to_keys.flatten(0, 1)
-            grad_values[:-1] += to_values.flatten(0, 1)
-            for target, source in zip(grad_seen.parts(), to_seen.parts(), strict=True):
-                target += source
-        summaries.accumulate_backward(
-            grad_seen,
-            of_buckets,
-            seen,
-            is_causal=is_causal,
-            differentiable_aggregation=config.differentiable_aggregation,
-            add_to=grad_buckets,
-        )
-        summaries.summarise_backward(
-            grad_buckets,
-            of_buckets,
-            part.keys,
-            part.values,
-            part.centroids,
-            part.buckets,
-            differentiable_aggregation=config.differentiable_aggregation,
-            add_to=(grad_keys, grad_values),
-        )
-    return grad_residuals[:-1], grad_keys[:-1], grad_values[:-1]
-
-
-def _no_selection(heads: Heads, config: MuSeConfig) -> Selection:
-    k1, k2 = selection_shape(config, heads.query.shape[2])
-    rows = heads.query_assignment.numel()
-    return Selection(
-        heads.query_assignment.new_full((rows, k1), -1), heads.query_assignment.new_full((rows, k1, k2), -1)
-    )
+def has_far_field(config: MuSeConfig, length: int) -> bool:
+    """Whether anything beyond a query's own block is attended to."""
+    return length > config.block_size and (config.monopole or config.retrieved_clusters > 0)
 
 
 def selection_shape(config: MuSeConfig, length: int) -> tuple[int, int]:
@@ -320,3 +91,14 @@ def selection_shape(config: MuSeConfig, length: int) -> tuple[int, int]:
     return min(config.retrieved_clusters, config.key_clusters), min(
         config.retrieved_blocks, config.number_of_blocks(length)
     )
+
+
+def _far_field(backend: str, config: MuSeConfig) -> ModuleType:
+    """The kernels are imported where they are used: without a GPU, Triton need not be there. Dipoles have none."""
+    if backend == "triton" and config.dipole == "none":
+        from muse_attention.kernels import far_field as in_triton
+
+        return in_triton
+    from muse_attention.stages import far_field as in_pytorch
+
+    return in_pytorch

@@ -26,6 +26,13 @@ def block_diagonal_attention(
     factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     config = MuSeConfig(query_clusters=1, key_clusters=1, retrieved_clusters=0, monopole=False, block_size=block_size)
     merged, _ = operator.attend(
-        query, key, value, operator.single_cluster(query, key), config, is_causal=is_causal, scale=factor
+        query,
+        key,
+        value,
+        operator.single_cluster(query, key),
+        config,
+        is_causal=is_causal,
+        scale=factor,
+        backend="torch",
     )
     return (merged.out, merged.lse) if return_lse else merged.out

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from muse_attention import operator
+from muse_attention.backends import resolve_backend
 from muse_attention.config import MuSeConfig
-from muse_attention.far_field import compute_dtype
+from muse_attention.precision import compute_dtype
 from muse_attention.signature import check_arguments
 from muse_attention.structures import Clusters, Selection
 
@@ -34,6 +35,7 @@ def moba_attention(
     local_block_size: int = 512,
     retrieval_block_size: int = 512,
     retrieved_blocks: int = 8,
+    backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the own block of `local_block_size`, and to `retrieved_blocks` blocks of `retrieval_block_size`.
@@ -83,7 +85,15 @@ def moba_attention(
         no_tilt.query_centroids, no_tilt.query_assignment, no_tilt.key_centroids, place.expand(key.shape[:3])
     )
     merged, _ = operator.attend(
-        query, key, value, clusters, config, is_causal=is_causal, scale=factor, selection=selection
+        query,
+        key,
+        value,
+        clusters,
+        config,
+        is_causal=is_causal,
+        scale=factor,
+        backend=resolve_backend(backend, query, value, config),
+        selection=selection,
     )
     return (merged.out, merged.lse) if return_lse else merged.out
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
+from muse_attention.precision import compute_dtype
 from muse_attention.stages import dipole, summaries
 from muse_attention.stages.grouping import Groups, group_rows
 from muse_attention.structures import Clusters, Selection, Summaries
@@ -23,11 +24,6 @@ WORKSPACE_ELEMENTS = 1 << 26
 """Numbers in the intermediate results held at a time: key heads go in groups that need about as many."""
 SUMMARY_ELEMENTS = 1 << 23
 """Numbers in the summaries held at a time: beyond that, query clusters go in groups."""
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What everything but the fused operators computes in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def head_groups(heads: int, elements_per_head: int) -> list[slice]:

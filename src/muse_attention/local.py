@@ -1,4 +1,6 @@
-"""Exact attention inside each block, through the fused operators that return the lse.
+"""Exact attention inside each block, for every backend, through the fused operators that return the lse.
+
+On CUDA that is cuDNN's, or FlashAttention's where cuDNN does not serve.
 
 Their backward operators take the output and the lse as arguments, and are handed those of the *merged* softmax. They
 form `delta = sum(dO * O)` from it. A gradient of the lse enters as one more column: with 0 appended to the values, 1 to
@@ -7,15 +9,21 @@ form `delta = sum(dO * O)` from it. A gradient of the lse enters as one more col
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from muse_attention.stages.grouping import join
 from muse_attention.structures import Partial
 
 _QUERY_CHUNK = 1024
 """Queries at a time where no fused operator exists."""
+_MULTIPLE = 8
+"""Head dimensions that the operators of CUDA want are multiples of this."""
+_WIDEST_CUDNN, _WIDEST_FLASH = 128, 256
+_SHORTEST_CUDNN = 128
+"""Below that many queries there is nothing to gain from cuDNN."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block_size: int, *, is_causal: bool, scale: float) -> Partial:
@@ -23,10 +31,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block_size: int, *, is_cau
     parts = [
         fused_attention(*rows, is_causal=is_causal, scale=scale) for rows in _blocks((query, key, value), block_size)
     ]
-    shape = query.shape[:2]
+    unfold = _unfolder((query, key, value))
     return Partial(
-        join([_unfold(part.out, shape) for part in parts], dim=2),
-        join([_unfold(part.lse[..., None], shape)[..., 0] for part in parts], dim=2),
+        _join([unfold(part.out, query) for part in parts]),
+        _join([unfold(part.lse[..., None], query)[..., 0] for part in parts]),
     )
 
 
@@ -55,10 +63,10 @@ def attend_backward(
     for *tensors, block_lse in _blocks((grad_out, query, key, value, out, lse[..., None]), block_size):
         rows = (*tensors, block_lse[..., 0])
         parts.append(fused_attention_backward(*rows, is_causal=is_causal, scale=scale))
-    shapes = (query.shape[:2], key.shape[:2], key.shape[:2])
+    unfold = _unfolder((query, key, value))
     gradients = (
-        join([_unfold(part, shape) for part in gradient], dim=2)
-        for gradient, shape in zip(zip(*parts, strict=True), shapes, strict=True)
+        _join([unfold(part, like) for part in gradient])
+        for gradient, like in zip(zip(*parts, strict=True), (query, key, value), strict=True)
     )
     grad_query, grad_key, grad_value = gradients
     return grad_query, grad_key, grad_value if grad_lse is None else grad_value[..., :-1]
@@ -73,6 +81,12 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: boo
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=None, scale=scale
         )
+    elif operator == "cudnn":
+        key, value = _repeat_heads((key, value), query.shape[1])
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, False, scale=scale
+        )
+        lse = lse[..., 0]
     elif operator == "flash":
         key, value = _repeat_heads((key, value), query.shape[1])
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -104,9 +118,14 @@ def fused_attention_backward(
         )
     else:
         key, value = _repeat_heads((key, value), query.shape[1])
-        if operator == "flash":
-            length = query.shape[2]
-            no_lengths, no_dropout = None, torch.empty(0, dtype=torch.int64, device=query.device)
+        length = query.shape[2]
+        no_lengths, no_dropout = None, torch.empty(0, dtype=torch.int64, device=query.device)
+        if operator == "cudnn":
+            gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                grad_out, query, key, value, out, lse.contiguous()[..., None], no_dropout, no_dropout, None,
+                no_lengths, no_lengths, length, length, 0.0, is_causal, scale=scale,
+            )  # fmt: skip
+        elif operator == "flash":
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad_out, query, key, value, out, lse.contiguous(), no_lengths, no_lengths, length, length, 0.0,
                 is_causal, no_dropout, no_dropout, scale=scale,
@@ -126,17 +145,29 @@ def fused_attention_backward(
 def _operator(query: Tensor, value: Tensor) -> str:
     if query.device.type == "cpu":
         return "cpu"
-    fits_flash = query.dtype in (torch.float16, torch.bfloat16) and max(query.shape[-1], value.shape[-1]) <= 256
-    if query.device.type == "cuda" and fits_flash:
-        return "flash"
+    widest = -(-max(query.shape[-1], value.shape[-1]) // _MULTIPLE) * _MULTIPLE
+    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
+        if widest <= _WIDEST_CUDNN and query.shape[2] >= _SHORTEST_CUDNN and _has_cudnn(query.device):
+            return "cudnn"
+        if widest <= _WIDEST_FLASH:
+            return "flash"
     return "chunked"
+
+
+def _has_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's attention serves this GPU, and is not switched off (`torch.backends.cuda.enable_cudnn_sdp`)."""
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.backends.cudnn.is_available()
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 def _equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...]:
     """Zero columns up to one head dimension for all; zeros change neither logits nor outputs."""
     dim = max(tensor.shape[-1] for tensor in tensors)
-    if operator == "flash":
-        dim = -(-dim // 8) * 8
+    if operator in ("cudnn", "flash"):
+        dim = -(-dim // _MULTIPLE) * _MULTIPLE
     return tuple(pad(tensor, (0, dim - tensor.shape[-1])) if tensor.shape[-1] < dim else tensor for tensor in tensors)
 
 
@@ -199,20 +230,39 @@ def _logits(queries: Tensor, key: Tensor, begin: int, *, is_causal: bool, scale:
 
 
 def _blocks(tensors: tuple[Tensor, ...], block_size: int) -> list[list[Tensor]]:
-    """Cut (batch, heads, N, X) tensors into blocks, the blocks into the batch; a short last block comes by itself."""
+    """Cut (batch, heads, N, X) tensors into blocks that attend by themselves; a short last block comes by itself.
+
+    Where all have the same heads, blocks take the place of heads, which needs no copy: (batch heads, nb, B, X). Else
+    they go into the batch: (batch nb, heads, B, X).
+    """
     length = tensors[0].shape[2]
     whole = length // block_size * block_size
     cuts = [(0, whole, block_size), (whole, length, length - whole)]
-    return [
-        [
-            tensor[:, :, begin:end].unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)  # (batch nb, heads, B, X)
-            for tensor in tensors
-        ]
-        for begin, end, size in cuts
-        if end > begin
-    ]
+    same_heads = _same_heads(tensors)
+
+    def cut(tensor: Tensor, begin: int, end: int, size: int) -> Tensor:
+        blocks = tensor[:, :, begin:end].unflatten(2, (-1, size))
+        return blocks.flatten(0, 1) if same_heads else blocks.transpose(1, 2).flatten(0, 1)
+
+    return [[cut(tensor, begin, end, size) for tensor in tensors] for begin, end, size in cuts if end > begin]
 
 
-def _unfold(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """(batch nb, heads, B, X) -> (batch, heads, nb B, X)"""
-    return blocks.unflatten(0, (shape[0], -1)).transpose(1, 2).flatten(2, 3)
+def _unfolder(tensors: tuple[Tensor, ...]) -> Callable[[Tensor, Tensor], Tensor]:
+    """What undoes `_blocks`: a function of the blocks and of a tensor with the batch and heads they came from."""
+
+    def from_heads(blocks: Tensor, like: Tensor) -> Tensor:
+        return blocks.flatten(1, 2).unflatten(0, like.shape[:2])
+
+    def from_batch(blocks: Tensor, like: Tensor) -> Tensor:
+        return blocks.unflatten(0, (like.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+
+    return from_heads if _same_heads(tensors) else from_batch
+
+
+def _same_heads(tensors: tuple[Tensor, ...]) -> bool:
+    return len({tensor.shape[1] for tensor in tensors}) == 1
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    """`torch.cat` along the sequence, without the copy it makes of a single contiguous part."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)

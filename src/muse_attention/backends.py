@@ -1,0 +1,51 @@
+"""Which backend serves a call: `torch` anywhere, `triton` on CUDA, `reference` where it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+
+BACKENDS: tuple[str, ...] = ("auto", "torch", "triton", "reference")
+WIDEST_HEAD = 256
+MOST_CLUSTERS = 512
+"""A kernel holds the scores of a query against all clusters of a head on chip."""
+
+
+def resolve_backend(backend: str, query: Tensor, value: Tensor, config: MuSeConfig) -> str:
+    """The backend that serves these tensors. One that was named and cannot serve is an error, never replaced."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        obstacle = _why_not_triton(query, value, config)
+        if obstacle is not None:
+            raise ValueError(f"backend='triton' {obstacle}, or use backend='torch'")
+    if backend == "auto":
+        on_gpu = query.device.type == "cuda"
+        return "triton" if on_gpu and _why_not_triton(query, value, config) is None else "torch"
+    return backend
+
+
+def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
+    if query.device.type != "cuda" and not _interpreted():
+        return f"needs tensors on a CUDA device, these are on {query.device}: move them there"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton: install it"
+    if query.dtype == torch.float64 and not _interpreted():
+        return "computes in float16, bfloat16 or float32, these tensors are float64: convert them"
+    widest = max(query.shape[-1], value.shape[-1])
+    if widest > WIDEST_HEAD:
+        return f"has head dimensions of at most {WIDEST_HEAD}, these tensors have {widest}: use smaller ones"
+    most = max(config.query_clusters, config.key_clusters)
+    if most > MOST_CLUSTERS:
+        return f"has at most {MOST_CLUSTERS} clusters, this config has {most}: use fewer"
+    return None
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,382 @@
+"""Stage 1: centroids over the whole sequence, then capped assignment inside each block."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+from muse_attention.kernels.grouping import group_rows
+from muse_attention.kernels.numbers import arithmetic, padded
+from muse_attention.precision import compute_dtype
+from muse_attention.shuffle import seeded_shuffle
+
+MINIBATCH = 64
+DECAY = 0.9
+_PARTS = 16
+"""Pieces of a sequence whose members are summed by different programs of a Lloyd iteration."""
+
+
+def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    """Centroids (heads, clusters, D) and assignment (heads, N) int32 of one or two (heads, N, D) tensors.
+
+    Each is clustered times its factor; of two, the second has factor 1. Two sides go through every kernel together.
+    """
+    vectors = _Vectors(sides, clusters)
+    order = _shuffled(vectors.length, config.seed, vectors.device)
+    centroids = vectors.new_table()
+    start = _start_positions(vectors.length, clusters, config.seed, vectors.device)
+    vectors.launch(_take, (triton.cdiv(clusters, 16), vectors.heads), start, centroids, TILE=16)
+    if config.clustering == "lloyd":
+        for _ in range(config.lloyd_iterations):
+            _lloyd_iteration(vectors, centroids)
+    else:
+        vectors.launch(
+            _stream, (vectors.heads,), order, centroids, **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY,
+            LOG2_DECAY=math.log2(DECAY), num_warps=8,
+        )  # fmt: skip
+    assignment = _assign(vectors, centroids, config)
+    sizes = [tensor.shape[0] for tensor, _ in sides]
+    return list(zip(centroids.split(sizes), assignment.split(sizes), strict=True))
+
+
+class _Vectors:
+    """One or two tensors of vectors, as the kernels take them."""
+
+    def __init__(self, sides: list[tuple[Tensor, float]], clusters: int) -> None:
+        (self.first, self.factor), (self.second, second_factor) = sides[0], sides[-1]
+        if len(sides) == 2 and second_factor != 1:
+            raise ValueError("the second side has no factor")
+        self.of_first = self.first.shape[0]
+        self.heads = sum(tensor.shape[0] for tensor, _ in sides)
+        self.length, self.head_dim = self.first.shape[1:]
+        self.clusters = clusters
+        self.device = self.first.device
+
+    @property
+    def clusters_padded(self) -> dict[str, int]:
+        return {"CP": padded(self.clusters)}
+
+    def new_table(self) -> Tensor:
+        shape = (self.heads, self.clusters, self.head_dim)
+        return self.first.new_empty(shape, dtype=compute_dtype(self.first.dtype))
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *tensors: Tensor | int, **constants: Any) -> None:
+        kernel[grid](
+            self.first, self.second, *tensors, self.of_first, self.length, self.clusters,
+            FACTOR=self.factor, D=self.head_dim, DP=padded(self.head_dim), **arithmetic(self.first.dtype), **constants,
+        )  # fmt: skip
+
+
+def _lloyd_iteration(vectors: _Vectors, centroids: Tensor) -> None:
+    """Move every centroid to the mean of the vectors nearest to it."""
+    tile = _rows_with_scores(vectors.clusters)
+    parts = min(_PARTS, triton.cdiv(vectors.length, tile))
+    sums = centroids.new_empty(vectors.heads, parts, *centroids.shape[1:])
+    sizes = centroids.new_empty(vectors.heads, parts, vectors.clusters)
+    vectors.launch(
+        _sum_members, (parts, vectors.heads), centroids, sums, sizes, **vectors.clusters_padded, TILE=tile,
+        num_warps=8,
+    )  # fmt: skip
+    _mean_of_parts[(triton.cdiv(vectors.clusters, 16), vectors.heads)](
+        vectors.first, sums, sizes, centroids, parts, vectors.clusters, D=vectors.head_dim, DP=padded(vectors.head_dim),
+        ACC=arithmetic(centroids.dtype)["ACC"], TILE=16,
+    )  # fmt: skip
+
+
+def _assign(vectors: _Vectors, centroids: Tensor, config: MuSeConfig) -> Tensor:
+    """Nearest centroid, at most `cap` vectors of a block each.
+
+    In rounds: every unassigned vector proposes to the nearest centroid that has room, and each centroid accepts
+    proposals, lowest position first, until it is full.
+    """
+    assignment = torch.empty(vectors.heads, vectors.length, dtype=torch.int32, device=vectors.device)
+    tile = _rows_with_scores(vectors.clusters)
+    vectors.launch(
+        _find_nearest, (triton.cdiv(vectors.length, tile), vectors.heads), centroids, assignment,
+        **vectors.clusters_padded, TILE=tile, num_warps=8,
+    )  # fmt: skip
+    cap = config.largest_cluster(vectors.clusters)
+    if cap is None or cap >= min(config.block_size, vectors.length):
+        return assignment
+    blocks = config.number_of_blocks(vectors.length)
+    proposals = group_rows(by_block(assignment, vectors.clusters, config.block_size), blocks * vectors.clusters)
+    vectors.launch(
+        _move_overflow, (blocks, vectors.heads), centroids, assignment, proposals.order, proposals.starts,
+        torch.empty_like(assignment), blocks, config.block_size, cap, **vectors.clusters_padded, TILE=tile,
+        num_warps=8,
+    )  # fmt: skip
+    return assignment
+
+
+def by_block(assignment: Tensor, clusters: int, block_size: int) -> Tensor:
+    """The number `block * clusters + cluster` of each row's group, (heads, N) int32."""
+    position = torch.arange(assignment.shape[1], device=assignment.device, dtype=torch.int32)
+    return assignment + position // block_size * clusters
+
+
+def _rows_with_scores(clusters: int) -> int:
+    """Rows whose affinity to all clusters is held on chip at a time."""
+    return max(16, min(128, 16384 // padded(clusters)))
+
+
+def _shuffled(length: int, seed: int, device: torch.device) -> Tensor:
+    return _constant(_shuffle_now, length, seed, device)
+
+
+def _start_positions(length: int, clusters: int, seed: int, device: torch.device) -> Tensor:
+    def find(length: int, seed: int, device: torch.device) -> Tensor:
+        places = torch.arange(clusters, device=device) * max(1, length // clusters) % length
+        return _shuffled(length, seed, device)[places]
+
+    find.__name__ = f"start of {clusters}"
+    return _constant(find, length, seed, device)
+
+
+def _shuffle_now(length: int, seed: int, device: torch.device) -> Tensor:
+    return seeded_shuffle(length, seed, device).int()
+
+
+_constants: dict[tuple[object, ...], Tensor] = {}
+
+
+def _constant(find: Any, length: int, seed: int, device: torch.device) -> Tensor:
+    """What depends on the length and the seed alone is found once, not in every call of every layer."""
+    key = (find.__name__, length, seed, device)
+    if key in _constants:
+        return _constants[key]
+    found: Tensor = find(length, seed, device)
+    # Memory of a graph that is being captured belongs to the graph.
+    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+        while len(_constants) >= 64:
+            del _constants[next(iter(_constants))]
+        _constants[key] = found
+    return found
+
+
+@triton.jit
+def _of_sequence(first, second, sequence, of_first, length, D: tl.constexpr):
+    """Where the vectors of a sequence begin."""
+    if sequence < of_first:
+        vectors = first + sequence.to(tl.int64) * length * D
+    else:
+        vectors = second + (sequence - of_first).to(tl.int64) * length * D
+    return vectors
+
+
+@triton.jit
+def _load_vectors(
+    vectors, row, is_row, is_first, FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr
+):
+    """Rows of vectors, times the factor of their side. One that is not finite must poison what attends to it, not the
+    clustering of everything else."""
+    dim = tl.arange(0, DP)
+    loaded = tl.load(
+        vectors + row.to(tl.int64)[:, None] * D + dim[None, :], mask=is_row[:, None] & (dim < D)[None, :], other=0.0
+    )
+    scaled = loaded.to(ACC)
+    scaled = tl.where(is_first, scaled * FACTOR, scaled)
+    return tl.where(tl.abs(scaled) < float("inf"), scaled, 0.0).to(loaded.dtype)
+
+
+@triton.jit
+def _load_centroids(centroids, sequence, clusters, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr):
+    number, dim = tl.arange(0, CP), tl.arange(0, DP)
+    at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]
+    return tl.load(centroids + at, mask=(number < clusters)[:, None] & (dim < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _affinity(x, centroids, clusters, CP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
+    rounded = centroids.to(x.dtype)
+    wide = rounded.to(ACC)
+    scores = tl.dot(x, tl.trans(rounded), input_precision=PRECISION, out_dtype=ACC)
+    scores -= (0.5 * tl.sum(wide * wide, 1))[None, :]
+    scores = tl.where(scores == scores, scores, 0.0)
+    scores = tl.minimum(tl.maximum(scores, -1e38), 1e38)
+    return tl.where((tl.arange(0, CP) < clusters)[None, :], scores, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["of_first", "length", "clusters"])
+def _take(
+    first, second, position, centroids, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Centroids start as the vectors at some positions."""
+    sequence = tl.program_id(1)
+    number, dim = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
+    inside = number < clusters
+    row = tl.load(position + number, mask=inside, other=0)
+    vectors = _of_sequence(first, second, sequence, of_first, length, D)
+    x = _load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
+    at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]
+    tl.store(centroids + at, x.to(ACC), mask=inside[:, None] & (dim < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["of_first", "length", "clusters"])
+def _stream(
+    first, second, order, centroids, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, CP: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One pass in minibatches. A centroid that receives `x_1 .. x_m` in a minibatch ends it with the total
+    `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of updating it with one vector after another."""
+    sequence = tl.program_id(0)
+    vectors = _of_sequence(first, second, sequence, of_first, length, D)
+    number, place, dim = tl.arange(0, CP), tl.arange(0, MINIBATCH), tl.arange(0, DP)
+    current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
+    totals = current
+    weights = tl.full([CP], 1.0, ACC)
+    for begin in range(0, length, MINIBATCH):
+        is_row = begin + place < length
+        row = tl.load(order + begin + place, mask=is_row, other=0)
+        x = _load_vectors(vectors, row, is_row, sequence < of_first, FACTOR, D, DP, ACC)
+        nearest = tl.argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), 1)
+        nearest = tl.where(is_row, nearest, -1)
+        follows = (nearest[:, None] == nearest[None, :]) & (place[:, None] < place[None, :])
+        followers = tl.sum(follows.to(tl.int32), 1).to(ACC)
+        share = tl.exp2(followers * LOG2_DECAY)
+        member = tl.where(nearest[:, None] == number[None, :], share[:, None], 0.0).to(x.dtype)
+        received = tl.dot(tl.trans(member), x, input_precision=PRECISION, out_dtype=ACC)
+        counted = tl.sum(member.to(ACC), 0)
+        # `counted` is 1 + DECAY + .. + DECAY^(m-1), which tells DECAY^m.
+        kept = 1.0 - (1.0 - DECAY) * counted
+        totals = totals * kept[:, None] + received
+        weights = weights * kept + counted
+        current = totals / weights[:, None]
+    at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]
+    rounded = current.to(first.dtype.element_ty).to(ACC)
+    tl.store(centroids + at, rounded, mask=(number < clusters)[:, None] & (dim < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["of_first", "length", "clusters"])
+def _sum_members(
+    first, second, centroids, sums, sizes, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a part of the sequence, the vectors nearest to each centroid, summed and counted."""
+    part, sequence = tl.program_id(0), tl.program_id(1)
+    vectors = _of_sequence(first, second, sequence, of_first, length, D)
+    current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
+    number, dim = tl.arange(0, CP), tl.arange(0, DP)
+    total = tl.zeros([CP, DP], ACC)
+    count = tl.zeros([CP], ACC)
+    rows = tl.cdiv(tl.cdiv(length, tl.num_programs(0)), TILE) * TILE
+    for begin in range(part * rows, tl.minimum((part + 1) * rows, length), TILE):
+        row = begin + tl.arange(0, TILE)
+        x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
+        nearest = tl.argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), 1)
+        member = (nearest[:, None] == number[None, :]) & (row < length)[:, None]
+        total = tl.dot(tl.trans(member.to(x.dtype)), x, total, input_precision=PRECISION, out_dtype=ACC)
+        count += tl.sum(member.to(ACC), 0)
+    at = (sequence.to(tl.int64) * tl.num_programs(0) + part) * clusters + number
+    tl.store(sizes + at, count, mask=number < clusters)
+    tl.store(sums + at[:, None] * D + dim[None, :], total, mask=(number < clusters)[:, None] & (dim < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["parts", "clusters"])
+def _mean_of_parts(
+    vectors, sums, sizes, centroids, parts, clusters, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """A centroid without members stays where it is. Centroids are numbers of the vectors' dtype: the residuals of
+    queries and the tilt of keys are then from exactly the same point."""
+    sequence = tl.program_id(1).to(tl.int64)
+    number, dim = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
+    inside = (number < clusters)[:, None] & (dim < D)[None, :]
+    total = tl.zeros([TILE, DP], ACC)
+    count = tl.zeros([TILE], ACC)
+    for part in range(parts):
+        at = (sequence * parts + part) * clusters + number
+        total += tl.load(sums + at[:, None] * D + dim[None, :], mask=inside, other=0.0)
+        count += tl.load(sizes + at, mask=number < clusters, other=0.0)
+    at = centroids + (sequence * clusters + number)[:, None] * D + dim[None, :]
+    mean = (total / tl.maximum(count, 1.0)[:, None]).to(vectors.dtype.element_ty).to(ACC)
+    tl.store(at, mean, mask=inside & (count > 0)[:, None])
+
+
+@triton.jit(do_not_specialize=["of_first", "length", "clusters"])
+def _find_nearest(
+    first, second, centroids, assignment, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(1)
+    vectors = _of_sequence(first, second, sequence, of_first, length, D)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
+    current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
+    nearest = tl.argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), 1)
+    tl.store(assignment + sequence.to(tl.int64) * length + row, nearest, mask=row < length)
+
+
+@triton.jit(do_not_specialize=["blocks", "block_size", "cap", "of_first", "length", "clusters"])
+def _move_overflow(
+    first, second, centroids, assignment, order, starts, waiting, blocks, block_size, cap, of_first, length, clusters,
+    FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one block: find who was rejected in the first round, then go on in rounds until nobody waits."""
+    block, sequence = tl.program_id(0), tl.program_id(1)
+    number, place = tl.arange(0, CP), tl.arange(0, TILE)
+    starts += (sequence.to(tl.int64) * blocks + block) * clusters + sequence
+    start = tl.load(starts + number, mask=number < clusters, other=0)
+    size = tl.load(starts + number + 1, mask=number < clusters, other=0) - start
+    if tl.max(size, 0) <= cap:
+        return
+    of_sequence = sequence.to(tl.int64) * length
+    assignment += of_sequence
+    order += of_sequence
+    waiting += of_sequence
+    begin_of_block = block * block_size
+    end_of_block = tl.minimum(begin_of_block + block_size, length)
+
+    # Mark each row, at its position, by whether its rank in its cluster is beyond the cap.
+    for begin in range(begin_of_block, end_of_block, TILE):
+        inside = begin + place < end_of_block
+        row = tl.load(order + begin + place, mask=inside, other=0)
+        chosen = tl.load(assignment + row, mask=inside, other=0)
+        rank = begin + place - tl.load(starts + chosen, mask=inside, other=0)
+        tl.store(waiting + row, (rank >= cap).to(tl.int32), mask=inside)
+    tl.debug_barrier()
+    # Keep the positions of the marked ones, in order. No mark is overwritten before it is read.
+    count = 0
+    for begin in range(begin_of_block, end_of_block, TILE):
+        inside = begin + place < end_of_block
+        marked = tl.load(waiting + begin + place, mask=inside, other=0)
+        tl.debug_barrier()
+        to = begin_of_block + count + tl.cumsum(marked, 0) - marked
+        tl.store(waiting + to, begin + place, mask=inside & (marked > 0))
+        count += tl.sum(marked, 0)
+    tl.debug_barrier()
+
+    vectors = _of_sequence(first, second, sequence, of_first, length, D)
+    current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
+    room = tl.maximum(cap - size, 0)
+    while count > 0:
+        proposed = tl.zeros([CP], tl.int32)
+        still = 0
+        for begin in range(0, count, TILE):
+            inside = begin + place < count
+            row = tl.load(waiting + begin_of_block + begin + place, mask=inside, other=0)
+            x = _load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
+            scores = _affinity(x, current, clusters, CP, ACC, PRECISION)
+            choice = tl.argmax(tl.where((room > 0)[None, :], scores, float("-inf")), 1)
+            member = (choice[:, None] == number[None, :]) & inside[:, None]
+            rank = tl.cumsum(member.to(tl.int32), 0) - 1 + proposed[None, :]
+            accepted = tl.sum((member & (rank < room[None, :])).to(tl.int32), 1) > 0
+            tl.store(assignment + row, choice, mask=inside & accepted)
+            rejected = (inside & ~accepted).to(tl.int32)
+            tl.debug_barrier()
+            to = begin_of_block + still + tl.cumsum(rejected, 0) - rejected
+            tl.store(waiting + to, row, mask=rejected > 0)
+            still += tl.sum(rejected, 0)
+            proposed += tl.sum(member.to(tl.int32), 0)
+        room = tl.maximum(room - proposed, 0)
+        count = still
+        tl.debug_barrier()

@@ -1,0 +1,327 @@
+"""Everything beyond the own block, as a sequence of kernels. No size is ever read back: nothing waits for the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+from muse_attention.kernels import clustering, merging, retrieval, selection, summaries
+from muse_attention.kernels.grouping import Groups, group_rows, tiles
+from muse_attention.kernels.rows import take_residuals, take_rows
+from muse_attention.precision import compute_dtype
+from muse_attention.structures import Clusters, Partial, Selection, Summaries
+
+WORKSPACE_BYTES = 7 << 28
+"""Intermediate results held at a time, about: key heads go in groups that need no more."""
+
+
+def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+    """Cluster the scaled queries and the keys of each head."""
+    if not config.tilt:
+        # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
+        centroid = query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype))
+        of_queries = centroid, query.new_zeros(query.shape[:3], dtype=torch.int32)
+        return Clusters(*of_queries, *_cluster([(key, 1.0)], config.key_clusters, config)[0])
+    if config.query_clusters != config.key_clusters:
+        (of_queries,) = _cluster([(query, scale)], config.query_clusters, config)
+        (of_keys,) = _cluster([(key, 1.0)], config.key_clusters, config)
+    else:
+        of_queries, of_keys = _cluster([(query, scale), (key, 1.0)], config.key_clusters, config)
+    return Clusters(*of_queries, *of_keys)
+
+
+def _cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    found = clustering.cluster([(_by_head(tensor), factor) for tensor, factor in sides], clusters, config)
+    return [
+        (
+            centroids.clone().view(*tensor.shape[:2], clusters, tensor.shape[3]),
+            assignment.clone().view(tensor.shape[:3]),
+        )
+        for (tensor, _), (centroids, assignment) in zip(sides, found, strict=True)
+    ]
+
+
+def attend(
+    own: Partial,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    clusters: Clusters,
+    chosen: Selection | None,
+    shape: tuple[int, int],
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Partial, Selection]:
+    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`."""
+    heads = _Heads.of(query, key, value, clusters)
+    merged = Partial(_by_head(own.out), _by_head(own.lse))
+    rows = None if chosen is None else _selection_by_head(chosen)
+    parts = []
+    for group in heads.groups(config, shape):
+        some = heads[group]
+        of_queries = some.slice_of_queries(group)
+        some_merged = Partial(merged.out[of_queries], merged.lse[of_queries])
+        picked = None if rows is None else Selection(rows.opened[of_queries], rows.retrieved[of_queries])
+        parts.append(_attend(some_merged, some, picked, shape, config, is_causal=is_causal, scale=scale))
+    if chosen is None:
+        opened = parts[0].opened if len(parts) == 1 else torch.cat([part.opened for part in parts])
+        retrieved = parts[0].retrieved if len(parts) == 1 else torch.cat([part.retrieved for part in parts])
+        of_rows = query.shape[:3]
+        chosen = Selection(opened.view(*of_rows, shape[0]), retrieved.view(*of_rows, *shape))
+    return Partial(merged.out.view(own.out.shape), merged.lse.view(own.lse.shape)), chosen
+
+
+def attend_backward(
+    own: tuple[Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    clusters: Clusters,
+    selected: Selection,
+    merged: Partial,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the gradients of the far field to those of the own block."""
+    heads = _Heads.of(query, key, value, clusters)
+    rows = _selection_by_head(selected)
+    gradients = [_by_head(gradient) for gradient in own]
+    grad_out, out = _by_head(grad_out), _by_head(merged.out)
+    lse = _by_head(merged.lse)
+    grad_lse = None if grad_lse is None else _by_head(grad_lse)
+    for group in heads.groups(config, tuple(rows.retrieved.shape[-2:]), is_backward=True):
+        some = heads[group]
+        of_queries = some.slice_of_queries(group)
+        _attend_backward(
+            (gradients[0][of_queries], gradients[1][group], gradients[2][group]),
+            grad_out[of_queries],
+            None if grad_lse is None else grad_lse[of_queries],
+            Partial(out[of_queries], lse[of_queries]),
+            some,
+            Selection(rows.opened[of_queries], rows.retrieved[of_queries]),
+            config,
+            is_causal=is_causal,
+            scale=scale,
+        )
+    grad_query, grad_key, grad_value = gradients
+    return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Some key heads, of any sequence, and the query heads that share them."""
+
+    queries: Tensor
+    """(H, N, D), unscaled"""
+    keys: Tensor
+    """(G, N, D)"""
+    values: Tensor
+    """(G, N, Dv)"""
+    query_centroids: Tensor
+    """(H, Q, D)"""
+    query_assignment: Tensor
+    """(H, N) int32"""
+    key_assignment: Tensor
+    """(G, N) int32"""
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, clusters: Clusters) -> _Heads:
+        return cls(
+            _by_head(query),
+            _by_head(key),
+            _by_head(value),
+            _by_head(clusters.query_centroids).to(compute_dtype(query.dtype)),
+            _by_head(clusters.query_assignment).int(),
+            _by_head(clusters.key_assignment).int(),
+        )
+
+    @property
+    def shared_by(self) -> int:
+        return self.queries.shape[0] // self.keys.shape[0]
+
+    def __getitem__(self, group: slice) -> _Heads:
+        of_queries = self.slice_of_queries(group)
+        return _Heads(
+            self.queries[of_queries],
+            self.keys[group],
+            self.values[group],
+            self.query_centroids[of_queries],
+            self.query_assignment[of_queries],
+            self.key_assignment[group],
+        )
+
+    def slice_of_queries(self, group: slice) -> slice:
+        return slice(group.start * self.shared_by, group.stop * self.shared_by)
+
+    def groups(self, config: MuSeConfig, picks: tuple[int, int], *, is_backward: bool = False) -> list[slice]:
+        """Groups of key heads, of equal size or nearly so, that fit the workspace."""
+        key_heads, length, head_dim = self.keys.shape
+        both = head_dim + self.values.shape[-1]
+        of_summaries = self.query_centroids.shape[1] * config.number_of_blocks(length) * config.key_clusters * both
+        of_pairs = length * picks[0] * picks[1] * max(head_dim, self.values.shape[-1])
+        numbers = 2 * of_summaries * (2 if is_backward else 1) + of_pairs + 4 * length * both
+        size = numbers * self.shared_by * self.keys.element_size() + self.shared_by * length * config.key_clusters
+        number = triton.cdiv(key_heads, max(1, WORKSPACE_BYTES // size))
+        at_once = triton.cdiv(key_heads, number)
+        return [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
+
+
+@dataclass(frozen=True)
+class _FarField:
+    """Queries, keys and values in the order of their groups."""
+
+    segments: selection.Segments
+    buckets: Groups
+    keys: Tensor
+    values: Tensor
+    centroids: Tensor
+
+    @classmethod
+    def of(cls, heads: _Heads, config: MuSeConfig, *, is_causal: bool, scale: float) -> _FarField:
+        blocks = config.number_of_blocks(heads.keys.shape[1])
+        query_clusters = heads.query_centroids.shape[1]
+        in_segments = group_rows(
+            clustering.by_block(heads.query_assignment, query_clusters, config.block_size), blocks * query_clusters
+        )
+        buckets = group_rows(
+            clustering.by_block(heads.key_assignment, config.key_clusters, config.block_size),
+            blocks * config.key_clusters,
+        )
+        return cls(
+            selection.Segments(
+                take_residuals(
+                    heads.queries, heads.query_centroids, heads.query_assignment, in_segments, scale=scale
+                ),
+                in_segments,
+                tiles(in_segments, selection.ROWS_OF_TILE),
+                blocks,
+                query_clusters,
+                config.key_clusters,
+                is_causal,
+            ),
+            buckets,
+            take_rows(heads.keys, buckets),
+            take_rows(heads.values, buckets),
+            heads.query_centroids,
+        )
+
+    def summaries(self) -> tuple[Summaries, summaries.Accumulated]:
+        return summaries.summarise(
+            self.keys,
+            self.values,
+            self.centroids,
+            self.buckets,
+            self.segments.blocks,
+            self.segments.key_clusters,
+            is_causal=self.segments.is_causal,
+        )
+
+    def pairs(self, selected: Selection) -> retrieval.Pairs:
+        return retrieval.find_pairs(selected, self.keys.shape[0], self.segments.blocks, self.segments.key_clusters)
+
+
+def _attend(
+    merged: Partial,
+    heads: _Heads,
+    chosen: Selection | None,
+    shape: tuple[int, int],
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Selection:
+    far = _FarField.of(heads, config, is_causal=is_causal, scale=scale)
+    of_summaries = of_pairs = None
+    if config.monopole or chosen is None:
+        of_buckets, accumulated = far.summaries()
+        if chosen is None:
+            chosen = selection.select(far.segments, of_buckets, accumulated.seen, *shape)
+        if config.monopole:
+            terms = selection.find_terms(far.segments, chosen)
+            of_summaries = selection.attend(far.segments, of_buckets, accumulated.seen, terms)
+            del terms
+        del of_buckets, accumulated
+    if chosen.opened.shape[-1] > 0:
+        of_pairs = retrieval.attend(
+            heads.queries, far.keys, far.values, far.pairs(chosen), far.buckets, scale=scale
+        )
+    merging.merge(merged, of_summaries, of_pairs, fill_in=merged)
+    return chosen
+
+
+def _attend_backward(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    merged: Partial,
+    heads: _Heads,
+    selected: Selection,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> None:
+    far = _FarField.of(heads, config, is_causal=is_causal, scale=scale)
+    bucket_tiles = tiles(far.buckets, summaries.ROWS_OF_TILE)
+    delta, ordered, ordered_delta = merging.shared_delta(merged, grad_out, grad_lse, far.segments.groups)
+    of_summaries = None
+    if selected.opened.shape[-1] > 0:
+        pairs = far.pairs(selected)
+        of_pairs, grad_keys, grad_values = retrieval.attend_backward(
+            grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
+            rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
+        )  # fmt: skip
+        merging.add_to_queries(gradients[0], None, of_pairs, pairs.picks, gradients[0], scale=scale)
+        del of_pairs, pairs
+    else:
+        grad_keys, grad_values = (
+            torch.zeros_like(rows, dtype=compute_dtype(rows.dtype)) for rows in (far.keys, far.values)
+        )
+    if config.monopole:
+        of_buckets, accumulated = far.summaries()
+        terms = selection.find_terms(far.segments, selected)
+        grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
+        of_summaries = selection.attend_backward(
+            ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, terms,
+            fill_in=(grad_buckets, grad_seen),
+        )  # fmt: skip
+        summaries.accumulate_backward(
+            grad_seen,
+            of_buckets,
+            accumulated,
+            is_causal=is_causal,
+            differentiable_aggregation=config.differentiable_aggregation,
+            add_to=grad_buckets,
+        )
+        summaries.summarise_backward(
+            grad_buckets,
+            of_buckets.log_mass,
+            far.keys,
+            far.values,
+            far.centroids,
+            bucket_tiles,
+            differentiable_aggregation=config.differentiable_aggregation,
+            add_to=(grad_keys, grad_values),
+        )
+        merging.add_to_queries(gradients[0], of_summaries, None, None, gradients[0], scale=scale)
+    merging.add_to_keys(gradients[1], grad_keys, far.buckets, gradients[1])
+    merging.add_to_keys(gradients[2], grad_values, far.buckets, gradients[2])
+
+
+def _by_head(tensor: Tensor) -> Tensor:
+    """(batch, heads, ...) -> (batch heads, ...), contiguous"""
+    return tensor.flatten(0, 1).contiguous()
+
+
+def _selection_by_head(selected: Selection) -> Selection:
+    return Selection(_by_head(selected.opened).int(), _by_head(selected.retrieved).int())

@@ -1,0 +1,24 @@
+"""What a dtype of the inputs means inside a kernel, and how head dimensions are padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that holds `size`: what matrix units and ranges want."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def arithmetic(dtype: torch.dtype) -> dict[str, Any]:
+    """Compile-time arguments: sums are kept in float32 (float64 for float64), float32 is multiplied as such."""
+    return {"ACC": tl.float64 if dtype == torch.float64 else tl.float32, "PRECISION": "ieee"}
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of summaries are stored in: float16 would overflow, bfloat16 is as precise as its inputs."""
+    return torch.float32 if dtype == torch.float16 else dtype

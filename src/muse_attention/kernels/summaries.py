@@ -1,0 +1,366 @@
+"""Stages 2 and 3: summarise every bucket for every query cluster, and accumulate over the blocks a query sees.
+
+One program owns a key cluster as seen from some query clusters, and walks over the blocks: what it has accumulated so
+far is the summary that the queries of the next block see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.kernels.grouping import Groups, Tiles
+from muse_attention.kernels.numbers import arithmetic, gradient_dtype, padded
+from muse_attention.precision import compute_dtype
+from muse_attention.structures import Summaries
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """For each block, one summary per key cluster of all the blocks it sees: the earlier ones, or all others."""
+
+    seen: Summaries
+    """(H, Q, nb, K, ...)"""
+    mass_before: Tensor
+    """(H, Q, nb, K): log-mass of the blocks before; the log-mass of `seen` itself if these are all it sees"""
+    mass_after: Tensor
+    """(H, Q, nb, K): log-mass of the blocks after; `mass_before` if nothing after is seen"""
+
+
+def summarise(
+    keys: Tensor, values: Tensor, centroids: Tensor, buckets: Groups, blocks: int, key_clusters: int, *, is_causal: bool
+) -> tuple[Summaries, Accumulated]:
+    """Summaries of (G, N, D) keys and (G, N, Dv) values, in the order of `buckets`, from (H, Q, D) query centroids."""
+    heads, query_clusters, head_dim = centroids.shape
+    key_heads, length, value_dim = values.shape
+    shape = (heads, query_clusters, blocks, key_clusters)
+    wide = compute_dtype(keys.dtype)
+
+    def new() -> Summaries:
+        return Summaries(
+            keys.new_empty(shape, dtype=wide), keys.new_empty(*shape, head_dim), keys.new_empty(*shape, value_dim)
+        )
+
+    of_buckets, seen = new(), new()
+    before = seen.log_mass if is_causal else torch.empty_like(seen.log_mass)
+    after = before if is_causal else torch.empty_like(seen.log_mass)
+    widest = max(padded(head_dim), padded(value_dim))
+    tile = min(padded(query_clusters), max(16, 4096 // widest))
+    _summarise[(key_clusters, triton.cdiv(query_clusters, tile), heads)](
+        keys, values, centroids, buckets.starts, *of_buckets.parts(), *seen.parts(), before, after, length, blocks,
+        query_clusters, key_clusters, heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim,
+        DVP=padded(value_dim), IS_CAUSAL=is_causal, TILE=tile, KEYS=32, **arithmetic(keys.dtype), num_warps=4,
+    )  # fmt: skip
+    return of_buckets, Accumulated(seen, before, after)
+
+
+def accumulate_backward(
+    gradient: Summaries,
+    of_buckets: Summaries,
+    accumulated: Accumulated,
+    *,
+    is_causal: bool,
+    differentiable_aggregation: bool,
+    add_to: Summaries,
+) -> None:
+    """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
+
+    With differentiable aggregation the log-mass of `add_to` ends as what every key's logit receives beyond its own
+    response: the gradient of the log-mass less that of the means along the means.
+    """
+    heads, query_clusters, blocks, key_clusters, head_dim = of_buckets.key_mean.shape
+    value_dim = of_buckets.value_mean.shape[-1]
+    tile = max(1, min(triton.next_power_of_2(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
+    _accumulate_backward[(triton.cdiv(key_clusters, tile), query_clusters, heads)](
+        *gradient.parts(), *of_buckets.parts(), *accumulated.seen.parts(), accumulated.mass_before,
+        accumulated.mass_after, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim,
+        DVP=padded(value_dim), IS_CAUSAL=is_causal, IS_FROZEN=not differentiable_aggregation, TILE=tile,
+        ACC=arithmetic(of_buckets.log_mass.dtype)["ACC"],
+    )  # fmt: skip
+
+
+def summarise_backward(
+    gradient: Summaries,
+    log_mass: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    centroids: Tensor,
+    bucket_tiles: Tiles,
+    *,
+    differentiable_aggregation: bool,
+    add_to: tuple[Tensor, Tensor],
+) -> None:
+    """Add the gradients of the sorted keys and values to `add_to`; `gradient` is what `accumulate_backward` leaves."""
+    heads, query_clusters, blocks, key_clusters = log_mass.shape
+    key_heads, length, head_dim = keys.shape
+    value_dim = values.shape[-1]
+    widest = max(padded(head_dim), padded(value_dim))
+    _summarise_backward[bucket_tiles.grid](
+        *gradient.parts(), log_mass, keys, values, centroids, bucket_tiles.group, bucket_tiles.begin, bucket_tiles.end,
+        *add_to, length, blocks, query_clusters, key_clusters, heads // key_heads, D=head_dim, DP=padded(head_dim),
+        DV=value_dim, DVP=padded(value_dim), IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE,
+        TILE=min(padded(query_clusters), max(16, 2048 // widest)), **arithmetic(keys.dtype), num_warps=4,
+    )  # fmt: skip
+
+
+ROWS_OF_TILE = 64
+"""Keys of one bucket whose gradients one program sums."""
+
+
+def new_gradient(of_buckets: Summaries) -> Summaries:
+    """Room for the gradient of summaries; every entry is to be written."""
+    dtype = gradient_dtype(of_buckets.key_mean.dtype)
+    return Summaries(
+        torch.empty_like(of_buckets.log_mass),
+        torch.empty_like(of_buckets.key_mean, dtype=dtype),
+        torch.empty_like(of_buckets.value_mean, dtype=dtype),
+    )
+
+
+@triton.jit
+def _exp_of_difference(part, whole):
+    """`exp(part - whole)`, at most 1; 0 where the part is empty."""
+    return tl.where(part == float("-inf"), 0.0, tl.exp(tl.minimum(part - whole, 0.0)))
+
+
+@triton.jit
+def _log_of_sum(first, second):
+    largest = tl.maximum(first, second)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.log(tl.exp(first - shift) + tl.exp(second - shift)) + shift
+    return tl.where(largest == float("-inf"), largest, total)
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
+def _summarise(
+    keys, values, centroids, starts, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean,
+    mass_before, mass_after, length, blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    key_cluster, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    key_head = head // shared_by
+    cluster = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    place, dim, value_dim = tl.arange(0, KEYS), tl.arange(0, DP), tl.arange(0, DVP)
+    is_cluster = cluster < query_clusters
+    is_key = is_cluster[:, None] & (dim < D)[None, :]
+    is_value = is_cluster[:, None] & (value_dim < DV)[None, :]
+    centroid = tl.load(
+        centroids + (head * query_clusters + cluster)[:, None] * D + dim[None, :], mask=is_key, other=0.0
+    ).to(keys.dtype.element_ty)
+    keys += key_head * length * D
+    values += key_head * length * DV
+    starts += key_head * (blocks * key_clusters + 1) + key_cluster
+    # Of block 0; the next block's entry lies `key_clusters` further.
+    entry = (head * query_clusters + cluster) * blocks * key_clusters + key_cluster
+
+    seen_log = tl.full([TILE], float("-inf"), ACC)
+    seen_keys = tl.zeros([TILE, DP], ACC)
+    seen_values = tl.zeros([TILE, DVP], ACC)
+    for block in range(blocks):
+        at = entry + block * key_clusters
+        tl.store(mass_before + at, seen_log, mask=is_cluster)
+        tl.store(seen_key_mean + at[:, None] * D + dim[None, :], seen_keys, mask=is_key)
+        tl.store(seen_value_mean + at[:, None] * DV + value_dim[None, :], seen_values, mask=is_value)
+
+        largest = tl.full([TILE], float("-inf"), ACC)
+        total = tl.zeros([TILE], ACC)
+        key_sum = tl.zeros([TILE, DP], ACC)
+        value_sum = tl.zeros([TILE, DVP], ACC)
+        end = tl.load(starts + block * key_clusters + 1)
+        for begin in range(tl.load(starts + block * key_clusters), end, KEYS):
+            row = begin + place
+            is_row = row < end
+            some_keys = tl.load(
+                keys + row.to(tl.int64)[:, None] * D + dim[None, :],
+                mask=is_row[:, None] & (dim < D)[None, :], other=0.0,
+            )  # fmt: skip
+            some_values = tl.load(
+                values + row.to(tl.int64)[:, None] * DV + value_dim[None, :],
+                mask=is_row[:, None] & (value_dim < DV)[None, :], other=0.0,
+            )  # fmt: skip
+            logits = tl.dot(centroid, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC)
+            logits = tl.where(is_row[None, :], logits, float("-inf"))
+            larger = tl.maximum(largest, tl.max(logits, 1))
+            shift = tl.where(larger == float("-inf"), 0.0, larger)
+            weights = tl.exp(logits - shift[:, None])
+            kept = tl.exp(largest - shift)
+            total = total * kept + tl.sum(weights, 1)
+            weights = weights.to(some_keys.dtype)
+            key_sum = tl.dot(weights, some_keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+            value_sum = tl.dot(weights, some_values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+            largest = larger
+        is_empty = total == 0
+        log_mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))
+        inverse = 1.0 / tl.where(is_empty, 1.0, total)
+        key_sum *= inverse[:, None]
+        value_sum *= inverse[:, None]
+        tl.store(mass + at, log_mass, mask=is_cluster)
+        tl.store(key_mean + at[:, None] * D + dim[None, :], key_sum, mask=is_key)
+        tl.store(value_mean + at[:, None] * DV + value_dim[None, :], value_sum, mask=is_value)
+
+        together = _log_of_sum(seen_log, log_mass)
+        share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(seen_log, together)
+        seen_keys = seen_keys * share_before[:, None] + key_sum * share[:, None]
+        seen_values = seen_values * share_before[:, None] + value_sum * share[:, None]
+        seen_log = together
+
+    if not IS_CAUSAL:
+        # Now backwards: what comes after each block joins what was seen before it.
+        after_log = tl.full([TILE], float("-inf"), ACC)
+        after_keys = tl.zeros([TILE, DP], ACC)
+        after_values = tl.zeros([TILE, DVP], ACC)
+        tl.debug_barrier()
+        for step in range(blocks):
+            at = entry + (blocks - 1 - step) * key_clusters
+            key_at = at[:, None] * D + dim[None, :]
+            value_at = at[:, None] * DV + value_dim[None, :]
+            before_log = tl.load(mass_before + at, mask=is_cluster, other=float("-inf"))
+            together = _log_of_sum(before_log, after_log)
+            share_before, share = _exp_of_difference(before_log, together), _exp_of_difference(after_log, together)
+            before_keys = tl.load(seen_key_mean + key_at, mask=is_key, other=0.0).to(ACC)
+            before_values = tl.load(seen_value_mean + value_at, mask=is_value, other=0.0).to(ACC)
+            tl.store(mass_after + at, after_log, mask=is_cluster)
+            tl.store(seen_mass + at, together, mask=is_cluster)
+            tl.store(
+                seen_key_mean + key_at, before_keys * share_before[:, None] + after_keys * share[:, None], mask=is_key
+            )
+            tl.store(
+                seen_value_mean + value_at, before_values * share_before[:, None] + after_values * share[:, None],
+                mask=is_value,
+            )  # fmt: skip
+            log_mass = tl.load(mass + at, mask=is_cluster, other=float("-inf"))
+            together = _log_of_sum(after_log, log_mass)
+            share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(after_log, together)
+            own_keys = tl.load(key_mean + key_at, mask=is_key, other=0.0).to(ACC)
+            own_values = tl.load(value_mean + value_at, mask=is_value, other=0.0).to(ACC)
+            after_keys = after_keys * share_before[:, None] + own_keys * share[:, None]
+            after_values = after_values * share_before[:, None] + own_values * share[:, None]
+            after_log = together
+
+
+@triton.jit(do_not_specialize=["blocks", "key_clusters"])
+def _accumulate_backward(
+    grad_mass, grad_key_mean, grad_value_mean, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean,
+    mass_before, mass_after, add_mass, add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum
+    over all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the
+    share of `b'` in its side times the share of that side; each factor is at most 1, so nothing overflows."""
+    query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    dim, value_dim = tl.arange(0, DP), tl.arange(0, DVP)
+    is_cluster = cluster < key_clusters
+    is_key = is_cluster[:, None] & (dim < D)[None, :]
+    is_value = is_cluster[:, None] & (value_dim < DV)[None, :]
+    entry = query_cluster * blocks * key_clusters + cluster
+    sides: tl.constexpr = 1 if IS_CAUSAL else 2
+    for side in tl.static_range(sides):
+        side_mass = mass_before if side == 0 else mass_after
+        running = tl.zeros([TILE], ACC)
+        running_keys = tl.zeros([TILE, DP], ACC)
+        running_values = tl.zeros([TILE, DVP], ACC)
+        mass_passed = tl.full([TILE], float("-inf"), ACC)
+        for step in range(blocks):
+            block = blocks - 1 - step if side == 0 else step
+            at = entry + block * key_clusters
+            key_at = at[:, None] * D + dim[None, :]
+            value_at = at[:, None] * DV + value_dim[None, :]
+            # `running` is the sum over the blocks b already passed of exp(mass_passed - side_b) times the gradient at b.
+            share = _exp_of_difference(tl.load(mass + at, mask=is_cluster, other=float("-inf")), mass_passed)
+            d_keys = tl.load(add_key_mean + key_at, mask=is_key, other=0.0).to(ACC)
+            d_values = tl.load(add_value_mean + value_at, mask=is_value, other=0.0).to(ACC)
+            d_mass = tl.load(add_mass + at, mask=is_cluster, other=0.0) + running * share
+            if side == 0 and not IS_FROZEN:
+                # The share of the running gradient along the means would be added here, and subtracted again by the
+                # keys' logits. What the block's own gradient has along them is only subtracted.
+                d_mass -= tl.sum(d_keys * tl.load(key_mean + key_at, mask=is_key, other=0.0).to(ACC), 1)
+                d_mass -= tl.sum(d_values * tl.load(value_mean + value_at, mask=is_value, other=0.0).to(ACC), 1)
+            d_keys += running_keys * share[:, None]
+            d_values += running_values * share[:, None]
+            tl.store(add_key_mean + key_at, d_keys, mask=is_key)
+            tl.store(add_value_mean + value_at, d_values, mask=is_value)
+            tl.store(add_mass + at, d_mass, mask=is_cluster)
+
+            side_log = tl.load(side_mass + at, mask=is_cluster, other=float("-inf"))
+            # Where nothing is seen, nothing was attended to: there is no gradient, written or not.
+            sees = side_log > float("-inf")
+            here_keys = tl.load(grad_key_mean + key_at, mask=is_key & sees[:, None], other=0.0).to(ACC)
+            here_values = tl.load(grad_value_mean + value_at, mask=is_value & sees[:, None], other=0.0).to(ACC)
+            here = tl.load(grad_mass + at, mask=is_cluster & sees, other=0.0)
+            if not IS_FROZEN:
+                here -= tl.sum(here_keys * tl.load(seen_key_mean + key_at, mask=is_key, other=0.0).to(ACC), 1)
+                here -= tl.sum(here_values * tl.load(seen_value_mean + value_at, mask=is_value, other=0.0).to(ACC), 1)
+            if not IS_CAUSAL:
+                of_side = _exp_of_difference(side_log, tl.load(seen_mass + at, mask=is_cluster, other=float("-inf")))
+                here_keys *= of_side[:, None]
+                here_values *= of_side[:, None]
+                here *= of_side
+            kept = _exp_of_difference(side_log, mass_passed)
+            running = here + running * kept
+            running_keys = here_keys + running_keys * kept[:, None]
+            running_values = here_values + running_values * kept[:, None]
+            mass_passed = side_log
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
+def _summarise_backward(
+    grad_mass, grad_key_mean, grad_value_mean, mass, keys, values, centroids, tile_group, tile_begin, tile_end,
+    grad_keys, grad_values, length, blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    key_head = tl.program_id(1).to(tl.int64)
+    tile = key_head * tl.num_programs(0) + tl.program_id(0)
+    bucket = tl.load(tile_group + tile)
+    if bucket < 0:
+        return
+    row = tl.load(tile_begin + tile) + tl.arange(0, KEYS)
+    is_row = row < tl.load(tile_end + tile)
+    dim, value_dim = tl.arange(0, DP), tl.arange(0, DVP)
+    key_at = (key_head * length + row)[:, None] * D + dim[None, :]
+    value_at = (key_head * length + row)[:, None] * DV + value_dim[None, :]
+    is_key = is_row[:, None] & (dim < D)[None, :]
+    is_value = is_row[:, None] & (value_dim < DV)[None, :]
+    some_keys = tl.load(keys + key_at, mask=is_key, other=0.0)
+    some_values = tl.load(values + value_at, mask=is_value, other=0.0)
+    d_keys = tl.zeros([KEYS, DP], ACC)
+    d_values = tl.zeros([KEYS, DVP], ACC)
+    all_clusters = shared_by * query_clusters
+    for begin in range(0, all_clusters, TILE):
+        cluster = begin + tl.arange(0, TILE)
+        is_cluster = cluster < all_clusters
+        at = (key_head * all_clusters + cluster) * blocks * key_clusters + bucket
+        of_keys = is_cluster[:, None] & (dim < D)[None, :]
+        of_values = is_cluster[:, None] & (value_dim < DV)[None, :]
+        centroid = tl.load(
+            centroids + (key_head * all_clusters + cluster)[:, None] * D + dim[None, :], mask=of_keys, other=0.0
+        ).to(some_keys.dtype)
+        log_mass = tl.load(mass + at, mask=is_cluster, other=float("inf"))
+        d_key_mean = tl.load(grad_key_mean + at[:, None] * D + dim[None, :], mask=of_keys, other=0.0)
+        d_value_mean = tl.load(grad_value_mean + at[:, None] * DV + value_dim[None, :], mask=of_values, other=0.0)
+        d_logits = tl.load(grad_mass + at, mask=is_cluster, other=0.0)[None, :]
+        logits = tl.dot(some_keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)
+        weights = tl.exp(tl.minimum(logits - log_mass[None, :], 0.0))
+        if not IS_FROZEN:
+            d_logits += tl.dot(
+                some_keys.to(d_key_mean.dtype), tl.trans(d_key_mean), input_precision=PRECISION, out_dtype=ACC
+            )
+            d_logits += tl.dot(
+                some_values.to(d_key_mean.dtype), tl.trans(d_value_mean), input_precision=PRECISION, out_dtype=ACC
+            )
+        d_logits = (weights * d_logits).to(d_key_mean.dtype)
+        weights = weights.to(d_key_mean.dtype)
+        d_keys = tl.dot(weights, d_key_mean, d_keys, input_precision=PRECISION, out_dtype=ACC)
+        d_keys = tl.dot(d_logits, centroid.to(d_key_mean.dtype), d_keys, input_precision=PRECISION, out_dtype=ACC)
+        d_values = tl.dot(weights, d_value_mean, d_values, input_precision=PRECISION, out_dtype=ACC)
+    d_keys += tl.load(grad_keys + key_at, mask=is_key, other=0.0).to(ACC)
+    d_values += tl.load(grad_values + value_at, mask=is_value, other=0.0).to(ACC)
+    tl.store(grad_keys + key_at, d_keys, mask=is_key)
+    tl.store(grad_values + value_at, d_values, mask=is_value)

@@ -1,0 +1,304 @@
+"""Everything beyond the own block in vectorised PyTorch: the stages one after another, a few heads at a time.
+
+Nothing large is kept for backward: clusters and selection are kept, summaries are recomputed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+from muse_attention.precision import compute_dtype
+from muse_attention.stages import clustering, dipole, merging, retrieval, selection, summaries
+from muse_attention.stages.grouping import join, with_spare_row
+from muse_attention.stages.layout import FarField, Heads, by_key_head, head_groups
+from muse_attention.structures import Clusters, Partial, Selection
+
+
+def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+    """Cluster the scaled queries and the keys of each head."""
+    if not config.tilt:
+        # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
+        of_queries = (
+            query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype)),
+            query.new_zeros(query.shape[:3], dtype=torch.int32),
+        )
+        return Clusters(*of_queries, *_cluster_heads([(key, 1.0)], config.key_clusters, config)[0])
+    if config.query_clusters != config.key_clusters:
+        (of_queries,) = _cluster_heads([(query, scale)], config.query_clusters, config)
+        (of_keys,) = _cluster_heads([(key, 1.0)], config.key_clusters, config)
+    else:
+        # Streaming is a chain of small steps: queries and keys take them together.
+        of_queries, of_keys = _cluster_heads([(query, scale), (key, 1.0)], config.key_clusters, config)
+    return Clusters(*of_queries, *of_keys)
+
+
+def _cluster_heads(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    """Centroids and assignment of each (batch, heads, N, D) tensor, times its factor."""
+    length, head_dim = sides[0][0].shape[2:]
+    heads = [(head, factor) for tensor, factor in sides for head in tensor.reshape(-1, length, head_dim)]
+    dtype = compute_dtype(sides[0][0].dtype)
+    parts = [
+        clustering.cluster(torch.stack([head.to(dtype) * factor for head, factor in heads[group]]), clusters, config)
+        for group in head_groups(len(heads), 2 * length * (clusters + head_dim))
+    ]
+    centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
+    sizes = [tensor.shape[0] * tensor.shape[1] for tensor, _ in sides]
+    return [
+        (some.clone().view(*tensor.shape[:2], clusters, head_dim), assigned.clone().view(tensor.shape[:3]))
+        for (tensor, _), some, assigned in zip(sides, centroids.split(sizes), assignment.split(sizes), strict=True)
+    ]
+
+
+def attend(
+    own: Partial,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    clusters: Clusters,
+    chosen: Selection | None,
+    shape: tuple[int, int],
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Partial, Selection]:
+    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`."""
+    of_rows = query.shape[:3]
+    heads = Heads.of(query, key, value, clusters, scale)
+    shared_by = heads.query.shape[1]
+    rows = None if chosen is None else _selection_by_key_head(chosen, shared_by)
+    out, lse = by_key_head(own.out, shared_by), by_key_head(own.lse, shared_by)
+    results = [
+        _attend_heads(
+            Partial(heads.rows(out[group]), lse[group].flatten()),
+            heads[group],
+            None if rows is None else _rows_of(rows, group),
+            shape,
+            config,
+            is_causal=is_causal,
+        )
+        for group in heads.groups(config)
+    ]
+    opened = torch.cat([selected.opened for _, selected in results])
+    retrieved = torch.cat([selected.retrieved for _, selected in results])
+    return (
+        Partial(
+            join([partial.out for partial, _ in results]).to(query.dtype).view(*of_rows, value.shape[-1]),
+            join([partial.lse for partial, _ in results]).view(of_rows),
+        ),
+        Selection(opened.view(*of_rows, *opened.shape[1:]), retrieved.view(*of_rows, *retrieved.shape[1:])),
+    )
+
+
+def attend_backward(
+    own: tuple[Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    clusters: Clusters,
+    selected: Selection,
+    merged: Partial,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the gradients of the far field to those of the own block."""
+    heads = Heads.of(query, key, value, clusters, scale)
+    shared_by = heads.query.shape[1]
+    rows = _selection_by_key_head(selected, shared_by)
+    grad_out, out, lse = (by_key_head(tensor, shared_by) for tensor in (grad_out, merged.out, merged.lse))
+    grad_lse = None if grad_lse is None else by_key_head(grad_lse, shared_by)
+    of_own = [by_key_head(gradient, heads_of) for gradient, heads_of in zip(own, (shared_by, 1, 1), strict=True)]
+    gradients = [
+        _attend_heads_backward(
+            [gradient[group].to(heads.dtype) for gradient in of_own],
+            grad_out[group],
+            None if grad_lse is None else grad_lse[group],
+            Partial(out[group], lse[group]),
+            heads[group],
+            _rows_of(rows, group),
+            config,
+            is_causal=is_causal,
+        )
+        for group in heads.groups(config)
+    ]
+    grad_query, grad_key, grad_value = (join(part) for part in zip(*gradients, strict=True))
+    return (
+        grad_query.to(query.dtype).view(query.shape),
+        grad_key.to(key.dtype).view(key.shape),
+        grad_value.to(value.dtype).view(value.shape),
+    )
+
+
+def _selection_by_key_head(selected: Selection, shared_by: int) -> Selection:
+    return Selection(by_key_head(selected.opened, shared_by), by_key_head(selected.retrieved, shared_by))
+
+
+def _rows_of(selected: Selection, group: slice) -> Selection:
+    return Selection(selected.opened[group].flatten(0, 2), selected.retrieved[group].flatten(0, 2))
+
+
+def _attend_heads(
+    own: Partial,
+    heads: Heads,
+    chosen: Selection | None,
+    shape: tuple[int, int],
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+) -> tuple[Partial, Selection]:
+    partials = [own]
+    far = heads.far_field(config)
+    if config.monopole or chosen is None:
+        of_summaries, chosen = _attend_to_summaries(far, chosen, shape, config, is_causal=is_causal)
+        partials.append(of_summaries)
+    if chosen.opened.shape[-1] > 0:
+        picks = far.buckets_of(chosen)
+        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, picks, far.buckets))
+    return merging.merge(partials), chosen
+
+
+def _attend_to_summaries(
+    far: FarField, chosen: Selection | None, shape: tuple[int, int], config: MuSeConfig, *, is_causal: bool
+) -> tuple[Partial, Selection]:
+    rows = far.queries.shape[0]
+    table = with_spare_row(rows, far.values.shape[-1], far.queries)
+    partial = Partial(table, torch.full_like(table[:, 0], -torch.inf))
+    filled = chosen
+    if filled is None:
+        k1, k2 = shape
+        no_index = torch.full((rows + 1, k1, 1 + k2), -1, dtype=torch.int32, device=table.device)
+        filled = Selection(no_index[..., 0].contiguous(), no_index[..., 1:].contiguous())
+    for part in far.parts(config):
+        of_buckets, seen = part.summaries(is_causal=is_causal)
+        selection.select_and_attend(
+            part.residuals,
+            part.segments,
+            of_buckets,
+            seen,
+            filled,
+            partial,
+            is_causal=is_causal,
+            select=chosen is None,
+            attend=config.monopole,
+        )
+        if config.dipole != "none":
+            correction = part.correction(seen, config, is_causal=is_causal)
+            partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
+    if chosen is None:
+        filled = Selection(filled.opened[:-1], filled.retrieved[:-1])
+    return Partial(partial.out[:-1], partial.lse[:-1]), filled
+
+
+def _attend_heads_backward(
+    own: list[Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    merged: Partial,
+    heads: Heads,
+    selected: Selection,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_query, grad_key, grad_value = own
+    far = heads.far_field(config)
+
+    def add(to_queries: Tensor, to_keys: Tensor, to_values: Tensor) -> None:
+        grad_query.add_(to_queries.view_as(grad_query), alpha=heads.scale)
+        grad_key.add_(to_keys.view_as(grad_key))
+        grad_value.add_(to_values.view_as(grad_value))
+
+    row_lse = merged.lse.flatten()
+    row_grad = heads.rows(grad_out)
+    delta = merging.shared_delta(heads.rows(merged.out), row_grad, None if grad_lse is None else grad_lse.flatten())
+    if selected.opened.shape[-1] > 0:
+        picks = far.buckets_of(selected)
+        add(
+            *retrieval.attend_backward(
+                row_grad, row_lse, delta, far.queries, far.key_rows, far.value_rows, picks, far.buckets
+            )
+        )
+    if config.monopole:
+        add(*_summaries_backward(row_grad, row_lse, delta, far, selected, config, is_causal=is_causal))
+    return grad_query, grad_key, grad_value
+
+
+def _summaries_backward(
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    far: FarField,
+    selected: Selection,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_residuals, grad_keys, grad_values = (
+        with_spare_row(rows.shape[0], rows.shape[1], rows) for rows in (far.residuals, far.key_rows, far.value_rows)
+    )
+    for part in far.parts(config):
+        of_buckets, seen = part.summaries(is_causal=is_causal)
+        if config.dipole != "none":
+            correction = part.correction(seen, config, is_causal=is_causal)
+            shift = dipole.shift_values(correction, part.residuals, part.segments)
+            # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`. (One part only.)
+            delta = delta - (grad_out * shift).sum(-1)
+        grad_buckets, grad_seen = selection.attend_backward(
+            grad_out,
+            lse,
+            delta,
+            part.residuals,
+            part.segments,
+            of_buckets,
+            seen,
+            selected,
+            is_causal=is_causal,
+            fill_in=grad_residuals,
+        )
+        if config.dipole != "none":
+            of_summaries, _ = _attend_to_summaries(far, selected, (0, 1), config, is_causal=is_causal)
+            share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
+            to_residuals, to_matrix = dipole.shift_values_backward(
+                share * grad_out, correction, part.residuals, part.segments
+            )
+            to_keys, to_values, to_seen = dipole.find_correction_backward(
+                config.dipole,
+                to_matrix,
+                correction,
+                part.keys,
+                part.values,
+                seen,
+                config.block_size,
+                is_causal=is_causal,
+                differentiable_aggregation=config.differentiable_aggregation,
+            )
+            grad_residuals[:-1] += to_residuals
+            grad_keys[:-1] += to_keys.flatten(0, 1)
+            grad_values[:-1] += to_values.flatten(0, 1)
+            for target, source in zip(grad_seen.parts(), to_seen.parts(), strict=True):
+                target += source
+        summaries.accumulate_backward(
+            grad_seen,
+            of_buckets,
+            seen,
+            is_causal=is_causal,
+            differentiable_aggregation=config.differentiable_aggregation,
+            add_to=grad_buckets,
+        )
+        summaries.summarise_backward(
+            grad_buckets,
+            of_buckets,
+            part.keys,
+            part.values,
+            part.centroids,
+            part.buckets,
+            differentiable_aggregation=config.differentiable_aggregation,
+            add_to=(grad_keys, grad_values),
+        )
+    return grad_residuals[:-1], grad_keys[:-1], grad_values[:-1]
