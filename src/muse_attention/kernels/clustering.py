@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
-from muse_attention.kernels.grouping import group_rows
-from muse_attention.kernels.numbers import arithmetic, padded
+from muse_attention.kernels.grouping import group_by_cluster_and_block
+from muse_attention.kernels.numbers import arithmetic, index_in_order, padded
 from muse_attention.precision import compute_dtype
 from muse_attention.shuffle import seeded_shuffle
 
@@ -105,19 +105,13 @@ def _assign(vectors: _Vectors, centroids: Tensor, config: MuSeConfig) -> Tensor:
     if cap is None or cap >= min(config.block_size, vectors.length):
         return assignment
     blocks = config.number_of_blocks(vectors.length)
-    proposals = group_rows(by_block(assignment, vectors.clusters, config.block_size), blocks * vectors.clusters)
+    proposals = group_by_cluster_and_block(assignment, vectors.clusters, config.block_size)
     vectors.launch(
         _move_overflow, (blocks, vectors.heads), centroids, assignment, proposals.order, proposals.starts,
-        torch.empty_like(assignment), blocks, config.block_size, cap, **vectors.clusters_padded, TILE=tile,
-        num_warps=8,
+        torch.empty_like(assignment), config.block_size, cap, **vectors.clusters_padded, TILE=tile,
+        SCAN=min(1024, triton.next_power_of_2(config.block_size)), RANKS=16, num_warps=8,
     )  # fmt: skip
     return assignment
-
-
-def by_block(assignment: Tensor, clusters: int, block_size: int) -> Tensor:
-    """The number `block * clusters + cluster` of each row's group, (heads, N) int32."""
-    position = torch.arange(assignment.shape[1], device=assignment.device, dtype=torch.int32)
-    return assignment + position // block_size * clusters
 
 
 def _rows_with_scores(clusters: int) -> int:
@@ -203,6 +197,15 @@ def _affinity(x, centroids, clusters, CP: tl.constexpr, ACC: tl.constexpr, PRECI
     return tl.where((tl.arange(0, CP) < clusters)[None, :], scores, float("-inf"))
 
 
+@triton.jit
+def _argmax(scores, CP: tl.constexpr, DTYPE: tl.constexpr):
+    """The first index of the largest score of each row, up to a precision beyond that of half-precision vectors."""
+    if DTYPE == tl.float16 or DTYPE == tl.bfloat16:
+        return CP - 1 - (tl.max(index_in_order(scores, CP), 1) & (CP - 1))
+    else:
+        return tl.argmax(scores, 1)
+
+
 @triton.jit(do_not_specialize=["of_first", "length", "clusters"])
 def _take(
     first, second, position, centroids, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
@@ -237,7 +240,7 @@ def _stream(
         is_row = begin + place < length
         row = tl.load(order + begin + place, mask=is_row, other=0)
         x = _load_vectors(vectors, row, is_row, sequence < of_first, FACTOR, D, DP, ACC)
-        nearest = tl.argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), 1)
+        nearest = _argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), CP, x.dtype)
         nearest = tl.where(is_row, nearest, -1)
         follows = (nearest[:, None] == nearest[None, :]) & (place[:, None] < place[None, :])
         followers = tl.sum(follows.to(tl.int32), 1).to(ACC)
@@ -271,7 +274,7 @@ def _sum_members(
     for begin in range(part * rows, tl.minimum((part + 1) * rows, length), TILE):
         row = begin + tl.arange(0, TILE)
         x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
-        nearest = tl.argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), 1)
+        nearest = _argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), CP, x.dtype)
         member = (nearest[:, None] == number[None, :]) & (row < length)[:, None]
         total = tl.dot(tl.trans(member.to(x.dtype)), x, total, input_precision=PRECISION, out_dtype=ACC)
         count += tl.sum(member.to(ACC), 0)
@@ -311,23 +314,24 @@ def _find_nearest(
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
     current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
-    nearest = tl.argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), 1)
+    nearest = _argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), CP, x.dtype)
     tl.store(assignment + sequence.to(tl.int64) * length + row, nearest, mask=row < length)
 
 
-@triton.jit(do_not_specialize=["blocks", "block_size", "cap", "of_first", "length", "clusters"])
+@triton.jit(do_not_specialize=["block_size", "cap", "of_first", "length", "clusters"])
 def _move_overflow(
-    first, second, centroids, assignment, order, starts, waiting, blocks, block_size, cap, of_first, length, clusters,
-    FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    first, second, centroids, assignment, order, starts, waiting, block_size, cap, of_first, length, clusters,
+    FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, SCAN: tl.constexpr,
+    RANKS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one block: find who was rejected in the first round, then go on in rounds until nobody waits."""
-    block, sequence = tl.program_id(0), tl.program_id(1)
-    number, place = tl.arange(0, CP), tl.arange(0, TILE)
-    starts += (sequence.to(tl.int64) * blocks + block) * clusters + sequence
-    start = tl.load(starts + number, mask=number < clusters, other=0)
-    size = tl.load(starts + number + 1, mask=number < clusters, other=0) - start
-    if tl.max(size, 0) <= cap:
+    block, blocks, sequence = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    number, place, scanned = tl.arange(0, CP), tl.arange(0, TILE), tl.arange(0, SCAN)
+    starts += sequence.to(tl.int64) * (blocks * clusters + 1) + block
+    start = tl.load(starts + number * blocks, mask=number < clusters, other=0)
+    size = tl.load(starts + number * blocks + 1, mask=number < clusters, other=0) - start
+    largest = tl.max(size, 0)
+    if largest <= cap:
         return
     of_sequence = sequence.to(tl.int64) * length
     assignment += of_sequence
@@ -336,22 +340,24 @@ def _move_overflow(
     begin_of_block = block * block_size
     end_of_block = tl.minimum(begin_of_block + block_size, length)
 
-    # Mark each row, at its position, by whether its rank in its cluster is beyond the cap.
-    for begin in range(begin_of_block, end_of_block, TILE):
-        inside = begin + place < end_of_block
-        row = tl.load(order + begin + place, mask=inside, other=0)
-        chosen = tl.load(assignment + row, mask=inside, other=0)
-        rank = begin + place - tl.load(starts + chosen, mask=inside, other=0)
-        tl.store(waiting + row, (rank >= cap).to(tl.int32), mask=inside)
+    # Mark, at its position, every row whose rank in its cluster is beyond the cap.
+    for begin in range(begin_of_block, end_of_block, SCAN):
+        tl.store(waiting + begin + scanned, tl.zeros([SCAN], tl.int32), mask=begin + scanned < end_of_block)
+    tl.debug_barrier()
+    for begin in range(cap, largest, RANKS):
+        rank = begin + tl.arange(0, RANKS)
+        beyond = rank[None, :] < size[:, None]
+        row = tl.load(order + start[:, None] + rank[None, :], mask=beyond, other=0)
+        tl.store(waiting + row, tl.full([CP, RANKS], 1, tl.int32), mask=beyond)
     tl.debug_barrier()
     # Keep the positions of the marked ones, in order. No mark is overwritten before it is read.
     count = 0
-    for begin in range(begin_of_block, end_of_block, TILE):
-        inside = begin + place < end_of_block
-        marked = tl.load(waiting + begin + place, mask=inside, other=0)
+    for begin in range(begin_of_block, end_of_block, SCAN):
+        inside = begin + scanned < end_of_block
+        marked = tl.load(waiting + begin + scanned, mask=inside, other=0)
         tl.debug_barrier()
         to = begin_of_block + count + tl.cumsum(marked, 0) - marked
-        tl.store(waiting + to, begin + place, mask=inside & (marked > 0))
+        tl.store(waiting + to, begin + scanned, mask=inside & (marked > 0))
         count += tl.sum(marked, 0)
     tl.debug_barrier()
 
@@ -366,7 +372,7 @@ def _move_overflow(
             row = tl.load(waiting + begin_of_block + begin + place, mask=inside, other=0)
             x = _load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
             scores = _affinity(x, current, clusters, CP, ACC, PRECISION)
-            choice = tl.argmax(tl.where((room > 0)[None, :], scores, float("-inf")), 1)
+            choice = _argmax(tl.where((room > 0)[None, :], scores, float("-inf")), CP, x.dtype)
             member = (choice[:, None] == number[None, :]) & inside[:, None]
             rank = tl.cumsum(member.to(tl.int32), 0) - 1 + proposed[None, :]
             accepted = tl.sum((member & (rank < room[None, :])).to(tl.int32), 1) > 0

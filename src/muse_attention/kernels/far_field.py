@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels import clustering, merging, retrieval, selection, summaries
-from muse_attention.kernels.grouping import Groups, group_rows, tiles
+from muse_attention.kernels.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
 from muse_attention.kernels.rows import take_residuals, take_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection, Summaries
@@ -190,20 +190,15 @@ class _FarField:
     def of(cls, heads: _Heads, config: MuSeConfig, *, is_causal: bool, scale: float) -> _FarField:
         blocks = config.number_of_blocks(heads.keys.shape[1])
         query_clusters = heads.query_centroids.shape[1]
-        in_segments = group_rows(
-            clustering.by_block(heads.query_assignment, query_clusters, config.block_size), blocks * query_clusters
-        )
-        buckets = group_rows(
-            clustering.by_block(heads.key_assignment, config.key_clusters, config.block_size),
-            blocks * config.key_clusters,
-        )
+        in_segments = group_by_cluster_and_block(heads.query_assignment, query_clusters, config.block_size)
+        buckets = group_by_cluster_and_block(heads.key_assignment, config.key_clusters, config.block_size)
         return cls(
             selection.Segments(
                 take_residuals(
                     heads.queries, heads.query_centroids, heads.query_assignment, in_segments, scale=scale
                 ),
                 in_segments,
-                tiles(in_segments, selection.ROWS_OF_TILE),
+                tiles_of_groups(in_segments, selection.ROWS_OF_TILE),
                 blocks,
                 query_clusters,
                 config.key_clusters,
@@ -245,16 +240,14 @@ def _attend(
     if config.monopole or chosen is None:
         of_buckets, accumulated = far.summaries()
         if chosen is None:
-            chosen = selection.select(far.segments, of_buckets, accumulated.seen, *shape)
-        if config.monopole:
+            chosen, terms = selection.select(far.segments, of_buckets, accumulated.seen, *shape)
+        else:
             terms = selection.find_terms(far.segments, chosen)
+        if config.monopole:
             of_summaries = selection.attend(far.segments, of_buckets, accumulated.seen, terms)
-            del terms
-        del of_buckets, accumulated
+        del of_buckets, accumulated, terms
     if chosen.opened.shape[-1] > 0:
-        of_pairs = retrieval.attend(
-            heads.queries, far.keys, far.values, far.pairs(chosen), far.buckets, scale=scale
-        )
+        of_pairs = retrieval.attend(heads.queries, far.keys, far.values, far.pairs(chosen), far.buckets, scale=scale)
     merging.merge(merged, of_summaries, of_pairs, fill_in=merged)
     return chosen
 
@@ -272,50 +265,42 @@ def _attend_backward(
     scale: float,
 ) -> None:
     far = _FarField.of(heads, config, is_causal=is_causal, scale=scale)
-    bucket_tiles = tiles(far.buckets, summaries.ROWS_OF_TILE)
+    bucket_tiles = tiles_of_groups(far.buckets, summaries.ROWS_OF_TILE)
     delta, ordered, ordered_delta = merging.shared_delta(merged, grad_out, grad_lse, far.segments.groups)
-    of_summaries = None
+    of_summaries = of_pairs = picks = to_keys = grad_buckets = log_mass = None
     if selected.opened.shape[-1] > 0:
         pairs = far.pairs(selected)
-        of_pairs, grad_keys, grad_values = retrieval.attend_backward(
+        picks = pairs.picks
+        of_pairs, to_keys = retrieval.attend_backward(
             grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
             rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
         )  # fmt: skip
-        merging.add_to_queries(gradients[0], None, of_pairs, pairs.picks, gradients[0], scale=scale)
-        del of_pairs, pairs
-    else:
-        grad_keys, grad_values = (
-            torch.zeros_like(rows, dtype=compute_dtype(rows.dtype)) for rows in (far.keys, far.values)
-        )
+        del pairs
     if config.monopole:
         of_buckets, accumulated = far.summaries()
         terms = selection.find_terms(far.segments, selected)
         grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
         of_summaries = selection.attend_backward(
             ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, terms,
-            fill_in=(grad_buckets, grad_seen),
+            differentiable_aggregation=config.differentiable_aggregation, fill_in=(grad_buckets, grad_seen),
         )  # fmt: skip
-        summaries.accumulate_backward(
-            grad_seen,
-            of_buckets,
-            accumulated,
-            is_causal=is_causal,
-            differentiable_aggregation=config.differentiable_aggregation,
-            add_to=grad_buckets,
-        )
-        summaries.summarise_backward(
-            grad_buckets,
-            of_buckets.log_mass,
-            far.keys,
-            far.values,
-            far.centroids,
-            bucket_tiles,
-            differentiable_aggregation=config.differentiable_aggregation,
-            add_to=(grad_keys, grad_values),
-        )
-        merging.add_to_queries(gradients[0], of_summaries, None, None, gradients[0], scale=scale)
-    merging.add_to_keys(gradients[1], grad_keys, far.buckets, gradients[1])
-    merging.add_to_keys(gradients[2], grad_values, far.buckets, gradients[2])
+        log_mass = of_buckets.log_mass
+        summaries.accumulate_backward(grad_seen, log_mass, accumulated, is_causal=is_causal, add_to=grad_buckets)
+        del of_buckets, accumulated, terms, grad_seen
+    summaries.summarise_backward(
+        grad_buckets,
+        log_mass,
+        far.keys,
+        far.values,
+        far.centroids,
+        far.buckets,
+        bucket_tiles,
+        to_keys,
+        blocks=far.segments.blocks,
+        differentiable_aggregation=config.differentiable_aggregation,
+        add_to=gradients[1:],
+    )
+    merging.add_to_queries(gradients[0], of_summaries, of_pairs, picks, gradients[0], scale=scale)
 
 
 def _by_head(tensor: Tensor) -> Tensor:

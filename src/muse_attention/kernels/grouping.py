@@ -1,6 +1,6 @@
 """Sorting rows by group, by counting: groups become ranges, and ranges are cut into tiles of equal size.
 
-The sort is stable and has no atomics in what decides an order, so the same inputs always give the same order.
+The sorts are stable and have no atomics in what decides an order, so the same inputs always give the same order.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 256
-"""Rows counted together."""
-_MOST_COUNTERS = 1 << 25
-"""Counters in all; with more groups than that allows, PyTorch sorts."""
-_MOST_GROUPS = 8192
-"""Counters of one tile fit into shared memory."""
+"""Rows ranked together."""
+_DIGIT = 5
+"""Bits of the group's number that one pass of the general sort looks at."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Groups:
     """The rows of each of `S` sequences, sorted by the group they belong to."""
 
     order: Tensor
-    """(S, L) int32: row numbers, group after group, ascending inside each; what follows the last group is undefined"""
+    """(S, L) int32: row numbers, group after group, ascending inside each; rows of no group come last"""
     starts: Tensor
     """(S, M + 1) int32: where each of `M` groups begins in `order`, and where the last one ends"""
 
@@ -33,167 +31,279 @@ class Groups:
     def number(self) -> int:
         return self.starts.shape[1] - 1
 
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        """Where the groups begin and end in `order`: views of `starts`."""
+        return self.starts[:, :-1], self.starts[:, 1:]
+
 
 @dataclass(frozen=True)
 class Tiles:
-    """All groups of `S` sequences in pieces of at most a fixed number of rows."""
+    """Ranges of `S` sequences in pieces of at most a fixed number of rows."""
 
     group: Tensor
-    """(S, T) int32: the group each tile is a piece of; -1 where there are no more tiles"""
+    """(S, T) int32: the range each tile is a piece of; -1 where there are no more tiles"""
     begin: Tensor
-    """(S, T) int32: the first place of `order`"""
+    """(S, T) int32: the first row"""
     end: Tensor
-    """(S, T) int32: the place after the last one"""
+    """(S, T) int32: the row after the last one"""
+    before: Tensor
+    """(S, M + 1) int32: how many tiles come before those of each range, and how many there are"""
 
     @property
     def grid(self) -> tuple[int, int]:
         return self.group.shape[1], self.group.shape[0]
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.group, self.begin, self.end
 
-def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:
-    """Sort the rows of (S, L) int32 by group; rows of group -1 are left out."""
-    sequences, length = group_of_row.shape
-    tiles = triton.cdiv(length, _TILE)
-    starts = group_of_row.new_empty(sequences, number_of_groups + 1)
-    if number_of_groups > _MOST_GROUPS or sequences * tiles * number_of_groups > _MOST_COUNTERS:
-        last = torch.where(group_of_row < 0, number_of_groups, group_of_row)
-        ordered, order = torch.sort(last, dim=1, stable=True)
-        number = torch.arange(number_of_groups + 1, device=last.device, dtype=last.dtype)
-        starts.copy_(torch.searchsorted(ordered, number.expand(sequences, -1).contiguous()))
-        return Groups(order.int(), starts)
-    counts = group_of_row.new_empty(sequences, tiles, number_of_groups)
-    totals = group_of_row.new_empty(sequences, number_of_groups)
-    order = torch.empty_like(group_of_row)
-    _count[(tiles, sequences)](
-        group_of_row, counts, length, number_of_groups, TILE=_TILE, BINS=triton.next_power_of_2(number_of_groups + 1)
+
+def group_by_cluster_and_block(assignment: Tensor, clusters: int, block_size: int) -> Groups:
+    """Sort (S, N) tokens by cluster and then by position: group `cluster * nb + block` holds those of one block."""
+    sequences, length = assignment.shape
+    blocks = triton.cdiv(length, block_size)
+    tiles_of_block = triton.cdiv(min(block_size, length), _TILE)
+    tiles = blocks * tiles_of_block
+    counts = assignment.new_empty(sequences, clusters, tiles)
+    totals = assignment.new_empty(sequences, clusters)
+    cluster_starts = assignment.new_empty(sequences, clusters + 1)
+    starts = assignment.new_empty(sequences, clusters * blocks + 1)
+    order = torch.empty_like(assignment)
+    grid = (tiles_of_block, blocks, sequences)
+    _count_clusters[grid](
+        assignment, counts, length, block_size, clusters, TILE=_TILE, BINS=triton.next_power_of_2(clusters + 1)
     )
-    columns = min(32, triton.next_power_of_2(number_of_groups))
-    _sum_over_tiles[(triton.cdiv(number_of_groups, columns), sequences)](
-        counts, totals, tiles, number_of_groups, ROWS=min(128, triton.next_power_of_2(tiles)), COLUMNS=columns
+    _sum_rows[(clusters, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
+    _sum_before[(sequences,)](
+        totals, cluster_starts, clusters, WIDTH=min(1024, triton.next_power_of_2(clusters))
     )
-    _exclusive_sums(totals, starts, 1)
-    _place[(tiles, sequences)](group_of_row, counts, starts, order, length, number_of_groups, TILE=_TILE, STEP=32)
+    _place_by_cluster[grid](
+        assignment, counts, cluster_starts, order, starts, length, block_size, clusters, TILE=_TILE, STEP=32,
+        CP=triton.next_power_of_2(clusters),
+    )  # fmt: skip
     return Groups(order, starts)
 
 
-def tiles(groups: Groups, most_rows: int) -> Tiles:
-    """Cut every group into tiles of at most `most_rows` rows; tiles of a sequence follow its order."""
-    sequences, length = groups.order.shape
-    most_tiles = min(triton.cdiv(length, most_rows) + groups.number, length)
-    tiles_before = torch.empty_like(groups.starts)
-    _exclusive_sums(groups.starts, tiles_before, most_rows)
-    found = Tiles(*(groups.starts.new_empty(sequences, most_tiles) for _ in range(3)))
+def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:
+    """Sort the rows of (S, L) int32 by group; rows of group -1 come after all groups."""
+    sequences, length = group_of_row.shape
+    tiles = triton.cdiv(length, _TILE)
+    digits = 1 << _DIGIT
+    counts = group_of_row.new_empty(sequences, digits, tiles)
+    totals = group_of_row.new_empty(sequences, digits)
+    digit_starts = group_of_row.new_empty(sequences, digits + 1)
+    keys, rows = group_of_row, group_of_row  # (the first pass numbers the rows itself)
+    for shift in range(0, number_of_groups.bit_length(), _DIGIT):
+        new_keys, new_rows = torch.empty_like(group_of_row), torch.empty_like(group_of_row)
+        _count_digits[(tiles, sequences)](
+            keys, counts, length, number_of_groups, shift, tiles, TILE=_TILE, DIGITS=digits
+        )
+        _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
+        _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
+        _place_by_digit[(tiles, sequences)](
+            keys, rows, counts, digit_starts, new_keys, new_rows, length, number_of_groups, shift, tiles,
+            IS_FIRST=shift == 0, TILE=_TILE, DIGITS=digits,
+        )  # fmt: skip
+        keys, rows = new_keys, new_rows
+    starts = group_of_row.new_empty(sequences, number_of_groups + 1)
+    width = min(128, triton.next_power_of_2(number_of_groups + 1))
+    _find_starts[(triton.cdiv(number_of_groups + 1, width), sequences)](
+        keys, starts, length, number_of_groups, STEPS=length.bit_length(), WIDTH=width
+    )
+    return Groups(rows, starts)
+
+
+def tiles(begin: Tensor, end: Tensor, most_rows: int | Tensor, most_tiles: int) -> Tiles:
+    """Cut (S, M) ranges into tiles of at most `most_rows` rows, all ranges in order.
+
+    `most_tiles` bounds their number; `most_rows` may be an (S,) int32 tensor.
+    """
+    sequences, ranges = begin.shape
+    before = begin.new_empty(sequences, ranges + 1)
+    found = Tiles(*(begin.new_empty(sequences, most_tiles) for _ in range(3)), before)
+    rows = begin if isinstance(most_rows, int) else most_rows
+    size = most_rows if isinstance(most_rows, int) else 0
+    width = min(1024, triton.next_power_of_2(ranges))
+    _count_tiles[(sequences,)](begin, end, rows, before, begin.stride(0), end.stride(0), ranges, size, WIDTH=width)
     width = min(128, triton.next_power_of_2(most_tiles))
     _cut[(triton.cdiv(most_tiles, width), sequences)](
-        groups.starts,
-        tiles_before,
-        found.group,
-        found.begin,
-        found.end,
-        most_tiles,
-        groups.number,
-        most_rows,
-        STEPS=groups.number.bit_length(),
-        WIDTH=width,
-    )
+        begin, end, rows, before, *found.parts(), begin.stride(0), end.stride(0), most_tiles, ranges, size,
+        STEPS=ranges.bit_length(), WIDTH=width,
+    )  # fmt: skip
     return found
 
 
-def _exclusive_sums(numbers: Tensor, sums: Tensor, most_rows: int) -> None:
-    """Sums before each of M numbers, and of all. More than M numbers are starts: it is then tiles that are counted."""
-    sequences, groups = sums.shape[0], sums.shape[1] - 1
-    width = min(1024, triton.next_power_of_2(groups))
-    _sum_before[(sequences,)](
-        numbers, sums, groups, most_rows, ARE_STARTS=numbers.shape[1] > groups, WIDTH=width
+def tiles_of_groups(groups: Groups, most_rows: int) -> Tiles:
+    length = groups.order.shape[1]
+    most_tiles = min(triton.cdiv(length, most_rows) + groups.number, length)
+    return tiles(*groups.ranges(), most_rows, most_tiles)
+
+
+@triton.jit(do_not_specialize=["length", "block_size", "clusters"])
+def _count_clusters(assignment, counts, length, block_size, clusters, TILE: tl.constexpr, BINS: tl.constexpr):
+    tile, block, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place = tile * TILE + tl.arange(0, TILE)
+    row = block * block_size + place
+    cluster = tl.load(
+        assignment + sequence * length + row, mask=(place < block_size) & (row < length), other=clusters
     )
-
-
-@triton.jit(do_not_specialize=["length", "groups"])
-def _count(group_of_row, counts, length, groups, TILE: tl.constexpr, BINS: tl.constexpr):
-    tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = tile * TILE + tl.arange(0, TILE)
-    group = tl.load(group_of_row + sequence * length + row, mask=row < length, other=-1)
-    found = tl.histogram(tl.where(group < 0, groups, group), BINS)
     number = tl.arange(0, BINS)
-    at = (sequence * tl.num_programs(0) + tile) * groups + number
-    tl.store(counts + at, found, mask=number < groups)
+    tiles = tl.num_programs(0) * tl.num_programs(1)
+    at = (sequence * clusters + number) * tiles + block * tl.num_programs(0) + tile
+    tl.store(counts + at, tl.histogram(cluster, BINS), mask=number < clusters)
 
 
-@triton.jit(do_not_specialize=["tiles", "groups"])
-def _sum_over_tiles(counts, totals, tiles, groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["tiles"])
+def _sum_rows(counts, totals, tiles, WIDTH: tl.constexpr):
     """Replace the counts of a tile by those of all tiles before it."""
-    sequence = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    before = tl.zeros([COLUMNS], tl.int32)
-    for begin in range(0, tiles, ROWS):
-        tile = begin + tl.arange(0, ROWS)
-        at = counts + (sequence * tiles + tile)[:, None] * groups + group[None, :]
-        inside = (tile < tiles)[:, None] & (group < groups)[None, :]
-        count = tl.load(at, mask=inside, other=0)
-        tl.store(at, tl.cumsum(count, 0) - count + before[None, :], mask=inside)
+    line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    before = 0
+    for begin in range(0, tiles, WIDTH):
+        tile = begin + tl.arange(0, WIDTH)
+        count = tl.load(counts + line * tiles + tile, mask=tile < tiles, other=0)
+        tl.store(counts + line * tiles + tile, tl.cumsum(count, 0) - count + before, mask=tile < tiles)
         before += tl.sum(count, 0)
-    tl.store(totals + sequence * groups + group, before, mask=group < groups)
+    tl.store(totals + line, before)
 
 
-@triton.jit(do_not_specialize=["groups", "most_rows"])
-def _sum_before(numbers, sums, groups, most_rows, ARE_STARTS: tl.constexpr, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["number"])
+def _sum_before(totals, sums, number, WIDTH: tl.constexpr):
     sequence = tl.program_id(0).to(tl.int64)
     before = 0
-    for begin in range(0, groups, WIDTH):
-        group = begin + tl.arange(0, WIDTH)
-        inside = group < groups
-        if ARE_STARTS:
-            at = numbers + sequence * (groups + 1) + group
-            size = tl.load(at + 1, mask=inside, other=0) - tl.load(at, mask=inside, other=0)
-            number = (size + most_rows - 1) // most_rows
-        else:
-            number = tl.load(numbers + sequence * groups + group, mask=inside, other=0)
-        tl.store(sums + sequence * (groups + 1) + group, tl.cumsum(number, 0) - number + before, mask=inside)
-        before += tl.sum(number, 0)
-    tl.store(sums + sequence * (groups + 1) + groups, before)
+    for begin in range(0, number, WIDTH):
+        index = begin + tl.arange(0, WIDTH)
+        total = tl.load(totals + sequence * number + index, mask=index < number, other=0)
+        tl.store(sums + sequence * (number + 1) + index, tl.cumsum(total, 0) - total + before, mask=index < number)
+        before += tl.sum(total, 0)
+    tl.store(sums + sequence * (number + 1) + number, before)
+
+
+@triton.jit(do_not_specialize=["length", "block_size", "clusters"])
+def _place_by_cluster(
+    assignment, counts, cluster_starts, order, starts, length, block_size, clusters, TILE: tl.constexpr,
+    STEP: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    tile, block, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    blocks, tiles = tl.num_programs(1), tl.num_programs(0) * tl.num_programs(1)
+    assignment += sequence * length
+    counts += sequence * clusters * tiles + block * tl.num_programs(0) + tile
+    cluster_starts += sequence * (clusters + 1)
+    place = tile * TILE + tl.arange(0, TILE)
+    row = block * block_size + place
+    inside = (place < block_size) & (row < length)
+    cluster = tl.load(assignment + row, mask=inside, other=-1)
+    rank = tl.zeros([TILE], tl.int32)
+    for begin in range(0, TILE, STEP):
+        other_place = tile * TILE + begin + tl.arange(0, STEP)
+        other_row = block * block_size + other_place
+        other = tl.load(assignment + other_row, mask=(other_place < block_size) & (other_row < length), other=-1)
+        earlier = (other[None, :] == cluster[:, None]) & (other_row[None, :] < row[:, None])
+        rank += tl.sum(earlier.to(tl.int32), 1)
+    start = tl.load(cluster_starts + cluster, mask=inside, other=0)
+    start += tl.load(counts + cluster * tiles, mask=inside, other=0)
+    tl.store(order + sequence * length + start + rank, row, mask=inside)
+    if tile == 0:
+        number = tl.arange(0, CP)
+        start = tl.load(cluster_starts + number, mask=number < clusters, other=0)
+        start += tl.load(counts + number * tiles, mask=number < clusters, other=0)
+        starts += sequence * (clusters * blocks + 1)
+        tl.store(starts + number * blocks + block, start, mask=number < clusters)
+        if block == 0:
+            tl.store(starts + clusters * blocks, length)
+
+
+@triton.jit
+def _digit(keys, row, length, groups, shift, DIGITS: tl.constexpr):
+    """A digit of the group's number; rows of no group have the number after the last. -1 beyond the end."""
+    key = tl.load(keys + row, mask=row < length, other=0)
+    key = tl.where(key < 0, groups, key)
+    return key, tl.where(row < length, (key >> shift) & (DIGITS - 1), -1)
+
+
+@triton.jit(do_not_specialize=["length", "groups", "shift", "tiles"])
+def _count_digits(keys, counts, length, groups, shift, tiles, TILE: tl.constexpr, DIGITS: tl.constexpr):
+    tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, digit = _digit(keys + sequence * length, tile * TILE + tl.arange(0, TILE), length, groups, shift, DIGITS)
+    number = tl.arange(0, DIGITS)
+    count = tl.sum((digit[:, None] == number[None, :]).to(tl.int32), 0)
+    tl.store(counts + (sequence * DIGITS + number) * tiles + tile, count)
+
+
+@triton.jit(do_not_specialize=["length", "groups", "shift", "tiles"])
+def _place_by_digit(
+    keys, rows, counts, digit_starts, new_keys, new_rows, length, groups, shift, tiles, IS_FIRST: tl.constexpr,
+    TILE: tl.constexpr, DIGITS: tl.constexpr,
+):  # fmt: skip
+    tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    place, number = tile * TILE + tl.arange(0, TILE), tl.arange(0, DIGITS)
+    key, digit = _digit(keys + sequence * length, place, length, groups, shift, DIGITS)
+    member = (digit[:, None] == number[None, :]).to(tl.int32)
+    start = tl.load(digit_starts + sequence * (DIGITS + 1) + number)
+    start += tl.load(counts + (sequence * DIGITS + number) * tiles + tile)
+    to = tl.sum(member * (tl.cumsum(member, 0) - 1 + start[None, :]), 1)
+    inside = place < length
+    row = place if IS_FIRST else tl.load(rows + sequence * length + place, mask=inside, other=0)
+    tl.store(new_keys + sequence * length + to, key, mask=inside)
+    tl.store(new_rows + sequence * length + to, row, mask=inside)
 
 
 @triton.jit(do_not_specialize=["length", "groups"])
-def _place(group_of_row, counts, starts, order, length, groups, TILE: tl.constexpr, STEP: tl.constexpr):
-    tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    group_of_row += sequence * length
-    row = tile * TILE + tl.arange(0, TILE)
-    group = tl.load(group_of_row + row, mask=row < length, other=-1)
-    rank = tl.zeros([TILE], tl.int32)
-    for begin in range(0, TILE, STEP):
-        other_row = tile * TILE + begin + tl.arange(0, STEP)
-        other = tl.load(group_of_row + other_row, mask=other_row < length, other=-1)
-        earlier = (other[None, :] == group[:, None]) & (other_row[None, :] < row[:, None])
-        rank += tl.sum(earlier.to(tl.int32), 1)
-    grouped = group >= 0
-    before = tl.load(counts + (sequence * tl.num_programs(0) + tile) * groups + group, mask=grouped, other=0)
-    start = tl.load(starts + sequence * (groups + 1) + group, mask=grouped, other=0)
-    tl.store(order + sequence * length + start + before + rank, row, mask=grouped)
-
-
-@triton.jit(do_not_specialize=["most_tiles", "groups", "most_rows"])
-def _cut(
-    starts, tiles_before, tile_group, tile_begin, tile_end, most_tiles, groups, most_rows,
-    STEPS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The group of tile `t` is the last one with at most `t` tiles before it."""
+def _find_starts(keys, starts, length, groups, STEPS: tl.constexpr, WIDTH: tl.constexpr):
+    """A group begins where the first sorted key is that is not smaller."""
     sequence = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    starts += sequence * (groups + 1)
-    tiles_before += sequence * (groups + 1)
+    group = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    keys += sequence * length
     low = tl.zeros([WIDTH], tl.int32)
-    high = tl.zeros([WIDTH], tl.int32) + groups
+    high = tl.zeros([WIDTH], tl.int32) + length
     for _ in range(STEPS):
         middle = (low + high) // 2
-        is_before = tl.load(tiles_before + middle + 1, mask=middle < groups, other=0) <= tile
-        low = tl.where((low < high) & is_before, middle + 1, low)
-        high = tl.where((low < high) & ~is_before, middle, high)
-    found = low < groups
-    begin = tl.load(starts + low, mask=found, other=0)
-    begin += (tile - tl.load(tiles_before + low, mask=found, other=0)) * most_rows
-    end = tl.minimum(begin + most_rows, tl.load(starts + low + 1, mask=found, other=0))
+        is_open = low < high
+        smaller = tl.load(keys + middle, mask=is_open, other=0) < group
+        low = tl.where(is_open & smaller, middle + 1, low)
+        high = tl.where(is_open & (smaller == 0), middle, high)
+    tl.store(starts + sequence * (groups + 1) + group, low, mask=group <= groups)
+
+
+@triton.jit(do_not_specialize=["begin_stride", "end_stride", "ranges", "size"])
+def _count_tiles(begin, end, sizes, before, begin_stride, end_stride, ranges, size, WIDTH: tl.constexpr):
+    sequence = tl.program_id(0).to(tl.int64)
+    most_rows = size if size > 0 else tl.load(sizes + sequence)
+    sum_before = 0
+    for first in range(0, ranges, WIDTH):
+        index = first + tl.arange(0, WIDTH)
+        inside = index < ranges
+        rows = tl.load(end + sequence * end_stride + index, mask=inside, other=0)
+        rows -= tl.load(begin + sequence * begin_stride + index, mask=inside, other=0)
+        number = (rows + most_rows - 1) // most_rows
+        at = before + sequence * (ranges + 1) + index
+        tl.store(at, tl.cumsum(number, 0) - number + sum_before, mask=inside)
+        sum_before += tl.sum(number, 0)
+    tl.store(before + sequence * (ranges + 1) + ranges, sum_before)
+
+
+@triton.jit(do_not_specialize=["begin_stride", "end_stride", "most_tiles", "ranges", "size"])
+def _cut(
+    begin, end, sizes, before, tile_group, tile_begin, tile_end, begin_stride, end_stride, most_tiles, ranges, size,
+    STEPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The range of tile `t` is the last one with at most `t` tiles before it."""
+    sequence = tl.program_id(1).to(tl.int64)
+    most_rows = size if size > 0 else tl.load(sizes + sequence)
+    tile = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    before += sequence * (ranges + 1)
+    low = tl.zeros([WIDTH], tl.int32)
+    high = tl.zeros([WIDTH], tl.int32) + ranges
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        is_open = low < high
+        is_before = tl.load(before + middle + 1, mask=is_open, other=0) <= tile
+        low = tl.where(is_open & is_before, middle + 1, low)
+        high = tl.where(is_open & (is_before == 0), middle, high)
+    found = low < ranges
+    first = tl.load(begin + sequence * begin_stride + low, mask=found, other=0)
+    first += (tile - tl.load(before + low, mask=found, other=0)) * most_rows
+    last = tl.minimum(first + most_rows, tl.load(end + sequence * end_stride + low, mask=found, other=0))
     at = sequence * most_tiles + tile
     inside = tile < most_tiles
     tl.store(tile_group + at, tl.where(found, low, -1), mask=inside)
-    tl.store(tile_begin + at, begin, mask=inside)
-    tl.store(tile_end + at, end, mask=inside)
+    tl.store(tile_begin + at, first, mask=inside)
+    tl.store(tile_end + at, last, mask=inside)

@@ -60,15 +60,6 @@ def add_to_queries(
     )  # fmt: skip
 
 
-def add_to_keys(own: Tensor, ordered: Tensor, buckets: Groups, fill_in: Tensor) -> None:
-    """Gradients of keys or values: `own` + `ordered`, which is in the order of `buckets`."""
-    key_heads, length, columns = own.shape
-    _add_to_keys[(triton.cdiv(length, _TILE), key_heads)](
-        own, ordered, buckets.order, fill_in, length, X=columns, XP=padded(columns), TILE=_TILE,
-        ACC=arithmetic(own.dtype)["ACC"],
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["rows", "picks"])
 def _merge(
     own_out, own_lse, far_out, far_lse, pair_out, pair_lse, out, lse, rows, picks, HAS_SUMMARIES: tl.constexpr,
@@ -150,18 +141,3 @@ def _add_to_queries(
             of_pairs + pair[:, None] * D + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0
         ).to(ACC)
     tl.store(total + at, tl.load(own + at, mask=inside, other=0.0).to(ACC) + SCALE * summed, mask=inside)
-
-
-@triton.jit(do_not_specialize=["length"])
-def _add_to_keys(
-    own, ordered, order, total, length, X: tl.constexpr, XP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr
-):
-    head = tl.program_id(1).to(tl.int64)
-    place, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, XP)
-    is_row = place < length
-    inside = is_row[:, None] & (column < X)[None, :]
-    row = head * length + tl.load(order + head * length + place, mask=is_row, other=0)
-    at = row[:, None] * X + column[None, :]
-    summed = tl.load(own + at, mask=inside, other=0.0).to(ACC)
-    summed += tl.load(ordered + (head * length + place)[:, None] * X + column[None, :], mask=inside, other=0.0)
-    tl.store(total + at, summed, mask=inside)

@@ -22,3 +22,14 @@ def arithmetic(dtype: torch.dtype) -> dict[str, Any]:
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """What gradients of summaries are stored in: float16 would overflow, bfloat16 is as precise as its inputs."""
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+@triton.jit
+def index_in_order(scores, COLUMNS: tl.constexpr):
+    """Integers that order like float32 scores, with the column in their low bits: a maximum is also an argmax.
+
+    The low bits of the score are lost, the first of equal columns is the largest.
+    """
+    bits = scores.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits & -COLUMNS) | (COLUMNS - 1 - tl.arange(0, COLUMNS))[None, :]

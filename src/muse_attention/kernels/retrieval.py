@@ -15,16 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.kernels.grouping import Groups, Tiles, group_rows, tiles
+from muse_attention.kernels.grouping import Groups, Tiles, group_rows, tiles, tiles_of_groups
 from muse_attention.kernels.numbers import arithmetic, gradient_dtype, padded
 from muse_attention.precision import compute_dtype
+from muse_attention.kernels.summaries import PairGradients
 from muse_attention.structures import Partial, Selection
 
-_PAIRS_OF_TILE = 64
-_KEYS = 64
-"""Keys of a bucket that a tile of queries meets at a time."""
-_PAIRS = 64
-"""Queries of a bucket that a tile of keys meets at a time."""
+PAIRS_OF_TILE = 64
+"""Queries of one bucket that one program works on."""
+ATTEND = {"KEYS": 64, "num_warps": 4}
+ATTEND_BACKWARD_TO_QUERIES = {"KEYS": 64, "num_warps": 4}
+ATTEND_BACKWARD_TO_KEYS = {"PAIRS": 64, "num_warps": 4}
+PAIRS_OF_PIECE = 2048
+"""Queries of one bucket that one program streams through a tile of its keys, if there is room for all the pieces."""
+_PIECES = 1.5
+"""Room for pieces, in units of the largest number of bucket tiles."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Pairs:
     """Every query with each bucket it retrieves, sorted by bucket."""
 
     picks: Tensor
-    """(H, N, P) int32: the bucket `block * K + cluster` of the query's key head, or -1"""
+    """(H, N, P) int32: the bucket `cluster * nb + block` of the query's key head, or -1"""
     groups: Groups
     """pairs `(query row * P + pick)` of each key head by bucket"""
     tiles: Tiles
@@ -43,10 +48,10 @@ def find_pairs(selection: Selection, key_heads: int, blocks: int, key_clusters: 
     picks = torch.empty_like(selection.retrieved).view(heads, length, opened * retrieved)
     width = 1024
     _number_buckets[(triton.cdiv(picks.numel(), width),)](
-        selection.opened, selection.retrieved, picks, picks.numel(), retrieved, key_clusters, WIDTH=width
+        selection.opened, selection.retrieved, picks, picks.numel(), retrieved, blocks, WIDTH=width
     )
     groups = group_rows(picks.view(key_heads, -1), blocks * key_clusters)
-    return Pairs(picks, groups, tiles(groups, _PAIRS_OF_TILE))
+    return Pairs(picks, groups, tiles_of_groups(groups, PAIRS_OF_TILE))
 
 
 def attend(
@@ -60,10 +65,10 @@ def attend(
     _, length, value_dim = values.shape
     out = values.new_empty(*pairs.picks.shape, value_dim)
     lse = torch.full_like(pairs.picks, -torch.inf, dtype=compute_dtype(values.dtype))
-    _attend[pairs.tiles.grid](
-        queries, keys, values, pairs.groups.order, *_tile_parts(pairs.tiles), buckets.starts, out, lse, length,
-        queries.shape[0] // keys.shape[0], pairs.picks.shape[-1], buckets.number, KEYS=_KEYS,
-        **_constants(queries, values, scale), PAIRS=_PAIRS_OF_TILE,
+    _attend_to_buckets[pairs.tiles.grid](
+        queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts, out, lse, length,
+        queries.shape[0] // keys.shape[0], pairs.picks.shape[-1], buckets.number, PAIRS=PAIRS_OF_TILE,
+        **_constants(queries, values, scale), **ATTEND,
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -81,30 +86,50 @@ def attend_backward(
     *,
     rows_of_bucket_tile: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of each pair's (scaled) query, (H, N, P, D), and of the sorted keys and values.
+) -> tuple[Tensor, PairGradients]:
+    """Gradients of each pair's (scaled) query, (H, N, P, D), and of the keys and values, tile by tile.
 
     `lse` and `delta` are those of the merged softmax. Where a query has no pick its gradient is undefined.
     """
-    _, length, head_dim = keys.shape
-    shared_by, picks = queries.shape[0] // keys.shape[0], pairs.picks.shape[-1]
+    key_heads, length, head_dim = keys.shape
+    shared_by, picks = queries.shape[0] // key_heads, pairs.picks.shape[-1]
     grad_pairs = queries.new_empty(*pairs.picks.shape, head_dim, dtype=gradient_dtype(queries.dtype))
-    grad_keys, grad_values = (torch.empty_like(rows, dtype=compute_dtype(rows.dtype)) for rows in (keys, values))
     constants = _constants(queries, values, scale)
-    _attend_backward_to_queries[pairs.tiles.grid](
-        grad_out, lse, delta, queries, keys, values, pairs.groups.order, *_tile_parts(pairs.tiles), buckets.starts,
-        grad_pairs, length, shared_by, picks, buckets.number, PAIRS=_PAIRS_OF_TILE, KEYS=_KEYS, **constants,
+    _buckets_backward_to_queries[pairs.tiles.grid](
+        grad_out, lse, delta, queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts,
+        grad_pairs, length, shared_by, picks, buckets.number, PAIRS=PAIRS_OF_TILE, **constants,
+        **ATTEND_BACKWARD_TO_QUERIES,
     )  # fmt: skip
-    _attend_backward_to_keys[bucket_tiles.grid](
-        grad_out, lse, delta, queries, keys, values, pairs.groups.order, pairs.groups.starts,
-        *_tile_parts(bucket_tiles), grad_keys, grad_values, length, shared_by, picks, buckets.number,
-        KEYS=rows_of_bucket_tile, PAIRS=_PAIRS, **constants,
+    pieces = _cut_into_pieces(pairs, bucket_tiles)
+    wide = compute_dtype(keys.dtype)
+    gradients = PairGradients(
+        keys.new_empty(*pieces.group.shape, rows_of_bucket_tile, head_dim, dtype=wide),
+        keys.new_empty(*pieces.group.shape, rows_of_bucket_tile, values.shape[-1], dtype=wide),
+        pieces.before,
+    )
+    _buckets_backward_to_keys[pieces.grid](
+        grad_out, lse, delta, queries, keys, values, pairs.groups.order, *bucket_tiles.parts()[1:], *pieces.parts(),
+        gradients.keys, gradients.values, length, shared_by, picks, bucket_tiles.group.shape[1],
+        KEYS=rows_of_bucket_tile, **constants, **ATTEND_BACKWARD_TO_KEYS,
     )  # fmt: skip
-    return grad_pairs, grad_keys, grad_values
+    return grad_pairs, gradients
 
 
-def _tile_parts(some: Tiles) -> tuple[Tensor, Tensor, Tensor]:
-    return some.group, some.begin, some.end
+def _cut_into_pieces(pairs: Pairs, bucket_tiles: Tiles) -> Tiles:
+    """The pairs that each bucket tile meets, in pieces.
+
+    A few buckets are asked for by most queries, so their pairs go to many programs. If there is no room for the
+    gradients of all pieces, pieces are longer.
+    """
+    key_heads, most_tiles = bucket_tiles.group.shape
+    most_pieces = int(_PIECES * most_tiles)
+    begin, end = torch.empty_like(bucket_tiles.group), torch.empty_like(bucket_tiles.group)
+    size = begin.new_empty(key_heads)
+    _plan_pieces[(key_heads,)](
+        bucket_tiles.group, pairs.groups.starts, begin, end, size, most_tiles, pairs.groups.number, most_pieces,
+        SHORTEST=PAIRS_OF_PIECE, WIDTH=min(1024, triton.next_power_of_2(most_tiles)),
+    )  # fmt: skip
+    return tiles(begin, end, size, most_pieces)
 
 
 def _constants(queries: Tensor, values: Tensor, scale: float) -> dict[str, Any]:
@@ -119,13 +144,36 @@ def _constants(queries: Tensor, values: Tensor, scale: float) -> dict[str, Any]:
     }
 
 
-@triton.jit(do_not_specialize=["number", "retrieved_blocks", "key_clusters"])
-def _number_buckets(opened, retrieved, picks, number, retrieved_blocks, key_clusters, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["number", "retrieved_blocks", "blocks"])
+def _number_buckets(opened, retrieved, picks, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = at < number
     block = tl.load(retrieved + at, mask=inside, other=-1)
     cluster = tl.load(opened + at // retrieved_blocks, mask=inside, other=-1)
-    tl.store(picks + at, tl.where((block < 0) | (cluster < 0), -1, block * key_clusters + cluster), mask=inside)
+    tl.store(picks + at, tl.where((block < 0) | (cluster < 0), -1, cluster * blocks + block), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles", "buckets", "most_pieces"])
+def _plan_pieces(
+    tile_group, pair_starts, begin, end, size, tiles, buckets, most_pieces, SHORTEST: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The pairs of each tile's bucket, and the smallest of `SHORTEST`, twice, four times that, .. pairs to a piece that
+    leaves few enough pieces."""
+    key_head = tl.program_id(0).to(tl.int64)
+    doubling = tl.arange(0, 16)
+    pieces = tl.zeros([16], tl.int32)
+    for first in range(0, tiles, WIDTH):
+        tile = first + tl.arange(0, WIDTH)
+        bucket = tl.load(tile_group + key_head * tiles + tile, mask=tile < tiles, other=-1)
+        at = pair_starts + key_head * (buckets + 1) + bucket
+        first_pair = tl.load(at, mask=bucket >= 0, other=0)
+        last_pair = tl.load(at + 1, mask=bucket >= 0, other=0)
+        tl.store(begin + key_head * tiles + tile, first_pair, mask=tile < tiles)
+        tl.store(end + key_head * tiles + tile, last_pair, mask=tile < tiles)
+        length = (SHORTEST << doubling)[None, :]
+        pieces += tl.sum(((last_pair - first_pair)[:, None] + length - 1) // length, 0)
+    fitting = tl.min(tl.where(pieces <= most_pieces, doubling, 15), 0)
+    tl.store(size + key_head, SHORTEST << fitting)
 
 
 @triton.jit
@@ -135,7 +183,7 @@ def _load_rows(table, row, is_row, X: tl.constexpr, XP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["length", "shared_by", "picks", "buckets"])
-def _attend(
+def _attend_to_buckets(
     queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts, out, lse, length, shared_by,
     picks, buckets, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -148,8 +196,9 @@ def _attend(
     first_pair = key_head * shared_by * length * picks
     place = tl.load(tile_begin + tile) + tl.arange(0, PAIRS)
     is_pair = place < tl.load(tile_end + tile)
-    pair = first_pair + tl.load(pair_order + first_pair + place, mask=is_pair, other=0)
-    some_queries = _load_rows(queries, pair // picks, is_pair, D, DP)
+    pair = tl.load(pair_order + first_pair + place, mask=is_pair, other=0)
+    some_queries = _load_rows(queries, key_head * shared_by * length + pair // picks, is_pair, D, DP)
+    pair = first_pair + pair
     largest = tl.full([PAIRS], float("-inf"), ACC)
     total = tl.zeros([PAIRS], ACC)
     weighted = tl.zeros([PAIRS, DVP], ACC)
@@ -192,7 +241,7 @@ def _differentiate(
 
 
 @triton.jit(do_not_specialize=["length", "shared_by", "picks", "buckets"])
-def _attend_backward_to_queries(
+def _buckets_backward_to_queries(
     grad_out, lse, delta, queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts,
     grad_pairs, length, shared_by, picks, buckets, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
@@ -206,8 +255,9 @@ def _attend_backward_to_queries(
     first_pair = key_head * shared_by * length * picks
     place = tl.load(tile_begin + tile) + tl.arange(0, PAIRS)
     is_pair = place < tl.load(tile_end + tile)
-    pair = first_pair + tl.load(pair_order + first_pair + place, mask=is_pair, other=0)
-    row = pair // picks
+    pair = tl.load(pair_order + first_pair + place, mask=is_pair, other=0)
+    row = key_head * shared_by * length + pair // picks
+    pair = first_pair + pair
     some_queries = _load_rows(queries, row, is_pair, D, DP)
     some_grad = _load_rows(grad_out, row, is_pair, DV, DVP)
     row_lse = tl.load(lse + row, mask=is_pair, other=float("inf"))
@@ -229,32 +279,32 @@ def _attend_backward_to_queries(
     tl.store(grad_pairs + pair[:, None] * D + dim[None, :], gradient, mask=is_pair[:, None] & (dim < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["length", "shared_by", "picks", "buckets"])
-def _attend_backward_to_keys(
-    grad_out, lse, delta, queries, keys, values, pair_order, pair_starts, tile_group, tile_begin, tile_end, grad_keys,
-    grad_values, length, shared_by, picks, buckets, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "shared_by", "picks", "tiles"])
+def _buckets_backward_to_keys(
+    grad_out, lse, delta, queries, keys, values, pair_order, tile_begin, tile_end, piece_tile, piece_begin, piece_end,
+    grad_keys, grad_values, length, shared_by, picks, tiles, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
-    tile = key_head * tl.num_programs(0) + tl.program_id(0)
-    bucket = tl.load(tile_group + tile)
-    if bucket < 0:
+    piece = key_head * tl.num_programs(0) + tl.program_id(0)
+    tile = tl.load(piece_tile + piece)
+    if tile < 0:
         return
-    key = tl.load(tile_begin + tile) + tl.arange(0, KEYS)
-    is_key = key < tl.load(tile_end + tile)
+    key = tl.load(tile_begin + key_head * tiles + tile) + tl.arange(0, KEYS)
+    is_key = key < tl.load(tile_end + key_head * tiles + tile)
     key = key_head * length + key
     some_keys = _load_rows(keys, key, is_key, D, DP)
     some_values = _load_rows(values, key, is_key, DV, DVP)
     d_keys = tl.zeros([KEYS, DP], ACC)
     d_values = tl.zeros([KEYS, DVP], ACC)
-    first_pair = key_head * shared_by * length * picks
-    at = pair_starts + key_head * (buckets + 1) + bucket
-    end = tl.load(at + 1)
-    for begin in range(tl.load(at), end, PAIRS):
+    first_row = key_head * shared_by * length
+    pair_order += first_row * picks
+    end = tl.load(piece_end + piece)
+    for begin in range(tl.load(piece_begin + piece), end, PAIRS):
         place = begin + tl.arange(0, PAIRS)
         is_pair = place < end
-        row = (first_pair + tl.load(pair_order + first_pair + place, mask=is_pair, other=0)) // picks
+        row = first_row + tl.load(pair_order + place, mask=is_pair, other=0) // picks
         some_queries = _load_rows(queries, row, is_pair, D, DP)
         some_grad = _load_rows(grad_out, row, is_pair, DV, DVP)
         row_lse = tl.load(lse + row, mask=is_pair, other=float("inf"))
@@ -268,9 +318,9 @@ def _attend_backward_to_keys(
         d_values = tl.dot(
             tl.trans(weights.to(some_grad.dtype)), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC
         )
-    dim, value_dim = tl.arange(0, DP), tl.arange(0, DVP)
-    tl.store(grad_keys + key[:, None] * D + dim[None, :], d_keys * SCALE, mask=is_key[:, None] & (dim < D)[None, :])
+    dim, value_dim, row = tl.arange(0, DP), tl.arange(0, DVP), piece * KEYS + tl.arange(0, KEYS)
+    tl.store(grad_keys + row[:, None] * D + dim[None, :], d_keys * SCALE, mask=is_key[:, None] & (dim < D)[None, :])
     tl.store(
-        grad_values + key[:, None] * DV + value_dim[None, :], d_values,
+        grad_values + row[:, None] * DV + value_dim[None, :], d_values,
         mask=is_key[:, None] & (value_dim < DV)[None, :],
     )  # fmt: skip

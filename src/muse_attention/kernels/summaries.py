@@ -53,62 +53,82 @@ def summarise(
     _summarise[(key_clusters, triton.cdiv(query_clusters, tile), heads)](
         keys, values, centroids, buckets.starts, *of_buckets.parts(), *seen.parts(), before, after, length, blocks,
         query_clusters, key_clusters, heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim,
-        DVP=padded(value_dim), IS_CAUSAL=is_causal, TILE=tile, KEYS=32, **arithmetic(keys.dtype), num_warps=4,
+        DVP=padded(value_dim), IS_CAUSAL=is_causal, TILE=tile, **arithmetic(keys.dtype), **SUMMARISE,
     )  # fmt: skip
     return of_buckets, Accumulated(seen, before, after)
 
 
 def accumulate_backward(
-    gradient: Summaries,
-    of_buckets: Summaries,
-    accumulated: Accumulated,
-    *,
-    is_causal: bool,
-    differentiable_aggregation: bool,
-    add_to: Summaries,
+    gradient: Summaries, log_mass: Tensor, accumulated: Accumulated, *, is_causal: bool, add_to: Summaries
 ) -> None:
     """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
 
-    With differentiable aggregation the log-mass of `add_to` ends as what every key's logit receives beyond its own
-    response: the gradient of the log-mass less that of the means along the means.
+    The gradient of a log-mass is taken at fixed sums instead of fixed means: with differentiable aggregation it lacks
+    what the gradients of the means have along the means. In that form shares of it simply add up.
     """
-    heads, query_clusters, blocks, key_clusters, head_dim = of_buckets.key_mean.shape
-    value_dim = of_buckets.value_mean.shape[-1]
+    heads, query_clusters, blocks, key_clusters, head_dim = gradient.key_mean.shape
+    value_dim = gradient.value_mean.shape[-1]
     tile = max(1, min(triton.next_power_of_2(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
     _accumulate_backward[(triton.cdiv(key_clusters, tile), query_clusters, heads)](
-        *gradient.parts(), *of_buckets.parts(), *accumulated.seen.parts(), accumulated.mass_before,
-        accumulated.mass_after, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim,
-        DVP=padded(value_dim), IS_CAUSAL=is_causal, IS_FROZEN=not differentiable_aggregation, TILE=tile,
-        ACC=arithmetic(of_buckets.log_mass.dtype)["ACC"],
+        *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
+        *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
+        IS_CAUSAL=is_causal, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
     )  # fmt: skip
 
 
 def summarise_backward(
-    gradient: Summaries,
-    log_mass: Tensor,
+    gradient: Summaries | None,
+    log_mass: Tensor | None,
     keys: Tensor,
     values: Tensor,
     centroids: Tensor,
+    buckets: Groups,
     bucket_tiles: Tiles,
+    of_pairs: PairGradients | None,
     *,
+    blocks: int,
     differentiable_aggregation: bool,
     add_to: tuple[Tensor, Tensor],
 ) -> None:
-    """Add the gradients of the sorted keys and values to `add_to`; `gradient` is what `accumulate_backward` leaves."""
-    heads, query_clusters, blocks, key_clusters = log_mass.shape
-    key_heads, length, head_dim = keys.shape
-    value_dim = values.shape[-1]
+    """Add the gradients of keys and values to `add_to`, in the order of the inputs.
+
+    They come from the `gradient` of the summaries, as `accumulate_backward` leaves it, and from what `of_pairs` holds.
+    """
+    heads, query_clusters, head_dim = centroids.shape
+    key_heads, length, value_dim = values.shape
     widest = max(padded(head_dim), padded(value_dim))
+    summed = keys if gradient is None or log_mass is None else None
+    tables = (keys,) * 4 if gradient is None or log_mass is None else (*gradient.parts(), log_mass)
+    pairs = (keys, keys, buckets.starts) if of_pairs is None else (of_pairs.keys, of_pairs.values, of_pairs.before)
     _summarise_backward[bucket_tiles.grid](
-        *gradient.parts(), log_mass, keys, values, centroids, bucket_tiles.group, bucket_tiles.begin, bucket_tiles.end,
-        *add_to, length, blocks, query_clusters, key_clusters, heads // key_heads, D=head_dim, DP=padded(head_dim),
-        DV=value_dim, DVP=padded(value_dim), IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE,
-        TILE=min(padded(query_clusters), max(16, 2048 // widest)), **arithmetic(keys.dtype), num_warps=4,
+        *tables, keys, values, centroids, buckets.order, *bucket_tiles.parts(), *pairs, *add_to, length, blocks,
+        query_clusters, buckets.number // blocks, heads // key_heads, 0 if of_pairs is None else of_pairs.most,
+        D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), HAS_SUMMARIES=summed is None,
+        HAS_PAIRS=of_pairs is not None, IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE,
+        TILE=min(padded(query_clusters), max(16, 2048 // widest)), **arithmetic(keys.dtype), **SUMMARISE_BACKWARD,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PairGradients:
+    """Gradients of the keys and values of each bucket tile, in pieces to be summed."""
+
+    keys: Tensor
+    """(G, pieces, rows of a tile, D)"""
+    values: Tensor
+    """(G, pieces, rows of a tile, Dv)"""
+    before: Tensor
+    """(G, bucket tiles + 1) int32: the pieces of a tile are those from one entry to the next"""
+
+    @property
+    def most(self) -> int:
+        return self.keys.shape[1]
 
 
 ROWS_OF_TILE = 64
 """Keys of one bucket whose gradients one program sums."""
+SUMMARISE = {"KEYS": 32, "num_warps": 4}
+SUMMARISE_BACKWARD = {"num_warps": 4}
 
 
 def new_gradient(of_buckets: Summaries) -> Summaries:
@@ -154,7 +174,7 @@ def _summarise(
     ).to(keys.dtype.element_ty)
     keys += key_head * length * D
     values += key_head * length * DV
-    starts += key_head * (blocks * key_clusters + 1) + key_cluster
+    starts += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
     # Of block 0; the next block's entry lies `key_clusters` further.
     entry = (head * query_clusters + cluster) * blocks * key_clusters + key_cluster
 
@@ -171,8 +191,8 @@ def _summarise(
         total = tl.zeros([TILE], ACC)
         key_sum = tl.zeros([TILE, DP], ACC)
         value_sum = tl.zeros([TILE, DVP], ACC)
-        end = tl.load(starts + block * key_clusters + 1)
-        for begin in range(tl.load(starts + block * key_clusters), end, KEYS):
+        end = tl.load(starts + block + 1)
+        for begin in range(tl.load(starts + block), end, KEYS):
             row = begin + place
             is_row = row < end
             some_keys = tl.load(
@@ -245,10 +265,9 @@ def _summarise(
 
 @triton.jit(do_not_specialize=["blocks", "key_clusters"])
 def _accumulate_backward(
-    grad_mass, grad_key_mean, grad_value_mean, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean,
-    mass_before, mass_after, add_mass, add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr,
-    TILE: tl.constexpr, ACC: tl.constexpr,
+    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, add_mass, add_key_mean,
+    add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum
     over all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the
@@ -277,11 +296,6 @@ def _accumulate_backward(
             d_keys = tl.load(add_key_mean + key_at, mask=is_key, other=0.0).to(ACC)
             d_values = tl.load(add_value_mean + value_at, mask=is_value, other=0.0).to(ACC)
             d_mass = tl.load(add_mass + at, mask=is_cluster, other=0.0) + running * share
-            if side == 0 and not IS_FROZEN:
-                # The share of the running gradient along the means would be added here, and subtracted again by the
-                # keys' logits. What the block's own gradient has along them is only subtracted.
-                d_mass -= tl.sum(d_keys * tl.load(key_mean + key_at, mask=is_key, other=0.0).to(ACC), 1)
-                d_mass -= tl.sum(d_values * tl.load(value_mean + value_at, mask=is_value, other=0.0).to(ACC), 1)
             d_keys += running_keys * share[:, None]
             d_values += running_values * share[:, None]
             tl.store(add_key_mean + key_at, d_keys, mask=is_key)
@@ -294,9 +308,6 @@ def _accumulate_backward(
             here_keys = tl.load(grad_key_mean + key_at, mask=is_key & sees[:, None], other=0.0).to(ACC)
             here_values = tl.load(grad_value_mean + value_at, mask=is_value & sees[:, None], other=0.0).to(ACC)
             here = tl.load(grad_mass + at, mask=is_cluster & sees, other=0.0)
-            if not IS_FROZEN:
-                here -= tl.sum(here_keys * tl.load(seen_key_mean + key_at, mask=is_key, other=0.0).to(ACC), 1)
-                here -= tl.sum(here_values * tl.load(seen_value_mean + value_at, mask=is_value, other=0.0).to(ACC), 1)
             if not IS_CAUSAL:
                 of_side = _exp_of_difference(side_log, tl.load(seen_mass + at, mask=is_cluster, other=float("-inf")))
                 here_keys *= of_side[:, None]
@@ -309,57 +320,71 @@ def _accumulate_backward(
             mass_passed = side_log
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
+@triton.jit(
+    do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by", "most_pieces"]
+)
 def _summarise_backward(
-    grad_mass, grad_key_mean, grad_value_mean, mass, keys, values, centroids, tile_group, tile_begin, tile_end,
-    grad_keys, grad_values, length, blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    grad_mass, grad_key_mean, grad_value_mean, mass, keys, values, centroids, order, tile_group, tile_begin, tile_end,
+    pair_keys, pair_values, pieces_before, grad_keys, grad_values, length, blocks, query_clusters, key_clusters,
+    shared_by, most_pieces, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    HAS_SUMMARIES: tl.constexpr, HAS_PAIRS: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     tile = key_head * tl.num_programs(0) + tl.program_id(0)
     bucket = tl.load(tile_group + tile)
     if bucket < 0:
         return
-    row = tl.load(tile_begin + tile) + tl.arange(0, KEYS)
-    is_row = row < tl.load(tile_end + tile)
+    place = tl.load(tile_begin + tile) + tl.arange(0, KEYS)
+    is_row = place < tl.load(tile_end + tile)
+    place = key_head * length + place
     dim, value_dim = tl.arange(0, DP), tl.arange(0, DVP)
-    key_at = (key_head * length + row)[:, None] * D + dim[None, :]
-    value_at = (key_head * length + row)[:, None] * DV + value_dim[None, :]
     is_key = is_row[:, None] & (dim < D)[None, :]
     is_value = is_row[:, None] & (value_dim < DV)[None, :]
-    some_keys = tl.load(keys + key_at, mask=is_key, other=0.0)
-    some_values = tl.load(values + value_at, mask=is_value, other=0.0)
     d_keys = tl.zeros([KEYS, DP], ACC)
     d_values = tl.zeros([KEYS, DVP], ACC)
-    all_clusters = shared_by * query_clusters
-    for begin in range(0, all_clusters, TILE):
-        cluster = begin + tl.arange(0, TILE)
-        is_cluster = cluster < all_clusters
-        at = (key_head * all_clusters + cluster) * blocks * key_clusters + bucket
-        of_keys = is_cluster[:, None] & (dim < D)[None, :]
-        of_values = is_cluster[:, None] & (value_dim < DV)[None, :]
-        centroid = tl.load(
-            centroids + (key_head * all_clusters + cluster)[:, None] * D + dim[None, :], mask=of_keys, other=0.0
-        ).to(some_keys.dtype)
-        log_mass = tl.load(mass + at, mask=is_cluster, other=float("inf"))
-        d_key_mean = tl.load(grad_key_mean + at[:, None] * D + dim[None, :], mask=of_keys, other=0.0)
-        d_value_mean = tl.load(grad_value_mean + at[:, None] * DV + value_dim[None, :], mask=of_values, other=0.0)
-        d_logits = tl.load(grad_mass + at, mask=is_cluster, other=0.0)[None, :]
-        logits = tl.dot(some_keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)
-        weights = tl.exp(tl.minimum(logits - log_mass[None, :], 0.0))
-        if not IS_FROZEN:
-            d_logits += tl.dot(
-                some_keys.to(d_key_mean.dtype), tl.trans(d_key_mean), input_precision=PRECISION, out_dtype=ACC
-            )
-            d_logits += tl.dot(
-                some_values.to(d_key_mean.dtype), tl.trans(d_value_mean), input_precision=PRECISION, out_dtype=ACC
-            )
-        d_logits = (weights * d_logits).to(d_key_mean.dtype)
-        weights = weights.to(d_key_mean.dtype)
-        d_keys = tl.dot(weights, d_key_mean, d_keys, input_precision=PRECISION, out_dtype=ACC)
-        d_keys = tl.dot(d_logits, centroid.to(d_key_mean.dtype), d_keys, input_precision=PRECISION, out_dtype=ACC)
-        d_values = tl.dot(weights, d_value_mean, d_values, input_precision=PRECISION, out_dtype=ACC)
+    if HAS_SUMMARIES:
+        some_keys = tl.load(keys + place[:, None] * D + dim[None, :], mask=is_key, other=0.0)
+        some_values = tl.load(values + place[:, None] * DV + value_dim[None, :], mask=is_value, other=0.0)
+        all_clusters = shared_by * query_clusters
+        entry = bucket % blocks * key_clusters + bucket // blocks
+        for begin in range(0, all_clusters, TILE):
+            cluster = begin + tl.arange(0, TILE)
+            is_cluster = cluster < all_clusters
+            at = (key_head * all_clusters + cluster) * blocks * key_clusters + entry
+            of_keys = is_cluster[:, None] & (dim < D)[None, :]
+            of_values = is_cluster[:, None] & (value_dim < DV)[None, :]
+            centroid = tl.load(
+                centroids + (key_head * all_clusters + cluster)[:, None] * D + dim[None, :], mask=of_keys, other=0.0
+            ).to(some_keys.dtype)
+            log_mass = tl.load(mass + at, mask=is_cluster, other=float("inf"))
+            d_key_mean = tl.load(grad_key_mean + at[:, None] * D + dim[None, :], mask=of_keys, other=0.0)
+            d_value_mean = tl.load(grad_value_mean + at[:, None] * DV + value_dim[None, :], mask=of_values, other=0.0)
+            d_logits = tl.load(grad_mass + at, mask=is_cluster, other=0.0)[None, :]
+            logits = tl.dot(some_keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)
+            weights = tl.exp(tl.minimum(logits - log_mass[None, :], 0.0))
+            if not IS_FROZEN:
+                d_logits += tl.dot(
+                    some_keys.to(d_key_mean.dtype), tl.trans(d_key_mean), input_precision=PRECISION, out_dtype=ACC
+                )
+                d_logits += tl.dot(
+                    some_values.to(d_key_mean.dtype), tl.trans(d_value_mean), input_precision=PRECISION, out_dtype=ACC
+                )
+            d_logits = (weights * d_logits).to(d_key_mean.dtype)
+            weights = weights.to(d_key_mean.dtype)
+            d_keys = tl.dot(weights, d_key_mean, d_keys, input_precision=PRECISION, out_dtype=ACC)
+            d_keys = tl.dot(d_logits, centroid.to(d_key_mean.dtype), d_keys, input_precision=PRECISION, out_dtype=ACC)
+            d_values = tl.dot(weights, d_value_mean, d_values, input_precision=PRECISION, out_dtype=ACC)
+    if HAS_PAIRS:
+        at = pieces_before + key_head * (tl.num_programs(0) + 1) + tl.program_id(0)
+        row = tl.arange(0, KEYS)
+        for piece in range(tl.load(at), tl.load(at + 1)):
+            first = (key_head * most_pieces + piece) * KEYS
+            d_keys += tl.load(pair_keys + (first + row)[:, None] * D + dim[None, :], mask=is_key, other=0.0)
+            d_values += tl.load(pair_values + (first + row)[:, None] * DV + value_dim[None, :], mask=is_value, other=0.0)
+    row = key_head * length + tl.load(order + place, mask=is_row, other=0)
+    key_at = row[:, None] * D + dim[None, :]
+    value_at = row[:, None] * DV + value_dim[None, :]
     d_keys += tl.load(grad_keys + key_at, mask=is_key, other=0.0).to(ACC)
     d_values += tl.load(grad_values + value_at, mask=is_value, other=0.0).to(ACC)
     tl.store(grad_keys + key_at, d_keys, mask=is_key)
