@@ -203,12 +203,12 @@ def _place_by_cluster(
     tl.store(order + sequence * length + start + rank, row, mask=inside)
     if tile == 0:
         number = tl.arange(0, CP)
-        start = tl.load(cluster_starts + number, mask=number < clusters, other=0)
-        start += tl.load(counts + number * tiles, mask=number < clusters, other=0)
-        starts += sequence * (clusters * blocks + 1)
-        tl.store(starts + number * blocks + block, start, mask=number < clusters)
+        first = tl.load(cluster_starts + number, mask=number < clusters, other=0)
+        first += tl.load(counts + number * tiles, mask=number < clusters, other=0)
+        starts_here = starts + sequence * (clusters * blocks + 1)
+        tl.store(starts_here + number * blocks + block, first, mask=number < clusters)
         if block == 0:
-            tl.store(starts + clusters * blocks, length)
+            tl.store(starts_here + clusters * blocks, length)
 
 
 @triton.jit
