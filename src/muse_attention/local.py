@@ -172,7 +172,10 @@ def _equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...
 
 
 def _repeat_heads(tensors: tuple[Tensor, ...], heads: int) -> list[Tensor]:
-    return [tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in tensors]
+    return [
+        tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+        for tensor in tensors
+    ]
 
 
 def _sum_heads(gradient: Tensor, heads: int) -> Tensor:

@@ -49,7 +49,7 @@ def attend(
 ) -> tuple[Partial, Selection]:
     """Output and lse, differentiable, and the selection behind them."""
     _refuse_other_derivatives(query, key, value)
-    out, lse, opened, retrieved = _forward(
+    out, lse, opened, retrieved, _ = _forward(
         query,
         key,
         value,
@@ -102,10 +102,10 @@ def _forward(
     is_causal: bool,
     scale: float,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     chosen = None if opened is None or retrieved is None else Selection(opened, retrieved)
     with _as_written(query):
-        merged, selected = pipeline.forward(
+        merged, selected, memory = pipeline.forward(
             query,
             key,
             value,
@@ -118,7 +118,7 @@ def _forward(
         )
     if chosen is not None:  # an operator's output may not be its input
         selected = Selection(chosen.opened.clone(), chosen.retrieved.clone())
-    return merged.out, merged.lse, selected.opened, selected.retrieved
+    return merged.out, merged.lse, selected.opened, selected.retrieved, memory
 
 
 @_forward.register_fake
@@ -135,18 +135,20 @@ def _(
     is_causal: bool,
     scale: float,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = query.shape[:3]
-    out = query.new_empty(*rows, value.shape[3])
-    lse = query.new_empty(rows, dtype=compute_dtype(query.dtype))
-    if opened is not None and retrieved is not None:
-        return out, lse, torch.empty_like(opened), torch.empty_like(retrieved)
-    k1, k2 = pipeline.selection_shape(MuSeConfig.parse(config), query.shape[2])
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parsed = MuSeConfig.parse(config)
+    batch, heads, length, _ = query.shape
+    rows = (batch, heads, length)
+    k1, k2 = pipeline.selection_shape(parsed, length) if retrieved is None else retrieved.shape[-2:]
+    memory = pipeline.memory_size(
+        parsed, batch * heads, batch * key.shape[1], length, query_centroids.shape[2], k1 * k2, backend
+    )
     return (
-        out,
-        lse,
-        query.new_empty(*rows, k1, dtype=torch.int32),
-        query.new_empty(*rows, k1, k2, dtype=torch.int32),
+        query.new_empty(*rows, value.shape[3]),
+        query.new_empty(rows, dtype=compute_dtype(query.dtype)),
+        query.new_empty(*rows, k1, dtype=torch.int32) if opened is None else torch.empty_like(opened),
+        query.new_empty(*rows, k1, k2, dtype=torch.int32) if retrieved is None else torch.empty_like(retrieved),
+        query.new_empty(memory, dtype=torch.int32),
     )
 
 
@@ -164,6 +166,7 @@ def _backward(
     retrieved: Tensor,
     out: Tensor,
     lse: Tensor,
+    memory: Tensor,
     config: str,
     is_causal: bool,
     scale: float,
@@ -179,6 +182,7 @@ def _backward(
             _clusters(query_centroids, query_assignment, key_assignment),
             Selection(opened, retrieved),
             Partial(out, lse),
+            memory,
             MuSeConfig.parse(config),
             is_causal=is_causal,
             scale=scale,
@@ -210,17 +214,17 @@ def _clusters(query_centroids: Tensor, query_assignment: Tensor, key_assignment:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, _, _, config, is_causal, scale, backend = inputs
-    out, lse, opened, retrieved = output
-    ctx.mark_non_differentiable(opened, retrieved)
+    out, lse, opened, retrieved, memory = output
+    ctx.mark_non_differentiable(opened, retrieved, memory)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, opened, retrieved, out, lse)
+    ctx.save_for_backward(*tensors, opened, retrieved, out, lse, memory)
     ctx.settings = (config, is_causal, scale, backend)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them then, and only then
     if grad_out is None:
-        grad_out = torch.zeros_like(saved[-2])
+        grad_out = torch.zeros_like(saved[-3])
     return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 9)
 
 

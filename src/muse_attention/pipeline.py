@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muse_attention import local
 from muse_attention.config import MuSeConfig
+from muse_attention.kernels.plan import Plan
 from muse_attention.structures import Clusters, Partial, Selection
 
 
@@ -37,16 +38,20 @@ def forward(
     is_causal: bool,
     scale: float,
     backend: str,
-) -> tuple[Partial, Selection]:
-    """Output and lse, and the selection behind them. A `chosen` selection is used as it is."""
+) -> tuple[Partial, Selection, Tensor]:
+    """Output and lse, the selection behind them, and the memory of what `backward` need not find again.
+
+    A `chosen` selection is used as it is.
+    """
     own = local.attend(query, key, value, config.block_size, is_causal=is_causal, scale=scale)
     shape = selection_shape(config, query.shape[2])
     if not has_far_field(config, query.shape[2]):
-        return own, chosen or Selection(
-            clusters.query_assignment.new_full((*query.shape[:3], shape[0]), -1),
-            clusters.query_assignment.new_full((*query.shape[:3], *shape), -1),
+        integers = clusters.query_assignment
+        nothing = Selection(
+            integers.new_full((*query.shape[:3], shape[0]), -1), integers.new_full((*query.shape[:3], *shape), -1)
         )
-    merged: tuple[Partial, Selection] = _far_field(backend, config).attend(
+        return own, chosen or nothing, integers.new_empty(0)
+    merged: tuple[Partial, Selection, Tensor] = _far_field(backend, config).attend(
         own, query, key, value, clusters, chosen, shape, config, is_causal=is_causal, scale=scale
     )
     return merged
@@ -61,6 +66,7 @@ def backward(
     clusters: Clusters,
     selected: Selection,
     merged: Partial,
+    memory: Tensor,
     config: MuSeConfig,
     *,
     is_causal: bool,
@@ -75,7 +81,7 @@ def backward(
     if not has_far_field(config, query.shape[2]):
         return own
     gradients: tuple[Tensor, Tensor, Tensor] = _far_field(backend, config).attend_backward(
-        own, grad_out, grad_lse, query, key, value, clusters, selected, merged, config, is_causal=is_causal,
+        own, grad_out, grad_lse, query, key, value, clusters, selected, merged, memory, config, is_causal=is_causal,
         scale=scale,
     )  # fmt: skip
     return gradients
@@ -93,12 +99,28 @@ def selection_shape(config: MuSeConfig, length: int) -> tuple[int, int]:
     )
 
 
+def memory_size(
+    config: MuSeConfig, heads: int, key_heads: int, length: int, query_clusters: int, picks: int, backend: str
+) -> int:
+    """Integers in the memory of a forward pass."""
+    if not (_uses_kernels(backend, config) and has_far_field(config, length)):
+        return 0
+    blocks = config.number_of_blocks(length)
+    shapes = Plan.shapes(heads, key_heads, length, blocks, query_clusters, config.key_clusters, picks)
+    return sum(rows * columns for rows, columns in shapes)
+
+
 def _far_field(backend: str, config: MuSeConfig) -> ModuleType:
-    """The kernels are imported where they are used: without a GPU, Triton need not be there. Dipoles have none."""
-    if backend == "triton" and config.dipole == "none":
+    """The kernels are imported where they are used: without a GPU, Triton need not be there."""
+    if _uses_kernels(backend, config):
         from muse_attention.kernels import far_field as in_triton
 
         return in_triton
     from muse_attention.stages import far_field as in_pytorch
 
     return in_pytorch
+
+
+def _uses_kernels(backend: str, config: MuSeConfig) -> bool:
+    """There are none for dipoles."""
+    return backend == "triton" and config.dipole == "none"

@@ -18,8 +18,12 @@ from muse_attention.shuffle import seeded_shuffle
 
 MINIBATCH = 64
 DECAY = 0.9
-_PARTS = 16
+_PARTS = 32
 """Pieces of a sequence whose members are summed by different programs of a Lloyd iteration."""
+_TILES_OF_PART = 16
+"""Tiles of vectors that one program assigns."""
+SUM_MEMBERS = {"num_warps": 4}
+FIND_NEAREST = {"num_warps": 4}
 
 
 def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
@@ -81,7 +85,7 @@ def _lloyd_iteration(vectors: _Vectors, centroids: Tensor) -> None:
     sizes = centroids.new_empty(vectors.heads, parts, vectors.clusters)
     vectors.launch(
         _sum_members, (parts, vectors.heads), centroids, sums, sizes, **vectors.clusters_padded, TILE=tile,
-        num_warps=8,
+        **SUM_MEMBERS,
     )  # fmt: skip
     _mean_of_parts[(triton.cdiv(vectors.clusters, 16), vectors.heads)](
         vectors.first, sums, sizes, centroids, parts, vectors.clusters, D=vectors.head_dim, DP=padded(vectors.head_dim),
@@ -98,8 +102,8 @@ def _assign(vectors: _Vectors, centroids: Tensor, config: MuSeConfig) -> Tensor:
     assignment = torch.empty(vectors.heads, vectors.length, dtype=torch.int32, device=vectors.device)
     tile = _rows_with_scores(vectors.clusters)
     vectors.launch(
-        _find_nearest, (triton.cdiv(vectors.length, tile), vectors.heads), centroids, assignment,
-        **vectors.clusters_padded, TILE=tile, num_warps=8,
+        _find_nearest, (triton.cdiv(vectors.length, tile * _TILES_OF_PART), vectors.heads), centroids, assignment,
+        **vectors.clusters_padded, TILE=tile, TILES=_TILES_OF_PART, **FIND_NEAREST,
     )  # fmt: skip
     cap = config.largest_cluster(vectors.clusters)
     if cap is None or cap >= min(config.block_size, vectors.length):
@@ -116,7 +120,7 @@ def _assign(vectors: _Vectors, centroids: Tensor, config: MuSeConfig) -> Tensor:
 
 def _rows_with_scores(clusters: int) -> int:
     """Rows whose affinity to all clusters is held on chip at a time."""
-    return max(16, min(128, 16384 // padded(clusters)))
+    return max(16, min(64, 8192 // padded(clusters)))
 
 
 def _shuffled(length: int, seed: int, device: torch.device) -> Tensor:
@@ -307,15 +311,18 @@ def _mean_of_parts(
 @triton.jit(do_not_specialize=["of_first", "length", "clusters"])
 def _find_nearest(
     first, second, centroids, assignment, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(1)
     vectors = _of_sequence(first, second, sequence, of_first, length, D)
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
     current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
-    nearest = _argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), CP, x.dtype)
-    tl.store(assignment + sequence.to(tl.int64) * length + row, nearest, mask=row < length)
+    start = tl.program_id(0) * TILE * TILES
+    for begin in range(start, tl.minimum(start + TILE * TILES, length), TILE):
+        row = begin + tl.arange(0, TILE)
+        x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
+        nearest = _argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), CP, x.dtype)
+        tl.store(assignment + sequence.to(tl.int64) * length + row, nearest, mask=row < length)
 
 
 @triton.jit(do_not_specialize=["block_size", "cap", "of_first", "length", "clusters"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels import clustering, merging, retrieval, selection, summaries
 from muse_attention.kernels.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
+from muse_attention.kernels.plan import Plan
 from muse_attention.kernels.rows import take_residuals, take_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection, Summaries
@@ -57,24 +59,41 @@ def attend(
     *,
     is_causal: bool,
     scale: float,
-) -> tuple[Partial, Selection]:
-    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`."""
+) -> tuple[Partial, Selection, Tensor]:
+    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`,
+    and what `attend_backward` wants to be told."""
     heads = _Heads.of(query, key, value, clusters)
     merged = Partial(_by_head(own.out), _by_head(own.lse))
     rows = None if chosen is None else _selection_by_head(chosen)
+    if rows is not None:
+        shape = (rows.retrieved.shape[-2], rows.retrieved.shape[-1])
+    shapes = heads.plan_shapes(config, shape)
+    memory = torch.empty(sum(map(math.prod, shapes)), dtype=torch.int32, device=query.device)
+    plan = Plan.of(memory, shapes)
     parts = []
     for group in heads.groups(config, shape):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
         some_merged = Partial(merged.out[of_queries], merged.lse[of_queries])
         picked = None if rows is None else Selection(rows.opened[of_queries], rows.retrieved[of_queries])
-        parts.append(_attend(some_merged, some, picked, shape, config, is_causal=is_causal, scale=scale))
+        parts.append(
+            _attend(
+                some_merged,
+                some,
+                picked,
+                plan.of_heads(group, of_queries),
+                shape,
+                config,
+                is_causal=is_causal,
+                scale=scale,
+            )
+        )
     if chosen is None:
         opened = parts[0].opened if len(parts) == 1 else torch.cat([part.opened for part in parts])
         retrieved = parts[0].retrieved if len(parts) == 1 else torch.cat([part.retrieved for part in parts])
         of_rows = query.shape[:3]
         chosen = Selection(opened.view(*of_rows, shape[0]), retrieved.view(*of_rows, *shape))
-    return Partial(merged.out.view(own.out.shape), merged.lse.view(own.lse.shape)), chosen
+    return Partial(merged.out.view(own.out.shape), merged.lse.view(own.lse.shape)), chosen, memory
 
 
 def attend_backward(
@@ -87,19 +106,22 @@ def attend_backward(
     clusters: Clusters,
     selected: Selection,
     merged: Partial,
+    memory: Tensor,
     config: MuSeConfig,
     *,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the gradients of the far field to those of the own block."""
+    """Add the gradients of the far field to those of the own block. `memory` is what `attend` left."""
     heads = _Heads.of(query, key, value, clusters)
     rows = _selection_by_head(selected)
     gradients = [_by_head(gradient) for gradient in own]
     grad_out, out = _by_head(grad_out), _by_head(merged.out)
     lse = _by_head(merged.lse)
     grad_lse = None if grad_lse is None else _by_head(grad_lse)
-    for group in heads.groups(config, tuple(rows.retrieved.shape[-2:]), is_backward=True):
+    shape = (rows.retrieved.shape[-2], rows.retrieved.shape[-1])
+    plan = Plan.of(memory, heads.plan_shapes(config, shape))
+    for group in heads.groups(config, shape, is_backward=True):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
         _attend_backward(
@@ -109,6 +131,7 @@ def attend_backward(
             Partial(out[of_queries], lse[of_queries]),
             some,
             Selection(rows.opened[of_queries], rows.retrieved[of_queries]),
+            plan.of_heads(group, of_queries),
             config,
             is_causal=is_causal,
             scale=scale,
@@ -163,6 +186,18 @@ class _Heads:
     def slice_of_queries(self, group: slice) -> slice:
         return slice(group.start * self.shared_by, group.stop * self.shared_by)
 
+    def plan_shapes(self, config: MuSeConfig, picks: tuple[int, int]) -> list[tuple[int, int]]:
+        key_heads, length, _ = self.keys.shape
+        return Plan.shapes(
+            self.queries.shape[0],
+            key_heads,
+            length,
+            config.number_of_blocks(length),
+            self.query_centroids.shape[1],
+            config.key_clusters,
+            picks[0] * picks[1],
+        )
+
     def groups(self, config: MuSeConfig, picks: tuple[int, int], *, is_backward: bool = False) -> list[slice]:
         """Groups of key heads, of equal size or nearly so, that fit the workspace."""
         key_heads, length, head_dim = self.keys.shape
@@ -187,20 +222,19 @@ class _FarField:
     centroids: Tensor
 
     @classmethod
-    def of(cls, heads: _Heads, config: MuSeConfig, *, is_causal: bool, scale: float) -> _FarField:
-        blocks = config.number_of_blocks(heads.keys.shape[1])
-        query_clusters = heads.query_centroids.shape[1]
-        in_segments = group_by_cluster_and_block(heads.query_assignment, query_clusters, config.block_size)
-        buckets = group_by_cluster_and_block(heads.key_assignment, config.key_clusters, config.block_size)
+    def of(cls, heads: _Heads, plan: Plan, config: MuSeConfig, *, is_causal: bool, scale: float) -> _FarField:
+        """`plan` holds the orders."""
+        in_segments, buckets = (
+            Groups(plan.segment_order, plan.segment_starts),
+            Groups(plan.bucket_order, plan.bucket_starts),
+        )
         return cls(
             selection.Segments(
-                take_residuals(
-                    heads.queries, heads.query_centroids, heads.query_assignment, in_segments, scale=scale
-                ),
+                take_residuals(heads.queries, heads.query_centroids, heads.query_assignment, in_segments, scale=scale),
                 in_segments,
                 tiles_of_groups(in_segments, selection.ROWS_OF_TILE),
-                blocks,
-                query_clusters,
+                config.number_of_blocks(heads.keys.shape[1]),
+                heads.query_centroids.shape[1],
                 config.key_clusters,
                 is_causal,
             ),
@@ -221,21 +255,29 @@ class _FarField:
             is_causal=self.segments.is_causal,
         )
 
-    def pairs(self, selected: Selection) -> retrieval.Pairs:
-        return retrieval.find_pairs(selected, self.keys.shape[0], self.segments.blocks, self.segments.key_clusters)
-
 
 def _attend(
     merged: Partial,
     heads: _Heads,
     chosen: Selection | None,
+    plan: Plan,
     shape: tuple[int, int],
     config: MuSeConfig,
     *,
     is_causal: bool,
     scale: float,
 ) -> Selection:
-    far = _FarField.of(heads, config, is_causal=is_causal, scale=scale)
+    """Merge the far field of some heads into `merged`, and fill in their `plan`."""
+    group_by_cluster_and_block(
+        heads.query_assignment,
+        heads.query_centroids.shape[1],
+        config.block_size,
+        Groups(plan.segment_order, plan.segment_starts),
+    )
+    group_by_cluster_and_block(
+        heads.key_assignment, config.key_clusters, config.block_size, Groups(plan.bucket_order, plan.bucket_starts)
+    )
+    far = _FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
     of_summaries = of_pairs = None
     if config.monopole or chosen is None:
         of_buckets, accumulated = far.summaries()
@@ -247,7 +289,10 @@ def _attend(
             of_summaries = selection.attend(far.segments, of_buckets, accumulated.seen, terms)
         del of_buckets, accumulated, terms
     if chosen.opened.shape[-1] > 0:
-        of_pairs = retrieval.attend(heads.queries, far.keys, far.values, far.pairs(chosen), far.buckets, scale=scale)
+        groups = Groups(plan.pair_order, plan.pair_starts)
+        retrieval.sort_pairs(chosen, far.segments.blocks, groups)
+        pairs = retrieval.Pairs.of(groups, chosen)
+        of_pairs = retrieval.attend(heads.queries, far.keys, far.values, pairs, far.buckets, scale=scale)
     merging.merge(merged, of_summaries, of_pairs, fill_in=merged)
     return chosen
 
@@ -259,18 +304,18 @@ def _attend_backward(
     merged: Partial,
     heads: _Heads,
     selected: Selection,
+    plan: Plan,
     config: MuSeConfig,
     *,
     is_causal: bool,
     scale: float,
 ) -> None:
-    far = _FarField.of(heads, config, is_causal=is_causal, scale=scale)
+    far = _FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
     bucket_tiles = tiles_of_groups(far.buckets, summaries.ROWS_OF_TILE)
     delta, ordered, ordered_delta = merging.shared_delta(merged, grad_out, grad_lse, far.segments.groups)
-    of_summaries = of_pairs = picks = to_keys = grad_buckets = log_mass = None
+    of_summaries = of_pairs = to_keys = grad_buckets = log_mass = None
     if selected.opened.shape[-1] > 0:
-        pairs = far.pairs(selected)
-        picks = pairs.picks
+        pairs = retrieval.Pairs.of(Groups(plan.pair_order, plan.pair_starts), selected)
         of_pairs, to_keys = retrieval.attend_backward(
             grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
             rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
@@ -280,13 +325,15 @@ def _attend_backward(
         of_buckets, accumulated = far.summaries()
         terms = selection.find_terms(far.segments, selected)
         grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
-        of_summaries = selection.attend_backward(
+        of_summaries, opened = selection.attend_backward(
             ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, terms,
             differentiable_aggregation=config.differentiable_aggregation, fill_in=(grad_buckets, grad_seen),
         )  # fmt: skip
         log_mass = of_buckets.log_mass
-        summaries.accumulate_backward(grad_seen, log_mass, accumulated, is_causal=is_causal, add_to=grad_buckets)
-        del of_buckets, accumulated, terms, grad_seen
+        summaries.accumulate_backward(
+            grad_seen, log_mass, accumulated, opened.is_listed, is_causal=is_causal, add_to=grad_buckets
+        )
+        del of_buckets, accumulated, terms, opened, grad_seen
     summaries.summarise_backward(
         grad_buckets,
         log_mass,
@@ -300,7 +347,7 @@ def _attend_backward(
         differentiable_aggregation=config.differentiable_aggregation,
         add_to=gradients[1:],
     )
-    merging.add_to_queries(gradients[0], of_summaries, of_pairs, picks, gradients[0], scale=scale)
+    merging.add_to_queries(gradients[0], of_summaries, of_pairs, selected.retrieved, gradients[0], scale=scale)
 
 
 def _by_head(tensor: Tensor) -> Tensor:

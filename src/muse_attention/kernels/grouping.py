@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_TOKENS = 128
+"""Tokens of a block ranked together."""
 _TILE = 256
-"""Rows ranked together."""
-_DIGIT = 5
+"""Rows ranked together by the general sort."""
+_DIGIT = 6
 """Bits of the group's number that one pass of the general sort looks at."""
 
 
@@ -57,33 +59,36 @@ class Tiles:
         return self.group, self.begin, self.end
 
 
-def group_by_cluster_and_block(assignment: Tensor, clusters: int, block_size: int) -> Groups:
+def group_by_cluster_and_block(
+    assignment: Tensor, clusters: int, block_size: int, fill_in: Groups | None = None
+) -> Groups:
     """Sort (S, N) tokens by cluster and then by position: group `cluster * nb + block` holds those of one block."""
     sequences, length = assignment.shape
     blocks = triton.cdiv(length, block_size)
-    tiles_of_block = triton.cdiv(min(block_size, length), _TILE)
+    tiles_of_block = triton.cdiv(min(block_size, length), _TOKENS)
     tiles = blocks * tiles_of_block
     counts = assignment.new_empty(sequences, clusters, tiles)
     totals = assignment.new_empty(sequences, clusters)
     cluster_starts = assignment.new_empty(sequences, clusters + 1)
-    starts = assignment.new_empty(sequences, clusters * blocks + 1)
-    order = torch.empty_like(assignment)
+    found = fill_in or Groups(
+        torch.empty_like(assignment), assignment.new_empty(sequences, clusters * blocks + 1)
+    )
     grid = (tiles_of_block, blocks, sequences)
     _count_clusters[grid](
-        assignment, counts, length, block_size, clusters, TILE=_TILE, BINS=triton.next_power_of_2(clusters + 1)
+        assignment, counts, length, block_size, clusters, TILE=_TOKENS, BINS=triton.next_power_of_2(clusters + 1)
     )
     _sum_rows[(clusters, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
     _sum_before[(sequences,)](
         totals, cluster_starts, clusters, WIDTH=min(1024, triton.next_power_of_2(clusters))
     )
     _place_by_cluster[grid](
-        assignment, counts, cluster_starts, order, starts, length, block_size, clusters, TILE=_TILE, STEP=32,
-        CP=triton.next_power_of_2(clusters),
+        assignment, counts, cluster_starts, found.order, found.starts, length, block_size, clusters, TILE=_TOKENS,
+        STEP=32, CP=triton.next_power_of_2(clusters),
     )  # fmt: skip
-    return Groups(order, starts)
+    return found
 
 
-def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:
+def group_rows(group_of_row: Tensor, number_of_groups: int, fill_in: Groups | None = None) -> Groups:
     """Sort the rows of (S, L) int32 by group; rows of group -1 come after all groups."""
     sequences, length = group_of_row.shape
     tiles = triton.cdiv(length, _TILE)
@@ -92,8 +97,13 @@ def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:
     totals = group_of_row.new_empty(sequences, digits)
     digit_starts = group_of_row.new_empty(sequences, digits + 1)
     keys, rows = group_of_row, group_of_row  # (the first pass numbers the rows itself)
-    for shift in range(0, number_of_groups.bit_length(), _DIGIT):
-        new_keys, new_rows = torch.empty_like(group_of_row), torch.empty_like(group_of_row)
+    found = fill_in or Groups(
+        torch.empty_like(group_of_row), group_of_row.new_empty(sequences, number_of_groups + 1)
+    )
+    bits = number_of_groups.bit_length()
+    for shift in range(0, bits, _DIGIT):
+        is_last = shift + _DIGIT >= bits
+        new_keys, new_rows = torch.empty_like(group_of_row), found.order if is_last else torch.empty_like(group_of_row)
         _count_digits[(tiles, sequences)](
             keys, counts, length, number_of_groups, shift, tiles, TILE=_TILE, DIGITS=digits
         )
@@ -101,15 +111,14 @@ def group_rows(group_of_row: Tensor, number_of_groups: int) -> Groups:
         _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
         _place_by_digit[(tiles, sequences)](
             keys, rows, counts, digit_starts, new_keys, new_rows, length, number_of_groups, shift, tiles,
-            IS_FIRST=shift == 0, TILE=_TILE, DIGITS=digits,
+            IS_FIRST=shift == 0, TILE=_TILE, DIGITS=digits, num_warps=8,
         )  # fmt: skip
         keys, rows = new_keys, new_rows
-    starts = group_of_row.new_empty(sequences, number_of_groups + 1)
     width = min(128, triton.next_power_of_2(number_of_groups + 1))
     _find_starts[(triton.cdiv(number_of_groups + 1, width), sequences)](
-        keys, starts, length, number_of_groups, STEPS=length.bit_length(), WIDTH=width
+        keys, found.starts, length, number_of_groups, STEPS=length.bit_length(), WIDTH=width
     )
-    return Groups(rows, starts)
+    return found
 
 
 def tiles(begin: Tensor, end: Tensor, most_rows: int | Tensor, most_tiles: int) -> Tiles:

@@ -47,14 +47,16 @@ def shared_delta(
 
 
 def add_to_queries(
-    own: Tensor, of_summaries: Tensor | None, of_pairs: Tensor | None, picks: Tensor | None, fill_in: Tensor, *,
-    scale: float,
-) -> None:  # fmt: skip
-    """Gradients of queries: `own` + `scale` (`of_summaries` + the sum of `of_pairs` over the queries' picks)."""
+    own: Tensor, of_summaries: Tensor | None, of_pairs: Tensor | None, picks: Tensor, fill_in: Tensor, *, scale: float
+) -> None:
+    """Gradients of queries: `own` + `scale` (`of_summaries` + the sum of `of_pairs` over the queries' picks).
+
+    `picks` has an integer for each pair, which is negative if the query has no such pick.
+    """
     heads, length, head_dim = own.shape
     _add_to_queries[(triton.cdiv(heads * length, _TILE),)](
         own, own if of_summaries is None else of_summaries, own if of_pairs is None else of_pairs,
-        own if picks is None else picks, fill_in, heads * length, 0 if picks is None else picks.shape[-1],
+        picks, fill_in, heads * length, 0 if of_pairs is None else of_pairs.shape[-2],
         HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
         ACC=arithmetic(own.dtype)["ACC"],
     )  # fmt: skip

@@ -23,9 +23,9 @@ from muse_attention.structures import Partial, Selection
 
 PAIRS_OF_TILE = 64
 """Queries of one bucket that one program works on."""
-ATTEND = {"KEYS": 64, "num_warps": 4}
-ATTEND_BACKWARD_TO_QUERIES = {"KEYS": 64, "num_warps": 4}
-ATTEND_BACKWARD_TO_KEYS = {"PAIRS": 64, "num_warps": 4}
+ATTEND = {"KEYS": 32, "num_warps": 4, "num_stages": 3}
+ATTEND_BACKWARD_TO_QUERIES = {"KEYS": 32, "num_warps": 4, "num_stages": 3}
+ATTEND_BACKWARD_TO_KEYS = {"PAIRS": 64, "num_warps": 4, "num_stages": 1}
 PAIRS_OF_PIECE = 2048
 """Queries of one bucket that one program streams through a tile of its keys, if there is room for all the pieces."""
 _PIECES = 1.5
@@ -36,22 +36,27 @@ _PIECES = 1.5
 class Pairs:
     """Every query with each bucket it retrieves, sorted by bucket."""
 
-    picks: Tensor
-    """(H, N, P) int32: the bucket `cluster * nb + block` of the query's key head, or -1"""
+    shape: tuple[int, int, int]
+    """(H, N, P)"""
     groups: Groups
     """pairs `(query row * P + pick)` of each key head by bucket"""
     tiles: Tiles
 
+    @classmethod
+    def of(cls, groups: Groups, selection: Selection) -> Pairs:
+        heads, length, opened, retrieved = selection.retrieved.shape
+        return cls((heads, length, opened * retrieved), groups, tiles_of_groups(groups, PAIRS_OF_TILE))
 
-def find_pairs(selection: Selection, key_heads: int, blocks: int, key_clusters: int) -> Pairs:
-    heads, length, opened, retrieved = selection.retrieved.shape
-    picks = torch.empty_like(selection.retrieved).view(heads, length, opened * retrieved)
+
+def sort_pairs(selection: Selection, blocks: int, fill_in: Groups) -> None:
+    """Sort the pairs of each key head by bucket, `cluster * nb + block`; those without a bucket come last."""
+    number, retrieved = selection.retrieved.numel(), selection.retrieved.shape[-1]
+    bucket = torch.empty_like(fill_in.order)
     width = 1024
-    _number_buckets[(triton.cdiv(picks.numel(), width),)](
-        selection.opened, selection.retrieved, picks, picks.numel(), retrieved, blocks, WIDTH=width
+    _number_buckets[(triton.cdiv(number, width),)](
+        selection.opened, selection.retrieved, bucket, number, retrieved, blocks, WIDTH=width
     )
-    groups = group_rows(picks.view(key_heads, -1), blocks * key_clusters)
-    return Pairs(picks, groups, tiles_of_groups(groups, PAIRS_OF_TILE))
+    group_rows(bucket, fill_in.number, fill_in)
 
 
 def attend(
@@ -63,11 +68,11 @@ def attend(
     and the output is undefined.
     """
     _, length, value_dim = values.shape
-    out = values.new_empty(*pairs.picks.shape, value_dim)
-    lse = torch.full_like(pairs.picks, -torch.inf, dtype=compute_dtype(values.dtype))
+    out = values.new_empty(*pairs.shape, value_dim)
+    lse = torch.full(pairs.shape, -torch.inf, dtype=compute_dtype(values.dtype), device=values.device)
     _attend_to_buckets[pairs.tiles.grid](
         queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts, out, lse, length,
-        queries.shape[0] // keys.shape[0], pairs.picks.shape[-1], buckets.number, PAIRS=PAIRS_OF_TILE,
+        queries.shape[0] // keys.shape[0], pairs.shape[-1], buckets.number, PAIRS=PAIRS_OF_TILE,
         **_constants(queries, values, scale), **ATTEND,
     )  # fmt: skip
     return Partial(out, lse)
@@ -92,8 +97,8 @@ def attend_backward(
     `lse` and `delta` are those of the merged softmax. Where a query has no pick its gradient is undefined.
     """
     key_heads, length, head_dim = keys.shape
-    shared_by, picks = queries.shape[0] // key_heads, pairs.picks.shape[-1]
-    grad_pairs = queries.new_empty(*pairs.picks.shape, head_dim, dtype=gradient_dtype(queries.dtype))
+    shared_by, picks = queries.shape[0] // key_heads, pairs.shape[-1]
+    grad_pairs = queries.new_empty(*pairs.shape, head_dim, dtype=gradient_dtype(queries.dtype))
     constants = _constants(queries, values, scale)
     _buckets_backward_to_queries[pairs.tiles.grid](
         grad_out, lse, delta, queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts,

@@ -24,10 +24,11 @@ from muse_attention.structures import Partial, Selection, Summaries
 ROWS_OF_TILE = 64
 """Queries of one segment that one program works on."""
 SELECT_CLUSTERS = {"num_warps": 4}
-SELECT_BLOCKS = {"LISTED": 32, "num_warps": 4}
-ATTEND = {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4}
-ATTEND_BACKWARD_TO_QUERIES = {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4}
-ATTEND_BACKWARD_TO_SUMMARIES = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4}
+SELECT_BLOCKS = {"LISTED": 16, "num_warps": 4, "num_stages": 1}
+ATTEND = {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3}
+ATTEND_BACKWARD_TO_QUERIES = {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3}
+ATTEND_BACKWARD_TO_SEEN = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 2}
+ATTEND_BACKWARD_TO_BLOCKS = {"CLUSTERS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 2}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Segments:
             "IS_CAUSAL": self.is_causal,
             **arithmetic(self.residuals.dtype),
         }
+
+    def fit(self, launch: dict[str, int]) -> dict[str, int]:
+        """No more columns at a time than there are key clusters."""
+        most = padded(self.key_clusters)
+        return {name: min(number, most) if name in ("CLUSTERS", "LISTED") else number for name, number in launch.items()}
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,18 @@ class Terms:
         return {"PLANES": self.words.shape[1], "WORD": self.blocks_of_word}
 
 
+@dataclass(frozen=True)
+class OpenedClusters:
+    """The key clusters that any query of a query cluster opens: only their blocks' summaries are terms of anything."""
+
+    is_listed: Tensor
+    """(H, Q, K) int8"""
+    listed: Tensor
+    """(H, Q, K) int32: their numbers, ascending"""
+    listed_number: Tensor
+    """(H, Q) int32"""
+
+
 def select(
     segments: Segments, of_buckets: Summaries, seen: Summaries, clusters: int, blocks: int
 ) -> tuple[Selection, Terms]:
@@ -118,21 +136,44 @@ def select(
         _select_blocks[tiles.grid](
             segments.residuals, of_buckets.log_mass, of_buckets.key_mean, *where, slots, terms.listed,
             terms.listed_number, retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE,
-            HAS_WORDS=is_written, **segments.constants, **SELECT_BLOCKS,
+            HAS_WORDS=is_written, **segments.constants, **segments.fit(SELECT_BLOCKS),
         )  # fmt: skip
     selection = Selection(opened, retrieved)
     return selection, terms if is_written else find_terms(segments, selection)
 
 
 def find_terms(segments: Segments, selection: Selection) -> Terms:
+    """The terms that a selection leaves."""
     heads, length, clusters, blocks = selection.retrieved.shape
     terms = Terms.empty(segments)
-    _mark_terms[segments.tiles.grid](
-        *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, *terms.tables, length,
-        segments.key_clusters, OPENED=clusters, RETRIEVED=blocks, ROWS=ROWS_OF_TILE,
-        CLUSTERS=min(64, padded(segments.key_clusters)), **terms.constants,
+    terms.words.fill_(-1)
+    if clusters > 0:
+        width = 512
+        planes = terms.words.shape[1]
+        _mark_terms[(triton.cdiv(length * clusters, width), heads * planes)](
+            segments.groups.order, selection.opened, selection.retrieved, terms.words, length, segments.key_clusters,
+            OPENED=clusters, RETRIEVED=blocks, WIDTH=width, **terms.constants,
+        )  # fmt: skip
+    _list_opened[segments.tiles.grid](
+        *segments.tiles.parts(), *terms.tables, length, segments.key_clusters, ROWS=ROWS_OF_TILE,
+        CLUSTERS=min(64, padded(segments.key_clusters)), PLANES=terms.words.shape[1],
     )  # fmt: skip
     return terms
+
+
+def find_opened_clusters(segments: Segments, terms: Terms) -> OpenedClusters:
+    heads = segments.residuals.shape[0]
+    shape = (heads, segments.query_clusters, segments.key_clusters)
+    found = OpenedClusters(
+        terms.listed.new_empty(shape, dtype=torch.int8),
+        terms.listed.new_empty(shape),
+        terms.listed.new_empty(shape[:2]),
+    )
+    _list_of_cluster[(segments.query_clusters, heads)](
+        segments.tiles.before, terms.listed, terms.listed_number, found.is_listed, found.listed, found.listed_number,
+        segments.tiles.group.shape[1], segments.blocks, segments.key_clusters, CP=padded(segments.key_clusters),
+    )  # fmt: skip
+    return found
 
 
 def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Terms) -> Partial:
@@ -148,7 +189,7 @@ def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Te
     _attend_to_summaries[tiles.grid](
         segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(), segments.groups.order, *terms.tables,
         partial.out, partial.lse, *segments.sizes, DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE,
-        **terms.constants, **segments.constants, **ATTEND,
+        **terms.constants, **segments.constants, **segments.fit(ATTEND),
     )  # fmt: skip
     return partial
 
@@ -164,8 +205,10 @@ def attend_backward(
     *,
     differentiable_aggregation: bool,
     fill_in: tuple[Summaries, Summaries],
-) -> Tensor:
+) -> tuple[Tensor, OpenedClusters]:
     """Gradients of the queries, (H, N, D) in the order of the inputs, and of both kinds of summaries in `fill_in`.
+
+    Of the blocks' summaries only those of opened clusters have gradients; the rest is not written.
 
     `grad_out` (H, N, Dv), `lse` and `delta` (H, N) are in the order of the segments, and those of the merged softmax.
     With differentiable aggregation the gradient of a log-mass is taken at fixed sums instead of fixed means.
@@ -178,17 +221,21 @@ def attend_backward(
     _summaries_backward_to_queries[tiles.grid](
         grad_out, lse, delta, segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(),
         segments.groups.order, *terms.tables, grad_queries, *segments.sizes, ROWS=ROWS_OF_TILE, **constants,
-        **ATTEND_BACKWARD_TO_QUERIES,
+        **segments.fit(ATTEND_BACKWARD_TO_QUERIES),
     )  # fmt: skip
-    at_once = ATTEND_BACKWARD_TO_SUMMARIES["CLUSTERS"]
-    grid = (triton.cdiv(segments.key_clusters, at_once), segments.query_clusters * segments.blocks, heads)
-    for is_seen, summaries, gradient in ((False, of_buckets, fill_in[0]), (True, seen, fill_in[1])):
+    opened = find_opened_clusters(segments, terms)
+    for is_seen, summaries, gradient, launch in (
+        (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS),
+        (True, seen, fill_in[1], ATTEND_BACKWARD_TO_SEEN),
+    ):
+        launch = segments.fit(launch)
+        grid = (triton.cdiv(segments.key_clusters, launch["CLUSTERS"]), segments.query_clusters * segments.blocks, heads)
         _backward_to_summaries[grid](
             grad_out, lse, delta, segments.residuals, *summaries.parts(), segments.groups.starts, terms.words,
-            *gradient.parts(), *segments.sizes, IS_SEEN=is_seen, IS_FROZEN=not differentiable_aggregation,
-            **constants, **ATTEND_BACKWARD_TO_SUMMARIES,
+            opened.listed, opened.listed_number, *gradient.parts(), *segments.sizes, IS_SEEN=is_seen,
+            IS_FROZEN=not differentiable_aggregation, **constants, **launch,
         )  # fmt: skip
-    return grad_queries
+    return grad_queries, opened
 
 
 @triton.jit
@@ -236,31 +283,36 @@ def _select_clusters(
     residual = _load_rows(residuals, place, is_row, D, DP)
     # (Block 0 of causal attention sees nothing: its masses are all -inf.)
     _, logits = _score(residual, seen_mass, seen_key_mean, at, is_cluster, D, DP, ACC, PRECISION)
-    slot = tl.full([ROWS, CP], -1, tl.int32)
     exists = is_row[:, None] & (logits > float("-inf"))
-    absent: tl.constexpr = -(2**31)
     if IS_PACKED:
+        absent: tl.constexpr = -(2**31)
         keys = tl.where(exists, index_in_order(logits, CP), absent)
+        for number in range(opened_clusters):
+            best = tl.max(keys, 1)
+            is_found = best > absent + opened_clusters
+            tl.store(
+                opened + row * opened_clusters + number, tl.where(is_found, CP - 1 - (best & (CP - 1)), -1), mask=is_row
+            )
+            # The smallest integers of all say when a cluster was chosen.
+            keys = tl.where((keys == best[:, None]) & is_found[:, None], absent + 1 + number, keys)
+        slot = tl.where(keys <= absent + opened_clusters, keys - absent - 1, -1)
     else:
         logits = tl.where(exists, logits, float("-inf"))
-    for number in range(opened_clusters):
-        if IS_PACKED:
-            best = tl.max(keys, 1)
-            found = tl.where(best == absent, -1, CP - 1 - (best & (CP - 1)))
-            is_best = cluster[None, :] == found[:, None]
-            keys = tl.where(is_best, absent, keys)
-        else:
+        slot = tl.full([ROWS, CP], -1, tl.int32)
+        for number in range(opened_clusters):
             best, index = tl.max(logits, 1, return_indices=True)
             found = tl.where(best == float("-inf"), -1, index)
             is_best = cluster[None, :] == found[:, None]
             logits = tl.where(is_best, float("-inf"), logits)
-        slot = tl.where(is_best, number, slot)
-        tl.store(opened + row * opened_clusters + number, found, mask=is_row)
-        for other in range(retrieved_blocks):
-            # What finds nothing to open retrieves nothing.
+            slot = tl.where(is_best, number, slot)
+            tl.store(opened + row * opened_clusters + number, found, mask=is_row)
+    # What finds nothing to open retrieves nothing.
+    filled = tl.sum((slot >= 0).to(tl.int32), 1)
+    if tl.min(tl.where(is_row, filled, opened_clusters), 0) < opened_clusters:
+        for number in range(opened_clusters * retrieved_blocks):
             tl.store(
-                retrieved + (row * opened_clusters + number) * retrieved_blocks + other, found,
-                mask=is_row & (found < 0),
+                retrieved + row * opened_clusters * retrieved_blocks + number, tl.full([ROWS], -1, tl.int32),
+                mask=is_row & (number >= filled * retrieved_blocks),
             )  # fmt: skip
     tl.store(slots + place[:, None] * key_clusters + cluster[None, :], slot, mask=is_row[:, None] & is_cluster[None, :])
     is_listed = tl.max((slot >= 0).to(tl.int32), 0)
@@ -324,45 +376,77 @@ def _select_blocks(
 
 @triton.jit(do_not_specialize=["length"])
 def _mark_terms(
-    tile_group, tile_begin, tile_end, order, opened, retrieved, words, listed, listed_number, length, key_clusters,
-    OPENED: tl.constexpr, RETRIEVED: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, PLANES: tl.constexpr,
-    WORD: tl.constexpr,
+    order, opened, retrieved, words, length, key_clusters, OPENED: tl.constexpr, RETRIEVED: tl.constexpr,
+    WIDTH: tl.constexpr, PLANES: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """The terms of a given selection."""
+    """Write the words of opened clusters, one for each (query, opened cluster)."""
+    head, plane = tl.program_id(1).to(tl.int64) // PLANES, tl.program_id(1) % PLANES
+    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    place = index // OPENED
+    inside = place < length
+    row = tl.load(order + head * length + place, mask=inside, other=0)
+    at = (head * length + row) * OPENED + index % OPENED
+    cluster = tl.load(opened + at, mask=inside, other=-1)
+    wide: tl.constexpr = tl.int32 if PLANES == 1 else tl.int64
+    word = tl.full([WIDTH], -1, wide)
+    for number in range(RETRIEVED):
+        bit = tl.load(retrieved + at * RETRIEVED + number, mask=inside, other=-1) - plane * WORD
+        is_here = (bit >= 0) & (bit < WORD)
+        one = tl.full([WIDTH], 1, wide) << tl.where(is_here, bit, 0).to(wide)
+        word = tl.where(is_here, word & ~one, word)
+    if PLANES > 1:
+        word = word & 0xFFFFFFFF
+    to = (tl.program_id(1).to(tl.int64) * length + place) * key_clusters + cluster
+    tl.store(words + to, word, mask=inside & (cluster >= 0))
+
+
+@triton.jit(do_not_specialize=["length"])
+def _list_opened(
+    tile_group, tile_begin, tile_end, words, listed, listed_number, length, key_clusters, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """The clusters that any query of a tile opens."""
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
     if tl.load(tile_group + tile) < 0:
         return
     place = tl.load(tile_begin + tile) + tl.arange(0, ROWS)
     is_row = place < tl.load(tile_end + tile)
-    row = head * length + tl.load(order + head * length + place, mask=is_row, other=0)
-    wide: tl.constexpr = tl.int32 if PLANES == 1 else tl.int64
-    number_listed = 0
+    number = 0
     for first in range(0, key_clusters, CLUSTERS):
         cluster = first + tl.arange(0, CLUSTERS)
-        is_cluster = cluster < key_clusters
-        for plane in range(PLANES):
-            word = tl.full([ROWS, CLUSTERS], -1, wide)
-            for number in tl.range(0, OPENED, loop_unroll_factor=8):
-                is_open = tl.load(opened + row * OPENED + number, mask=is_row, other=-1)
-                kept = tl.full([ROWS], -1, wide)
-                for other in tl.range(0, RETRIEVED):
-                    block = tl.load(retrieved + (row * OPENED + number) * RETRIEVED + other, mask=is_row, other=-1)
-                    bit = block - plane * WORD
-                    is_here = (bit >= 0) & (bit < WORD)
-                    one = tl.full([ROWS], 1, wide) << tl.where(is_here, bit, 0).to(wide)
-                    kept = tl.where(is_here, kept & ~one, kept)
-                if PLANES > 1:
-                    kept = kept & 0xFFFFFFFF
-                word = tl.where(is_open[:, None] == cluster[None, :], kept[:, None], word)
-            at = ((head * PLANES + plane) * length + place)[:, None] * key_clusters + cluster[None, :]
-            tl.store(words + at, word, mask=is_row[:, None] & is_cluster[None, :])
-            if plane == 0:
-                is_listed = tl.max((word != -1).to(tl.int32), 0)
-                to = number_listed + tl.cumsum(is_listed, 0) - 1
-                tl.store(listed + tile * key_clusters + to, cluster, mask=is_listed > 0)
-                number_listed += tl.sum(is_listed, 0)
-    tl.store(listed_number + tile, number_listed)
+        at = (head * PLANES * length + place)[:, None] * key_clusters + cluster[None, :]
+        word = tl.load(words + at, mask=is_row[:, None] & (cluster < key_clusters)[None, :], other=-1)
+        is_listed = tl.max((word != -1).to(tl.int32), 0)
+        to = number + tl.cumsum(is_listed, 0) - 1
+        tl.store(listed + tile * key_clusters + to, cluster, mask=is_listed > 0)
+        number += tl.sum(is_listed, 0)
+    tl.store(listed_number + tile, number)
+
+
+@triton.jit(do_not_specialize=["tiles", "blocks"])
+def _list_of_cluster(
+    tiles_before, tile_listed, tile_number, is_listed, listed, listed_number, tiles, blocks, key_clusters,
+    CP: tl.constexpr,
+):  # fmt: skip
+    """The clusters that any tile of a query cluster lists."""
+    query_clusters, head = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    line = head * query_clusters + tl.program_id(0)
+    index = tl.arange(0, CP)
+    inside = index < key_clusters
+    is_listed += line * key_clusters
+    tl.store(is_listed + index, tl.zeros([CP], tl.int8), mask=inside)
+    tl.debug_barrier()
+    tiles_before += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
+    for tile in range(tl.load(tiles_before), tl.load(tiles_before + blocks)):
+        at = head * tiles + tile
+        is_entry = index < tl.load(tile_number + at)
+        cluster = tl.load(tile_listed + at * key_clusters + index, mask=is_entry, other=0)
+        tl.store(is_listed + cluster, tl.full([CP], 1, tl.int8), mask=is_entry)
+    tl.debug_barrier()
+    flag = tl.load(is_listed + index, mask=inside, other=0).to(tl.int32)
+    tl.store(listed + line * key_clusters + tl.cumsum(flag, 0) - 1, index, mask=flag > 0)
+    tl.store(listed_number + line, tl.sum(flag, 0))
 
 
 @triton.jit
@@ -506,8 +590,8 @@ def _summaries_backward_to_queries(
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _backward_to_summaries(
-    grad_out, lse, delta, residuals, mass, key_mean, value_mean, starts, words, grad_mass, grad_key_mean,
-    grad_value_mean, length, blocks, query_clusters, key_clusters, IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr,
+    grad_out, lse, delta, residuals, mass, key_mean, value_mean, starts, words, listed, listed_number, grad_mass,
+    grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, CLUSTERS: tl.constexpr, PLANES: tl.constexpr, WORD: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -515,13 +599,21 @@ def _backward_to_summaries(
     """Of some summaries of one block, what they receive from all queries of their query cluster that see them.
 
     Accumulated summaries are seen by the queries of their own block, a block's summaries by those of later blocks, or
-    of all other blocks. The queries of a cluster lie block after block.
+    of all other blocks, if any of these opens their cluster. The queries of a cluster lie block after block.
     """
     head = tl.program_id(2).to(tl.int64)
     query_cluster, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
+    line = head * query_clusters + query_cluster
     cluster = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
-    is_cluster = cluster < key_clusters
-    at = ((head * query_clusters + query_cluster) * blocks + block) * key_clusters + cluster
+    if IS_SEEN:
+        is_cluster = cluster < key_clusters
+    else:
+        number = tl.load(listed_number + line)
+        if tl.program_id(0) * CLUSTERS >= number:
+            return
+        is_cluster = cluster < number
+        cluster = tl.load(listed + line * key_clusters + cluster, mask=is_cluster, other=0)
+    at = (line * blocks + block) * key_clusters + cluster
     means = _load_rows(key_mean, at, is_cluster, D, DP)
     values = _load_rows(value_mean, at, is_cluster, DV, DVP)
     masses = tl.load(mass + at, mask=is_cluster, other=float("-inf"))

@@ -59,9 +59,17 @@ def summarise(
 
 
 def accumulate_backward(
-    gradient: Summaries, log_mass: Tensor, accumulated: Accumulated, *, is_causal: bool, add_to: Summaries
+    gradient: Summaries,
+    log_mass: Tensor,
+    accumulated: Accumulated,
+    is_written: Tensor,
+    *,
+    is_causal: bool,
+    add_to: Summaries,
 ) -> None:
     """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
+
+    `is_written` (H, Q, K) says in which clusters `add_to` has anything to be added to.
 
     The gradient of a log-mass is taken at fixed sums instead of fixed means: with differentiable aggregation it lacks
     what the gradients of the means have along the means. In that form shares of it simply add up.
@@ -71,7 +79,7 @@ def accumulate_backward(
     tile = max(1, min(triton.next_power_of_2(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
     _accumulate_backward[(triton.cdiv(key_clusters, tile), query_clusters, heads)](
         *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
-        *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
+        is_written, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
         IS_CAUSAL=is_causal, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
     )  # fmt: skip
 
@@ -127,8 +135,8 @@ class PairGradients:
 
 ROWS_OF_TILE = 64
 """Keys of one bucket whose gradients one program sums."""
-SUMMARISE = {"KEYS": 32, "num_warps": 4}
-SUMMARISE_BACKWARD = {"num_warps": 4}
+SUMMARISE = {"KEYS": 32, "num_warps": 4, "num_stages": 3}
+SUMMARISE_BACKWARD = {"num_warps": 4, "num_stages": 1}
 
 
 def new_gradient(of_buckets: Summaries) -> Summaries:
@@ -265,8 +273,8 @@ def _summarise(
 
 @triton.jit(do_not_specialize=["blocks", "key_clusters"])
 def _accumulate_backward(
-    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, add_mass, add_key_mean,
-    add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, is_written, add_mass,
+    add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum
@@ -279,6 +287,7 @@ def _accumulate_backward(
     is_key = is_cluster[:, None] & (dim < D)[None, :]
     is_value = is_cluster[:, None] & (value_dim < DV)[None, :]
     entry = query_cluster * blocks * key_clusters + cluster
+    has_own = tl.load(is_written + query_cluster * key_clusters + cluster, mask=is_cluster, other=0) != 0
     sides: tl.constexpr = 1 if IS_CAUSAL else 2
     for side in tl.static_range(sides):
         side_mass = mass_before if side == 0 else mass_after
@@ -293,9 +302,10 @@ def _accumulate_backward(
             value_at = at[:, None] * DV + value_dim[None, :]
             # `running` is the sum over the blocks b already passed of exp(mass_passed - side_b) times the gradient at b.
             share = _exp_of_difference(tl.load(mass + at, mask=is_cluster, other=float("-inf")), mass_passed)
-            d_keys = tl.load(add_key_mean + key_at, mask=is_key, other=0.0).to(ACC)
-            d_values = tl.load(add_value_mean + value_at, mask=is_value, other=0.0).to(ACC)
-            d_mass = tl.load(add_mass + at, mask=is_cluster, other=0.0) + running * share
+            adds = is_cluster & (has_own if side == 0 else True)
+            d_keys = tl.load(add_key_mean + key_at, mask=is_key & adds[:, None], other=0.0).to(ACC)
+            d_values = tl.load(add_value_mean + value_at, mask=is_value & adds[:, None], other=0.0).to(ACC)
+            d_mass = tl.load(add_mass + at, mask=adds, other=0.0) + running * share
             d_keys += running_keys * share[:, None]
             d_values += running_values * share[:, None]
             tl.store(add_key_mean + key_at, d_keys, mask=is_key)

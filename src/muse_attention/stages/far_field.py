@@ -63,8 +63,9 @@ def attend(
     *,
     is_causal: bool,
     scale: float,
-) -> tuple[Partial, Selection]:
-    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`."""
+) -> tuple[Partial, Selection, Tensor]:
+    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`,
+    and what `attend_backward` wants to be told: nothing."""
     of_rows = query.shape[:3]
     heads = Heads.of(query, key, value, clusters, scale)
     shared_by = heads.query.shape[1]
@@ -89,6 +90,7 @@ def attend(
             join([partial.lse for partial, _ in results]).view(of_rows),
         ),
         Selection(opened.view(*of_rows, *opened.shape[1:]), retrieved.view(*of_rows, *retrieved.shape[1:])),
+        opened.new_empty(0),
     )
 
 
@@ -102,12 +104,13 @@ def attend_backward(
     clusters: Clusters,
     selected: Selection,
     merged: Partial,
+    memory: Tensor,
     config: MuSeConfig,
     *,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the gradients of the far field to those of the own block."""
+    """Add the gradients of the far field to those of the own block. `memory` is what `attend` left: nothing."""
     heads = Heads.of(query, key, value, clusters, scale)
     shared_by = heads.query.shape[1]
     rows = _selection_by_key_head(selected, shared_by)
