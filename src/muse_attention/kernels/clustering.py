@@ -190,15 +190,20 @@ def _load_centroids(centroids, sequence, clusters, D: tl.constexpr, DP: tl.const
 
 
 @triton.jit
-def _affinity(x, centroids, clusters, CP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
-    rounded = centroids.to(x.dtype)
+def _half_norms(centroids, clusters, CP: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
+    """The centroids in the vectors' dtype, and half the square of their norms; infinite where there is no centroid."""
+    rounded = centroids.to(DTYPE)
     wide = rounded.to(ACC)
-    scores = tl.dot(x, tl.trans(rounded), input_precision=PRECISION, out_dtype=ACC)
-    scores -= (0.5 * tl.sum(wide * wide, 1))[None, :]
+    return rounded, tl.where(tl.arange(0, CP) < clusters, 0.5 * tl.sum(wide * wide, 1), float("inf"))
+
+
+@triton.jit
+def _affinity(x, centroids, half_norms, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
+    scores = tl.dot(x, tl.trans(centroids), input_precision=PRECISION, out_dtype=ACC) - half_norms[None, :]
     scores = tl.where(scores == scores, scores, 0.0)
     scores = tl.minimum(tl.maximum(scores, -1e38), 1e38)
-    return tl.where((tl.arange(0, CP) < clusters)[None, :], scores, float("-inf"))
+    return tl.where((half_norms == float("inf"))[None, :], float("-inf"), scores)
 
 
 @triton.jit
@@ -244,7 +249,8 @@ def _stream(
         is_row = begin + place < length
         row = tl.load(order + begin + place, mask=is_row, other=0)
         x = _load_vectors(vectors, row, is_row, sequence < of_first, FACTOR, D, DP, ACC)
-        nearest = _argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), CP, x.dtype)
+        rounded, half_norms = _half_norms(current, clusters, CP, x.dtype, ACC)
+        nearest = _argmax(_affinity(x, rounded, half_norms, ACC, PRECISION), CP, x.dtype)
         nearest = tl.where(is_row, nearest, -1)
         follows = (nearest[:, None] == nearest[None, :]) & (place[:, None] < place[None, :])
         followers = tl.sum(follows.to(tl.int32), 1).to(ACC)
@@ -271,6 +277,7 @@ def _sum_members(
     part, sequence = tl.program_id(0), tl.program_id(1)
     vectors = _of_sequence(first, second, sequence, of_first, length, D)
     current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
+    rounded, half_norms = _half_norms(current, clusters, CP, first.dtype.element_ty, ACC)
     number, dim = tl.arange(0, CP), tl.arange(0, DP)
     total = tl.zeros([CP, DP], ACC)
     count = tl.zeros([CP], ACC)
@@ -278,7 +285,7 @@ def _sum_members(
     for begin in range(part * rows, tl.minimum((part + 1) * rows, length), TILE):
         row = begin + tl.arange(0, TILE)
         x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
-        nearest = _argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), CP, x.dtype)
+        nearest = _argmax(_affinity(x, rounded, half_norms, ACC, PRECISION), CP, x.dtype)
         member = (nearest[:, None] == number[None, :]) & (row < length)[:, None]
         total = tl.dot(tl.trans(member.to(x.dtype)), x, total, input_precision=PRECISION, out_dtype=ACC)
         count += tl.sum(member.to(ACC), 0)
@@ -317,11 +324,12 @@ def _find_nearest(
     sequence = tl.program_id(1)
     vectors = _of_sequence(first, second, sequence, of_first, length, D)
     current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
+    rounded, half_norms = _half_norms(current, clusters, CP, first.dtype.element_ty, ACC)
     start = tl.program_id(0) * TILE * TILES
     for begin in range(start, tl.minimum(start + TILE * TILES, length), TILE):
         row = begin + tl.arange(0, TILE)
         x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
-        nearest = _argmax(_affinity(x, current, clusters, CP, ACC, PRECISION), CP, x.dtype)
+        nearest = _argmax(_affinity(x, rounded, half_norms, ACC, PRECISION), CP, x.dtype)
         tl.store(assignment + sequence.to(tl.int64) * length + row, nearest, mask=row < length)
 
 
@@ -370,6 +378,7 @@ def _move_overflow(
 
     vectors = _of_sequence(first, second, sequence, of_first, length, D)
     current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
+    rounded, half_norms = _half_norms(current, clusters, CP, first.dtype.element_ty, ACC)
     room = tl.maximum(cap - size, 0)
     while count > 0:
         proposed = tl.zeros([CP], tl.int32)
@@ -378,7 +387,7 @@ def _move_overflow(
             inside = begin + place < count
             row = tl.load(waiting + begin_of_block + begin + place, mask=inside, other=0)
             x = _load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
-            scores = _affinity(x, current, clusters, CP, ACC, PRECISION)
+            scores = _affinity(x, rounded, half_norms, ACC, PRECISION)
             choice = _argmax(tl.where((room > 0)[None, :], scores, float("-inf")), CP, x.dtype)
             member = (choice[:, None] == number[None, :]) & inside[:, None]
             rank = tl.cumsum(member.to(tl.int32), 0) - 1 + proposed[None, :]

@@ -33,3 +33,25 @@ def index_in_order(scores, COLUMNS: tl.constexpr):
     bits = scores.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits & -COLUMNS) | (COLUMNS - 1 - tl.arange(0, COLUMNS))[None, :]
+
+
+@triton.jit
+def load_rows(table, first, offset, is_row, X: tl.constexpr, XP: tl.constexpr):
+    """Rows `first + offset` of a table with `X` columns, padded with zeros. `first` may need 64 bits, `offset` not."""
+    column = tl.arange(0, XP)
+    at = table + first * X + offset[:, None] * X + column[None, :]
+    if X == XP:
+        return tl.load(at, mask=is_row[:, None], other=0.0)
+    else:
+        return tl.load(at, mask=is_row[:, None] & (column < X)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(table, first, offset, is_row, rows, X: tl.constexpr, XP: tl.constexpr):
+    """Write rows `first + offset` of a table with `X` columns."""
+    column = tl.arange(0, XP)
+    at = table + first * X + offset[:, None] * X + column[None, :]
+    if X == XP:
+        tl.store(at, rows, mask=is_row[:, None])
+    else:
+        tl.store(at, rows, mask=is_row[:, None] & (column < X)[None, :])

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles, group_rows, tiles, tiles_of_groups
-from muse_attention.kernels.numbers import arithmetic, gradient_dtype, padded
+from muse_attention.kernels.numbers import arithmetic, gradient_dtype, load_rows, padded, store_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.kernels.summaries import PairGradients
 from muse_attention.structures import Partial, Selection
@@ -181,12 +181,6 @@ def _plan_pieces(
     tl.store(size + key_head, SHORTEST << fitting)
 
 
-@triton.jit
-def _load_rows(table, row, is_row, X: tl.constexpr, XP: tl.constexpr):
-    column = tl.arange(0, XP)
-    return tl.load(table + row[:, None] * X + column[None, :], mask=is_row[:, None] & (column < X)[None, :], other=0.0)
-
-
 @triton.jit(do_not_specialize=["length", "shared_by", "picks", "buckets"])
 def _attend_to_buckets(
     queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts, out, lse, length, shared_by,
@@ -198,12 +192,11 @@ def _attend_to_buckets(
     bucket = tl.load(tile_group + tile)
     if bucket < 0:
         return
-    first_pair = key_head * shared_by * length * picks
+    first_row = key_head * shared_by * length
     place = tl.load(tile_begin + tile) + tl.arange(0, PAIRS)
     is_pair = place < tl.load(tile_end + tile)
-    pair = tl.load(pair_order + first_pair + place, mask=is_pair, other=0)
-    some_queries = _load_rows(queries, key_head * shared_by * length + pair // picks, is_pair, D, DP)
-    pair = first_pair + pair
+    pair = tl.load(pair_order + first_row * picks + place, mask=is_pair, other=0)
+    some_queries = load_rows(queries, first_row, pair // picks, is_pair, D, DP)
     largest = tl.full([PAIRS], float("-inf"), ACC)
     total = tl.zeros([PAIRS], ACC)
     weighted = tl.zeros([PAIRS, DVP], ACC)
@@ -212,8 +205,8 @@ def _attend_to_buckets(
     for begin in range(tl.load(at), end, KEYS):
         key = begin + tl.arange(0, KEYS)
         is_key = key < end
-        some_keys = _load_rows(keys, key_head * length + key, is_key, D, DP)
-        some_values = _load_rows(values, key_head * length + key, is_key, DV, DVP)
+        some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
+        some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
         logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC) * SCALE
         logits = tl.where(is_key[None, :], logits, float("-inf"))
         larger = tl.maximum(largest, tl.max(logits, 1))
@@ -228,21 +221,9 @@ def _attend_to_buckets(
         largest = larger
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
-    column = tl.arange(0, DVP)
-    tl.store(out + pair[:, None] * DV + column[None, :], weighted, mask=is_pair[:, None] & (column < DV)[None, :])
+    pair = first_row * picks + pair
+    store_rows(out, 0, pair, is_pair, weighted, DV, DVP)
     tl.store(lse + pair, tl.where(nothing, float("-inf"), largest + tl.log(total)), mask=is_pair)
-
-
-@triton.jit
-def _differentiate(
-    some_queries, some_keys, some_grad, some_values, lse, delta, SCALE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Weights of (query, key) in the merged softmax, and the gradients of their logits."""
-    logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC) * SCALE
-    weights = tl.exp(tl.minimum(logits - lse[:, None], 0.0))
-    response = tl.dot(some_grad, tl.trans(some_values), input_precision=PRECISION, out_dtype=ACC)
-    return weights, weights * (response - delta[:, None])
 
 
 @triton.jit(do_not_specialize=["length", "shared_by", "picks", "buckets"])
@@ -257,31 +238,30 @@ def _buckets_backward_to_queries(
     bucket = tl.load(tile_group + tile)
     if bucket < 0:
         return
-    first_pair = key_head * shared_by * length * picks
+    first_row = key_head * shared_by * length
     place = tl.load(tile_begin + tile) + tl.arange(0, PAIRS)
     is_pair = place < tl.load(tile_end + tile)
-    pair = tl.load(pair_order + first_pair + place, mask=is_pair, other=0)
-    row = key_head * shared_by * length + pair // picks
-    pair = first_pair + pair
-    some_queries = _load_rows(queries, row, is_pair, D, DP)
-    some_grad = _load_rows(grad_out, row, is_pair, DV, DVP)
-    row_lse = tl.load(lse + row, mask=is_pair, other=float("inf"))
-    row_delta = tl.load(delta + row, mask=is_pair, other=0.0)
+    pair = tl.load(pair_order + first_row * picks + place, mask=is_pair, other=0)
+    row = pair // picks
+    some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
+    some_grad = load_rows(grad_out, first_row, row, is_pair, DV, DVP)
+    row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf"))
+    row_delta = tl.load(delta + first_row + row, mask=is_pair, other=0.0)
     gradient = tl.zeros([PAIRS, DP], ACC)
     at = bucket_starts + key_head * (buckets + 1) + bucket
     end = tl.load(at + 1)
     for begin in range(tl.load(at), end, KEYS):
         key = begin + tl.arange(0, KEYS)
         is_key = key < end
-        some_keys = _load_rows(keys, key_head * length + key, is_key, D, DP)
-        some_values = _load_rows(values, key_head * length + key, is_key, DV, DVP)
-        _, d_logits = _differentiate(
-            some_queries, some_keys, some_grad, some_values, row_lse, row_delta, SCALE, ACC, PRECISION
-        )
+        some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
+        some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
+        logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC) * SCALE
+        weights = tl.exp(tl.minimum(logits - row_lse[:, None], 0.0))
+        response = tl.dot(some_grad, tl.trans(some_values), input_precision=PRECISION, out_dtype=ACC)
+        d_logits = weights * (response - row_delta[:, None])
         # (A padded key is zero, so whatever its weight it gives nothing.)
         gradient = tl.dot(d_logits.to(some_keys.dtype), some_keys, gradient, input_precision=PRECISION, out_dtype=ACC)
-    dim = tl.arange(0, DP)
-    tl.store(grad_pairs + pair[:, None] * D + dim[None, :], gradient, mask=is_pair[:, None] & (dim < D)[None, :])
+    store_rows(grad_pairs, 0, first_row * picks + pair, is_pair, gradient, D, DP)
 
 
 @triton.jit(do_not_specialize=["length", "shared_by", "picks", "tiles"])
@@ -298,9 +278,8 @@ def _buckets_backward_to_keys(
         return
     key = tl.load(tile_begin + key_head * tiles + tile) + tl.arange(0, KEYS)
     is_key = key < tl.load(tile_end + key_head * tiles + tile)
-    key = key_head * length + key
-    some_keys = _load_rows(keys, key, is_key, D, DP)
-    some_values = _load_rows(values, key, is_key, DV, DVP)
+    some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
+    some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
     d_keys = tl.zeros([KEYS, DP], ACC)
     d_values = tl.zeros([KEYS, DVP], ACC)
     first_row = key_head * shared_by * length
@@ -309,23 +288,18 @@ def _buckets_backward_to_keys(
     for begin in range(tl.load(piece_begin + piece), end, PAIRS):
         place = begin + tl.arange(0, PAIRS)
         is_pair = place < end
-        row = first_row + tl.load(pair_order + place, mask=is_pair, other=0) // picks
-        some_queries = _load_rows(queries, row, is_pair, D, DP)
-        some_grad = _load_rows(grad_out, row, is_pair, DV, DVP)
-        row_lse = tl.load(lse + row, mask=is_pair, other=float("inf"))
-        row_delta = tl.load(delta + row, mask=is_pair, other=0.0)
-        weights, d_logits = _differentiate(
-            some_queries, some_keys, some_grad, some_values, row_lse, row_delta, SCALE, ACC, PRECISION
-        )
-        d_keys = tl.dot(
-            tl.trans(d_logits.to(some_queries.dtype)), some_queries, d_keys, input_precision=PRECISION, out_dtype=ACC
-        )
-        d_values = tl.dot(
-            tl.trans(weights.to(some_grad.dtype)), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC
-        )
-    dim, value_dim, row = tl.arange(0, DP), tl.arange(0, DVP), piece * KEYS + tl.arange(0, KEYS)
-    tl.store(grad_keys + row[:, None] * D + dim[None, :], d_keys * SCALE, mask=is_key[:, None] & (dim < D)[None, :])
-    tl.store(
-        grad_values + row[:, None] * DV + value_dim[None, :], d_values,
-        mask=is_key[:, None] & (value_dim < DV)[None, :],
-    )  # fmt: skip
+        row = tl.load(pair_order + place, mask=is_pair, other=0) // picks
+        some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
+        some_grad = load_rows(grad_out, first_row, row, is_pair, DV, DVP)
+        row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf"))
+        row_delta = tl.load(delta + first_row + row, mask=is_pair, other=0.0)
+        # Keys are the rows here, so that weights and gradients of logits enter the products below as they are.
+        logits = tl.dot(some_keys, tl.trans(some_queries), input_precision=PRECISION, out_dtype=ACC) * SCALE
+        weights = tl.exp(tl.minimum(logits - row_lse[None, :], 0.0))
+        d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
+        response = tl.dot(some_values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
+        d_logits = weights * (response - row_delta[None, :])
+        d_keys = tl.dot(d_logits.to(some_queries.dtype), some_queries, d_keys, input_precision=PRECISION, out_dtype=ACC)
+    place = tl.arange(0, KEYS)
+    store_rows(grad_keys, piece * KEYS, place, is_key, d_keys * SCALE, D, DP)
+    store_rows(grad_values, piece * KEYS, place, is_key, d_values, DV, DVP)

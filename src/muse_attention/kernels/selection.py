@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
-from muse_attention.kernels.numbers import arithmetic, index_in_order, padded
+from muse_attention.kernels.numbers import arithmetic, index_in_order, load_rows, padded, store_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection, Summaries
 
@@ -28,7 +28,7 @@ SELECT_BLOCKS = {"LISTED": 16, "num_warps": 4, "num_stages": 1}
 ATTEND = {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3}
 ATTEND_BACKWARD_TO_QUERIES = {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3}
 ATTEND_BACKWARD_TO_SEEN = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 2}
-ATTEND_BACKWARD_TO_BLOCKS = {"CLUSTERS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 2}
+ATTEND_BACKWARD_TO_BLOCKS = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 2}
 
 
 @dataclass(frozen=True)
@@ -239,19 +239,13 @@ def attend_backward(
 
 
 @triton.jit
-def _load_rows(table, row, is_row, X: tl.constexpr, XP: tl.constexpr):
-    column = tl.arange(0, XP)
-    return tl.load(table + row[:, None] * X + column[None, :], mask=is_row[:, None] & (column < X)[None, :], other=0.0)
-
-
-@triton.jit
 def _score(
-    residual, mass, key_mean, at, is_cluster, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
+    residual, mass, key_mean, first, cluster, is_cluster, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Means of the keys of some summaries, and the logits of the queries against them."""
-    means = _load_rows(key_mean, at, is_cluster, D, DP)
-    masses = tl.load(mass + at, mask=is_cluster, other=float("-inf"))
+    """Means of the keys of the summaries `first + cluster`, and the logits of the queries against them."""
+    means = load_rows(key_mean, first, cluster, is_cluster, D, DP)
+    masses = tl.load(mass + first + cluster, mask=is_cluster, other=float("-inf"))
     return means, tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]
 
 
@@ -273,16 +267,19 @@ def _select_clusters(
     segment = tl.load(tile_group + tile)
     if segment < 0:
         return
-    place = tl.load(tile_begin + tile) + tl.arange(0, ROWS)
-    is_row = place < tl.load(tile_end + tile)
-    place = head * length + place
-    row = head * length + tl.load(order + place, mask=is_row, other=0)
+    begin = tl.load(tile_begin + tile)
+    place = tl.arange(0, ROWS)
+    is_row = place < tl.load(tile_end + tile) - begin
+    first_place = head * length + begin
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
     cluster = tl.arange(0, CP)
     is_cluster = cluster < key_clusters
-    at = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters + cluster
-    residual = _load_rows(residuals, place, is_row, D, DP)
+    of_block = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters
+    residual = load_rows(residuals, first_place, place, is_row, D, DP)
     # (Block 0 of causal attention sees nothing: its masses are all -inf.)
-    _, logits = _score(residual, seen_mass, seen_key_mean, at, is_cluster, D, DP, ACC, PRECISION)
+    _, logits = _score(residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+    opened += head * length * opened_clusters
+    retrieved += head * length * opened_clusters * retrieved_blocks
     exists = is_row[:, None] & (logits > float("-inf"))
     if IS_PACKED:
         absent: tl.constexpr = -(2**31)
@@ -314,6 +311,7 @@ def _select_clusters(
                 retrieved + row * opened_clusters * retrieved_blocks + number, tl.full([ROWS], -1, tl.int32),
                 mask=is_row & (number >= filled * retrieved_blocks),
             )  # fmt: skip
+    slots += first_place * key_clusters
     tl.store(slots + place[:, None] * key_clusters + cluster[None, :], slot, mask=is_row[:, None] & is_cluster[None, :])
     is_listed = tl.max((slot >= 0).to(tl.int32), 0)
     tl.store(listed + tile * key_clusters + tl.cumsum(is_listed, 0) - 1, cluster, mask=is_listed > 0)
@@ -333,19 +331,23 @@ def _select_blocks(
     segment = tl.load(tile_group + tile)
     if segment < 0:
         return
-    place = tl.load(tile_begin + tile) + tl.arange(0, ROWS)
-    is_row = place < tl.load(tile_end + tile)
-    place = head * length + place
-    row = head * length + tl.load(order + place, mask=is_row, other=0)
+    begin = tl.load(tile_begin + tile)
+    place = tl.arange(0, ROWS)
+    is_row = place < tl.load(tile_end + tile) - begin
+    first_place = head * length + begin
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
-    residual = _load_rows(residuals, place, is_row, D, DP)
+    residual = load_rows(residuals, first_place, place, is_row, D, DP)
     of_cluster = (head * query_clusters + segment // blocks) * blocks * key_clusters
     listed_here = tl.load(listed_number + tile)
+    listed += tile * key_clusters
+    slots += first_place * key_clusters
+    retrieved += head * length * opened_clusters * retrieved_blocks
     for first in range(0, listed_here, LISTED):
         index = first + tl.arange(0, LISTED)
         is_cluster = index < listed_here
-        cluster = tl.load(listed + tile * key_clusters + index, mask=is_cluster, other=0)
+        cluster = tl.load(listed + index, mask=is_cluster, other=0)
         slot_at = slots + place[:, None] * key_clusters + cluster[None, :]
         slot = tl.load(slot_at, mask=is_row[:, None] & is_cluster[None, :], other=-1).to(tl.int32)
         last_score = tl.full([ROWS, LISTED], float("inf"), ACC)
@@ -355,8 +357,8 @@ def _select_blocks(
             best = tl.full([ROWS, LISTED], float("-inf"), ACC)
             found = tl.full([ROWS, LISTED], -1, tl.int32)
             for block in range(seen_blocks):
-                at = of_cluster + block * key_clusters + cluster
-                _, logits = _score(residual, mass, key_mean, at, is_cluster, D, DP, ACC, PRECISION)
+                of_block = of_cluster + block * key_clusters
+                _, logits = _score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
                 # Those that come after the last one found: with a lower score, or later with the same.
@@ -476,8 +478,10 @@ def _attend_to_summaries(
     segment = tl.load(tile_group + tile)
     if segment < 0:
         return
-    place = tl.load(tile_begin + tile) + tl.arange(0, ROWS)
-    is_row = place < tl.load(tile_end + tile)
+    begin = tl.load(tile_begin + tile)
+    place = tl.arange(0, ROWS)
+    is_row = place < tl.load(tile_end + tile) - begin
+    first_place = head * length + begin
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
     of_cluster = (head * query_clusters + segment // blocks) * blocks * key_clusters
@@ -485,48 +489,53 @@ def _attend_to_summaries(
     total = tl.zeros([ROWS], ACC)
     weighted = tl.zeros([ROWS, DVP], ACC)
     if seen_blocks > 0:
-        residual = _load_rows(residuals, head * length + place, is_row, D, DP)
+        residual = load_rows(residuals, first_place, place, is_row, D, DP)
         for first in range(0, key_clusters, CLUSTERS):
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
-            word_at = (head * PLANES * length + place)[:, None] * key_clusters + cluster[None, :]
-            word = tl.load(words + word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
-            at = of_cluster + own_block * key_clusters + cluster
-            _, logits = _score(residual, seen_mass, seen_key_mean, at, is_cluster, D, DP, ACC, PRECISION)
+            word_at = words + (head * PLANES * length + begin) * key_clusters
+            word_at += place[:, None] * key_clusters + cluster[None, :]
+            word = tl.load(word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
+            of_block = of_cluster + own_block * key_clusters
+            _, logits = _score(
+                residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
+            )
             logits = tl.where(word == -1, logits, float("-inf"))
-            values = _load_rows(seen_value_mean, at, is_cluster, DV, DVP)
+            values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
         listed_here = tl.load(listed_number + tile)
+        listed += tile * key_clusters
         for first in range(0, listed_here, LISTED):
             index = first + tl.arange(0, LISTED)
             is_cluster = index < listed_here
-            cluster = tl.load(listed + tile * key_clusters + index, mask=is_cluster, other=0)
+            cluster = tl.load(listed + index, mask=is_cluster, other=0)
             for plane in range(PLANES):
-                word_at = ((head * PLANES + plane) * length + place)[:, None] * key_clusters + cluster[None, :]
-                word = tl.load(words + word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
+                word_at = words + ((head * PLANES + plane) * length + begin) * key_clusters
+                word_at += place[:, None] * key_clusters + cluster[None, :]
+                word = tl.load(word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
                 for block in range(plane * WORD, tl.minimum(seen_blocks, (plane + 1) * WORD)):
-                    at = of_cluster + block * key_clusters + cluster
-                    _, logits = _score(residual, mass, key_mean, at, is_cluster, D, DP, ACC, PRECISION)
+                    of_block = of_cluster + block * key_clusters
+                    _, logits = _score(
+                        residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
+                    )
                     if not IS_CAUSAL:
                         logits = tl.where(own_block == block, float("-inf"), logits)
                     logits = tl.where(_is_block_term(word, block, WORD), logits, float("-inf"))
-                    values = _load_rows(value_mean, at, is_cluster, DV, DVP)
+                    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
                     largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
-    row = head * length + tl.load(order + head * length + place, mask=is_row, other=0)
-    value_dim = tl.arange(0, DVP)
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
     log_total = tl.where(nothing, float("-inf"), largest + tl.log(total))
-    tl.store(out + row[:, None] * DV + value_dim[None, :], weighted, mask=is_row[:, None] & (value_dim < DV)[None, :])
-    tl.store(lse + row, log_total, mask=is_row)
+    store_rows(out, head * length, row, is_row, weighted, DV, DVP)
+    tl.store(lse + head * length + row, log_total, mask=is_row)
 
 
 @triton.jit
-def _differentiate(logits, grad_out, values, lse, delta, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """Weights of the terms in the merged softmax, and the gradients of their logits."""
+def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr, PRECISION: tl.constexpr):
     weights = tl.exp(tl.minimum(logits - lse[:, None], 0.0))
     response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
-    return weights, weights * (response - delta[:, None])
+    return weights * (response - delta[:, None])
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
@@ -542,50 +551,58 @@ def _summaries_backward_to_queries(
     segment = tl.load(tile_group + tile)
     if segment < 0:
         return
-    place = tl.load(tile_begin + tile) + tl.arange(0, ROWS)
-    is_row = place < tl.load(tile_end + tile)
+    begin = tl.load(tile_begin + tile)
+    place = tl.arange(0, ROWS)
+    is_row = place < tl.load(tile_end + tile) - begin
+    first_place = head * length + begin
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
     of_cluster = (head * query_clusters + segment // blocks) * blocks * key_clusters
     gradient = tl.zeros([ROWS, DP], ACC)
     if seen_blocks > 0:
-        residual = _load_rows(residuals, head * length + place, is_row, D, DP)
-        some_grad = _load_rows(grad_out, head * length + place, is_row, DV, DVP)
-        row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
-        row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
+        residual = load_rows(residuals, first_place, place, is_row, D, DP)
+        some_grad = load_rows(grad_out, first_place, place, is_row, DV, DVP)
+        row_lse = tl.load(lse + first_place + place, mask=is_row, other=float("inf"))
+        row_delta = tl.load(delta + first_place + place, mask=is_row, other=0.0)
         for first in range(0, key_clusters, CLUSTERS):
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
-            word_at = (head * PLANES * length + place)[:, None] * key_clusters + cluster[None, :]
-            word = tl.load(words + word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
-            at = of_cluster + own_block * key_clusters + cluster
-            means, logits = _score(residual, seen_mass, seen_key_mean, at, is_cluster, D, DP, ACC, PRECISION)
+            word_at = words + (head * PLANES * length + begin) * key_clusters
+            word_at += place[:, None] * key_clusters + cluster[None, :]
+            word = tl.load(word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
+            of_block = of_cluster + own_block * key_clusters
+            means, logits = _score(
+                residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
+            )
             logits = tl.where(word == -1, logits, float("-inf"))
-            values = _load_rows(seen_value_mean, at, is_cluster, DV, DVP)
-            _, d_logits = _differentiate(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+            values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
+            d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
             gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
         listed_here = tl.load(listed_number + tile)
+        listed += tile * key_clusters
         for first in range(0, listed_here, LISTED):
             index = first + tl.arange(0, LISTED)
             is_cluster = index < listed_here
-            cluster = tl.load(listed + tile * key_clusters + index, mask=is_cluster, other=0)
+            cluster = tl.load(listed + index, mask=is_cluster, other=0)
             for plane in range(PLANES):
-                word_at = ((head * PLANES + plane) * length + place)[:, None] * key_clusters + cluster[None, :]
-                word = tl.load(words + word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
+                word_at = words + ((head * PLANES + plane) * length + begin) * key_clusters
+                word_at += place[:, None] * key_clusters + cluster[None, :]
+                word = tl.load(word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
                 for block in range(plane * WORD, tl.minimum(seen_blocks, (plane + 1) * WORD)):
-                    at = of_cluster + block * key_clusters + cluster
-                    means, logits = _score(residual, mass, key_mean, at, is_cluster, D, DP, ACC, PRECISION)
+                    of_block = of_cluster + block * key_clusters
+                    means, logits = _score(
+                        residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
+                    )
                     if not IS_CAUSAL:
                         logits = tl.where(own_block == block, float("-inf"), logits)
                     logits = tl.where(_is_block_term(word, block, WORD), logits, float("-inf"))
-                    values = _load_rows(value_mean, at, is_cluster, DV, DVP)
-                    _, d_logits = _differentiate(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+                    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                    d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
                     gradient = tl.dot(
                         d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC
                     )
-    row = head * length + tl.load(order + head * length + place, mask=is_row, other=0)
-    dim = tl.arange(0, DP)
-    tl.store(grad_queries + row[:, None] * D + dim[None, :], gradient, mask=is_row[:, None] & (dim < D)[None, :])
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
+    store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
@@ -613,10 +630,10 @@ def _backward_to_summaries(
             return
         is_cluster = cluster < number
         cluster = tl.load(listed + line * key_clusters + cluster, mask=is_cluster, other=0)
-    at = (line * blocks + block) * key_clusters + cluster
-    means = _load_rows(key_mean, at, is_cluster, D, DP)
-    values = _load_rows(value_mean, at, is_cluster, DV, DVP)
-    masses = tl.load(mass + at, mask=is_cluster, other=float("-inf"))
+    of_block = (line * blocks + block) * key_clusters
+    means = load_rows(key_mean, of_block, cluster, is_cluster, D, DP)
+    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+    masses = tl.load(mass + of_block + cluster, mask=is_cluster, other=float("-inf"))
     d_mass = tl.zeros([CLUSTERS], ACC)
     d_means = tl.zeros([CLUSTERS, DP], ACC)
     d_values = tl.zeros([CLUSTERS, DVP], ACC)
@@ -630,34 +647,32 @@ def _backward_to_summaries(
     else:
         first_row, last_row = tl.load(starts), tl.load(starts + blocks)
     plane = 0 if IS_SEEN else block // WORD
+    words += (head * PLANES + plane) * length * key_clusters
     for begin in range(first_row, last_row, ROWS):
         place = begin + tl.arange(0, ROWS)
         is_row = place < last_row
         if (not IS_SEEN) and (not IS_CAUSAL):
             is_row = is_row & ((place < own_begin) | (place >= own_end))
-        word_at = ((head * PLANES + plane) * length + place)[:, None] * key_clusters + cluster[None, :]
-        word = tl.load(words + word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
+        word = tl.load(
+            words + place[:, None] * key_clusters + cluster[None, :], mask=is_row[:, None] & is_cluster[None, :],
+            other=-1,
+        )  # fmt: skip
         is_term = word == -1 if IS_SEEN else _is_block_term(word, block, WORD)
-        residual = _load_rows(residuals, head * length + place, is_row, D, DP)
-        some_grad = _load_rows(grad_out, head * length + place, is_row, DV, DVP)
+        residual = load_rows(residuals, head * length, place, is_row, D, DP)
+        some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
         row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
         row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
-        logits = tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]
-        logits = tl.where(is_term, logits, float("-inf"))
-        weights, d_logits = _differentiate(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
-        d_mass += tl.sum(d_logits, 0)
-        d_means = tl.dot(
-            tl.trans(d_logits.to(residual.dtype)), residual, d_means, input_precision=PRECISION, out_dtype=ACC
-        )
-        d_values = tl.dot(
-            tl.trans(weights.to(some_grad.dtype)), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC
-        )
+        # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
+        logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+        logits = tl.where(tl.trans(is_term), logits - row_lse[None, :], float("-inf"))
+        weights = tl.exp(tl.minimum(logits, 0.0))
+        d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
+        response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
+        d_logits = weights * (response - row_delta[None, :])
+        d_mass += tl.sum(d_logits, 1)
+        d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
     if not IS_FROZEN:
         d_mass -= tl.sum(d_means * means.to(ACC), 1) + tl.sum(d_values * values.to(ACC), 1)
-    dim, value_dim = tl.arange(0, DP), tl.arange(0, DVP)
-    tl.store(grad_mass + at, d_mass, mask=is_cluster)
-    tl.store(grad_key_mean + at[:, None] * D + dim[None, :], d_means, mask=is_cluster[:, None] & (dim < D)[None, :])
-    tl.store(
-        grad_value_mean + at[:, None] * DV + value_dim[None, :], d_values,
-        mask=is_cluster[:, None] & (value_dim < DV)[None, :],
-    )  # fmt: skip
+    tl.store(grad_mass + of_block + cluster, d_mass, mask=is_cluster)
+    store_rows(grad_key_mean, of_block, cluster, is_cluster, d_means, D, DP)
+    store_rows(grad_value_mean, of_block, cluster, is_cluster, d_values, DV, DVP)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
-from muse_attention.kernels.numbers import arithmetic, gradient_dtype, padded
+from muse_attention.kernels.numbers import arithmetic, gradient_dtype, load_rows, padded, store_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Summaries
 
@@ -172,28 +172,24 @@ def _summarise(
 ):  # fmt: skip
     key_cluster, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
     key_head = head // shared_by
-    cluster = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    place, dim, value_dim = tl.arange(0, KEYS), tl.arange(0, DP), tl.arange(0, DVP)
-    is_cluster = cluster < query_clusters
-    is_key = is_cluster[:, None] & (dim < D)[None, :]
-    is_value = is_cluster[:, None] & (value_dim < DV)[None, :]
-    centroid = tl.load(
-        centroids + (head * query_clusters + cluster)[:, None] * D + dim[None, :], mask=is_key, other=0.0
-    ).to(keys.dtype.element_ty)
-    keys += key_head * length * D
-    values += key_head * length * DV
+    first_cluster = tl.program_id(1) * TILE
+    place, number = tl.arange(0, KEYS), tl.arange(0, TILE)
+    is_cluster = first_cluster + number < query_clusters
+    centroid = load_rows(centroids, head * query_clusters + first_cluster, number, is_cluster, D, DP)
+    centroid = centroid.to(keys.dtype.element_ty)
     starts += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
-    # Of block 0; the next block's entry lies `key_clusters` further.
-    entry = (head * query_clusters + cluster) * blocks * key_clusters + key_cluster
+    # The summaries of block 0; those of the next block lie `key_clusters` further.
+    entry = (head * query_clusters + first_cluster) * blocks * key_clusters + key_cluster
+    summary = number * blocks * key_clusters
 
     seen_log = tl.full([TILE], float("-inf"), ACC)
     seen_keys = tl.zeros([TILE, DP], ACC)
     seen_values = tl.zeros([TILE, DVP], ACC)
     for block in range(blocks):
         at = entry + block * key_clusters
-        tl.store(mass_before + at, seen_log, mask=is_cluster)
-        tl.store(seen_key_mean + at[:, None] * D + dim[None, :], seen_keys, mask=is_key)
-        tl.store(seen_value_mean + at[:, None] * DV + value_dim[None, :], seen_values, mask=is_value)
+        tl.store(mass_before + at + summary, seen_log, mask=is_cluster)
+        store_rows(seen_key_mean, at, summary, is_cluster, seen_keys, D, DP)
+        store_rows(seen_value_mean, at, summary, is_cluster, seen_values, DV, DVP)
 
         largest = tl.full([TILE], float("-inf"), ACC)
         total = tl.zeros([TILE], ACC)
@@ -203,14 +199,8 @@ def _summarise(
         for begin in range(tl.load(starts + block), end, KEYS):
             row = begin + place
             is_row = row < end
-            some_keys = tl.load(
-                keys + row.to(tl.int64)[:, None] * D + dim[None, :],
-                mask=is_row[:, None] & (dim < D)[None, :], other=0.0,
-            )  # fmt: skip
-            some_values = tl.load(
-                values + row.to(tl.int64)[:, None] * DV + value_dim[None, :],
-                mask=is_row[:, None] & (value_dim < DV)[None, :], other=0.0,
-            )  # fmt: skip
+            some_keys = load_rows(keys, key_head * length, row, is_row, D, DP)
+            some_values = load_rows(values, key_head * length, row, is_row, DV, DVP)
             logits = tl.dot(centroid, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC)
             logits = tl.where(is_row[None, :], logits, float("-inf"))
             larger = tl.maximum(largest, tl.max(logits, 1))
@@ -227,9 +217,9 @@ def _summarise(
         inverse = 1.0 / tl.where(is_empty, 1.0, total)
         key_sum *= inverse[:, None]
         value_sum *= inverse[:, None]
-        tl.store(mass + at, log_mass, mask=is_cluster)
-        tl.store(key_mean + at[:, None] * D + dim[None, :], key_sum, mask=is_key)
-        tl.store(value_mean + at[:, None] * DV + value_dim[None, :], value_sum, mask=is_value)
+        tl.store(mass + at + summary, log_mass, mask=is_cluster)
+        store_rows(key_mean, at, summary, is_cluster, key_sum, D, DP)
+        store_rows(value_mean, at, summary, is_cluster, value_sum, DV, DVP)
 
         together = _log_of_sum(seen_log, log_mass)
         share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(seen_log, together)
@@ -245,27 +235,22 @@ def _summarise(
         tl.debug_barrier()
         for step in range(blocks):
             at = entry + (blocks - 1 - step) * key_clusters
-            key_at = at[:, None] * D + dim[None, :]
-            value_at = at[:, None] * DV + value_dim[None, :]
-            before_log = tl.load(mass_before + at, mask=is_cluster, other=float("-inf"))
+            before_log = tl.load(mass_before + at + summary, mask=is_cluster, other=float("-inf"))
             together = _log_of_sum(before_log, after_log)
             share_before, share = _exp_of_difference(before_log, together), _exp_of_difference(after_log, together)
-            before_keys = tl.load(seen_key_mean + key_at, mask=is_key, other=0.0).to(ACC)
-            before_values = tl.load(seen_value_mean + value_at, mask=is_value, other=0.0).to(ACC)
-            tl.store(mass_after + at, after_log, mask=is_cluster)
-            tl.store(seen_mass + at, together, mask=is_cluster)
-            tl.store(
-                seen_key_mean + key_at, before_keys * share_before[:, None] + after_keys * share[:, None], mask=is_key
-            )
-            tl.store(
-                seen_value_mean + value_at, before_values * share_before[:, None] + after_values * share[:, None],
-                mask=is_value,
-            )  # fmt: skip
-            log_mass = tl.load(mass + at, mask=is_cluster, other=float("-inf"))
+            before_keys = load_rows(seen_key_mean, at, summary, is_cluster, D, DP).to(ACC)
+            before_values = load_rows(seen_value_mean, at, summary, is_cluster, DV, DVP).to(ACC)
+            both_keys = before_keys * share_before[:, None] + after_keys * share[:, None]
+            both_values = before_values * share_before[:, None] + after_values * share[:, None]
+            tl.store(mass_after + at + summary, after_log, mask=is_cluster)
+            tl.store(seen_mass + at + summary, together, mask=is_cluster)
+            store_rows(seen_key_mean, at, summary, is_cluster, both_keys, D, DP)
+            store_rows(seen_value_mean, at, summary, is_cluster, both_values, DV, DVP)
+            log_mass = tl.load(mass + at + summary, mask=is_cluster, other=float("-inf"))
             together = _log_of_sum(after_log, log_mass)
             share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(after_log, together)
-            own_keys = tl.load(key_mean + key_at, mask=is_key, other=0.0).to(ACC)
-            own_values = tl.load(value_mean + value_at, mask=is_value, other=0.0).to(ACC)
+            own_keys = load_rows(key_mean, at, summary, is_cluster, D, DP).to(ACC)
+            own_values = load_rows(value_mean, at, summary, is_cluster, DV, DVP).to(ACC)
             after_keys = after_keys * share_before[:, None] + own_keys * share[:, None]
             after_values = after_values * share_before[:, None] + own_values * share[:, None]
             after_log = together
@@ -282,11 +267,7 @@ def _accumulate_backward(
     share of `b'` in its side times the share of that side; each factor is at most 1, so nothing overflows."""
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    dim, value_dim = tl.arange(0, DP), tl.arange(0, DVP)
     is_cluster = cluster < key_clusters
-    is_key = is_cluster[:, None] & (dim < D)[None, :]
-    is_value = is_cluster[:, None] & (value_dim < DV)[None, :]
-    entry = query_cluster * blocks * key_clusters + cluster
     has_own = tl.load(is_written + query_cluster * key_clusters + cluster, mask=is_cluster, other=0) != 0
     sides: tl.constexpr = 1 if IS_CAUSAL else 2
     for side in tl.static_range(sides):
@@ -297,29 +278,28 @@ def _accumulate_backward(
         mass_passed = tl.full([TILE], float("-inf"), ACC)
         for step in range(blocks):
             block = blocks - 1 - step if side == 0 else step
-            at = entry + block * key_clusters
-            key_at = at[:, None] * D + dim[None, :]
-            value_at = at[:, None] * DV + value_dim[None, :]
+            at = (query_cluster * blocks + block) * key_clusters
             # `running` is the sum over the blocks b already passed of exp(mass_passed - side_b) times the gradient at b.
-            share = _exp_of_difference(tl.load(mass + at, mask=is_cluster, other=float("-inf")), mass_passed)
+            share = _exp_of_difference(tl.load(mass + at + cluster, mask=is_cluster, other=float("-inf")), mass_passed)
             adds = is_cluster & (has_own if side == 0 else True)
-            d_keys = tl.load(add_key_mean + key_at, mask=is_key & adds[:, None], other=0.0).to(ACC)
-            d_values = tl.load(add_value_mean + value_at, mask=is_value & adds[:, None], other=0.0).to(ACC)
-            d_mass = tl.load(add_mass + at, mask=adds, other=0.0) + running * share
+            d_keys = load_rows(add_key_mean, at, cluster, adds, D, DP).to(ACC)
+            d_values = load_rows(add_value_mean, at, cluster, adds, DV, DVP).to(ACC)
+            d_mass = tl.load(add_mass + at + cluster, mask=adds, other=0.0) + running * share
             d_keys += running_keys * share[:, None]
             d_values += running_values * share[:, None]
-            tl.store(add_key_mean + key_at, d_keys, mask=is_key)
-            tl.store(add_value_mean + value_at, d_values, mask=is_value)
-            tl.store(add_mass + at, d_mass, mask=is_cluster)
+            store_rows(add_key_mean, at, cluster, is_cluster, d_keys, D, DP)
+            store_rows(add_value_mean, at, cluster, is_cluster, d_values, DV, DVP)
+            tl.store(add_mass + at + cluster, d_mass, mask=is_cluster)
 
-            side_log = tl.load(side_mass + at, mask=is_cluster, other=float("-inf"))
+            side_log = tl.load(side_mass + at + cluster, mask=is_cluster, other=float("-inf"))
             # Where nothing is seen, nothing was attended to: there is no gradient, written or not.
-            sees = side_log > float("-inf")
-            here_keys = tl.load(grad_key_mean + key_at, mask=is_key & sees[:, None], other=0.0).to(ACC)
-            here_values = tl.load(grad_value_mean + value_at, mask=is_value & sees[:, None], other=0.0).to(ACC)
-            here = tl.load(grad_mass + at, mask=is_cluster & sees, other=0.0)
+            sees = is_cluster & (side_log > float("-inf"))
+            here_keys = load_rows(grad_key_mean, at, cluster, sees, D, DP).to(ACC)
+            here_values = load_rows(grad_value_mean, at, cluster, sees, DV, DVP).to(ACC)
+            here = tl.load(grad_mass + at + cluster, mask=sees, other=0.0)
             if not IS_CAUSAL:
-                of_side = _exp_of_difference(side_log, tl.load(seen_mass + at, mask=is_cluster, other=float("-inf")))
+                seen_log = tl.load(seen_mass + at + cluster, mask=is_cluster, other=float("-inf"))
+                of_side = _exp_of_difference(side_log, seen_log)
                 here_keys *= of_side[:, None]
                 here_values *= of_side[:, None]
                 here *= of_side
@@ -347,30 +327,23 @@ def _summarise_backward(
         return
     place = tl.load(tile_begin + tile) + tl.arange(0, KEYS)
     is_row = place < tl.load(tile_end + tile)
-    place = key_head * length + place
-    dim, value_dim = tl.arange(0, DP), tl.arange(0, DVP)
-    is_key = is_row[:, None] & (dim < D)[None, :]
-    is_value = is_row[:, None] & (value_dim < DV)[None, :]
     d_keys = tl.zeros([KEYS, DP], ACC)
     d_values = tl.zeros([KEYS, DVP], ACC)
     if HAS_SUMMARIES:
-        some_keys = tl.load(keys + place[:, None] * D + dim[None, :], mask=is_key, other=0.0)
-        some_values = tl.load(values + place[:, None] * DV + value_dim[None, :], mask=is_value, other=0.0)
+        some_keys = load_rows(keys, key_head * length, place, is_row, D, DP)
+        some_values = load_rows(values, key_head * length, place, is_row, DV, DVP)
         all_clusters = shared_by * query_clusters
-        entry = bucket % blocks * key_clusters + bucket // blocks
+        number = tl.arange(0, TILE)
+        summary = number * blocks * key_clusters
         for begin in range(0, all_clusters, TILE):
-            cluster = begin + tl.arange(0, TILE)
-            is_cluster = cluster < all_clusters
-            at = (key_head * all_clusters + cluster) * blocks * key_clusters + entry
-            of_keys = is_cluster[:, None] & (dim < D)[None, :]
-            of_values = is_cluster[:, None] & (value_dim < DV)[None, :]
-            centroid = tl.load(
-                centroids + (key_head * all_clusters + cluster)[:, None] * D + dim[None, :], mask=of_keys, other=0.0
-            ).to(some_keys.dtype)
-            log_mass = tl.load(mass + at, mask=is_cluster, other=float("inf"))
-            d_key_mean = tl.load(grad_key_mean + at[:, None] * D + dim[None, :], mask=of_keys, other=0.0)
-            d_value_mean = tl.load(grad_value_mean + at[:, None] * DV + value_dim[None, :], mask=of_values, other=0.0)
-            d_logits = tl.load(grad_mass + at, mask=is_cluster, other=0.0)[None, :]
+            is_cluster = begin + number < all_clusters
+            first = key_head * all_clusters + begin
+            at = first * blocks * key_clusters + bucket % blocks * key_clusters + bucket // blocks
+            centroid = load_rows(centroids, first, number, is_cluster, D, DP).to(some_keys.dtype)
+            log_mass = tl.load(mass + at + summary, mask=is_cluster, other=float("inf"))
+            d_key_mean = load_rows(grad_key_mean, at, summary, is_cluster, D, DP)
+            d_value_mean = load_rows(grad_value_mean, at, summary, is_cluster, DV, DVP)
+            d_logits = tl.load(grad_mass + at + summary, mask=is_cluster, other=0.0)[None, :]
             logits = tl.dot(some_keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)
             weights = tl.exp(tl.minimum(logits - log_mass[None, :], 0.0))
             if not IS_FROZEN:
@@ -390,12 +363,10 @@ def _summarise_backward(
         row = tl.arange(0, KEYS)
         for piece in range(tl.load(at), tl.load(at + 1)):
             first = (key_head * most_pieces + piece) * KEYS
-            d_keys += tl.load(pair_keys + (first + row)[:, None] * D + dim[None, :], mask=is_key, other=0.0)
-            d_values += tl.load(pair_values + (first + row)[:, None] * DV + value_dim[None, :], mask=is_value, other=0.0)
-    row = key_head * length + tl.load(order + place, mask=is_row, other=0)
-    key_at = row[:, None] * D + dim[None, :]
-    value_at = row[:, None] * DV + value_dim[None, :]
-    d_keys += tl.load(grad_keys + key_at, mask=is_key, other=0.0).to(ACC)
-    d_values += tl.load(grad_values + value_at, mask=is_value, other=0.0).to(ACC)
-    tl.store(grad_keys + key_at, d_keys, mask=is_key)
-    tl.store(grad_values + value_at, d_values, mask=is_value)
+            d_keys += load_rows(pair_keys, first, row, is_row, D, DP)
+            d_values += load_rows(pair_values, first, row, is_row, DV, DVP)
+    row = tl.load(order + key_head * length + place, mask=is_row, other=0)
+    d_keys += load_rows(grad_keys, key_head * length, row, is_row, D, DP).to(ACC)
+    d_values += load_rows(grad_values, key_head * length, row, is_row, DV, DVP).to(ACC)
+    store_rows(grad_keys, key_head * length, row, is_row, d_keys, D, DP)
+    store_rows(grad_values, key_head * length, row, is_row, d_values, DV, DVP)
