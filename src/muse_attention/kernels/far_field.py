@@ -282,12 +282,11 @@ def _attend(
     if config.monopole or chosen is None:
         of_buckets, accumulated = far.summaries()
         if chosen is None:
-            chosen, terms = selection.select(far.segments, of_buckets, accumulated.seen, *shape)
-        else:
-            terms = selection.find_terms(far.segments, chosen)
+            chosen = selection.select(far.segments, of_buckets, accumulated.seen, *shape)
         if config.monopole:
+            terms = selection.find_terms(far.segments, chosen)
             of_summaries = selection.attend(far.segments, of_buckets, accumulated.seen, terms)
-        del of_buckets, accumulated, terms
+        del of_buckets, accumulated
     if chosen.opened.shape[-1] > 0:
         groups = Groups(plan.pair_order, plan.pair_starts)
         retrieval.sort_pairs(chosen, far.segments.blocks, groups)
@@ -325,15 +324,15 @@ def _attend_backward(
         of_buckets, accumulated = far.summaries()
         terms = selection.find_terms(far.segments, selected)
         grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
-        of_summaries, opened = selection.attend_backward(
+        of_summaries = selection.attend_backward(
             ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, terms,
             differentiable_aggregation=config.differentiable_aggregation, fill_in=(grad_buckets, grad_seen),
         )  # fmt: skip
         log_mass = of_buckets.log_mass
         summaries.accumulate_backward(
-            grad_seen, log_mass, accumulated, opened.is_listed, is_causal=is_causal, add_to=grad_buckets
+            grad_seen, log_mass, accumulated, terms.opened.place, is_causal=is_causal, add_to=grad_buckets
         )
-        del of_buckets, accumulated, terms, opened, grad_seen
+        del of_buckets, accumulated, terms, grad_seen
     summaries.summarise_backward(
         grad_buckets,
         log_mass,

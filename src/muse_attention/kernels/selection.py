@@ -1,9 +1,9 @@
 """Stage 4: score the summaries, select what to retrieve, and attend to the summaries of all the rest.
 
-Which summaries are terms of a query's softmax is a table of words, one for each query and key cluster: -1 (closed) if
-the cluster was not opened, its accumulated summary is then a term; else a bit for each block that was not retrieved,
-whose own summary is then a term. The queries of a tile share a query cluster and open much the same key clusters, so
-the summaries of all blocks are scored for every cluster that any of them opens, as a small dense matrix product.
+The queries of a query cluster open much the same key clusters. So the clusters that any of them opens are listed, and
+the blocks of all listed clusters are scored for each query: a small dense matrix product. Which summaries are then terms
+of a query's softmax is a table of bits: one for each cluster that it did not open, whose accumulated summary is a term,
+and one for each listed cluster and block, if it opened the cluster but did not retrieve the block.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from muse_attention.structures import Partial, Selection, Summaries
 ROWS_OF_TILE = 64
 """Queries of one segment that one program works on."""
 SELECT_CLUSTERS = {"num_warps": 4}
-SELECT_BLOCKS = {"LISTED": 16, "num_warps": 4, "num_stages": 1}
-ATTEND = {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3}
+SELECT_BLOCKS = {"CLUSTERS": 32, "num_warps": 4, "num_stages": 1}
+ATTEND = {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3}
 ATTEND_BACKWARD_TO_QUERIES = {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3}
-ATTEND_BACKWARD_TO_SEEN = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 2}
-ATTEND_BACKWARD_TO_BLOCKS = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 2}
+ATTEND_BACKWARD_TO_SEEN = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1}
+ATTEND_BACKWARD_TO_BLOCKS = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1}
+_WORD = 32
+"""Bits of a word of the terms."""
 
 
 @dataclass(frozen=True)
@@ -65,115 +67,85 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Which summaries each query attends to."""
-
-    words: Tensor
-    """(H, planes, N, K), rows in the order of the segments"""
-    listed: Tensor
-    """(H, tiles, K) int32: the clusters that any query of the tile opens, ascending"""
-    listed_number: Tensor
-    """(H, tiles) int32"""
-    blocks_of_word: int
-
-    @classmethod
-    def empty(cls, segments: Segments) -> Terms:
-        heads, length, _ = segments.residuals.shape
-        dtype, of_word = next(
-            (dtype, bits)
-            for dtype, bits in ((torch.int8, 8), (torch.int16, 16), (torch.int32, 32), (torch.int64, 32))
-            if segments.blocks <= bits or dtype == torch.int64
-        )
-        planes = triton.cdiv(segments.blocks, of_word)
-        tiles = segments.tiles.group
-        return cls(
-            torch.empty(heads, planes, length, segments.key_clusters, dtype=dtype, device=tiles.device),
-            tiles.new_empty(*tiles.shape, segments.key_clusters),
-            torch.empty_like(tiles),
-            of_word,
-        )
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.words, self.listed, self.listed_number
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {"PLANES": self.words.shape[1], "WORD": self.blocks_of_word}
-
-
-@dataclass(frozen=True)
 class OpenedClusters:
     """The key clusters that any query of a query cluster opens: only their blocks' summaries are terms of anything."""
 
-    is_listed: Tensor
-    """(H, Q, K) int8"""
     listed: Tensor
     """(H, Q, K) int32: their numbers, ascending"""
-    listed_number: Tensor
-    """(H, Q) int32"""
+    number: Tensor
+    """(H, Q) int32: how many they are"""
+    place: Tensor
+    """(H, Q, K) int16: where a cluster stands among the listed ones, or -1"""
 
 
-def select(
-    segments: Segments, of_buckets: Summaries, seen: Summaries, clusters: int, blocks: int
-) -> tuple[Selection, Terms]:
+@dataclass(frozen=True)
+class Terms:
+    """Which summaries each query attends to, in bits. Rows are in the order of the segments."""
+
+    clusters: Tensor
+    """(H, N, words) int32: a bit for each key cluster"""
+    blocks: Tensor
+    """(H, N, nb, words) int32: a bit for each listed cluster"""
+    opened: OpenedClusters
+
+
+def select(segments: Segments, of_buckets: Summaries, seen: Summaries, clusters: int, blocks: int) -> Selection:
     """The `clusters` best clusters of each query by the summaries it sees, and the `blocks` best blocks in each."""
     heads, length, _ = segments.residuals.shape
     opened = segments.groups.order.new_empty(heads, length, clusters)
     retrieved = segments.groups.order.new_empty(heads, length, clusters, blocks)
-    terms = Terms.empty(segments)
-    is_written = terms.words.shape[1] == 1 and clusters < 128
-    # While it is being selected, a word is the place of an opened cluster among those of its query.
-    slots = terms.words if is_written else torch.empty_like(terms.words[:, 0], dtype=torch.int16)
+    if clusters == 0:
+        return Selection(opened, retrieved)
     tiles = segments.tiles
     where = (*tiles.parts(), segments.groups.order)
     _select_clusters[tiles.grid](
-        segments.residuals, seen.log_mass, seen.key_mean, *where, slots, terms.listed, terms.listed_number, opened,
-        retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE, CP=padded(segments.key_clusters),
+        segments.residuals, seen.log_mass, seen.key_mean, *where, opened, retrieved, clusters, blocks,
+        *segments.sizes, ROWS=ROWS_OF_TILE, CP=padded(segments.key_clusters),
         IS_PACKED=segments.residuals.dtype in (torch.float16, torch.bfloat16), **segments.constants, **SELECT_CLUSTERS,
     )  # fmt: skip
-    if clusters > 0:
-        _select_blocks[tiles.grid](
-            segments.residuals, of_buckets.log_mass, of_buckets.key_mean, *where, slots, terms.listed,
-            terms.listed_number, retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE,
-            HAS_WORDS=is_written, **segments.constants, **segments.fit(SELECT_BLOCKS),
-        )  # fmt: skip
-    selection = Selection(opened, retrieved)
-    return selection, terms if is_written else find_terms(segments, selection)
+    listed = list_opened(segments, opened)
+    _select_blocks[tiles.grid](
+        segments.residuals, of_buckets.log_mass, of_buckets.key_mean, *where, listed.listed, listed.number, opened,
+        retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE, **segments.constants,
+        **segments.fit(SELECT_BLOCKS),
+    )  # fmt: skip
+    return Selection(opened, retrieved)
+
+
+def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
+    """`opened` is (H, N, clusters), in the order of the inputs."""
+    heads, length, clusters = opened.shape
+    shape = (heads, segments.query_clusters, segments.key_clusters)
+    found = OpenedClusters(
+        opened.new_empty(shape), opened.new_empty(shape[:2]), opened.new_empty(shape, dtype=torch.int16)
+    )
+    if clusters == 0:
+        found.number.zero_()
+        found.place.fill_(-1)
+        return found
+    _list_opened[(segments.query_clusters, heads)](
+        segments.groups.order, segments.groups.starts, opened, found.listed, found.number, found.place, length,
+        segments.blocks, segments.key_clusters, OPENED=clusters, OP=triton.next_power_of_2(clusters), ROWS=64,
+        CP=padded(segments.key_clusters),
+    )  # fmt: skip
+    return found
 
 
 def find_terms(segments: Segments, selection: Selection) -> Terms:
     """The terms that a selection leaves."""
     heads, length, clusters, blocks = selection.retrieved.shape
-    terms = Terms.empty(segments)
-    terms.words.fill_(-1)
-    if clusters > 0:
-        width = 512
-        planes = terms.words.shape[1]
-        _mark_terms[(triton.cdiv(length * clusters, width), heads * planes)](
-            segments.groups.order, selection.opened, selection.retrieved, terms.words, length, segments.key_clusters,
-            OPENED=clusters, RETRIEVED=blocks, WIDTH=width, **terms.constants,
-        )  # fmt: skip
-    _list_opened[segments.tiles.grid](
-        *segments.tiles.parts(), *terms.tables, length, segments.key_clusters, ROWS=ROWS_OF_TILE,
-        CLUSTERS=min(64, padded(segments.key_clusters)), PLANES=terms.words.shape[1],
+    words = triton.cdiv(segments.key_clusters, _WORD)
+    terms = Terms(
+        selection.opened.new_empty(heads, length, words),
+        selection.opened.new_empty(heads, length, segments.blocks, words),
+        list_opened(segments, selection.opened),
+    )
+    _mark_terms[segments.tiles.grid](
+        *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, terms.opened.place,
+        terms.clusters, terms.blocks, clusters, blocks, *segments.sizes, words, IS_CAUSAL=segments.is_causal,
+        ROWS=ROWS_OF_TILE, WP=triton.next_power_of_2(words),
     )  # fmt: skip
     return terms
-
-
-def find_opened_clusters(segments: Segments, terms: Terms) -> OpenedClusters:
-    heads = segments.residuals.shape[0]
-    shape = (heads, segments.query_clusters, segments.key_clusters)
-    found = OpenedClusters(
-        terms.listed.new_empty(shape, dtype=torch.int8),
-        terms.listed.new_empty(shape),
-        terms.listed.new_empty(shape[:2]),
-    )
-    _list_of_cluster[(segments.query_clusters, heads)](
-        segments.tiles.before, terms.listed, terms.listed_number, found.is_listed, found.listed, found.listed_number,
-        segments.tiles.group.shape[1], segments.blocks, segments.key_clusters, CP=padded(segments.key_clusters),
-    )  # fmt: skip
-    return found
 
 
 def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Terms) -> Partial:
@@ -187,9 +159,10 @@ def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Te
     )
     tiles = segments.tiles
     _attend_to_summaries[tiles.grid](
-        segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(), segments.groups.order, *terms.tables,
-        partial.out, partial.lse, *segments.sizes, DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE,
-        **terms.constants, **segments.constants, **segments.fit(ATTEND),
+        segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(), segments.groups.order, terms.clusters,
+        terms.blocks, terms.opened.listed, terms.opened.number, partial.out, partial.lse, *segments.sizes,
+        terms.clusters.shape[-1], DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE, **segments.constants,
+        **segments.fit(ATTEND),
     )  # fmt: skip
     return partial
 
@@ -205,7 +178,7 @@ def attend_backward(
     *,
     differentiable_aggregation: bool,
     fill_in: tuple[Summaries, Summaries],
-) -> tuple[Tensor, OpenedClusters]:
+) -> Tensor:
     """Gradients of the queries, (H, N, D) in the order of the inputs, and of both kinds of summaries in `fill_in`.
 
     Of the blocks' summaries only those of opened clusters have gradients; the rest is not written.
@@ -217,25 +190,25 @@ def attend_backward(
     value_dim = seen.value_mean.shape[-1]
     grad_queries = segments.residuals.new_empty(heads, length, head_dim, dtype=compute_dtype(segments.residuals.dtype))
     tiles = segments.tiles
-    constants = {"DV": value_dim, "DVP": padded(value_dim), **terms.constants, **segments.constants}
+    words = terms.clusters.shape[-1]
+    constants = {"DV": value_dim, "DVP": padded(value_dim), **segments.constants}
     _summaries_backward_to_queries[tiles.grid](
         grad_out, lse, delta, segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(),
-        segments.groups.order, *terms.tables, grad_queries, *segments.sizes, ROWS=ROWS_OF_TILE, **constants,
-        **segments.fit(ATTEND_BACKWARD_TO_QUERIES),
+        segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, grad_queries,
+        *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants, **segments.fit(ATTEND_BACKWARD_TO_QUERIES),
     )  # fmt: skip
-    opened = find_opened_clusters(segments, terms)
-    for is_seen, summaries, gradient, launch in (
-        (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS),
-        (True, seen, fill_in[1], ATTEND_BACKWARD_TO_SEEN),
+    for is_seen, summaries, gradient, launch, bits in (
+        (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS, terms.blocks),
+        (True, seen, fill_in[1], ATTEND_BACKWARD_TO_SEEN, terms.clusters),
     ):
         launch = segments.fit(launch)
         grid = (triton.cdiv(segments.key_clusters, launch["CLUSTERS"]), segments.query_clusters * segments.blocks, heads)
         _backward_to_summaries[grid](
-            grad_out, lse, delta, segments.residuals, *summaries.parts(), segments.groups.starts, terms.words,
-            opened.listed, opened.listed_number, *gradient.parts(), *segments.sizes, IS_SEEN=is_seen,
+            grad_out, lse, delta, segments.residuals, *summaries.parts(), segments.groups.starts, bits,
+            terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
             IS_FROZEN=not differentiable_aggregation, **constants, **launch,
         )  # fmt: skip
-    return grad_queries, opened
+    return grad_queries
 
 
 @triton.jit
@@ -250,17 +223,46 @@ def _score(
 
 
 @triton.jit
-def _is_block_term(word, block, WORD: tl.constexpr):
-    """Whether the summary of a block is a term: its cluster is open, and the block was not retrieved."""
-    return (word != -1) & (((word >> (block % WORD)) & 1) != 0)
+def _load_words(bits, is_row, first, words, COLUMNS: tl.constexpr):
+    """The words behind `COLUMNS` (up to 64) columns from `first` on, which begin a word or lie in one.
+
+    `bits` points to the words of each row.
+    """
+    low = tl.load(bits + first // 32, mask=is_row, other=0)
+    high = low
+    if COLUMNS > 32:
+        high = tl.load(bits + first // 32 + 1, mask=is_row & (first // 32 + 1 < words), other=0)
+    return low, high
+
+
+@triton.jit
+def _bit_of_row(low, high, first, COLUMNS: tl.constexpr):
+    """(rows, columns): whether a bit is set."""
+    column = tl.arange(0, COLUMNS)
+    if COLUMNS > 32:
+        word = tl.where((column < 32)[None, :], low[:, None], high[:, None])
+    else:
+        word = low[:, None]
+    return ((word >> ((first + column) & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _bit_of_column(low, high, first, COLUMNS: tl.constexpr):
+    """(columns, rows): the same, transposed."""
+    column = tl.arange(0, COLUMNS)
+    if COLUMNS > 32:
+        word = tl.where((column < 32)[:, None], low[None, :], high[None, :])
+    else:
+        word = low[None, :]
+    return ((word >> ((first + column) & 31)[:, None]) & 1) != 0
 
 
 @triton.jit(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
 def _select_clusters(
-    residuals, seen_mass, seen_key_mean, tile_group, tile_begin, tile_end, order, slots, listed, listed_number, opened,
-    retrieved, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters, D: tl.constexpr,
-    DP: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, IS_PACKED: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residuals, seen_mass, seen_key_mean, tile_group, tile_begin, tile_end, order, opened, retrieved, opened_clusters,
+    retrieved_blocks, length, blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, IS_PACKED: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -281,51 +283,40 @@ def _select_clusters(
     opened += head * length * opened_clusters
     retrieved += head * length * opened_clusters * retrieved_blocks
     exists = is_row[:, None] & (logits > float("-inf"))
+    filled = tl.zeros([ROWS], tl.int32)
     if IS_PACKED:
         absent: tl.constexpr = -(2**31)
         keys = tl.where(exists, index_in_order(logits, CP), absent)
         for number in range(opened_clusters):
             best = tl.max(keys, 1)
-            is_found = best > absent + opened_clusters
-            tl.store(
-                opened + row * opened_clusters + number, tl.where(is_found, CP - 1 - (best & (CP - 1)), -1), mask=is_row
-            )
-            # The smallest integers of all say when a cluster was chosen.
-            keys = tl.where((keys == best[:, None]) & is_found[:, None], absent + 1 + number, keys)
-        slot = tl.where(keys <= absent + opened_clusters, keys - absent - 1, -1)
+            found = tl.where(best == absent, -1, CP - 1 - (best & (CP - 1)))
+            keys = tl.where(keys == best[:, None], absent, keys)
+            filled += (found >= 0).to(tl.int32)
+            tl.store(opened + row * opened_clusters + number, found, mask=is_row)
     else:
         logits = tl.where(exists, logits, float("-inf"))
-        slot = tl.full([ROWS, CP], -1, tl.int32)
         for number in range(opened_clusters):
             best, index = tl.max(logits, 1, return_indices=True)
             found = tl.where(best == float("-inf"), -1, index)
-            is_best = cluster[None, :] == found[:, None]
-            logits = tl.where(is_best, float("-inf"), logits)
-            slot = tl.where(is_best, number, slot)
+            logits = tl.where(cluster[None, :] == found[:, None], float("-inf"), logits)
+            filled += (found >= 0).to(tl.int32)
             tl.store(opened + row * opened_clusters + number, found, mask=is_row)
     # What finds nothing to open retrieves nothing.
-    filled = tl.sum((slot >= 0).to(tl.int32), 1)
     if tl.min(tl.where(is_row, filled, opened_clusters), 0) < opened_clusters:
         for number in range(opened_clusters * retrieved_blocks):
             tl.store(
                 retrieved + row * opened_clusters * retrieved_blocks + number, tl.full([ROWS], -1, tl.int32),
                 mask=is_row & (number >= filled * retrieved_blocks),
             )  # fmt: skip
-    slots += first_place * key_clusters
-    tl.store(slots + place[:, None] * key_clusters + cluster[None, :], slot, mask=is_row[:, None] & is_cluster[None, :])
-    is_listed = tl.max((slot >= 0).to(tl.int32), 0)
-    tl.store(listed + tile * key_clusters + tl.cumsum(is_listed, 0) - 1, cluster, mask=is_listed > 0)
-    tl.store(listed_number + tile, tl.sum(is_listed, 0))
 
 
 @triton.jit(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
 def _select_blocks(
-    residuals, mass, key_mean, tile_group, tile_begin, tile_end, order, slots, listed, listed_number, retrieved,
+    residuals, mass, key_mean, tile_group, tile_begin, tile_end, order, listed, listed_number, opened, retrieved,
     opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, HAS_WORDS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For each opened cluster the best blocks, one after another; `HAS_WORDS`: slots become the words of the terms."""
+    """For each opened cluster the best blocks, one after another."""
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
     segment = tl.load(tile_group + tile)
@@ -338,24 +329,30 @@ def _select_blocks(
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
+    if seen_blocks == 0:
+        return
     residual = load_rows(residuals, first_place, place, is_row, D, DP)
-    of_cluster = (head * query_clusters + segment // blocks) * blocks * key_clusters
-    listed_here = tl.load(listed_number + tile)
-    listed += tile * key_clusters
-    slots += first_place * key_clusters
+    line = head * query_clusters + segment // blocks
+    of_cluster = line * blocks * key_clusters
+    listed_here = tl.load(listed_number + line)
+    listed += line * key_clusters
+    opened += head * length * opened_clusters
     retrieved += head * length * opened_clusters * retrieved_blocks
-    for first in range(0, listed_here, LISTED):
-        index = first + tl.arange(0, LISTED)
+    for first in range(0, listed_here, CLUSTERS):
+        index = first + tl.arange(0, CLUSTERS)
         is_cluster = index < listed_here
-        cluster = tl.load(listed + index, mask=is_cluster, other=0)
-        slot_at = slots + place[:, None] * key_clusters + cluster[None, :]
-        slot = tl.load(slot_at, mask=is_row[:, None] & is_cluster[None, :], other=-1).to(tl.int32)
-        last_score = tl.full([ROWS, LISTED], float("inf"), ACC)
-        last_block = tl.full([ROWS, LISTED], -1, tl.int32)
-        word = tl.full([ROWS, LISTED], -1, tl.int32)
+        cluster = tl.load(listed + index, mask=is_cluster, other=-1)
+        slot = tl.full([ROWS, CLUSTERS], -1, tl.int32)
+        for number in range(opened_clusters):
+            own = tl.load(opened + row * opened_clusters + number, mask=is_row, other=-2)
+            slot = tl.where(own[:, None] == cluster[None, :], number, slot)
+        slot = tl.where(is_cluster[None, :], slot, -1)
+        cluster = tl.maximum(cluster, 0)
+        last_score = tl.full([ROWS, CLUSTERS], float("inf"), ACC)
+        last_block = tl.full([ROWS, CLUSTERS], -1, tl.int32)
         for number in range(retrieved_blocks):
-            best = tl.full([ROWS, LISTED], float("-inf"), ACC)
-            found = tl.full([ROWS, LISTED], -1, tl.int32)
+            best = tl.full([ROWS, CLUSTERS], float("-inf"), ACC)
+            found = tl.full([ROWS, CLUSTERS], -1, tl.int32)
             for block in range(seen_blocks):
                 of_block = of_cluster + block * key_clusters
                 _, logits = _score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
@@ -371,84 +368,91 @@ def _select_blocks(
             )  # fmt: skip
             last_score = tl.where(found < 0, float("-inf"), best)
             last_block = tl.where(found < 0, blocks, found)
-            word = tl.where(found < 0, word, word & ~(1 << tl.maximum(found, 0)))
-        if HAS_WORDS:
-            tl.store(slot_at, word, mask=is_row[:, None] & (slot >= 0))
 
 
-@triton.jit(do_not_specialize=["length"])
-def _mark_terms(
-    order, opened, retrieved, words, length, key_clusters, OPENED: tl.constexpr, RETRIEVED: tl.constexpr,
-    WIDTH: tl.constexpr, PLANES: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
-    """Write the words of opened clusters, one for each (query, opened cluster)."""
-    head, plane = tl.program_id(1).to(tl.int64) // PLANES, tl.program_id(1) % PLANES
-    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    place = index // OPENED
-    inside = place < length
-    row = tl.load(order + head * length + place, mask=inside, other=0)
-    at = (head * length + row) * OPENED + index % OPENED
-    cluster = tl.load(opened + at, mask=inside, other=-1)
-    wide: tl.constexpr = tl.int32 if PLANES == 1 else tl.int64
-    word = tl.full([WIDTH], -1, wide)
-    for number in range(RETRIEVED):
-        bit = tl.load(retrieved + at * RETRIEVED + number, mask=inside, other=-1) - plane * WORD
-        is_here = (bit >= 0) & (bit < WORD)
-        one = tl.full([WIDTH], 1, wide) << tl.where(is_here, bit, 0).to(wide)
-        word = tl.where(is_here, word & ~one, word)
-    if PLANES > 1:
-        word = word & 0xFFFFFFFF
-    to = (tl.program_id(1).to(tl.int64) * length + place) * key_clusters + cluster
-    tl.store(words + to, word, mask=inside & (cluster >= 0))
-
-
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "blocks", "key_clusters"])
 def _list_opened(
-    tile_group, tile_begin, tile_end, words, listed, listed_number, length, key_clusters, ROWS: tl.constexpr,
-    CLUSTERS: tl.constexpr, PLANES: tl.constexpr,
+    order, starts, opened, listed, listed_number, listed_place, length, blocks, key_clusters, OPENED: tl.constexpr,
+    OP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
-    """The clusters that any query of a tile opens."""
-    head = tl.program_id(1).to(tl.int64)
-    tile = head * tl.num_programs(0) + tl.program_id(0)
-    if tl.load(tile_group + tile) < 0:
-        return
-    place = tl.load(tile_begin + tile) + tl.arange(0, ROWS)
-    is_row = place < tl.load(tile_end + tile)
-    number = 0
-    for first in range(0, key_clusters, CLUSTERS):
-        cluster = first + tl.arange(0, CLUSTERS)
-        at = (head * PLANES * length + place)[:, None] * key_clusters + cluster[None, :]
-        word = tl.load(words + at, mask=is_row[:, None] & (cluster < key_clusters)[None, :], other=-1)
-        is_listed = tl.max((word != -1).to(tl.int32), 0)
-        to = number + tl.cumsum(is_listed, 0) - 1
-        tl.store(listed + tile * key_clusters + to, cluster, mask=is_listed > 0)
-        number += tl.sum(is_listed, 0)
-    tl.store(listed_number + tile, number)
-
-
-@triton.jit(do_not_specialize=["tiles", "blocks"])
-def _list_of_cluster(
-    tiles_before, tile_listed, tile_number, is_listed, listed, listed_number, tiles, blocks, key_clusters,
-    CP: tl.constexpr,
-):  # fmt: skip
-    """The clusters that any tile of a query cluster lists."""
+    """The clusters that any query of a query cluster opens."""
     query_clusters, head = tl.num_programs(0), tl.program_id(1).to(tl.int64)
     line = head * query_clusters + tl.program_id(0)
-    index = tl.arange(0, CP)
-    inside = index < key_clusters
-    is_listed += line * key_clusters
-    tl.store(is_listed + index, tl.zeros([CP], tl.int8), mask=inside)
+    cluster, number = tl.arange(0, CP), tl.arange(0, OP)
+    listed_place += line * key_clusters
+    tl.store(listed_place + cluster, tl.full([CP], -1, tl.int16), mask=cluster < key_clusters)
     tl.debug_barrier()
-    tiles_before += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
-    for tile in range(tl.load(tiles_before), tl.load(tiles_before + blocks)):
-        at = head * tiles + tile
-        is_entry = index < tl.load(tile_number + at)
-        cluster = tl.load(tile_listed + at * key_clusters + index, mask=is_entry, other=0)
-        tl.store(is_listed + cluster, tl.full([CP], 1, tl.int8), mask=is_entry)
+    starts += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
+    end = tl.load(starts + blocks)
+    for begin in range(tl.load(starts), end, ROWS):
+        place = begin + tl.arange(0, ROWS)
+        row = head * length + tl.load(order + head * length + place, mask=place < end, other=0)
+        own = tl.load(
+            opened + row[:, None] * OPENED + number[None, :], mask=(place < end)[:, None] & (number < OPENED)[None, :],
+            other=-1,
+        )  # fmt: skip
+        # (Many write here, but all the same.)
+        tl.store(listed_place + own, tl.zeros([ROWS, OP], tl.int16), mask=own >= 0)
     tl.debug_barrier()
-    flag = tl.load(is_listed + index, mask=inside, other=0).to(tl.int32)
-    tl.store(listed + line * key_clusters + tl.cumsum(flag, 0) - 1, index, mask=flag > 0)
-    tl.store(listed_number + line, tl.sum(flag, 0))
+    is_listed = tl.load(listed_place + cluster, mask=cluster < key_clusters, other=-1) >= 0
+    to = tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    tl.debug_barrier()
+    tl.store(listed_place + cluster, to.to(tl.int16), mask=is_listed)
+    tl.store(listed + line * key_clusters + to, cluster, mask=is_listed)
+    tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters", "key_clusters", "words"
+    ]
+)  # fmt: skip
+def _mark_terms(
+    tile_group, tile_begin, tile_end, order, opened, retrieved, listed_place, of_clusters, of_blocks, opened_clusters,
+    retrieved_blocks, length, blocks, query_clusters, key_clusters, words, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    WP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    tile = head * tl.num_programs(0) + tl.program_id(0)
+    segment = tl.load(tile_group + tile)
+    if segment < 0:
+        return
+    begin = tl.load(tile_begin + tile)
+    place, word = tl.arange(0, ROWS), tl.arange(0, WP)
+    is_row = place < tl.load(tile_end + tile) - begin
+    first_place = head * length + begin
+    own_block = segment % blocks
+    seen_blocks = own_block if IS_CAUSAL else blocks
+    if seen_blocks == 0:
+        return
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
+    opened += head * length * opened_clusters
+    retrieved += head * length * opened_clusters * retrieved_blocks
+    listed_place += (head * query_clusters + segment // blocks) * key_clusters
+    inside = is_row[:, None] & (word < words)[None, :]
+    closed = tl.full([ROWS, WP], -1, tl.int32)
+    is_open = tl.zeros([ROWS, WP], tl.int32)
+    for number in range(opened_clusters):
+        cluster = tl.load(opened + row * opened_clusters + number, mask=is_row, other=-1)
+        bit = tl.where(cluster < 0, 0, 1 << (cluster & 31))
+        closed &= ~tl.where((cluster >> 5)[:, None] == word[None, :], bit[:, None], 0)
+        listed = tl.load(listed_place + cluster, mask=is_row & (cluster >= 0), other=-1).to(tl.int32)
+        bit = tl.where(listed < 0, 0, 1 << (listed & 31))
+        is_open |= tl.where((listed >> 5)[:, None] == word[None, :], bit[:, None], 0)
+    tl.store(of_clusters + first_place * words + place[:, None] * words + word[None, :], closed, mask=inside)
+    of_blocks += first_place * blocks * words
+    for block in range(seen_blocks):
+        kept = is_open
+        for number in range(opened_clusters):
+            cluster = tl.load(opened + row * opened_clusters + number, mask=is_row, other=-1)
+            listed = tl.load(listed_place + cluster, mask=is_row & (cluster >= 0), other=-1).to(tl.int32)
+            is_taken = tl.zeros([ROWS], tl.int32)
+            for other in range(retrieved_blocks):
+                at = (row * opened_clusters + number) * retrieved_blocks + other
+                is_taken |= (tl.load(retrieved + at, mask=is_row, other=-1) == block).to(tl.int32)
+            bit = tl.where((listed < 0) | (is_taken == 0), 0, 1 << (listed & 31))
+            kept &= ~tl.where((listed >> 5)[:, None] == word[None, :], bit[:, None], 0)
+        tl.store(of_blocks + (place[:, None] * blocks + block) * words + word[None, :], kept, mask=inside)
 
 
 @triton.jit
@@ -468,10 +472,9 @@ def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECIS
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _attend_to_summaries(
     residuals, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean, tile_group, tile_begin, tile_end,
-    order, words, listed, listed_number, out, lse, length, blocks, query_clusters, key_clusters, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
-    CLUSTERS: tl.constexpr, LISTED: tl.constexpr, PLANES: tl.constexpr, WORD: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    order, cluster_terms, block_terms, listed, listed_number, out, lse, length, blocks, query_clusters, key_clusters,
+    words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -484,7 +487,8 @@ def _attend_to_summaries(
     first_place = head * length + begin
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
-    of_cluster = (head * query_clusters + segment // blocks) * blocks * key_clusters
+    line = head * query_clusters + segment // blocks
+    of_cluster = line * blocks * key_clusters
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
     weighted = tl.zeros([ROWS, DVP], ACC)
@@ -493,36 +497,34 @@ def _attend_to_summaries(
         for first in range(0, key_clusters, CLUSTERS):
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
-            word_at = words + (head * PLANES * length + begin) * key_clusters
-            word_at += place[:, None] * key_clusters + cluster[None, :]
-            word = tl.load(word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
+            low, high = _load_words(
+                cluster_terms + first_place * words + place * words, is_row, first, words, CLUSTERS
+            )
             of_block = of_cluster + own_block * key_clusters
             _, logits = _score(
                 residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
             )
-            logits = tl.where(word == -1, logits, float("-inf"))
+            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
-        listed_here = tl.load(listed_number + tile)
-        listed += tile * key_clusters
+        listed_here = tl.load(listed_number + line)
+        listed += line * key_clusters
         for first in range(0, listed_here, LISTED):
             index = first + tl.arange(0, LISTED)
             is_cluster = index < listed_here
             cluster = tl.load(listed + index, mask=is_cluster, other=0)
-            for plane in range(PLANES):
-                word_at = words + ((head * PLANES + plane) * length + begin) * key_clusters
-                word_at += place[:, None] * key_clusters + cluster[None, :]
-                word = tl.load(word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
-                for block in range(plane * WORD, tl.minimum(seen_blocks, (plane + 1) * WORD)):
-                    of_block = of_cluster + block * key_clusters
-                    _, logits = _score(
-                        residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
-                    )
-                    if not IS_CAUSAL:
-                        logits = tl.where(own_block == block, float("-inf"), logits)
-                    logits = tl.where(_is_block_term(word, block, WORD), logits, float("-inf"))
-                    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
-                    largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
+            for block in range(seen_blocks):
+                bits = block_terms + first_place * blocks * words + (place * blocks + block) * words
+                low, high = _load_words(bits, is_row, first, words, LISTED)
+                of_block = of_cluster + block * key_clusters
+                _, logits = _score(
+                    residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
+                )
+                if not IS_CAUSAL:
+                    logits = tl.where(own_block == block, float("-inf"), logits)
+                logits = tl.where(_bit_of_row(low, high, first, LISTED), logits, float("-inf"))
+                values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
@@ -541,10 +543,10 @@ def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr,
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _summaries_backward_to_queries(
     grad_out, lse, delta, residuals, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean, tile_group,
-    tile_begin, tile_end, order, words, listed, listed_number, grad_queries, length, blocks, query_clusters,
-    key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, PLANES: tl.constexpr, WORD: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    tile_begin, tile_end, order, cluster_terms, block_terms, listed, listed_number, grad_queries, length, blocks,
+    query_clusters, key_clusters, words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -557,7 +559,8 @@ def _summaries_backward_to_queries(
     first_place = head * length + begin
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
-    of_cluster = (head * query_clusters + segment // blocks) * blocks * key_clusters
+    line = head * query_clusters + segment // blocks
+    of_cluster = line * blocks * key_clusters
     gradient = tl.zeros([ROWS, DP], ACC)
     if seen_blocks > 0:
         residual = load_rows(residuals, first_place, place, is_row, D, DP)
@@ -567,51 +570,48 @@ def _summaries_backward_to_queries(
         for first in range(0, key_clusters, CLUSTERS):
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
-            word_at = words + (head * PLANES * length + begin) * key_clusters
-            word_at += place[:, None] * key_clusters + cluster[None, :]
-            word = tl.load(word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
+            low, high = _load_words(
+                cluster_terms + first_place * words + place * words, is_row, first, words, CLUSTERS
+            )
             of_block = of_cluster + own_block * key_clusters
             means, logits = _score(
                 residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
             )
-            logits = tl.where(word == -1, logits, float("-inf"))
+            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
             gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
-        listed_here = tl.load(listed_number + tile)
-        listed += tile * key_clusters
+        listed_here = tl.load(listed_number + line)
+        listed += line * key_clusters
         for first in range(0, listed_here, LISTED):
             index = first + tl.arange(0, LISTED)
             is_cluster = index < listed_here
             cluster = tl.load(listed + index, mask=is_cluster, other=0)
-            for plane in range(PLANES):
-                word_at = words + ((head * PLANES + plane) * length + begin) * key_clusters
-                word_at += place[:, None] * key_clusters + cluster[None, :]
-                word = tl.load(word_at, mask=is_row[:, None] & is_cluster[None, :], other=-1)
-                for block in range(plane * WORD, tl.minimum(seen_blocks, (plane + 1) * WORD)):
-                    of_block = of_cluster + block * key_clusters
-                    means, logits = _score(
-                        residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
-                    )
-                    if not IS_CAUSAL:
-                        logits = tl.where(own_block == block, float("-inf"), logits)
-                    logits = tl.where(_is_block_term(word, block, WORD), logits, float("-inf"))
-                    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
-                    d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
-                    gradient = tl.dot(
-                        d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC
-                    )
+            for block in range(seen_blocks):
+                bits = block_terms + first_place * blocks * words + (place * blocks + block) * words
+                low, high = _load_words(bits, is_row, first, words, LISTED)
+                of_block = of_cluster + block * key_clusters
+                means, logits = _score(
+                    residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
+                )
+                if not IS_CAUSAL:
+                    logits = tl.where(own_block == block, float("-inf"), logits)
+                logits = tl.where(_bit_of_row(low, high, first, LISTED), logits, float("-inf"))
+                values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+                gradient = tl.dot(
+                    d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC
+                )
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _backward_to_summaries(
-    grad_out, lse, delta, residuals, mass, key_mean, value_mean, starts, words, listed, listed_number, grad_mass,
-    grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, PLANES: tl.constexpr, WORD: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_out, lse, delta, residuals, mass, key_mean, value_mean, starts, terms, listed, listed_number, grad_mass,
+    grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, words, IS_SEEN: tl.constexpr,
+    IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of some summaries of one block, what they receive from all queries of their query cluster that see them.
 
@@ -646,25 +646,26 @@ def _backward_to_summaries(
         first_row, last_row = own_end, tl.load(starts + blocks)
     else:
         first_row, last_row = tl.load(starts), tl.load(starts + blocks)
-    plane = 0 if IS_SEEN else block // WORD
-    words += (head * PLANES + plane) * length * key_clusters
+    if IS_SEEN:
+        terms += head * length * words
+        words_of_row = words
+    else:
+        terms += head * length * blocks * words + block * words
+        words_of_row = blocks * words
+    first = tl.program_id(0) * CLUSTERS
     for begin in range(first_row, last_row, ROWS):
         place = begin + tl.arange(0, ROWS)
         is_row = place < last_row
         if (not IS_SEEN) and (not IS_CAUSAL):
             is_row = is_row & ((place < own_begin) | (place >= own_end))
-        word = tl.load(
-            words + place[:, None] * key_clusters + cluster[None, :], mask=is_row[:, None] & is_cluster[None, :],
-            other=-1,
-        )  # fmt: skip
-        is_term = word == -1 if IS_SEEN else _is_block_term(word, block, WORD)
+        low, high = _load_words(terms + place * words_of_row, is_row, first, words, CLUSTERS)
         residual = load_rows(residuals, head * length, place, is_row, D, DP)
         some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
         row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
         row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
         # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
         logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
-        logits = tl.where(tl.trans(is_term), logits - row_lse[None, :], float("-inf"))
+        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS), logits - row_lse[None, :], float("-inf"))
         weights = tl.exp(tl.minimum(logits, 0.0))
         d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
         response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
@@ -672,7 +673,10 @@ def _backward_to_summaries(
         d_mass += tl.sum(d_logits, 1)
         d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
     if not IS_FROZEN:
-        d_mass -= tl.sum(d_means * means.to(ACC), 1) + tl.sum(d_values * values.to(ACC), 1)
+        means = load_rows(key_mean, of_block, cluster, is_cluster, D, DP)
+        d_mass -= tl.sum(d_means * means.to(ACC), 1)
+        values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+        d_mass -= tl.sum(d_values * values.to(ACC), 1)
     tl.store(grad_mass + of_block + cluster, d_mass, mask=is_cluster)
     store_rows(grad_key_mean, of_block, cluster, is_cluster, d_means, D, DP)
     store_rows(grad_value_mean, of_block, cluster, is_cluster, d_values, DV, DVP)

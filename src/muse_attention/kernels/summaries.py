@@ -62,14 +62,14 @@ def accumulate_backward(
     gradient: Summaries,
     log_mass: Tensor,
     accumulated: Accumulated,
-    is_written: Tensor,
+    listed: Tensor,
     *,
     is_causal: bool,
     add_to: Summaries,
 ) -> None:
     """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
 
-    `is_written` (H, Q, K) says in which clusters `add_to` has anything to be added to.
+    `listed` (H, Q, K) is not negative for the clusters in which `add_to` has anything to be added to.
 
     The gradient of a log-mass is taken at fixed sums instead of fixed means: with differentiable aggregation it lacks
     what the gradients of the means have along the means. In that form shares of it simply add up.
@@ -79,7 +79,7 @@ def accumulate_backward(
     tile = max(1, min(triton.next_power_of_2(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
     _accumulate_backward[(triton.cdiv(key_clusters, tile), query_clusters, heads)](
         *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
-        is_written, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
+        listed, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
         IS_CAUSAL=is_causal, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
     )  # fmt: skip
 
@@ -258,7 +258,7 @@ def _summarise(
 
 @triton.jit(do_not_specialize=["blocks", "key_clusters"])
 def _accumulate_backward(
-    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, is_written, add_mass,
+    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, listed, add_mass,
     add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -268,7 +268,7 @@ def _accumulate_backward(
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_cluster = cluster < key_clusters
-    has_own = tl.load(is_written + query_cluster * key_clusters + cluster, mask=is_cluster, other=0) != 0
+    has_own = tl.load(listed + query_cluster * key_clusters + cluster, mask=is_cluster, other=-1) >= 0
     sides: tl.constexpr = 1 if IS_CAUSAL else 2
     for side in tl.static_range(sides):
         side_mass = mass_before if side == 0 else mass_after
