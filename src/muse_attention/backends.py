@@ -12,8 +12,8 @@ from muse_attention.config import MuSeConfig
 
 BACKENDS: tuple[str, ...] = ("auto", "torch", "triton", "reference")
 WIDEST_HEAD = 256
-MOST_CLUSTERS = 512
-"""A kernel holds the scores of a query against all clusters of a head on chip."""
+MOST_CENTROID_NUMBERS = 1 << 15
+"""A kernel holds the centroids of all clusters of a head on chip, head dimension and clusters padded to powers of two."""
 
 
 def resolve_backend(backend: str, query: Tensor, value: Tensor, config: MuSeConfig) -> str:
@@ -40,10 +40,15 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
     widest = max(query.shape[-1], value.shape[-1])
     if widest > WIDEST_HEAD:
         return f"has head dimensions of at most {WIDEST_HEAD}, these tensors have {widest}: use smaller ones"
-    most = max(config.query_clusters, config.key_clusters)
-    if most > MOST_CLUSTERS:
-        return f"has at most {MOST_CLUSTERS} clusters, this config has {most}: use fewer"
+    clusters = max(config.query_clusters, config.key_clusters)
+    most = MOST_CENTROID_NUMBERS // _power_of_two(query.shape[-1])
+    if _power_of_two(clusters) > most:
+        return f"has at most {most} clusters for a head dimension of {query.shape[-1]}, this config has {clusters}: use fewer"
     return None
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(4, (size - 1).bit_length())
 
 
 def _interpreted() -> bool:

@@ -11,11 +11,11 @@ from typing import Any, Literal, Self
 from muse_attention.sizes import format_size, parse_size
 
 Dipole = Literal["none", "tilted", "shared", "centred"]
-Clustering = Literal["streaming", "lloyd"]
+Clustering = Literal["auto", "streaming", "lloyd"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dipole": ("none", "tilted", "shared", "centred"),
-    "clustering": ("streaming", "lloyd"),
+    "clustering": ("auto", "streaming", "lloyd"),
 }
 _SMALLEST = {
     "query_clusters": 1,
@@ -24,6 +24,7 @@ _SMALLEST = {
     "retrieved_blocks": 1,
     "block_size": 1,
     "lloyd_iterations": 1,
+    "lloyd_sample": 1,
     "seed": 0,
 }
 _SWITCHES = ("tilt", "monopole", "differentiable_aggregation")
@@ -65,14 +66,18 @@ class MuSeConfig:
     """First-order correction of the summaries' values. An alternative to retrieval: it needs `retrieved_clusters=0`."""
     differentiable_aggregation: bool = True
     """False: the weights that aggregate keys and values into summaries are constants for the gradient."""
-    clustering: Clustering = "streaming"
-    """`streaming`: one pass in minibatches of 64. `lloyd`: `lloyd_iterations` passes over everything at once."""
+    clustering: Clustering = "auto"
+    """`streaming`: one pass in minibatches of 64. `lloyd`: `lloyd_iterations` full-batch iterations on up to
+    `lloyd_sample` vectors for each cluster. `auto`: what suits the backend, `lloyd` in the Triton kernels (it is
+    parallel), `streaming` elsewhere."""
     cap_factor: float | None = 4.0
     """Largest cluster allowed inside a block, in units of the mean. None: no limit."""
     seed: int = 0
     """Seed of the shuffle that starts the clustering: the only randomness there is."""
-    lloyd_iterations: int = 2
+    lloyd_iterations: int = 3
     """Full-batch iterations of `clustering="lloyd"`."""
+    lloyd_sample: int = 128
+    """Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` looks at."""
 
     def __post_init__(self) -> None:
         for name, smallest in _SMALLEST.items():
@@ -144,6 +149,10 @@ class MuSeConfig:
 
     def number_of_blocks(self, length: int) -> int:
         return -(-length // self.block_size)
+
+    def lloyd_stride(self, length: int, clusters: int) -> int:
+        """`clustering="lloyd"` looks at every so many-th vector."""
+        return max(1, length // (self.lloyd_sample * clusters))
 
     def largest_cluster(self, clusters: int) -> int | None:
         """Most tokens of one block that one of `clusters` clusters may hold; None without a cap."""

@@ -164,10 +164,11 @@ def _centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor:
     centroids = shuffled[..., start, :].clone()
 
     if config.clustering == "lloyd":
+        sample = vectors[..., :: config.lloyd_stride(length, clusters), :]
         for _ in range(config.lloyd_iterations):
-            member = torch.nn.functional.one_hot(_affinity(vectors, centroids).argmax(-1), clusters).to(vectors.dtype)
+            member = torch.nn.functional.one_hot(_affinity(sample, centroids).argmax(-1), clusters).to(vectors.dtype)
             size = member.sum(-2)[..., None]
-            centroids = torch.where(size > 0, member.mT @ vectors / size.clamp(min=1), centroids)
+            centroids = torch.where(size > 0, member.mT @ sample / size.clamp(min=1), centroids)
         return centroids
 
     total, count = centroids.clone(), torch.ones_like(centroids[..., :1])

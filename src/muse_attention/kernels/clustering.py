@@ -32,16 +32,15 @@ def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig
     Each is clustered times its factor; of two, the second has factor 1. Two sides go through every kernel together.
     """
     vectors = _Vectors(sides, clusters)
-    order = _shuffled(vectors.length, config.seed, vectors.device)
     centroids = vectors.new_table()
     start = _start_positions(vectors.length, clusters, config.seed, vectors.device)
     vectors.launch(_take, (triton.cdiv(clusters, 16), vectors.heads), start, centroids, TILE=16)
-    if config.clustering == "lloyd":
+    if config.clustering != "streaming":
         for _ in range(config.lloyd_iterations):
-            _lloyd_iteration(vectors, centroids)
+            _lloyd_iteration(vectors, centroids, config.lloyd_stride(vectors.length, clusters))
     else:
         vectors.launch(
-            _stream, (vectors.heads,), order, centroids, **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY,
+            _stream, (vectors.heads,), _shuffled(vectors.length, config.seed, vectors.device), centroids, **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY,
             LOG2_DECAY=math.log2(DECAY), num_warps=8,
         )  # fmt: skip
     assignment = _assign(vectors, centroids, config)
@@ -77,14 +76,14 @@ class _Vectors:
         )  # fmt: skip
 
 
-def _lloyd_iteration(vectors: _Vectors, centroids: Tensor) -> None:
-    """Move every centroid to the mean of the vectors nearest to it."""
+def _lloyd_iteration(vectors: _Vectors, centroids: Tensor, stride: int) -> None:
+    """Move every centroid to the mean of those nearest to it among every `stride`-th vector."""
     tile = _rows_with_scores(vectors.clusters)
-    parts = min(_PARTS, triton.cdiv(vectors.length, tile))
+    parts = min(_PARTS, triton.cdiv(vectors.length, tile * stride))
     sums = centroids.new_empty(vectors.heads, parts, *centroids.shape[1:])
     sizes = centroids.new_empty(vectors.heads, parts, vectors.clusters)
     vectors.launch(
-        _sum_members, (parts, vectors.heads), centroids, sums, sizes, **vectors.clusters_padded, TILE=tile,
+        _sum_members, (parts, vectors.heads), centroids, sums, sizes, stride, **vectors.clusters_padded, TILE=tile,
         **SUM_MEMBERS,
     )  # fmt: skip
     _mean_of_parts[(triton.cdiv(vectors.clusters, 16), vectors.heads)](
@@ -268,9 +267,9 @@ def _stream(
     tl.store(centroids + at, rounded, mask=(number < clusters)[:, None] & (dim < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["of_first", "length", "clusters"])
+@triton.jit(do_not_specialize=["stride", "of_first", "length", "clusters"])
 def _sum_members(
-    first, second, centroids, sums, sizes, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
+    first, second, centroids, sums, sizes, stride, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a part of the sequence, the vectors nearest to each centroid, summed and counted."""
@@ -281,9 +280,10 @@ def _sum_members(
     number, dim = tl.arange(0, CP), tl.arange(0, DP)
     total = tl.zeros([CP, DP], ACC)
     count = tl.zeros([CP], ACC)
-    rows = tl.cdiv(tl.cdiv(length, tl.num_programs(0)), TILE) * TILE
-    for begin in range(part * rows, tl.minimum((part + 1) * rows, length), TILE):
-        row = begin + tl.arange(0, TILE)
+    sampled = tl.cdiv(length, stride)
+    rows = tl.cdiv(tl.cdiv(sampled, tl.num_programs(0)), TILE) * TILE
+    for begin in range(part * rows, tl.minimum((part + 1) * rows, sampled), TILE):
+        row = (begin + tl.arange(0, TILE)) * stride
         x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
         nearest = _argmax(_affinity(x, rounded, half_norms, ACC, PRECISION), CP, x.dtype)
         member = (nearest[:, None] == number[None, :]) & (row < length)[:, None]

@@ -121,7 +121,7 @@ def attend_backward(
     grad_lse = None if grad_lse is None else _by_head(grad_lse)
     shape = (rows.retrieved.shape[-2], rows.retrieved.shape[-1])
     plan = Plan.of(memory, heads.plan_shapes(config, shape))
-    for group in heads.groups(config, shape, is_backward=True):
+    for group in heads.groups(config, shape):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
         _attend_backward(
@@ -198,15 +198,19 @@ class _Heads:
             picks[0] * picks[1],
         )
 
-    def groups(self, config: MuSeConfig, picks: tuple[int, int], *, is_backward: bool = False) -> list[slice]:
+    def groups(self, config: MuSeConfig, picks: tuple[int, int]) -> list[slice]:
         """Groups of key heads, of equal size or nearly so, that fit the workspace."""
         key_heads, length, head_dim = self.keys.shape
         both = head_dim + self.values.shape[-1]
-        of_summaries = self.query_centroids.shape[1] * config.number_of_blocks(length) * config.key_clusters * both
-        of_pairs = length * picks[0] * picks[1] * max(head_dim, self.values.shape[-1])
-        numbers = 2 * of_summaries * (2 if is_backward else 1) + of_pairs + 4 * length * both
-        size = numbers * self.shared_by * self.keys.element_size() + self.shared_by * length * config.key_clusters
-        number = triton.cdiv(key_heads, max(1, WORKSPACE_BYTES // size))
+        buckets = config.number_of_blocks(length) * config.key_clusters
+        of_summaries = self.shared_by * self.query_centroids.shape[1] * buckets * both
+        of_rows = (2 * self.shared_by + 1) * length * both
+        # Backward holds two kinds of summaries and their gradients; then one of these, the gradient of each pair's
+        # query, and those of keys and values in pieces.
+        of_pairs = self.shared_by * length * picks[0] * picks[1] * head_dim
+        of_pieces = 2 * (length + summaries.ROWS_OF_TILE * buckets) * both if of_pairs else 0
+        numbers = of_rows + max(4 * of_summaries, of_summaries + of_pairs + of_pieces)
+        number = triton.cdiv(key_heads, max(1, WORKSPACE_BYTES // (numbers * self.keys.element_size())))
         at_once = triton.cdiv(key_heads, number)
         return [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
 
@@ -282,9 +286,11 @@ def _attend(
     if config.monopole or chosen is None:
         of_buckets, accumulated = far.summaries()
         if chosen is None:
-            chosen = selection.select(far.segments, of_buckets, accumulated.seen, *shape)
+            chosen, listed = selection.select(far.segments, of_buckets, accumulated.seen, *shape)
+        else:
+            listed = selection.list_opened(far.segments, chosen.opened)
         if config.monopole:
-            terms = selection.find_terms(far.segments, chosen)
+            terms = selection.find_terms(far.segments, chosen, listed)
             of_summaries = selection.attend(far.segments, of_buckets, accumulated.seen, terms)
         del of_buckets, accumulated
     if chosen.opened.shape[-1] > 0:
@@ -313,16 +319,10 @@ def _attend_backward(
     bucket_tiles = tiles_of_groups(far.buckets, summaries.ROWS_OF_TILE)
     delta, ordered, ordered_delta = merging.shared_delta(merged, grad_out, grad_lse, far.segments.groups)
     of_summaries = of_pairs = to_keys = grad_buckets = log_mass = None
-    if selected.opened.shape[-1] > 0:
-        pairs = retrieval.Pairs.of(Groups(plan.pair_order, plan.pair_starts), selected)
-        of_pairs, to_keys = retrieval.attend_backward(
-            grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
-            rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
-        )  # fmt: skip
-        del pairs
     if config.monopole:
         of_buckets, accumulated = far.summaries()
-        terms = selection.find_terms(far.segments, selected)
+        listed = selection.list_opened(far.segments, selected.opened)
+        terms = selection.find_terms(far.segments, selected, listed)
         grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
         of_summaries = selection.attend_backward(
             ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, terms,
@@ -330,9 +330,16 @@ def _attend_backward(
         )  # fmt: skip
         log_mass = of_buckets.log_mass
         summaries.accumulate_backward(
-            grad_seen, log_mass, accumulated, terms.opened.place, is_causal=is_causal, add_to=grad_buckets
+            grad_seen, log_mass, accumulated, listed.place, is_causal=is_causal, add_to=grad_buckets
         )
-        del of_buckets, accumulated, terms, grad_seen
+        del of_buckets, accumulated, terms, listed, grad_seen
+    del ordered, ordered_delta
+    if selected.opened.shape[-1] > 0:
+        pairs = retrieval.Pairs.of(Groups(plan.pair_order, plan.pair_starts), selected)
+        of_pairs, to_keys = retrieval.attend_backward(
+            grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
+            rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
+        )  # fmt: skip
     summaries.summarise_backward(
         grad_buckets,
         log_mass,

@@ -16,7 +16,7 @@ _TOKENS = 128
 """Tokens of a block ranked together."""
 _TILE = 256
 """Rows ranked together by the general sort."""
-_DIGIT = 6
+_DIGIT = 4
 """Bits of the group's number that one pass of the general sort looks at."""
 
 
@@ -111,7 +111,7 @@ def group_rows(group_of_row: Tensor, number_of_groups: int, fill_in: Groups | No
         _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
         _place_by_digit[(tiles, sequences)](
             keys, rows, counts, digit_starts, new_keys, new_rows, length, number_of_groups, shift, tiles,
-            IS_FIRST=shift == 0, TILE=_TILE, DIGITS=digits, num_warps=8,
+            IS_FIRST=shift == 0, TILE=_TILE, DIGITS=digits,
         )  # fmt: skip
         keys, rows = new_keys, new_rows
     width = min(128, triton.next_power_of_2(number_of_groups + 1))

@@ -14,6 +14,12 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def fitting(launch: dict[int, dict[str, int]], head_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """How to launch a kernel: what was tuned for rows of at most so many bytes."""
+    width = max(padded(head_dim), padded(value_dim)) * dtype.itemsize
+    return launch[next(most for most in sorted(launch) if width <= most or most == max(launch))]
+
+
 def arithmetic(dtype: torch.dtype) -> dict[str, Any]:
     """Compile-time arguments: sums are kept in float32 (float64 for float64), float32 is multiplied as such."""
     return {"ACC": tl.float64 if dtype == torch.float64 else tl.float32, "PRECISION": "ieee"}

@@ -16,20 +16,30 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles, group_rows, tiles, tiles_of_groups
-from muse_attention.kernels.numbers import arithmetic, gradient_dtype, load_rows, padded, store_rows
+from muse_attention.kernels.numbers import arithmetic, fitting, gradient_dtype, load_rows, padded, store_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.kernels.summaries import PairGradients
 from muse_attention.structures import Partial, Selection
 
 PAIRS_OF_TILE = 64
 """Queries of one bucket that one program works on."""
-ATTEND = {"KEYS": 32, "num_warps": 4, "num_stages": 3}
-ATTEND_BACKWARD_TO_QUERIES = {"KEYS": 32, "num_warps": 4, "num_stages": 3}
-ATTEND_BACKWARD_TO_KEYS = {"PAIRS": 64, "num_warps": 4, "num_stages": 1}
+ATTEND = {
+    128: {"KEYS": 32, "num_warps": 4, "num_stages": 3},
+    256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
+    512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
+}
+ATTEND_BACKWARD_TO_QUERIES = {
+    128: {"KEYS": 32, "num_warps": 4, "num_stages": 3},
+    256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
+    512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
+}
+ATTEND_BACKWARD_TO_KEYS = {
+    128: {"PAIRS": 128, "num_warps": 4, "num_stages": 2},
+    256: {"PAIRS": 32, "num_warps": 4, "num_stages": 1},
+    512: {"PAIRS": 16, "num_warps": 4, "num_stages": 1},
+}
 PAIRS_OF_PIECE = 2048
 """Queries of one bucket that one program streams through a tile of its keys, if there is room for all the pieces."""
-_PIECES = 1.5
-"""Room for pieces, in units of the largest number of bucket tiles."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def attend(
     _attend_to_buckets[pairs.tiles.grid](
         queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts, out, lse, length,
         queries.shape[0] // keys.shape[0], pairs.shape[-1], buckets.number, PAIRS=PAIRS_OF_TILE,
-        **_constants(queries, values, scale), **ATTEND,
+        **_constants(queries, values, scale), **_fitting(ATTEND, queries, values),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -103,7 +113,7 @@ def attend_backward(
     _buckets_backward_to_queries[pairs.tiles.grid](
         grad_out, lse, delta, queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts,
         grad_pairs, length, shared_by, picks, buckets.number, PAIRS=PAIRS_OF_TILE, **constants,
-        **ATTEND_BACKWARD_TO_QUERIES,
+        **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
     )  # fmt: skip
     pieces = _cut_into_pieces(pairs, bucket_tiles)
     wide = compute_dtype(keys.dtype)
@@ -115,7 +125,7 @@ def attend_backward(
     _buckets_backward_to_keys[pieces.grid](
         grad_out, lse, delta, queries, keys, values, pairs.groups.order, *bucket_tiles.parts()[1:], *pieces.parts(),
         gradients.keys, gradients.values, length, shared_by, picks, bucket_tiles.group.shape[1],
-        KEYS=rows_of_bucket_tile, **constants, **ATTEND_BACKWARD_TO_KEYS,
+        KEYS=rows_of_bucket_tile, **constants, **_fitting(ATTEND_BACKWARD_TO_KEYS, queries, values),
     )  # fmt: skip
     return grad_pairs, gradients
 
@@ -123,18 +133,21 @@ def attend_backward(
 def _cut_into_pieces(pairs: Pairs, bucket_tiles: Tiles) -> Tiles:
     """The pairs that each bucket tile meets, in pieces.
 
-    A few buckets are asked for by most queries, so their pairs go to many programs. If there is no room for the
-    gradients of all pieces, pieces are longer.
+    A few buckets are asked for by most queries, so their pairs go to many programs; others by none. There is room for
+    the gradients of as many pieces as there can be tiles. If these are not enough, pieces are longer.
     """
     key_heads, most_tiles = bucket_tiles.group.shape
-    most_pieces = int(_PIECES * most_tiles)
     begin, end = torch.empty_like(bucket_tiles.group), torch.empty_like(bucket_tiles.group)
     size = begin.new_empty(key_heads)
     _plan_pieces[(key_heads,)](
-        bucket_tiles.group, pairs.groups.starts, begin, end, size, most_tiles, pairs.groups.number, most_pieces,
+        bucket_tiles.group, pairs.groups.starts, begin, end, size, most_tiles, pairs.groups.number, most_tiles,
         SHORTEST=PAIRS_OF_PIECE, WIDTH=min(1024, triton.next_power_of_2(most_tiles)),
     )  # fmt: skip
-    return tiles(begin, end, size, most_pieces)
+    return tiles(begin, end, size, most_tiles)
+
+
+def _fitting(launch: dict[int, dict[str, int]], queries: Tensor, values: Tensor) -> dict[str, int]:
+    return fitting(launch, queries.shape[-1], values.shape[-1], queries.dtype)
 
 
 def _constants(queries: Tensor, values: Tensor, scale: float) -> dict[str, Any]:

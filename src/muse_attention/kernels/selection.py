@@ -17,18 +17,34 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
-from muse_attention.kernels.numbers import arithmetic, index_in_order, load_rows, padded, store_rows
+from muse_attention.kernels.numbers import arithmetic, fitting, index_in_order, load_rows, padded, store_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection, Summaries
 
 ROWS_OF_TILE = 64
 """Queries of one segment that one program works on."""
 SELECT_CLUSTERS = {"num_warps": 4}
-SELECT_BLOCKS = {"CLUSTERS": 32, "num_warps": 4, "num_stages": 1}
-ATTEND = {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3}
-ATTEND_BACKWARD_TO_QUERIES = {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3}
-ATTEND_BACKWARD_TO_SEEN = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1}
-ATTEND_BACKWARD_TO_BLOCKS = {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1}
+SELECT_BLOCKS = {"CLUSTERS": 16, "num_warps": 4, "num_stages": 1}
+ATTEND = {
+    128: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 1},
+    256: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 1},
+    512: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 1},
+}
+ATTEND_BACKWARD_TO_QUERIES = {
+    128: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3},
+    256: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 1},
+    512: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 1},
+}
+ATTEND_BACKWARD_TO_SEEN = {
+    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
+    512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
+}
+ATTEND_BACKWARD_TO_BLOCKS = {
+    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
+    512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
+}
 _WORD = 32
 """Bits of a word of the terms."""
 
@@ -60,10 +76,13 @@ class Segments:
             **arithmetic(self.residuals.dtype),
         }
 
-    def fit(self, launch: dict[str, int]) -> dict[str, int]:
+    def few(self, launch: dict[str, int]) -> dict[str, int]:
         """No more columns at a time than there are key clusters."""
         most = padded(self.key_clusters)
         return {name: min(number, most) if name in ("CLUSTERS", "LISTED") else number for name, number in launch.items()}
+
+    def fit(self, launch: dict[int, dict[str, int]], value_dim: int) -> dict[str, int]:
+        return self.few(fitting(launch, self.residuals.shape[-1], value_dim, self.residuals.dtype))
 
 
 @dataclass(frozen=True)
@@ -89,13 +108,15 @@ class Terms:
     opened: OpenedClusters
 
 
-def select(segments: Segments, of_buckets: Summaries, seen: Summaries, clusters: int, blocks: int) -> Selection:
+def select(
+    segments: Segments, of_buckets: Summaries, seen: Summaries, clusters: int, blocks: int
+) -> tuple[Selection, OpenedClusters]:
     """The `clusters` best clusters of each query by the summaries it sees, and the `blocks` best blocks in each."""
     heads, length, _ = segments.residuals.shape
     opened = segments.groups.order.new_empty(heads, length, clusters)
     retrieved = segments.groups.order.new_empty(heads, length, clusters, blocks)
     if clusters == 0:
-        return Selection(opened, retrieved)
+        return Selection(opened, retrieved), list_opened(segments, opened)
     tiles = segments.tiles
     where = (*tiles.parts(), segments.groups.order)
     _select_clusters[tiles.grid](
@@ -106,10 +127,10 @@ def select(segments: Segments, of_buckets: Summaries, seen: Summaries, clusters:
     listed = list_opened(segments, opened)
     _select_blocks[tiles.grid](
         segments.residuals, of_buckets.log_mass, of_buckets.key_mean, *where, listed.listed, listed.number, opened,
-        retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE, **segments.constants,
-        **segments.fit(SELECT_BLOCKS),
+        retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1, **segments.constants,
+        **segments.few(SELECT_BLOCKS),
     )  # fmt: skip
-    return Selection(opened, retrieved)
+    return Selection(opened, retrieved), listed
 
 
 def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
@@ -131,19 +152,19 @@ def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
     return found
 
 
-def find_terms(segments: Segments, selection: Selection) -> Terms:
-    """The terms that a selection leaves."""
+def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
+    """The terms that a selection leaves; `listed` is `list_opened` of it."""
     heads, length, clusters, blocks = selection.retrieved.shape
     words = triton.cdiv(segments.key_clusters, _WORD)
     terms = Terms(
         selection.opened.new_empty(heads, length, words),
         selection.opened.new_empty(heads, length, segments.blocks, words),
-        list_opened(segments, selection.opened),
+        listed,
     )
     _mark_terms[segments.tiles.grid](
-        *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, terms.opened.place,
-        terms.clusters, terms.blocks, clusters, blocks, *segments.sizes, words, IS_CAUSAL=segments.is_causal,
-        ROWS=ROWS_OF_TILE, WP=triton.next_power_of_2(words),
+        *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
+        terms.clusters, terms.blocks, *segments.sizes, OPENED=clusters, OP=max(1, triton.next_power_of_2(clusters)),
+        RETRIEVED=blocks, WORDS=words, IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
     )  # fmt: skip
     return terms
 
@@ -162,7 +183,7 @@ def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Te
         segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(), segments.groups.order, terms.clusters,
         terms.blocks, terms.opened.listed, terms.opened.number, partial.out, partial.lse, *segments.sizes,
         terms.clusters.shape[-1], DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE, **segments.constants,
-        **segments.fit(ATTEND),
+        **segments.fit(ATTEND, value_dim),
     )  # fmt: skip
     return partial
 
@@ -195,13 +216,13 @@ def attend_backward(
     _summaries_backward_to_queries[tiles.grid](
         grad_out, lse, delta, segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(),
         segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, grad_queries,
-        *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants, **segments.fit(ATTEND_BACKWARD_TO_QUERIES),
+        *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants, **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
     )  # fmt: skip
-    for is_seen, summaries, gradient, launch, bits in (
+    for is_seen, summaries, gradient, launches, bits in (
         (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS, terms.blocks),
         (True, seen, fill_in[1], ATTEND_BACKWARD_TO_SEEN, terms.clusters),
     ):
-        launch = segments.fit(launch)
+        launch = segments.fit(launches, value_dim)
         grid = (triton.cdiv(segments.key_clusters, launch["CLUSTERS"]), segments.query_clusters * segments.blocks, heads)
         _backward_to_summaries[grid](
             grad_out, lse, delta, segments.residuals, *summaries.parts(), segments.groups.starts, bits,
@@ -314,7 +335,8 @@ def _select_clusters(
 def _select_blocks(
     residuals, mass, key_mean, tile_group, tile_begin, tile_end, order, listed, listed_number, opened, retrieved,
     opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, IS_SINGLE: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For each opened cluster the best blocks, one after another."""
     head = tl.program_id(1).to(tl.int64)
@@ -359,7 +381,9 @@ def _select_blocks(
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
                 # Those that come after the last one found: with a lower score, or later with the same.
-                better = (logits > best) & ((logits < last_score) | ((logits == last_score) & (last_block < block)))
+                better = logits > best
+                if not IS_SINGLE:
+                    better &= (logits < last_score) | ((logits == last_score) & (last_block < block))
                 best = tl.where(better, logits, best)
                 found = tl.where(better, block, found)
             tl.store(
@@ -402,15 +426,11 @@ def _list_opened(
     tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters", "key_clusters", "words"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
 def _mark_terms(
-    tile_group, tile_begin, tile_end, order, opened, retrieved, listed_place, of_clusters, of_blocks, opened_clusters,
-    retrieved_blocks, length, blocks, query_clusters, key_clusters, words, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
-    WP: tl.constexpr,
+    tile_group, tile_begin, tile_end, order, opened, retrieved, listed_place, of_clusters, of_blocks, length, blocks,
+    query_clusters, key_clusters, OPENED: tl.constexpr, OP: tl.constexpr, RETRIEVED: tl.constexpr, WORDS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -418,7 +438,7 @@ def _mark_terms(
     if segment < 0:
         return
     begin = tl.load(tile_begin + tile)
-    place, word = tl.arange(0, ROWS), tl.arange(0, WP)
+    place, number = tl.arange(0, ROWS), tl.arange(0, OP)
     is_row = place < tl.load(tile_end + tile) - begin
     first_place = head * length + begin
     own_block = segment % blocks
@@ -426,33 +446,28 @@ def _mark_terms(
     if seen_blocks == 0:
         return
     row = tl.load(order + first_place + place, mask=is_row, other=0)
-    opened += head * length * opened_clusters
-    retrieved += head * length * opened_clusters * retrieved_blocks
+    inside = is_row[:, None] & (number < OPENED)[None, :]
+    slot = row[:, None] * OPENED + number[None, :]
+    cluster = tl.load(opened + head * length * OPENED + slot, mask=inside, other=-1)
     listed_place += (head * query_clusters + segment // blocks) * key_clusters
-    inside = is_row[:, None] & (word < words)[None, :]
-    closed = tl.full([ROWS, WP], -1, tl.int32)
-    is_open = tl.zeros([ROWS, WP], tl.int32)
-    for number in range(opened_clusters):
-        cluster = tl.load(opened + row * opened_clusters + number, mask=is_row, other=-1)
-        bit = tl.where(cluster < 0, 0, 1 << (cluster & 31))
-        closed &= ~tl.where((cluster >> 5)[:, None] == word[None, :], bit[:, None], 0)
-        listed = tl.load(listed_place + cluster, mask=is_row & (cluster >= 0), other=-1).to(tl.int32)
-        bit = tl.where(listed < 0, 0, 1 << (listed & 31))
-        is_open |= tl.where((listed >> 5)[:, None] == word[None, :], bit[:, None], 0)
-    tl.store(of_clusters + first_place * words + place[:, None] * words + word[None, :], closed, mask=inside)
-    of_blocks += first_place * blocks * words
+    listed = tl.load(listed_place + cluster, mask=cluster >= 0, other=-1).to(tl.int32)
+    # No cluster is opened twice, so the sum of bits is their union.
+    bit = tl.where(cluster < 0, 0, 1 << (cluster & 31))
+    for word in tl.static_range(WORDS):
+        is_open = tl.sum(tl.where((cluster >> 5) == word, bit, 0), 1)
+        tl.store(of_clusters + first_place * WORDS + place * WORDS + word, ~is_open, mask=is_row)
+    bit = tl.where(listed < 0, 0, 1 << (listed & 31))
+    retrieved += head * length * OPENED * RETRIEVED
+    first = tl.load(retrieved + slot * RETRIEVED, mask=inside, other=-1)
+    of_blocks += first_place * blocks * WORDS
     for block in range(seen_blocks):
-        kept = is_open
-        for number in range(opened_clusters):
-            cluster = tl.load(opened + row * opened_clusters + number, mask=is_row, other=-1)
-            listed = tl.load(listed_place + cluster, mask=is_row & (cluster >= 0), other=-1).to(tl.int32)
-            is_taken = tl.zeros([ROWS], tl.int32)
-            for other in range(retrieved_blocks):
-                at = (row * opened_clusters + number) * retrieved_blocks + other
-                is_taken |= (tl.load(retrieved + at, mask=is_row, other=-1) == block).to(tl.int32)
-            bit = tl.where((listed < 0) | (is_taken == 0), 0, 1 << (listed & 31))
-            kept &= ~tl.where((listed >> 5)[:, None] == word[None, :], bit[:, None], 0)
-        tl.store(of_blocks + (place[:, None] * blocks + block) * words + word[None, :], kept, mask=inside)
+        kept = tl.where(first == block, 0, bit)
+        for other in range(1, RETRIEVED):
+            one_more = tl.load(retrieved + slot * RETRIEVED + other, mask=inside, other=-1)
+            kept = tl.where(one_more == block, 0, kept)
+        for word in tl.static_range(WORDS):
+            terms = tl.sum(tl.where((listed >> 5) == word, kept, 0), 1)
+            tl.store(of_blocks + (place * blocks + block) * WORDS + word, terms, mask=is_row)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
-from muse_attention.kernels.numbers import arithmetic, gradient_dtype, load_rows, padded, store_rows
+from muse_attention.kernels.numbers import arithmetic, fitting, gradient_dtype, load_rows, padded, store_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Summaries
 
@@ -48,12 +48,11 @@ def summarise(
     of_buckets, seen = new(), new()
     before = seen.log_mass if is_causal else torch.empty_like(seen.log_mass)
     after = before if is_causal else torch.empty_like(seen.log_mass)
-    widest = max(padded(head_dim), padded(value_dim))
-    tile = min(padded(query_clusters), max(16, 4096 // widest))
-    _summarise[(key_clusters, triton.cdiv(query_clusters, tile), heads)](
+    launch = _few(SUMMARISE, query_clusters, keys, values)
+    _summarise[(key_clusters, triton.cdiv(query_clusters, launch["TILE"]), heads)](
         keys, values, centroids, buckets.starts, *of_buckets.parts(), *seen.parts(), before, after, length, blocks,
         query_clusters, key_clusters, heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim,
-        DVP=padded(value_dim), IS_CAUSAL=is_causal, TILE=tile, **arithmetic(keys.dtype), **SUMMARISE,
+        DVP=padded(value_dim), IS_CAUSAL=is_causal, **arithmetic(keys.dtype), **launch,
     )  # fmt: skip
     return of_buckets, Accumulated(seen, before, after)
 
@@ -104,7 +103,6 @@ def summarise_backward(
     """
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
-    widest = max(padded(head_dim), padded(value_dim))
     summed = keys if gradient is None or log_mass is None else None
     tables = (keys,) * 4 if gradient is None or log_mass is None else (*gradient.parts(), log_mass)
     pairs = (keys, keys, buckets.starts) if of_pairs is None else (of_pairs.keys, of_pairs.values, of_pairs.before)
@@ -113,7 +111,7 @@ def summarise_backward(
         query_clusters, buckets.number // blocks, heads // key_heads, 0 if of_pairs is None else of_pairs.most,
         D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), HAS_SUMMARIES=summed is None,
         HAS_PAIRS=of_pairs is not None, IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE,
-        TILE=min(padded(query_clusters), max(16, 2048 // widest)), **arithmetic(keys.dtype), **SUMMARISE_BACKWARD,
+        **arithmetic(keys.dtype), **_few(SUMMARISE_BACKWARD, query_clusters, keys, values),
     )  # fmt: skip
 
 
@@ -135,8 +133,22 @@ class PairGradients:
 
 ROWS_OF_TILE = 64
 """Keys of one bucket whose gradients one program sums."""
-SUMMARISE = {"KEYS": 32, "num_warps": 4, "num_stages": 3}
-SUMMARISE_BACKWARD = {"num_warps": 4, "num_stages": 1}
+SUMMARISE = {
+    128: {"TILE": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3},
+    256: {"TILE": 32, "KEYS": 32, "num_warps": 4, "num_stages": 3},
+    512: {"TILE": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
+}
+SUMMARISE_BACKWARD = {
+    128: {"TILE": 32, "num_warps": 4, "num_stages": 2},
+    256: {"TILE": 16, "num_warps": 4, "num_stages": 2},
+    512: {"TILE": 16, "num_warps": 4, "num_stages": 1},
+}
+
+
+def _few(launch: dict[int, dict[str, int]], query_clusters: int, keys: Tensor, values: Tensor) -> dict[str, int]:
+    """No more query clusters at a time than there are."""
+    fit = fitting(launch, keys.shape[-1], values.shape[-1], keys.dtype)
+    return {**fit, "TILE": min(fit["TILE"], padded(query_clusters))}
 
 
 def new_gradient(of_buckets: Summaries) -> Summaries:

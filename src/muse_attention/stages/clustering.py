@@ -28,7 +28,8 @@ def find_centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor
     order = seeded_shuffle(length, config.seed, vectors.device)
     start = order[(torch.arange(clusters, device=order.device) * max(1, length // clusters)) % length]
     if config.clustering == "lloyd":
-        return _lloyd(vectors, vectors[:, start], config.lloyd_iterations)
+        sample = vectors[:, :: config.lloyd_stride(length, clusters)]
+        return _lloyd(sample, vectors[:, start], config.lloyd_iterations)
     return _streaming(vectors[:, order], vectors[:, start])
 
 
