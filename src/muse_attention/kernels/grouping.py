@@ -96,27 +96,30 @@ def group_rows(group_of_row: Tensor, number_of_groups: int, fill_in: Groups | No
     counts = group_of_row.new_empty(sequences, digits, tiles)
     totals = group_of_row.new_empty(sequences, digits)
     digit_starts = group_of_row.new_empty(sequences, digits + 1)
-    keys, rows = group_of_row, group_of_row  # (the first pass numbers the rows itself)
     found = fill_in or Groups(
         torch.empty_like(group_of_row), group_of_row.new_empty(sequences, number_of_groups + 1)
     )
-    bits = number_of_groups.bit_length()
-    for shift in range(0, bits, _DIGIT):
-        is_last = shift + _DIGIT >= bits
-        new_keys, new_rows = torch.empty_like(group_of_row), found.order if is_last else torch.empty_like(group_of_row)
-        _count_digits[(tiles, sequences)](
-            keys, counts, length, number_of_groups, shift, tiles, TILE=_TILE, DIGITS=digits
-        )
+    # Group and row travel together, in one integer.
+    bits, row_bits = number_of_groups.bit_length(), (length - 1).bit_length()
+    dtype = torch.int32 if bits + row_bits < 32 else torch.int64
+    packed = torch.empty_like(group_of_row, dtype=dtype)
+    width = 1024
+    _pack[(triton.cdiv(length, width), sequences)](
+        group_of_row, packed, length, number_of_groups, ROW_BITS=row_bits, WIDTH=width
+    )
+    for shift in range(row_bits, row_bits + bits, _DIGIT):
+        _count_digits[(tiles, sequences)](packed, counts, length, shift, tiles, TILE=_TILE, DIGITS=digits)
         _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
         _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
+        by_digit = torch.empty_like(packed)
         _place_by_digit[(tiles, sequences)](
-            keys, rows, counts, digit_starts, new_keys, new_rows, length, number_of_groups, shift, tiles,
-            IS_FIRST=shift == 0, TILE=_TILE, DIGITS=digits,
+            packed, counts, digit_starts, by_digit, found.order, length, shift, tiles,
+            IS_LAST=shift + _DIGIT >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits,
         )  # fmt: skip
-        keys, rows = new_keys, new_rows
+        packed = by_digit
     width = min(128, triton.next_power_of_2(number_of_groups + 1))
     _find_starts[(triton.cdiv(number_of_groups + 1, width), sequences)](
-        keys, found.starts, length, number_of_groups, STEPS=length.bit_length(), WIDTH=width
+        packed, found.starts, length, number_of_groups, ROW_BITS=row_bits, STEPS=length.bit_length(), WIDTH=width
     )
     return found
 
@@ -220,53 +223,57 @@ def _place_by_cluster(
             tl.store(starts_here + clusters * blocks, length)
 
 
-@triton.jit
-def _digit(keys, row, length, groups, shift, DIGITS: tl.constexpr):
-    """A digit of the group's number; rows of no group have the number after the last. -1 beyond the end."""
-    key = tl.load(keys + row, mask=row < length, other=0)
-    key = tl.where(key < 0, groups, key)
-    return key, tl.where(row < length, (key >> shift) & (DIGITS - 1), -1)
+@triton.jit(do_not_specialize=["length", "groups"])
+def _pack(group_of_row, packed, length, groups, ROW_BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of no group get the number after the last."""
+    sequence = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    group = tl.load(group_of_row + sequence * length + row, mask=row < length, other=0)
+    group = tl.where(group < 0, groups, group).to(packed.dtype.element_ty)
+    tl.store(packed + sequence * length + row, (group << ROW_BITS) | row, mask=row < length)
 
 
-@triton.jit(do_not_specialize=["length", "groups", "shift", "tiles"])
-def _count_digits(keys, counts, length, groups, shift, tiles, TILE: tl.constexpr, DIGITS: tl.constexpr):
+@triton.jit(do_not_specialize=["length", "shift", "tiles"])
+def _count_digits(packed, counts, length, shift, tiles, TILE: tl.constexpr, DIGITS: tl.constexpr):
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, digit = _digit(keys + sequence * length, tile * TILE + tl.arange(0, TILE), length, groups, shift, DIGITS)
-    number = tl.arange(0, DIGITS)
-    count = tl.sum((digit[:, None] == number[None, :]).to(tl.int32), 0)
-    tl.store(counts + (sequence * DIGITS + number) * tiles + tile, count)
+    place, number = tile * TILE + tl.arange(0, TILE), tl.arange(0, DIGITS)
+    digit = (tl.load(packed + sequence * length + place, mask=place < length, other=0) >> shift) & (DIGITS - 1)
+    member = (digit[:, None] == number[None, :]) & (place < length)[:, None]
+    tl.store(counts + (sequence * DIGITS + number) * tiles + tile, tl.sum(member.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["length", "groups", "shift", "tiles"])
+@triton.jit(do_not_specialize=["length", "shift", "tiles"])
 def _place_by_digit(
-    keys, rows, counts, digit_starts, new_keys, new_rows, length, groups, shift, tiles, IS_FIRST: tl.constexpr,
+    packed, counts, digit_starts, by_digit, order, length, shift, tiles, IS_LAST: tl.constexpr, ROW_BITS: tl.constexpr,
     TILE: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place, number = tile * TILE + tl.arange(0, TILE), tl.arange(0, DIGITS)
-    key, digit = _digit(keys + sequence * length, place, length, groups, shift, DIGITS)
-    member = (digit[:, None] == number[None, :]).to(tl.int32)
+    inside = place < length
+    both = tl.load(packed + sequence * length + place, mask=inside, other=0)
+    member = ((((both >> shift) & (DIGITS - 1))[:, None] == number[None, :]) & inside[:, None]).to(tl.int32)
     start = tl.load(digit_starts + sequence * (DIGITS + 1) + number)
     start += tl.load(counts + (sequence * DIGITS + number) * tiles + tile)
     to = tl.sum(member * (tl.cumsum(member, 0) - 1 + start[None, :]), 1)
-    inside = place < length
-    row = place if IS_FIRST else tl.load(rows + sequence * length + place, mask=inside, other=0)
-    tl.store(new_keys + sequence * length + to, key, mask=inside)
-    tl.store(new_rows + sequence * length + to, row, mask=inside)
+    tl.store(by_digit + sequence * length + to, both, mask=inside)
+    if IS_LAST:
+        tl.store(order + sequence * length + to, both & ((1 << ROW_BITS) - 1), mask=inside)
 
 
 @triton.jit(do_not_specialize=["length", "groups"])
-def _find_starts(keys, starts, length, groups, STEPS: tl.constexpr, WIDTH: tl.constexpr):
-    """A group begins where the first sorted key is that is not smaller."""
+def _find_starts(
+    packed, starts, length, groups, ROW_BITS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """A group begins at the first place whose group is not smaller."""
     sequence = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    keys += sequence * length
+    packed += sequence * length
     low = tl.zeros([WIDTH], tl.int32)
     high = tl.zeros([WIDTH], tl.int32) + length
     for _ in range(STEPS):
         middle = (low + high) // 2
         is_open = low < high
-        smaller = tl.load(keys + middle, mask=is_open, other=0) < group
+        smaller = (tl.load(packed + middle, mask=is_open, other=0) >> ROW_BITS) < group
         low = tl.where(is_open & smaller, middle + 1, low)
         high = tl.where(is_open & (smaller == 0), middle, high)
     tl.store(starts + sequence * (groups + 1) + group, low, mask=group <= groups)

@@ -269,10 +269,9 @@ def _buckets_backward_to_queries(
         some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
         some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
         logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC) * SCALE
-        weights = tl.exp(tl.minimum(logits - row_lse[:, None], 0.0))
+        weights = tl.exp(tl.where(is_key[None, :], logits, float("-inf")) - row_lse[:, None])
         response = tl.dot(some_grad, tl.trans(some_values), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[:, None])
-        # (A padded key is zero, so whatever its weight it gives nothing.)
         gradient = tl.dot(d_logits.to(some_keys.dtype), some_keys, gradient, input_precision=PRECISION, out_dtype=ACC)
     store_rows(grad_pairs, 0, first_row * picks + pair, is_pair, gradient, D, DP)
 
@@ -308,7 +307,7 @@ def _buckets_backward_to_keys(
         row_delta = tl.load(delta + first_row + row, mask=is_pair, other=0.0)
         # Keys are the rows here, so that weights and gradients of logits enter the products below as they are.
         logits = tl.dot(some_keys, tl.trans(some_queries), input_precision=PRECISION, out_dtype=ACC) * SCALE
-        weights = tl.exp(tl.minimum(logits - row_lse[None, :], 0.0))
+        weights = tl.exp(logits - row_lse[None, :])
         d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
         response = tl.dot(some_values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[None, :])

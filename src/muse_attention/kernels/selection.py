@@ -102,9 +102,9 @@ class Terms:
     """Which summaries each query attends to, in bits. Rows are in the order of the segments."""
 
     clusters: Tensor
-    """(H, N, words) int32: a bit for each key cluster"""
+    """(H, words, N) int32: a bit for each key cluster"""
     blocks: Tensor
-    """(H, N, nb, words) int32: a bit for each listed cluster"""
+    """(H, nb, words, N) int32: a bit for each listed cluster"""
     opened: OpenedClusters
 
 
@@ -157,8 +157,8 @@ def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters)
     heads, length, clusters, blocks = selection.retrieved.shape
     words = triton.cdiv(segments.key_clusters, _WORD)
     terms = Terms(
-        selection.opened.new_empty(heads, length, words),
-        selection.opened.new_empty(heads, length, segments.blocks, words),
+        selection.opened.new_empty(heads, words, length),
+        selection.opened.new_empty(heads, segments.blocks, words, length),
         listed,
     )
     _mark_terms[segments.tiles.grid](
@@ -182,7 +182,7 @@ def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Te
     _attend_to_summaries[tiles.grid](
         segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(), segments.groups.order, terms.clusters,
         terms.blocks, terms.opened.listed, terms.opened.number, partial.out, partial.lse, *segments.sizes,
-        terms.clusters.shape[-1], DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE, **segments.constants,
+        terms.clusters.shape[1], DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE, **segments.constants,
         **segments.fit(ATTEND, value_dim),
     )  # fmt: skip
     return partial
@@ -211,7 +211,7 @@ def attend_backward(
     value_dim = seen.value_mean.shape[-1]
     grad_queries = segments.residuals.new_empty(heads, length, head_dim, dtype=compute_dtype(segments.residuals.dtype))
     tiles = segments.tiles
-    words = terms.clusters.shape[-1]
+    words = terms.clusters.shape[1]
     constants = {"DV": value_dim, "DVP": padded(value_dim), **segments.constants}
     _summaries_backward_to_queries[tiles.grid](
         grad_out, lse, delta, segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(),
@@ -244,15 +244,16 @@ def _score(
 
 
 @triton.jit
-def _load_words(bits, is_row, first, words, COLUMNS: tl.constexpr):
+def _load_words(bits, place, is_row, first, length, words, COLUMNS: tl.constexpr):
     """The words behind `COLUMNS` (up to 64) columns from `first` on, which begin a word or lie in one.
 
-    `bits` points to the words of each row.
+    `bits` points to the first word of the first row.
     """
-    low = tl.load(bits + first // 32, mask=is_row, other=0)
+    bits += first // 32 * length
+    low = tl.load(bits + place, mask=is_row, other=0)
     high = low
     if COLUMNS > 32:
-        high = tl.load(bits + first // 32 + 1, mask=is_row & (first // 32 + 1 < words), other=0)
+        high = tl.load(bits + length + place, mask=is_row & (first // 32 + 1 < words), other=0)
     return low, high
 
 
@@ -455,11 +456,10 @@ def _mark_terms(
     bit = tl.where(cluster < 0, 0, 1 << (cluster & 31))
     for word in tl.static_range(WORDS):
         is_open = tl.sum(tl.where((cluster >> 5) == word, bit, 0), 1)
-        tl.store(of_clusters + first_place * WORDS + place * WORDS + word, ~is_open, mask=is_row)
+        tl.store(of_clusters + (head * WORDS + word) * length + begin + place, ~is_open, mask=is_row)
     bit = tl.where(listed < 0, 0, 1 << (listed & 31))
     retrieved += head * length * OPENED * RETRIEVED
     first = tl.load(retrieved + slot * RETRIEVED, mask=inside, other=-1)
-    of_blocks += first_place * blocks * WORDS
     for block in range(seen_blocks):
         kept = tl.where(first == block, 0, bit)
         for other in range(1, RETRIEVED):
@@ -467,7 +467,8 @@ def _mark_terms(
             kept = tl.where(one_more == block, 0, kept)
         for word in tl.static_range(WORDS):
             terms = tl.sum(tl.where((listed >> 5) == word, kept, 0), 1)
-            tl.store(of_blocks + (place * blocks + block) * WORDS + word, terms, mask=is_row)
+            at = ((head * blocks + block) * WORDS + word) * length + begin
+            tl.store(of_blocks + at + place, terms, mask=is_row)
 
 
 @triton.jit
@@ -512,9 +513,8 @@ def _attend_to_summaries(
         for first in range(0, key_clusters, CLUSTERS):
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
-            low, high = _load_words(
-                cluster_terms + first_place * words + place * words, is_row, first, words, CLUSTERS
-            )
+            bits = cluster_terms + head * words * length + begin
+            low, high = _load_words(bits, place, is_row, first, length, words, CLUSTERS)
             of_block = of_cluster + own_block * key_clusters
             _, logits = _score(
                 residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
@@ -529,8 +529,8 @@ def _attend_to_summaries(
             is_cluster = index < listed_here
             cluster = tl.load(listed + index, mask=is_cluster, other=0)
             for block in range(seen_blocks):
-                bits = block_terms + first_place * blocks * words + (place * blocks + block) * words
-                low, high = _load_words(bits, is_row, first, words, LISTED)
+                bits = block_terms + (head * blocks + block) * words * length + begin
+                low, high = _load_words(bits, place, is_row, first, length, words, LISTED)
                 of_block = of_cluster + block * key_clusters
                 _, logits = _score(
                     residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
@@ -550,7 +550,7 @@ def _attend_to_summaries(
 
 @triton.jit
 def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    weights = tl.exp(tl.minimum(logits - lse[:, None], 0.0))
+    weights = tl.exp(logits - lse[:, None])
     response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
     return weights * (response - delta[:, None])
 
@@ -585,9 +585,8 @@ def _summaries_backward_to_queries(
         for first in range(0, key_clusters, CLUSTERS):
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
-            low, high = _load_words(
-                cluster_terms + first_place * words + place * words, is_row, first, words, CLUSTERS
-            )
+            bits = cluster_terms + head * words * length + begin
+            low, high = _load_words(bits, place, is_row, first, length, words, CLUSTERS)
             of_block = of_cluster + own_block * key_clusters
             means, logits = _score(
                 residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
@@ -603,8 +602,8 @@ def _summaries_backward_to_queries(
             is_cluster = index < listed_here
             cluster = tl.load(listed + index, mask=is_cluster, other=0)
             for block in range(seen_blocks):
-                bits = block_terms + first_place * blocks * words + (place * blocks + block) * words
-                low, high = _load_words(bits, is_row, first, words, LISTED)
+                bits = block_terms + (head * blocks + block) * words * length + begin
+                low, high = _load_words(bits, place, is_row, first, length, words, LISTED)
                 of_block = of_cluster + block * key_clusters
                 means, logits = _score(
                     residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
@@ -662,26 +661,24 @@ def _backward_to_summaries(
     else:
         first_row, last_row = tl.load(starts), tl.load(starts + blocks)
     if IS_SEEN:
-        terms += head * length * words
-        words_of_row = words
+        terms += head * words * length
     else:
-        terms += head * length * blocks * words + block * words
-        words_of_row = blocks * words
+        terms += (head * blocks + block) * words * length
     first = tl.program_id(0) * CLUSTERS
     for begin in range(first_row, last_row, ROWS):
         place = begin + tl.arange(0, ROWS)
         is_row = place < last_row
         if (not IS_SEEN) and (not IS_CAUSAL):
             is_row = is_row & ((place < own_begin) | (place >= own_end))
-        low, high = _load_words(terms + place * words_of_row, is_row, first, words, CLUSTERS)
+        low, high = _load_words(terms, place, is_row, first, length, words, CLUSTERS)
         residual = load_rows(residuals, head * length, place, is_row, D, DP)
         some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
         row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
         row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
         # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
         logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
-        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS), logits - row_lse[None, :], float("-inf"))
-        weights = tl.exp(tl.minimum(logits, 0.0))
+        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS), logits, float("-inf"))
+        weights = tl.exp(logits - row_lse[None, :])
         d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
         response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[None, :])

@@ -357,7 +357,7 @@ def _summarise_backward(
             d_value_mean = load_rows(grad_value_mean, at, summary, is_cluster, DV, DVP)
             d_logits = tl.load(grad_mass + at + summary, mask=is_cluster, other=0.0)[None, :]
             logits = tl.dot(some_keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)
-            weights = tl.exp(tl.minimum(logits - log_mass[None, :], 0.0))
+            weights = tl.exp(logits - log_mass[None, :])
             if not IS_FROZEN:
                 d_logits += tl.dot(
                     some_keys.to(d_key_mean.dtype), tl.trans(d_key_mean), input_precision=PRECISION, out_dtype=ACC
