@@ -74,9 +74,9 @@ class MuSeConfig:
     """Largest cluster allowed inside a block, in units of the mean. None: no limit."""
     seed: int = 0
     """Seed of the shuffle that starts the clustering: the only randomness there is."""
-    lloyd_iterations: int = 3
+    lloyd_iterations: int = 4
     """Full-batch iterations of `clustering="lloyd"`."""
-    lloyd_sample: int = 128
+    lloyd_sample: int = 64
     """Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` looks at."""
 
     def __post_init__(self) -> None:

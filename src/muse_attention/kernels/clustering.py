@@ -18,7 +18,7 @@ from muse_attention.shuffle import seeded_shuffle
 
 MINIBATCH = 64
 DECAY = 0.9
-_PARTS = 32
+_PARTS = 16
 """Pieces of a sequence whose members are summed by different programs of a Lloyd iteration."""
 _TILES_OF_PART = 16
 """Tiles of vectors that one program assigns."""

@@ -25,7 +25,7 @@ PAIRS_OF_TILE = 64
 """Queries of one bucket that one program works on."""
 ATTEND = {
     128: {"KEYS": 32, "num_warps": 4, "num_stages": 3},
-    256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
+    256: {"KEYS": 32, "num_warps": 4, "num_stages": 3},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_QUERIES = {
@@ -35,7 +35,7 @@ ATTEND_BACKWARD_TO_QUERIES = {
 }
 ATTEND_BACKWARD_TO_KEYS = {
     128: {"PAIRS": 128, "num_warps": 4, "num_stages": 2},
-    256: {"PAIRS": 32, "num_warps": 4, "num_stages": 1},
+    256: {"PAIRS": 64, "num_warps": 4, "num_stages": 2},
     512: {"PAIRS": 16, "num_warps": 4, "num_stages": 1},
 }
 PAIRS_OF_PIECE = 2048

@@ -140,7 +140,7 @@ SUMMARISE = {
 }
 SUMMARISE_BACKWARD = {
     128: {"TILE": 32, "num_warps": 4, "num_stages": 2},
-    256: {"TILE": 16, "num_warps": 4, "num_stages": 2},
+    256: {"TILE": 32, "num_warps": 4, "num_stages": 2},
     512: {"TILE": 16, "num_warps": 4, "num_stages": 1},
 }
 
