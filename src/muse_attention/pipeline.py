@@ -18,7 +18,6 @@ from torch import Tensor
 from muse_attention import local
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels.plan import Plan
-from muse_attention.streams import Aside
 from muse_attention.structures import Clusters, Partial, Selection
 
 
@@ -44,7 +43,6 @@ def forward(
 
     A `chosen` selection is used as it is.
     """
-    aside = Aside(query.device)
     own = local.attend(query, key, value, config.block_size, is_causal=is_causal, scale=scale)
     shape = selection_shape(config, query.shape[2])
     if not has_far_field(config, query.shape[2]):
@@ -53,13 +51,10 @@ def forward(
             integers.new_full((*query.shape[:3], shape[0]), -1), integers.new_full((*query.shape[:3], *shape), -1)
         )
         return own, chosen or nothing, integers.new_empty(0)
-    with aside:
-        merged, selected, memory = _far_field(backend, config).attend(
-            own, aside.wait_for_caller, query, key, value, clusters, chosen, shape, config, is_causal=is_causal,
-            scale=scale,
-        )  # fmt: skip
-    aside.hand_over(merged.out, merged.lse, selected.opened, selected.retrieved, memory)
-    return merged, selected, memory
+    merged: tuple[Partial, Selection, Tensor] = _far_field(backend, config).attend(
+        own, query, key, value, clusters, chosen, shape, config, is_causal=is_causal, scale=scale
+    )
+    return merged
 
 
 def backward(
@@ -79,19 +74,16 @@ def backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. Clusters and selection are constants."""
-    aside = Aside(query.device)
     own = local.attend_backward(
         grad_out, grad_lse, query, key, value, merged.out, merged.lse, config.block_size, is_causal=is_causal,
         scale=scale,
     )  # fmt: skip
     if not has_far_field(config, query.shape[2]):
         return own
-    with aside:
-        gradients: tuple[Tensor, Tensor, Tensor] = _far_field(backend, config).attend_backward(
-            own, aside.wait_for_caller, grad_out, grad_lse, query, key, value, clusters, selected, merged, memory,
-            config, is_causal=is_causal, scale=scale,
-        )  # fmt: skip
-    aside.hand_over(*gradients)
+    gradients: tuple[Tensor, Tensor, Tensor] = _far_field(backend, config).attend_backward(
+        own, grad_out, grad_lse, query, key, value, clusters, selected, merged, memory, config, is_causal=is_causal,
+        scale=scale,
+    )  # fmt: skip
     return gradients
 
 

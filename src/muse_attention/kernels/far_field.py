@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +49,6 @@ def _cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfi
 
 def attend(
     own: Partial,
-    wait_for_own: Callable[[], None],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,7 +60,7 @@ def attend(
     is_causal: bool,
     scale: float,
 ) -> tuple[Partial, Selection, Tensor]:
-    """Merge the far field into `own`, after `wait_for_own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`,
+    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`,
     and what `attend_backward` wants to be told."""
     heads = _Heads.of(query, key, value, clusters)
     merged = Partial(_by_head(own.out), _by_head(own.lse))
@@ -85,7 +83,6 @@ def attend(
                 picked,
                 plan.of_heads(group, of_queries),
                 shape,
-                wait_for_own,
                 config,
                 is_causal=is_causal,
                 scale=scale,
@@ -101,7 +98,6 @@ def attend(
 
 def attend_backward(
     own: tuple[Tensor, Tensor, Tensor],
-    wait_for_own: Callable[[], None],
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -116,7 +112,7 @@ def attend_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the gradients of the far field to those of the own block, after `wait_for_own`. `memory` is what `attend` left."""
+    """Add the gradients of the far field to those of the own block. `memory` is what `attend` left."""
     heads = _Heads.of(query, key, value, clusters)
     rows = _selection_by_head(selected)
     gradients = [_by_head(gradient) for gradient in own]
@@ -136,7 +132,6 @@ def attend_backward(
             some,
             Selection(rows.opened[of_queries], rows.retrieved[of_queries]),
             plan.of_heads(group, of_queries),
-            wait_for_own,
             config,
             is_causal=is_causal,
             scale=scale,
@@ -271,7 +266,6 @@ def _attend(
     chosen: Selection | None,
     plan: Plan,
     shape: tuple[int, int],
-    wait_for_own: Callable[[], None],
     config: MuSeConfig,
     *,
     is_causal: bool,
@@ -304,7 +298,6 @@ def _attend(
         retrieval.sort_pairs(chosen, far.segments.blocks, groups)
         pairs = retrieval.Pairs.of(groups, chosen)
         of_pairs = retrieval.attend(heads.queries, far.keys, far.values, pairs, far.buckets, scale=scale)
-    wait_for_own()
     merging.merge(merged, of_summaries, of_pairs, fill_in=merged)
     return chosen
 
@@ -317,7 +310,6 @@ def _attend_backward(
     heads: _Heads,
     selected: Selection,
     plan: Plan,
-    wait_for_own: Callable[[], None],
     config: MuSeConfig,
     *,
     is_causal: bool,
@@ -348,7 +340,6 @@ def _attend_backward(
             grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
             rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
         )  # fmt: skip
-    wait_for_own()
     summaries.summarise_backward(
         grad_buckets,
         log_mass,

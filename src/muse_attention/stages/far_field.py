@@ -5,8 +5,6 @@ Nothing large is kept for backward: clusters and selection are kept, summaries a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -55,7 +53,6 @@ def _cluster_heads(sides: list[tuple[Tensor, float]], clusters: int, config: MuS
 
 def attend(
     own: Partial,
-    wait_for_own: Callable[[], None],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -69,7 +66,6 @@ def attend(
 ) -> tuple[Partial, Selection, Tensor]:
     """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`,
     and what `attend_backward` wants to be told: nothing."""
-    wait_for_own()
     of_rows = query.shape[:3]
     heads = Heads.of(query, key, value, clusters, scale)
     shared_by = heads.query.shape[1]
@@ -100,7 +96,6 @@ def attend(
 
 def attend_backward(
     own: tuple[Tensor, Tensor, Tensor],
-    wait_for_own: Callable[[], None],
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -116,7 +111,6 @@ def attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add the gradients of the far field to those of the own block. `memory` is what `attend` left: nothing."""
-    wait_for_own()
     heads = Heads.of(query, key, value, clusters, scale)
     shared_by = heads.query.shape[1]
     rows = _selection_by_key_head(selected, shared_by)
