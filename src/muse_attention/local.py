@@ -69,7 +69,7 @@ def attend_backward(
         for gradient, like in zip(zip(*parts, strict=True), (query, key, value), strict=True)
     )
     grad_query, grad_key, grad_value = gradients
-    return grad_query, grad_key, grad_value if grad_lse is None else grad_value[..., :-1]
+    return grad_query, grad_key, grad_value if grad_lse is None else grad_value[..., :-1].contiguous()
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Partial:

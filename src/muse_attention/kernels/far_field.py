@@ -18,7 +18,9 @@ from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection, Summaries
 
 WORKSPACE_BYTES = 7 << 28
-"""Intermediate results held at a time, about: key heads go in groups that need no more."""
+WORKSPACE_OF_INPUTS = 2
+"""Intermediate results held at a time, about: so many bytes, or so many times the bytes of the inputs if that is more.
+Key heads go in groups that need no more."""
 
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
@@ -208,9 +210,11 @@ class _Heads:
         # Backward holds two kinds of summaries and their gradients; then one of these, the gradient of each pair's
         # query, and those of keys and values in pieces.
         of_pairs = self.shared_by * length * picks[0] * picks[1] * head_dim
-        of_pieces = 2 * (length + summaries.ROWS_OF_TILE * buckets) * both if of_pairs else 0
+        of_pieces = (length + summaries.ROWS_OF_TILE * buckets) * both if of_pairs else 0
         numbers = of_rows + max(4 * of_summaries, of_summaries + of_pairs + of_pieces)
-        number = triton.cdiv(key_heads, max(1, WORKSPACE_BYTES // (numbers * self.keys.element_size())))
+        of_inputs = sum(tensor.nbytes for tensor in (self.queries, self.keys, self.values))
+        room = max(WORKSPACE_BYTES, WORKSPACE_OF_INPUTS * of_inputs)
+        number = triton.cdiv(key_heads, max(1, room // (numbers * self.keys.element_size())))
         at_once = triton.cdiv(key_heads, number)
         return [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
 

@@ -251,10 +251,10 @@ def _place_by_digit(
     place, number = tile * TILE + tl.arange(0, TILE), tl.arange(0, DIGITS)
     inside = place < length
     both = tl.load(packed + sequence * length + place, mask=inside, other=0)
-    member = ((((both >> shift) & (DIGITS - 1))[:, None] == number[None, :]) & inside[:, None]).to(tl.int32)
+    member = ((((both >> shift) & (DIGITS - 1))[None, :] == number[:, None]) & inside[None, :]).to(tl.int32)
     start = tl.load(digit_starts + sequence * (DIGITS + 1) + number)
     start += tl.load(counts + (sequence * DIGITS + number) * tiles + tile)
-    to = tl.sum(member * (tl.cumsum(member, 0) - 1 + start[None, :]), 1)
+    to = tl.sum(member * (tl.cumsum(member, 1) - 1 + start[:, None]), 0)
     tl.store(by_digit + sequence * length + to, both, mask=inside)
     if IS_LAST:
         tl.store(order + sequence * length + to, both & ((1 << ROW_BITS) - 1), mask=inside)

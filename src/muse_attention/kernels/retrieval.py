@@ -116,10 +116,10 @@ def attend_backward(
         **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
     )  # fmt: skip
     pieces = _cut_into_pieces(pairs, bucket_tiles)
-    wide = compute_dtype(keys.dtype)
+    dtype = gradient_dtype(keys.dtype)
     gradients = PairGradients(
-        keys.new_empty(*pieces.group.shape, rows_of_bucket_tile, head_dim, dtype=wide),
-        keys.new_empty(*pieces.group.shape, rows_of_bucket_tile, values.shape[-1], dtype=wide),
+        keys.new_empty(*pieces.group.shape, rows_of_bucket_tile, head_dim, dtype=dtype),
+        keys.new_empty(*pieces.group.shape, rows_of_bucket_tile, values.shape[-1], dtype=dtype),
         pieces.before,
     )
     _buckets_backward_to_keys[pieces.grid](

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
-from muse_attention.kernels.numbers import arithmetic, fitting, index_in_order, load_rows, padded, store_rows
+from muse_attention.kernels.numbers import arithmetic, fitting, gradient_dtype, index_in_order, load_rows, padded, store_rows
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection, Summaries
 
@@ -26,7 +26,7 @@ ROWS_OF_TILE = 64
 SELECT_CLUSTERS = {"num_warps": 4}
 SELECT_BLOCKS = {"CLUSTERS": 16, "num_warps": 4, "num_stages": 1}
 ATTEND = {
-    128: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3},
     256: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 2},
     512: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 1},
 }
@@ -175,7 +175,7 @@ def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Te
     value_dim = seen.value_mean.shape[-1]
     wide = compute_dtype(segments.residuals.dtype)
     partial = Partial(
-        segments.residuals.new_empty(heads, length, value_dim, dtype=wide),
+        segments.residuals.new_empty(heads, length, value_dim),
         segments.residuals.new_empty(heads, length, dtype=wide),
     )
     tiles = segments.tiles
@@ -209,7 +209,7 @@ def attend_backward(
     """
     heads, length, head_dim = segments.residuals.shape
     value_dim = seen.value_mean.shape[-1]
-    grad_queries = segments.residuals.new_empty(heads, length, head_dim, dtype=compute_dtype(segments.residuals.dtype))
+    grad_queries = segments.residuals.new_empty(heads, length, head_dim, dtype=gradient_dtype(segments.residuals.dtype))
     tiles = segments.tiles
     words = terms.clusters.shape[1]
     constants = {"DV": value_dim, "DVP": padded(value_dim), **segments.constants}
@@ -682,13 +682,11 @@ def _backward_to_summaries(
         d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
         response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[None, :])
-        d_mass += tl.sum(d_logits, 1)
+        # The gradient of the values has `sum(weights * response)` along the values.
+        d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
         d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
     if not IS_FROZEN:
-        means = load_rows(key_mean, of_block, cluster, is_cluster, D, DP)
         d_mass -= tl.sum(d_means * means.to(ACC), 1)
-        values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
-        d_mass -= tl.sum(d_values * values.to(ACC), 1)
     tl.store(grad_mass + of_block + cluster, d_mass, mask=is_cluster)
     store_rows(grad_key_mean, of_block, cluster, is_cluster, d_means, D, DP)
     store_rows(grad_value_mean, of_block, cluster, is_cluster, d_values, DV, DVP)
