@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import Clusters, MuSeConfig, exact_attention, find_clusters, muse_attention
+from muse_attention import Clusters, MuSeConfig, exact_attention, find_clusters, muse_attention, operator
 from muse_attention.fidelity import compare
 from muse_attention.reference import reference_attention
 from muse_attention.structures import Selection
@@ -25,6 +25,8 @@ class Conformance:
     is_dense = False
     """Whether the backend multiplies what is invisible by 0 instead of leaving it out: `0 * nan` is then everywhere."""
     device = "cpu"
+    batch, heads = 2, 4
+    """Of inputs that need several."""
     sums_in_any_order = False
     """Whether gradients are summed by atomic additions."""
 
@@ -87,10 +89,17 @@ class Conformance:
             else:
                 assert_as_accurate_as_pytorch(found[index], plain[index], expected[index], name)
 
-    @pytest.mark.parametrize("variant", ["Q4K5R2B32", "Q4K5R2SP2B32,clustering=lloyd", "Q4K5R2B32,cap_factor=1.2"])
+    @pytest.mark.parametrize(
+        "variant",
+        [
+            "Q4K5R2B32,clustering=streaming",
+            "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
+            "Q4K5R2B32,clustering=streaming,cap_factor=1.2",
+        ],
+    )
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
         config = MuSeConfig.parse(variant)
-        inputs = Shape(variant, variant, length=150, batch=2, heads=4).tensors(torch.float64)
+        inputs = Shape(variant, variant, length=150, batch=self.batch, heads=self.heads).tensors(torch.float64)
         _, _, clusters, selection = self.attend(*inputs, config, is_causal=True)
         expected = reference_attention(*inputs, config, is_causal=True)
         assert_equal_to_rounding(clusters.query_centroids, expected.clusters.query_centroids)
@@ -105,10 +114,13 @@ class Conformance:
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R100SP100B32"])
     def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
-        query, key, value = Shape(config, config, length=150, heads=4).tensors(torch.float64)
+        query, key, value = Shape(config, config, length=150, heads=self.heads).tensors(torch.float64)
         out, lse = self._call(query, key, value, config, is_causal=is_causal, return_lse=True)
         logits = _exact_logits(query, key, is_causal=is_causal)
-        expected_out, expected_lse = logits.softmax(-1) @ value.repeat_interleave(2, 1), logits.logsumexp(-1)
+        expected_out, expected_lse = (
+            logits.softmax(-1) @ value.repeat_interleave(self.heads // 2, 1),
+            logits.logsumexp(-1),
+        )
         weights = torch.randn_like(out), torch.randn_like(lse)
         found = torch.autograd.grad([out, lse], (query, key, value), weights)
         expected = torch.autograd.grad([expected_out, expected_lse], (query, key, value), weights)
@@ -249,10 +261,14 @@ class Conformance:
         ids=["clusters", "retrieved clusters", "retrieved blocks", "query clusters"],
     )
     def test_property_7_error_falls_as_clusters_or_retrieval_grow(self, series: list[str]) -> None:
-        query, key, value = clustered_qkv(1, 2, 1024, 16, topics=40, device=self.device)
+        self._check_error_falls(series, length=1024)
+
+    def _check_error_falls(self, series: list[str], length: int) -> None:
+        query, key, value = clustered_qkv(1, 2, length, 16, topics=40, device=self.device)
         exact_out, exact_lse = exact_attention(query, key, value, is_causal=True, return_lse=True)
         errors = []
         for config in series:
+            config += "" if "," in config else ",clustering=streaming"
             out, lse = self._call(query, key, value, config, is_causal=True, return_lse=True)
             errors.append(compare(out, exact_out, lse, exact_lse).pooled()["relative_squared_error"])
         assert errors == sorted(errors, reverse=True)
@@ -261,7 +277,7 @@ class Conformance:
     # --- inputs as users have them -----------------------------------------------------------------------------------
 
     def test_non_contiguous_inputs_give_the_same_result(self) -> None:
-        inputs = Shape("", "", length=150, batch=2, heads=4).tensors(torch.float32)
+        inputs = Shape("", "", length=150, batch=self.batch, heads=self.heads).tensors(torch.float32)
         strided = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
         strided = [tensor.requires_grad_() for tensor in strided]
         assert not any(tensor.is_contiguous() for tensor in strided)
@@ -274,7 +290,7 @@ class Conformance:
             assert torch.equal(plain, other)
 
     def test_gradient_strides_may_be_anything(self) -> None:
-        inputs = Shape("", "", length=100, batch=2).tensors(torch.float32)
+        inputs = Shape("", "", length=100, batch=self.batch).tensors(torch.float32)
         out, lse = self._call(*inputs, "Q4K5R2B32", is_causal=True, return_lse=True)
         expanded = torch.autograd.grad(out.sum() + lse.sum(), inputs, retain_graph=True)
         dense = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
@@ -303,7 +319,7 @@ class Conformance:
         assert value is None or (value == 0).all()
 
     def test_same_inputs_give_the_same_bits_twice(self) -> None:
-        inputs = Shape("", "", length=200, heads=4).tensors(torch.float32)
+        inputs = Shape("", "", length=200, heads=self.heads).tensors(torch.float32)
         first, second = (self._call(*inputs, "Q4K5R2B32", is_causal=True) for _ in range(2))
         assert torch.equal(first, second)
         gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (first, second)]
@@ -388,6 +404,20 @@ class Conformance:
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor, config: str, **arguments: object) -> Tensor:
         return muse_attention(query, key, value, enable_gqa=True, config=config, backend=self.backend, **arguments)
+
+
+class OperatorConformance(Conformance):
+    """For a backend of `operator`."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor, Clusters, Selection]:
+        scale = query.shape[-1] ** -0.5
+        clusters = operator.cluster(query, key, config, scale=scale, backend=self.backend)
+        merged, selection = operator.attend(
+            query, key, value, clusters, config, is_causal=is_causal, scale=scale, backend=self.backend
+        )
+        return merged.out, merged.lse, clusters, selection
 
 
 def _exact_logits(query: Tensor, key: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:

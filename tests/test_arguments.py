@@ -63,7 +63,8 @@ def test_bad_arguments_of_every_attention(name: str, change: dict[str, Any], wor
         ({"backend": "triton"}, ["backend='triton'", "CUDA", "backend='torch'"]),
     ],
 )
-def test_bad_settings(arguments: dict[str, Any], words: list[str]) -> None:
+def test_bad_settings(arguments: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     _expect(words, lambda: muse_attention(_tensor(), _tensor(), _tensor(), **arguments))
 
 
@@ -117,3 +118,20 @@ def _expect(words: list[str], call: Callable[[], object]) -> None:
     assert "\n" not in message
     for word in words:
         assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("query", "config", "words"),
+    [
+        (_tensor(1, 2, 40, 512), "QK4R1B16", ["at most 256", "512"]),
+        (_tensor(1, 2, 40, 64), "QK1024R1B16", ["at most 512 clusters", "1024"]),
+    ],
+    ids=["head dim", "clusters"],
+)
+def test_what_the_kernels_cannot_hold(query: Tensor, config: str, words: list[str]) -> None:
+    """(The tests on a CPU run the kernels in Triton's interpreter, so these are the obstacles that remain.)"""
+    pytest.importorskip("triton")
+    _expect(
+        ["backend='triton'", "backend='torch'", *words],
+        lambda: muse_attention(query, query, query, config=config, backend="triton"),
+    )

@@ -4,32 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from muse_attention import get_attention
-from muse_attention.benchmark import timing
+from muse_attention.benchmark import machine, stages, suite, timing
 from muse_attention.benchmark.machine import describe_machine
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
-from muse_attention.benchmark.results import Results, Settings, read_results, write_results
-from muse_attention.benchmark.suite import Plan, run_plan, start_results
+from muse_attention.benchmark.plan import Plan
+from muse_attention.benchmark.request import Request, Shape
+from muse_attention.benchmark.results import Case, Results, Settings, read_results, write_results
+from muse_attention.benchmark.stages import STAGES, stage_of, sum_by_stage
+from muse_attention.benchmark.suite import run_plan, start_results
+from muse_attention.benchmark.sweeps import SWEEPS
 from muse_attention.benchmark.tables import markdown_report
-from muse_attention.benchmark.timing import time_interleaved
+from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
 from muse_attention.plots import MatplotlibMissingError, plot_speedup
 from muse_attention.sizes import format_size, parse_sizes
 
 SETTINGS = Settings(device="cpu", batch=1, heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False)
-PLAN = Plan(SETTINGS, lengths=(512, 600), attentions=("muse", "exact"))
+PLAN = Plan.at_lengths(SETTINGS, lengths=(512, 600), attentions=("muse", "exact"))
 
 
 def small_workload() -> Workload:
     return Workload.create(batch=1, heads=2, length=64, head_dim=8, dtype=torch.float32, device="cpu", is_causal=True)
+
+
+def made_up_case(settings: Settings, request: Request, *others: object) -> Case:
+    begin = others[-1]
+    assert callable(begin)
+    begin("made up")
+    return some_case(request.shape, request.attention)
+
+
+def some_case(shape: Shape, attention: str = "exact") -> Case:
+    times = Times((1.0,), (2.0,))
+    fidelity = {"relative_squared_error": 0.0, "cosine": 1.0}
+    return Case(Request(attention, shape), attention, times, times, fidelity, None, None)
+
+
+def sweep_plan(name: str, length: int = 65536) -> Plan:
+    return Plan.of_sweep(dataclasses.replace(SETTINGS, sweep=name), length)
 
 
 def test_lengths_are_read_as_they_are_written() -> None:
@@ -101,10 +124,12 @@ def test_the_workload_depends_on_the_seed_alone() -> None:
 def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     results = start_results(PLAN, path, resume=False)
+    steps = PLAN.steps(results)
     finished: list[int] = []
     run_plan(PLAN, results, path, on_step=lambda description, steps: finished.append(steps))
-    assert finished == list(range(4 * PLAN.steps_per_case))
-    assert [(case.length, case.requested) for case in results.cases] == [
+    assert finished == list(range(steps))
+    assert PLAN.steps(results) == 0
+    assert [(case.shape.length, case.request.attention) for case in results.cases] == [
         (512, "muse"),
         (512, "exact"),
         (600, "muse"),
@@ -124,6 +149,7 @@ def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
     assert entry["speedup_forward"] == pytest.approx(
         entry["sdpa_seconds"]["forward_median"] / entry["seconds"]["forward_median"]
     )
+    assert "stage_milliseconds" not in entry
     assert document["machine"]["torch"] == torch.__version__
 
 
@@ -131,7 +157,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
 
     def interrupt(description: str, steps: int) -> None:
-        if steps > PLAN.steps_per_case:
+        if description.startswith("exact"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -139,7 +165,11 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     (kept,) = read_results(path).cases
 
     results = start_results(PLAN, path, resume=True)
-    assert PLAN.missing(results) == [(512, "exact"), (600, "muse"), (600, "exact")]
+    assert PLAN.missing(results) == [
+        Request("exact", Shape(512, 2, 8)),
+        Request("muse", Shape(600, 2, 8)),
+        Request("exact", Shape(600, 2, 8)),
+    ]
     run_plan(PLAN, results, path)
     assert PLAN.missing(read_results(path)) == []
     assert read_results(path).cases[0] == kept
@@ -148,7 +178,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     write_results(Results(describe_machine(), SETTINGS), path)
-    other = Plan(dataclasses.replace(SETTINGS, heads=3), PLAN.lengths, PLAN.attentions)
+    other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3), PLAN.lengths, PLAN.attentions)
     with pytest.raises(ValueError, match=r"heads differ.*another --name"):
         start_results(other, path, resume=True)
     assert start_results(other, path, resume=False).cases == []
@@ -177,12 +207,12 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path, text: str) -> No
 )
 def test_a_plan_that_cannot_run_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Plan(dataclasses.replace(SETTINGS, **changes), (512,), ("muse",))
+        Plan.at_lengths(dataclasses.replace(SETTINGS, **changes), (512,), ("muse",))
 
 
 def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    plan = Plan(SETTINGS, lengths=(512,), attentions=MATCHED_KINDS)
+    plan = Plan.at_lengths(SETTINGS, lengths=(512,), attentions=MATCHED_KINDS)
     results = start_results(plan, path, resume=False)
     results.commands.append("muse bench --lengths 512")
     run_plan(plan, results, path)
@@ -201,6 +231,135 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
     rows = [line for line in report.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 3
     assert len({row.count("|") for row in rows}) == 1
+
+
+def test_a_file_from_before_there_were_sweeps_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    results = Results(describe_machine(), SETTINGS, cases=[some_case(Shape(512, SETTINGS.heads, SETTINGS.head_dim))])
+    write_results(results, path)
+    document = json.loads(path.read_text())
+    del document["settings"]["sweep"], document["cases"][0]["heads"], document["cases"][0]["head_dim"]
+    path.write_text(json.dumps(document))
+    assert read_results(path) == results
+
+
+def test_the_machine_with_a_gpu_is_described_by_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Abacus 3000")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91900)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr(machine, "_first_line_of", lambda *command: "580.1" if command[0] == "nvidia-smi" else None)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    described = describe_machine()
+    expected = {"gpu": "Abacus 3000", "gpu_memory_gib": 1, "driver": "580.1", "cuda": "13.0", "cudnn": 91900}
+    assert described | expected | {"triton": None, "torch": torch.__version__} == described
+
+
+def test_a_program_that_is_absent_has_no_first_line() -> None:
+    assert machine._first_line_of("no-such-program-anywhere") is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stage"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "own block"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>(Flash_fwd_params)", "own block"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "own block"),
+        ("_take", "clustering"),
+        ("_take_rows", "sorting"),
+        ("_summarise_backward", "summaries"),
+        ("_mark_terms", "selection"),
+        ("_summaries_backward_to_queries", "attention to summaries"),
+        ("_buckets_backward_to_queries", "retrieval"),
+        ("_add_to_queries", "merging"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+        ("Memset (Device)", "other"),
+    ],
+)
+def test_the_name_of_a_kernel_tells_its_stage(kernel: str, stage: str) -> None:
+    assert stage_of(kernel) == stage
+
+
+def test_every_kernel_of_the_library_has_a_stage() -> None:
+    """A kernel is a compiled function that is launched, not called: `_name[grid](...)`, or handed on as `_name`."""
+    sources = [path.read_text() for path in (Path(stages.__file__).parents[1] / "kernels").glob("*.py")]
+    compiled = {name for text in sources for name in re.findall(r"@triton\.jit[^\n]*\ndef (_[a-z_]+)\(", text)}
+    launched = {name for name in compiled if any(re.search(rf"(?<![\w`]){name}(?![\w(`])", text) for text in sources)}
+    assert len(launched) > 30
+    assert sorted(name for name in launched if stage_of(name) == "other") == []
+
+
+def test_times_of_kernels_are_summed_by_stage() -> None:
+    sums = sum_by_stage([("_merge", 1.0), ("_find_delta", 2.0), ("flash_fwd", 4.0), ("copy", 8.0), ("_merge", 16.0)])
+    assert list(sums) == list(STAGES)
+    assert {stage: time for stage, time in sums.items() if time} == {"own block": 4, "merging": 19, "other": 8}
+
+
+def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a GPU: a plan for CUDA whose measurements are made up."""
+    monkeypatch.setattr("muse_attention.benchmark.plan.check_device", lambda device: None)
+    monkeypatch.setattr(suite, "_create_workload", lambda settings, shape: small_workload())
+    monkeypatch.setattr(suite, "measure_stages", lambda attention, workload: sum_by_stage([("flash", 3), ("_cut", 1)]))
+    monkeypatch.setattr(suite, "_run_case", made_up_case)
+    path = tmp_path / "cuda.json"
+    plan = Plan.at_lengths(dataclasses.replace(SETTINGS, device="cuda"), (512, 600), ("muse", "exact"))
+    results = start_results(plan, path, resume=False)
+    assert plan.steps(results) == 4 * (1 + SETTINGS.repeats + 1) + 4
+    steps: list[str] = []
+    run_plan(plan, results, path, on_step=lambda description, finished: steps.append(description.split(": ")[1]))
+    assert steps == ["made up"] * 4 + ["stages"] * 4
+    assert plan.steps(results) == 0
+    assert read_results(path) == results
+    section = markdown_report(results, title="").partition("## Share of each stage")[2]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 4
+    assert len({row.count("|") for row in rows}) == 1
+    assert "| 512 | `exact` | 3.00 ms (75%) | - | 1.00 ms (25%) |" in rows[3]
+    assert rows[3].endswith("| 4.00 ms |")
+
+
+@pytest.mark.parametrize(
+    ("name", "configs"),
+    [
+        ("clusters", [f"Q{clusters}K{clusters}R8SP1B8k" for clusters in (32, 64, 128, 256)]),
+        ("retrieved", [f"Q128K128R{retrieved}SP1B8k" for retrieved in (1, 2, 4, 8, 16)]),
+        ("blocks-retrieved", [f"Q128K128R8SP{blocks}B8k" for blocks in (1, 2, 4)]),
+        ("block-size", [f"Q128K128R8SP1B{size}" for size in ("2k", "4k", "8k", "16k")]),
+    ],
+)
+def test_a_sweep_of_the_method_changes_one_choice(name: str, configs: list[str]) -> None:
+    plan = sweep_plan(name)
+    assert plan.attentions == tuple(f"muse:{config}" for config in configs)
+    assert {request.shape for request in plan.requests} == {Shape(65536, SETTINGS.heads, SETTINGS.head_dim)}
+
+
+def test_a_sweep_of_the_inputs_changes_their_shape() -> None:
+    dims, heads = sweep_plan("head-dim"), sweep_plan("heads")
+    assert dims.attentions == heads.attentions == ("muse:Q128K128R8SP1B8k",)
+    assert [request.shape for request in dims.requests] == [Shape(65536, 2, 64), Shape(65536, 2, 128)]
+    assert [request.shape for request in heads.requests] == [Shape(65536, count, 8) for count in (2, 4, 8, 16)]
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_values_of_a_sweep_can_be_told_from_its_cases(name: str) -> None:
+    sweep = SWEEPS[name]
+    assert [sweep.value_of(request) for request in sweep_plan(name).requests] == list(sweep.values)
+
+
+def test_a_sweep_leaves_out_what_would_be_exact() -> None:
+    assert sweep_plan("block-size", 8192).attentions == ("muse:Q128K128R8SP1B2k", "muse:Q128K128R8SP1B4k")
+    with pytest.raises(ValueError, match="needs a length above 8k, not 8k"):
+        sweep_plan("heads", 8192)
+
+
+def test_the_report_of_a_sweep_over_the_inputs_says_the_shape_of_each_case() -> None:
+    settings = dataclasses.replace(SETTINGS, sweep="heads")
+    results = Results(describe_machine(), settings, cases=[some_case(Shape(65536, heads, 8)) for heads in (2, 4)])
+    report = markdown_report(results, title="")
+    assert "as many heads as the table says of 8" in report
+    assert "| 64k, heads 2 | `exact` |" in report
+    assert "| 64k, heads 4 | `exact` |" in report
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak memory of Linux")

@@ -51,13 +51,32 @@ def test_info_lists_versions_backends_and_configs() -> None:
     assert found["machine"]["muse_attention"] == muse_attention.__version__
     assert found["machine"]["torch"] == torch.__version__
     assert found["backends"]["torch"] == found["backends"]["reference"] == "available"
-    assert found["backends"]["triton"] == "not in this version"
+    if not torch.cuda.is_available():
+        assert found["backends"]["triton"] == "needs a CUDA device"
     assert found["configs"]["64k"] == str(MuSeConfig.for_length(65536))
 
     code, out, _ = run("info")
     assert code == 0
     assert torch.__version__ in out
     assert found["configs"]["64k"] in out
+
+
+@pytest.mark.parametrize(
+    ("has_device", "has_package", "state"),
+    [
+        (True, True, "available"),
+        (False, True, "needs a CUDA device"),
+        (True, False, "needs the package triton"),
+        (False, False, "needs a CUDA device"),
+    ],
+)
+def test_info_says_what_triton_needs(
+    has_device: bool, has_package: bool, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_device)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_package else None)
+    assert commands._backend_state("triton") == state
+    assert commands._backend_state("torch") == commands._backend_state("reference") == "available"
 
 
 def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
@@ -89,6 +108,25 @@ def test_bench_resumes(tmp_path: Path) -> None:
     assert_refused(run(*asked, "--resume", "--heads", "3"), "choose another --name, or drop --resume")
 
 
+def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    asked = (*SHORT_BENCH, "--lengths", "2100", "--sweep", "block-size", "--output", tmp_path)
+    code, out, err = run(*asked)
+    assert code == 0, err
+    name = "cpu-sweep-block-size"
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{name}.json", f"{name}.md", f"{name}.png"]
+    assert "SDPA at 2100" in out
+    results = json.loads((tmp_path / f"{name}.json").read_text())
+    assert results["settings"]["sweep"] == "block-size"
+    (case,) = results["cases"]
+    assert case["attention"] == "muse:Q128K128R8SP1B2k"
+    (command,) = results["commands"]
+    assert "--sweep block-size" in command
+    assert "--attention" not in command
+    assert run(*asked, "--resume")[0] == 0
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == results
+
+
 def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any, **options: Any) -> None:
         run_plan(*arguments, **options)
@@ -117,6 +155,12 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
         (("bench", "--repeats", "0"), "repeats is 0"),
         (("bench", "--name", "a/b"), "plain file name"),
         (("bench", "--swiftly"), "--swiftly"),
+        (
+            ("bench", "--sweep", "colour"),
+            "unknown sweep 'colour'; use one of clusters, retrieved, blocks-retrieved, block-size, head-dim, heads",
+        ),
+        (("bench", "--sweep", "heads", "--attention", "muse"), "leave out --attention"),
+        (("bench", "--sweep", "block-size", "--lengths", "2k"), "needs a length above 2k"),
         (("demo", "--length", "256"), "too few blocks"),
         (("demo", "--heads", "0"), "heads is 0"),
         (("dance",), "dance"),

@@ -1,13 +1,21 @@
-"""The PyTorch backend on a GPU. No machine of the continuous integration has one: run with `pytest -m gpu`."""
+"""Both backends on a GPU. No machine of the continuous integration has one: run with `pytest -m gpu`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
-from muse_attention import get_attention
+from muse_attention import MuSeConfig, get_attention, muse_attention, operator
+from muse_attention.fidelity import compare
+from muse_attention.reference import reference_attention
+from muse_attention.synthetic import clustered_qkv
+from tests.conformance import OperatorConformance
 from tests.shapes import Shape
 from tests.test_torch_backend import TestTorchBackend as _TorchBackend
+from tests.test_triton_backend import VARIANTS
 
 pytestmark = pytest.mark.gpu
 
@@ -15,6 +23,178 @@ pytestmark = pytest.mark.gpu
 class TestTorchBackendOnCuda(_TorchBackend):
     device = "cuda"
     sums_in_any_order = True
+
+
+SHAPES = [
+    Shape("just over a block", "QK16R2B256", length=257),
+    Shape("ragged, query heads 4 to 2", "QK16R2B256", length=1500, batch=2, heads=4),
+    Shape("full", "Q16K20R3SP2B256", length=1500, is_causal=False),
+    Shape("many clusters", "QK128R8B512", length=3000),
+]
+
+
+class TestTritonBackend:
+    """Against the reference in float64 and the `torch` backend in the same precision, on fresh data, from poison."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("shape", [replace(shape, head_dim=64, value_dim=64) for shape in SHAPES], ids=str)
+    def test_error_is_at_most_twice_that_of_the_torch_backend(self, shape: Shape, dtype: torch.dtype) -> None:
+        self._check(shape, dtype)
+
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [(128, 128), (80, 48), (256, 256)])
+    def test_head_dimensions(self, head_dim: int, value_dim: int) -> None:
+        self._check(replace(SHAPES[1], head_dim=head_dim, value_dim=value_dim), torch.bfloat16)
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_variants(self, variant: str) -> None:
+        text = variant.replace("B32", "B256") + ",differentiable_aggregation=false"
+        self._check(Shape(variant, text, length=1000, head_dim=64, value_dim=64), torch.bfloat16)
+
+    def _check(self, shape: Shape, dtype: torch.dtype) -> None:
+        torch.manual_seed(torch.seed() % 2**32)
+        config = MuSeConfig.parse(shape.config)
+        with torch.device("cuda"):
+            inputs = shape.tensors(dtype)
+            scale = shape.head_dim**-0.5
+            clusters = operator.cluster(*inputs[:2], config, scale=scale, backend="triton")
+            arguments = {"is_causal": shape.is_causal, "scale": scale}
+            _poison_memory()
+            merged, selection = operator.attend(*inputs, clusters, config, **arguments, backend="triton")
+            weights = [torch.randn_like(merged.out), torch.randn_like(merged.lse)]
+            _poison_memory()
+            found = [merged.out, merged.lse, *torch.autograd.grad(list(vars(merged).values()), inputs, weights)]
+            other, _ = operator.attend(*inputs, clusters, config, **arguments, backend="torch", selection=selection)
+            theirs = [other.out, other.lse, *torch.autograd.grad(list(vars(other).values()), inputs, weights)]
+            wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+            exact = reference_attention(
+                *wide,
+                config,
+                **arguments,
+                clusters=replace(clusters, query_centroids=clusters.query_centroids.double()),
+                selection=selection,
+            )
+            gradients = torch.autograd.grad([exact.out, exact.lse], wide, [weight.double() for weight in weights])
+        for name, ours, torchs, expected in zip(
+            ("out", "lse", "grad query", "grad key", "grad value"),
+            found,
+            theirs,
+            [exact.out, exact.lse, *gradients],
+            strict=True,
+        ):
+            error, allowed = _error(ours, expected), 2 * _error(torchs, expected)
+            if name == "lse":
+                # The `torch` backend has it in float32. Here logits are products of numbers in `dtype`.
+                allowed = max(allowed, torch.finfo(dtype).eps / 4)
+            assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+class TestTritonConformance(OperatorConformance):
+    """The properties and the hostile inputs, in float32 (what the suite has in float64 is for the interpreter)."""
+
+    backend = "triton"
+    device = "cuda"
+
+    test_equals_reference_in_float64 = None
+    test_is_as_accurate_as_the_reference_in_its_precision = None
+    test_variant_equals_reference = None
+    test_finds_the_clusters_and_selection_of_the_reference = None
+    test_property_1_exact_when_one_block_or_everything_is_retrieved = None
+    test_property_2_exact_when_queries_are_their_centroids = None
+    test_property_2_exact_when_all_keys_of_a_cluster_are_equal = None
+    test_property_3_lse_is_never_above_the_exact_lse = None
+    test_property_4_invariance_under_translation_of_keys = None
+    test_property_4_invariance_under_change_of_basis = None
+    test_property_5_weights_sum_to_one_over_exactly_the_visible_keys = None
+    test_property_6_nothing_after_a_query_changes_its_output = None
+    test_property_6_values_of_later_tokens_have_no_influence_at_all = None
+    test_gradient_of_the_lse_alone = None
+    test_more_clusters_than_tokens_and_empty_buckets = None
+
+
+def _poison_memory() -> None:
+    """What is allocated next holds NaN where it is not written."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    block = torch.full((1 << 28,), float("nan"), device="cuda")
+    del block
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected.detach()).square().mean().sqrt())
+
+
+def _whole(data: tuple[Tensor, ...], grad_out: Tensor, config: str) -> list[Tensor]:
+    inputs = [tensor.detach().requires_grad_() for tensor in data]
+    out = muse_attention(*inputs, is_causal=True, config=config)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad_out)]
+
+
+def _long_inputs() -> tuple[tuple[Tensor, ...], Tensor]:
+    data = clustered_qkv(1, 4, 8192, 64, dtype=torch.bfloat16, device="cuda")
+    return data, torch.randn_like(data[0])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_for_the_gpu() -> None:
+    data, grad_out = _long_inputs()
+    _whole(data, grad_out, "QK64R4B1k")
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        _whole(data, grad_out, "QK64R4B1k")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_deterministic_algorithms_give_the_same_bits_twice() -> None:
+    data, grad_out = _long_inputs()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (_whole(data, grad_out, "QK64R4B1k") for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_all_but_the_gradient_of_queries_has_the_same_bits_twice_by_default() -> None:
+    """cuDNN sums the gradient of queries in any order."""
+    data, grad_out = _long_inputs()
+    first, second = (_whole(data, grad_out, "QK64R4B1k") for _ in range(2))
+    for name, a, b in zip(("out", "query", "key", "value"), first, second, strict=True):
+        if name == "query":
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * float(a.abs().max()))
+        else:
+            assert torch.equal(a, b), name
+
+
+def test_is_captured_in_a_cuda_graph() -> None:
+    data, grad_out = _long_inputs()
+    expected = _whole(data, grad_out, "QK64R4B1k")
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        _whole(data, grad_out, "QK64R4B1k")
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = _whole(data, grad_out, "QK64R4B1k")
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * float(b.abs().max()))
+
+
+def test_error_on_clustered_data_is_that_of_the_torch_backend() -> None:
+    """Better centroids may lower the error; nothing may raise it by more than 2%."""
+    query, key, value = clustered_qkv(1, 4, 16384, 64, dtype=torch.bfloat16, device="cuda")
+    exact = get_attention("exact")(query.float(), key.float(), value.float(), is_causal=True, return_lse=True)
+    errors = []
+    for backend in ("torch", "triton"):
+        out, lse = muse_attention(
+            query, key, value, is_causal=True, config="QK64R4B2k", backend=backend, return_lse=True
+        )
+        errors.append(compare(out.float(), exact[0], lse, exact[1]).pooled()["relative_squared_error"])
+    assert errors[1] <= 1.02 * errors[0]
 
 
 @pytest.mark.parametrize("name", ["exact", "block_diagonal:32", "moba:L32B8R2"])
@@ -48,8 +228,16 @@ def test_head_dims_beyond_the_fused_operators(head_dim: int, value_dim: int) -> 
 
 
 def test_compiles_on_a_gpu() -> None:
-    attention = get_attention("muse:QK8R2B64")
+    attention = get_attention("muse:QK16R2B256")
     compiled = torch.compile(attention, fullgraph=True)
-    inputs = [tensor.detach().cuda() for tensor in Shape("", "", length=300).tensors(torch.bfloat16)]
-    with torch.autocast("cuda", torch.bfloat16):
-        torch.testing.assert_close(compiled(*inputs, is_causal=True), attention(*inputs, is_causal=True))
+    inputs = [
+        tensor.detach().cuda().requires_grad_()
+        for tensor in Shape("", "", length=1000, head_dim=64, value_dim=64).tensors(torch.bfloat16)
+    ]
+    results = []
+    for function in (compiled, attention):
+        with torch.autocast("cuda", torch.bfloat16):
+            out = function(*inputs, is_causal=True)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)

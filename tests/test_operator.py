@@ -17,18 +17,30 @@ SHAPE = Shape("", CONFIG, length=150, batch=2, heads=4, key_heads=2)
 ATTENTIONS = [f"muse:{CONFIG}", "exact", "block_diagonal:32", "moba:L32B8R2"]
 
 
-@pytest.mark.parametrize("config", [CONFIG, "Q4K5R0B32,dipole=tilted", "Q4K5R2B500", "Q4K5R2B32,tilt=false"])
-def test_opcheck(config: str) -> None:
-    query, key, value = SHAPE.tensors(torch.float32)
-    settings = (config, True, 0.25)
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [
+        (CONFIG, "torch"),
+        ("Q4K5R0B32,dipole=tilted", "torch"),
+        ("Q4K5R2B500", "torch"),
+        ("Q4K5R2B32,tilt=false", "torch"),
+        ("Q3K4R2B32", "triton"),
+    ],
+)
+def test_opcheck(config: str, backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    shape = SHAPE if backend == "torch" else Shape("", config, length=40, heads=1, key_heads=1)
+    query, key, value = shape.tensors(torch.float32)
+    settings = (config, True, 0.25, backend)
     plain = [tensor.detach() for tensor in (query, key, value)]
-    torch.library.opcheck(operator._cluster, (*plain[:2], config, 0.25))
-    clusters = operator.cluster(query, key, MuSeConfig.parse(config), scale=0.25)
+    torch.library.opcheck(operator._cluster, (*plain[:2], config, 0.25, backend))
+    clusters = operator.cluster(query, key, MuSeConfig.parse(config), scale=0.25, backend=backend)
     parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment)
     torch.library.opcheck(operator._forward, (query, key, value, *parts, None, None, *settings))
-    out, lse, opened, retrieved = operator._forward(*plain, *parts, None, None, *settings)
+    out, lse, opened, retrieved, memory = operator._forward(*plain, *parts, None, None, *settings)
     torch.library.opcheck(operator._forward, (query, key, value, *parts, opened, retrieved, *settings))
-    saved = (*plain, *parts, opened, retrieved, out, lse)
+    saved = (*plain, *parts, opened, retrieved, out, lse, memory)
     torch.library.opcheck(operator._backward, (torch.randn_like(out), None, *saved, *settings))
     torch.library.opcheck(operator._backward, (torch.randn_like(out), torch.randn_like(lse), *saved, *settings))
 

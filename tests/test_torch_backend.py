@@ -5,25 +5,15 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from muse_attention import Clusters, MuSeConfig, operator
+from muse_attention import MuSeConfig
 from muse_attention.reference import reference_attention
-from muse_attention.structures import Selection
 from tests.closeness import assert_equal_to_rounding
-from tests.conformance import Conformance
+from tests.conformance import OperatorConformance
 
 
-class TestTorchBackend(Conformance):
+class TestTorchBackend(OperatorConformance):
     backend = "torch"
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool
-    ) -> tuple[Tensor, Tensor, Clusters, Selection]:
-        scale = query.shape[-1] ** -0.5
-        clusters = operator.cluster(query, key, config, scale=scale)
-        merged, selection = operator.attend(query, key, value, clusters, config, is_causal=is_causal, scale=scale)
-        return merged.out, merged.lse, clusters, selection
 
 
 @st.composite

@@ -11,9 +11,10 @@ from torch import Tensor
 from muse_attention.config import MuSeConfig
 
 BACKENDS: tuple[str, ...] = ("auto", "torch", "triton", "reference")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST_HEAD = 256
 MOST_CENTROID_NUMBERS = 1 << 15
-"""A kernel holds the centroids of all clusters of a head on chip, head dimension and clusters padded to powers of two."""
+"""A kernel holds the centroids of all clusters of a head on chip, both sizes padded to powers of two."""
 
 
 def resolve_backend(backend: str, query: Tensor, value: Tensor, config: MuSeConfig) -> str:
@@ -33,7 +34,7 @@ def resolve_backend(backend: str, query: Tensor, value: Tensor, config: MuSeConf
 def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
     if query.device.type != "cuda" and not _interpreted():
         return f"needs tensors on a CUDA device, these are on {query.device}: move them there"
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "needs the package triton: install it"
     if query.dtype == torch.float64 and not _interpreted():
         return "computes in float16, bfloat16 or float32, these tensors are float64: convert them"
@@ -43,7 +44,9 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
     clusters = max(config.query_clusters, config.key_clusters)
     most = MOST_CENTROID_NUMBERS // _power_of_two(query.shape[-1])
     if _power_of_two(clusters) > most:
-        return f"has at most {most} clusters for a head dimension of {query.shape[-1]}, this config has {clusters}: use fewer"
+        return (
+            f"has at most {most} clusters for head dimension {query.shape[-1]}, the config has {clusters}: use fewer"
+        )
     return None
 
 
@@ -54,3 +57,6 @@ def _power_of_two(size: int) -> int:
 def _interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+_interpreted._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in config.py

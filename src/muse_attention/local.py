@@ -155,9 +155,14 @@ def _operator(query: Tensor, value: Tensor) -> str:
 
 
 def _has_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention serves this GPU, and is not switched off (`torch.backends.cuda.enable_cudnn_sdp`)."""
+    """Whether cuDNN's attention serves this GPU, and may be used.
+
+    It can be switched off (`torch.backends.cuda.enable_cudnn_sdp`), and its backward sums the gradient of queries in
+    any order, so that `torch.use_deterministic_algorithms` excludes it.
+    """
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
         and torch.backends.cudnn.is_available()
         and torch.cuda.get_device_capability(device) >= (9, 0)
     )

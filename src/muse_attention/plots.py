@@ -41,8 +41,8 @@ _FONT_SIZE = 9
 _OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
-def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Speed-up over `scaled_dot_product_attention` against length: one panel per pass, one curve per attention."""
+def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path, *, against: str = "sequence length") -> None:
+    """Speed-up over `scaled_dot_product_attention` against a size: one panel per pass, one curve per attention."""
     figure = _new_figure(width=3.4 * len(panels), height=3.2)
     axes: list[Axes] = []
     for column, (name, curves) in enumerate(panels.items()):
@@ -50,15 +50,15 @@ def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
         axes.append(axis)
         axis.axhline(1, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         for look, curve in _with_looks(curves):
-            lengths, ratios = zip(*curve, strict=True)
-            axis.plot(lengths, ratios, color=look.colour, marker=look.marker, markersize=4, label=look.label)
+            sizes, ratios = zip(*curve, strict=True)
+            axis.plot(sizes, ratios, color=look.colour, marker=look.marker, markersize=4, label=look.label)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
-        ticks = sorted({int(length) for curve in curves.values() for length, _ in curve})
+        ticks = sorted({int(size) for curve in curves.values() for size, _ in curve})
         axis.set_xticks(ticks, [format_size(tick) for tick in ticks])
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
-        axis.set_xlabel("sequence length")
+        axis.set_xlabel(against)
         axis.set_title(name)
         _tidy(axis)
     lowest, highest = axes[0].get_ylim()

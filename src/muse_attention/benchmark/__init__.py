@@ -1,6 +1,7 @@
 """Time, memory and fidelity of attentions by name, against `scaled_dot_product_attention` in the same run.
 
-`workload.py` is what is run. `timing.py` and `memory.py` measure it. `matched.py` says which settings compare fairly,
-with lengths written as in `lengths.py`. `suite.py` goes through lengths and attentions, `results.py` keeps what was
+`request.py` is what can be asked for, `plan.py` all that is asked for in one run: attentions at lengths, with settings
+that compare fairly by `matched.py`, or one choice of the method at many values by `sweeps.py`. `workload.py` is what is
+run. `timing.py`, `memory.py` and `stages.py` measure it. `suite.py` goes through a plan, `results.py` keeps what was
 found, `machine.py` says where it was found, and `tables.py` prints it.
 """

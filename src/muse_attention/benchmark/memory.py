@@ -1,4 +1,4 @@
-"""Peak memory of one forward and backward pass beyond its inputs: one head, batch 1.
+"""Peak memory of one forward and backward pass beyond its inputs; on a CPU, of one head, batch 1.
 
 The inputs and the gradient of the output exist before; the output, the gradients of the inputs and everything in
 between count. On CUDA the allocator keeps the peak. On a CPU it is the operating system's peak of a process that does
@@ -38,9 +38,7 @@ class MemoryCase:
 
 
 def measure_extra_memory(case: MemoryCase) -> int | None:
-    """Bytes, or None where it cannot be measured."""
-    if case.device == "cuda":
-        return _on_cuda(case)
+    """Bytes on a CPU, or None where it cannot be measured."""
     if not Path("/proc/self/clear_refs").exists():
         return None
     package_root = str(Path(__file__).parents[2])
@@ -60,15 +58,17 @@ def measure_extra_memory(case: MemoryCase) -> int | None:
     return extra
 
 
-def _on_cuda(case: MemoryCase) -> int:
-    _run_short(case)
-    attention, workload = _attention(case.attention), _workload(case, case.length)
+def extra_memory_on_cuda(attention: AttentionCall, workload: Workload) -> int:
+    """Bytes, for an attention that has run on this workload before."""
+    workload.clear_gradients()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     _run(attention, workload)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated()
+    workload.clear_gradients()
+    return peak - before
 
 
 def _in_this_process(case: MemoryCase) -> int | None:

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.timing import Times
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cases of a file have in common."""
+    """What all cases of a file have in common, save heads or head dimension where the sweep is over them."""
 
     device: str
     batch: int
@@ -24,23 +25,29 @@ class Settings:
     repeats: int
     memory: bool
     seed: int = 0
+    sweep: str | None = None
+    """its name in `SWEEPS`, where the cases are those of a sweep"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention at one length, and the baseline, whose runs took turns with its own."""
+    """One attention on one shape, and the baseline, whose runs took turns with its own."""
 
-    requested: str
-    """the name asked for: `moba`"""
+    request: Request
     attention: str
     """the name with the settings it had at this length: `moba:L4kB256R1`"""
-    length: int
     times: Times
     sdpa_times: Times
     fidelity: dict[str, float]
     """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads"""
     extra_memory_bytes: int | None
     sdpa_extra_memory_bytes: int | None
+    stage_milliseconds: dict[str, float] | None = None
+    """of one forward and backward pass, by `STAGES`, where they were measured"""
+
+    @property
+    def shape(self) -> Shape:
+        return self.request.shape
 
     @property
     def speedup_forward(self) -> float:
@@ -75,11 +82,12 @@ def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        settings = Settings(**document["settings"])
         return Results(
             machine=document["machine"],
-            settings=Settings(**document["settings"]),
+            settings=settings,
             commands=list(document["commands"]),
-            cases=[_case_from_json(entry) for entry in document["cases"]],
+            cases=[_case_from_json(entry, settings) for entry in document["cases"]],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the results of a benchmark") from error
@@ -96,10 +104,10 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _case_to_json(case: Case) -> dict[str, Any]:
-    return {
-        "requested": case.requested,
+    entry = {
+        "requested": case.request.attention,
         "attention": case.attention,
-        "length": case.length,
+        **case.shape._asdict(),
         "speedup_forward": case.speedup_forward,
         "speedup_forward_backward": case.speedup_forward_backward,
         "seconds": _times_to_json(case.times),
@@ -108,18 +116,23 @@ def _case_to_json(case: Case) -> dict[str, Any]:
         "extra_memory_bytes": case.extra_memory_bytes,
         "sdpa_extra_memory_bytes": case.sdpa_extra_memory_bytes,
     }
+    if case.stage_milliseconds is not None:
+        entry["stage_milliseconds"] = case.stage_milliseconds
+    return entry
 
 
-def _case_from_json(entry: dict[str, Any]) -> Case:
+def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:
+    """Files from before there were sweeps have the heads and their dimension in the settings alone."""
+    shape = Shape(entry["length"], entry.get("heads", settings.heads), entry.get("head_dim", settings.head_dim))
     return Case(
-        requested=entry["requested"],
+        request=Request(entry["requested"], shape),
         attention=entry["attention"],
-        length=entry["length"],
         times=_times_from_json(entry["seconds"]),
         sdpa_times=_times_from_json(entry["sdpa_seconds"]),
         fidelity=entry["fidelity"],
         extra_memory_bytes=entry["extra_memory_bytes"],
         sdpa_extra_memory_bytes=entry["sdpa_extra_memory_bytes"],
+        stage_milliseconds=entry.get("stage_milliseconds"),
     )
 
 

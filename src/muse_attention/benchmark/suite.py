@@ -1,11 +1,11 @@
-"""Go through lengths and attentions, writing the results down after each case."""
+"""Go through the cases of a plan, writing the results down after each."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,51 +13,19 @@ from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.benchmark.machine import describe_machine
-from muse_attention.benchmark.matched import at_matched_sparsity
-from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
+from muse_attention.benchmark.memory import MemoryCase, extra_memory_on_cuda, measure_extra_memory
+from muse_attention.benchmark.plan import Plan, by_shape
+from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.results import Case, Results, Settings, read_results, write_results
+from muse_attention.benchmark.stages import measure_stages
+from muse_attention.benchmark.sweeps import format_shape
 from muse_attention.benchmark.timing import time_interleaved
-from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, check_device, sdpa
+from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, sdpa
 from muse_attention.by_name import Attention, get_attention
 from muse_attention.fidelity import compare
-from muse_attention.sizes import format_size
 
 OnStep = Callable[[str, int], None]
 """Told what begins, and how many steps are finished."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The cases to run: every attention at every length, under the same settings."""
-
-    settings: Settings
-    lengths: tuple[int, ...]
-    attentions: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        """Refuse what could not run, before anything does."""
-        settings = self.settings
-        check_device(settings.device)
-        if settings.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {settings.dtype!r}; use one of {', '.join(DTYPES)}")
-        for name in ("batch", "heads", "head_dim", "repeats"):
-            if getattr(settings, name) < 1:
-                raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
-        if not self.lengths or not self.attentions:
-            raise ValueError("there is nothing to measure; name at least one length and one attention")
-        for length in self.lengths:
-            for requested in self.attentions:
-                get_attention(at_matched_sparsity(requested, length))
-
-    def missing(self, results: Results) -> list[tuple[int, str]]:
-        """Length and attention of the cases that `results` does not have yet."""
-        done = {(case.length, case.requested) for case in results.cases}
-        return [case for case in itertools.product(self.lengths, self.attentions) if case not in done]
-
-    @property
-    def steps_per_case(self) -> int:
-        """Warm-up, repeats, fidelity, memory."""
-        return 1 + self.settings.repeats + 1 + int(self.settings.memory)
 
 
 def start_results(plan: Plan, path: Path, *, resume: bool) -> Results:
@@ -78,34 +46,42 @@ def start_results(plan: Plan, path: Path, *, resume: bool) -> Results:
 
 
 def run_plan(plan: Plan, results: Results, path: Path, *, on_step: OnStep = lambda description, finished: None) -> None:
-    """Add each case that `results` does not have yet, and write the file after each."""
+    """Add each case that `results` does not have yet, then the stages of each, and write the file after each.
+
+    The stages come last: nothing is timed in a process that was profiled.
+    """
     steps = itertools.count()
-    for length, cases in itertools.groupby(plan.missing(results), key=lambda case: case[0]):
-        shared = _SharedByLength(plan.settings, length)
-        for _, requested in cases:
 
-            def begin(what: str, requested: str = requested, length: int = length) -> None:
-                on_step(f"{requested} at {format_size(length)}: {what}", next(steps))
+    def begin(request: Request, what: str) -> None:
+        on_step(f"{request.attention} at {format_shape(request.shape, plan.settings.sweep)}: {what}", next(steps))
 
-            results.cases.append(_run_case(plan.settings, requested, shared, results, begin))
+    _measure_cases(plan, results, path, begin)
+    _measure_stages(plan, results, path, begin)
+
+
+def _measure_cases(plan: Plan, results: Results, path: Path, begin: Callable[[Request, str], None]) -> None:
+    for shape, requests in by_shape(plan.missing(results)):
+        shared = _SharedByShape(plan.settings, shape)
+        for request in requests:
+            case = _run_case(plan.settings, request, shared, results, functools.partial(begin, request))
+            results.cases.append(case)
             write_results(results, path)
 
 
-class _SharedByLength:
-    """What the attentions compared at one length have in common: the data, and exact attention on it."""
+def _measure_stages(plan: Plan, results: Results, path: Path, begin: Callable[[Request, str], None]) -> None:
+    for shape, requests in by_shape(plan.without_stages(results)):
+        workload = _create_workload(plan.settings, shape)
+        for request in requests:
+            begin(request, "stages")
+            _add_stages(results, request, measure_stages(get_attention(request.full_name), workload))
+            write_results(results, path)
 
-    def __init__(self, settings: Settings, length: int) -> None:
-        self.length = length
-        self.workload = Workload.create(
-            batch=settings.batch,
-            heads=settings.heads,
-            length=length,
-            head_dim=settings.head_dim,
-            dtype=DTYPES[settings.dtype],
-            device=settings.device,
-            is_causal=settings.causal,
-            seed=settings.seed,
-        )
+
+class _SharedByShape:
+    """What the attentions compared on one shape have in common: the data, and exact attention on it."""
+
+    def __init__(self, settings: Settings, shape: Shape) -> None:
+        self.workload = _create_workload(settings, shape)
 
     @functools.cached_property
     def exact(self) -> tuple[Tensor, Tensor]:
@@ -118,14 +94,27 @@ class _SharedByLength:
         return out, lse
 
 
+def _create_workload(settings: Settings, shape: Shape) -> Workload:
+    return Workload.create(
+        batch=settings.batch,
+        heads=shape.heads,
+        length=shape.length,
+        head_dim=shape.head_dim,
+        dtype=DTYPES[settings.dtype],
+        device=settings.device,
+        is_causal=settings.causal,
+        seed=settings.seed,
+    )
+
+
 def _run_case(
     settings: Settings,
-    requested: str,
-    shared: _SharedByLength,
+    request: Request,
+    shared: _SharedByShape,
     results: Results,
     begin: Callable[[str], None],
 ) -> Case:
-    name = at_matched_sparsity(requested, shared.length)
+    name = request.full_name
     attention = get_attention(name)
 
     def begin_round(number: int) -> None:
@@ -139,21 +128,39 @@ def _run_case(
     memory, sdpa_memory = None, None
     if settings.memory:
         begin("memory")
-        memory = _extra_memory(settings, name, shared.length)
-        measured = [case for case in results.cases if case.length == shared.length]
-        sdpa_memory = measured[0].sdpa_extra_memory_bytes if measured else _extra_memory(settings, SDPA, shared.length)
-    return Case(requested, name, shared.length, times, sdpa_times, fidelity, memory, sdpa_memory)
+        if settings.device == "cuda":
+            memory = extra_memory_on_cuda(attention, shared.workload)
+            sdpa_memory = extra_memory_on_cuda(sdpa, shared.workload)
+        else:
+            memory = _extra_memory(settings, name, request.shape)
+            measured = [case for case in results.cases if _has_same_memory(case.shape, request.shape)]
+            sdpa_memory = (
+                measured[0].sdpa_extra_memory_bytes if measured else _extra_memory(settings, SDPA, request.shape)
+            )
+    return Case(request, name, times, sdpa_times, fidelity, memory, sdpa_memory)
 
 
-def _extra_memory(settings: Settings, name: str, length: int) -> int | None:
+def _has_same_memory(shape: Shape, other: Shape) -> bool:
+    """On a CPU, memory is that of one head, however many there are."""
+    return (shape.length, shape.head_dim) == (other.length, other.head_dim)
+
+
+def _extra_memory(settings: Settings, name: str, shape: Shape) -> int | None:
     return measure_extra_memory(
         MemoryCase(
             attention=name,
-            length=length,
-            head_dim=settings.head_dim,
+            length=shape.length,
+            head_dim=shape.head_dim,
             dtype=settings.dtype,
             device=settings.device,
             is_causal=settings.causal,
             seed=settings.seed,
         )
     )
+
+
+def _add_stages(results: Results, request: Request, stages: dict[str, float] | None) -> None:
+    results.cases[:] = [
+        dataclasses.replace(case, stage_milliseconds=stages) if case.request == request else case
+        for case in results.cases
+    ]

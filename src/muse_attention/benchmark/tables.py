@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
+from muse_attention.benchmark.sweeps import find_sweep, format_shape
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS
-from muse_attention.sizes import format_size
 
 _HEADER = (
-    "length",
-    "attention",
     "forward",
     "SDPA",
     "speed-up",
@@ -26,7 +25,7 @@ _HEADER = (
 
 
 def markdown_report(results: Results, *, title: str) -> str:
-    """Title, machine, versions, the commands that measured it, the table, and what its columns mean."""
+    """Title, machine, versions, the commands that measured it, the tables, and what their columns mean."""
     hardware, versions = machine_lines(results.machine)
     commands = "\n".join(results.commands)
     return "\n".join(
@@ -41,10 +40,11 @@ def markdown_report(results: Results, *, title: str) -> str:
             commands,
             "```",
             "",
-            _markdown_table(_HEADER, [_cells(case) for case in sorted_cases(results)]),
+            _markdown_table(results.settings, _HEADER, [(case, _cells(case)) for case in sorted_cases(results)]),
             "",
             caption(results.settings),
             "",
+            *_stages_section(results),
         ]
     )
 
@@ -58,8 +58,8 @@ def caption(settings: Settings) -> str:
         "`torch.nn.functional.scaled_dot_product_attention` (SDPA) take turns in every repeat, and the speed-up is the "
         "ratio of their medians. The forward pass is recorded by autograd; the backward pass gives the gradients of "
         "query, key and value. RSE and cosine compare outputs with exact attention on the same data. Extra memory is "
-        "the peak of one forward and backward pass with batch 1 and one head, without the inputs, with the output and "
-        "the gradients."
+        "the peak of one forward and backward pass (on a CPU, with batch 1 and one head), without the inputs, with the "
+        "output and the gradients. On CUDA, SDPA goes through cuDNN, and the host is ahead of the GPU, as in training."
     )
 
 
@@ -76,8 +76,8 @@ def machine_lines(machine: dict[str, Any]) -> tuple[str, str]:
 
 
 def sorted_cases(results: Results) -> list[Case]:
-    """By length; attentions in the order they were asked for."""
-    return sorted(results.cases, key=lambda case: case.length)
+    """By shape, the length first; attentions in the order they were asked for."""
+    return sorted(results.cases, key=lambda case: case.shape)
 
 
 def format_seconds(seconds: float) -> str:
@@ -104,10 +104,35 @@ def format_memory(count: int | None) -> str:
     return f"{mebibytes:.1f} MiB" if mebibytes < 100 else f"{mebibytes:.0f} MiB"
 
 
+def format_share(part: float, whole: float) -> str:
+    """Milliseconds, and what share of the whole they are."""
+    return f"{format_seconds(part / 1000)} ({part / whole:.0%})" if part else "-"
+
+
+def _stages_section(results: Results) -> list[str]:
+    """Nothing where no stages were measured."""
+    measured = [(case, case.stage_milliseconds) for case in sorted_cases(results) if case.stage_milliseconds]
+    if not measured:
+        return []
+    rows = []
+    for case, milliseconds in measured:
+        whole = sum(milliseconds.values())
+        shares = [format_share(milliseconds[stage], whole) for stage in STAGES]
+        rows.append((case, (*shares, format_seconds(whole / 1000))))
+    return [
+        "## Share of each stage",
+        "",
+        _markdown_table(results.settings, (*STAGES, "sum"), rows),
+        "",
+        f"Times of the GPU's kernels in one forward and backward pass, the mean of {PROFILED_RUNS} runs under "
+        "`torch.profiler`, and their share of the sum, without the gaps between kernels. The own block is all that "
+        "cuDNN or FlashAttention does; what is no kernel of the library is other.",
+        "",
+    ]
+
+
 def _cells(case: Case) -> tuple[str, ...]:
     return (
-        format_size(case.length),
-        f"`{case.attention}`",
         format_seconds(case.times.forward_median),
         format_seconds(case.sdpa_times.forward_median),
         format_ratio(case.speedup_forward),
@@ -121,14 +146,22 @@ def _cells(case: Case) -> tuple[str, ...]:
     )
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    alignment = ["---:", "---", *["---:"] * (len(header) - 2)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows))
+def _markdown_table(settings: Settings, header: Sequence[str], rows: Sequence[tuple[Case, Sequence[str]]]) -> str:
+    """A case in each row, which begins with its shape and its attention."""
+    lines = [("length", "attention", *header), ("---:", "---", *["---:"] * len(header))]
+    lines += [(format_shape(case.shape, settings.sweep), f"`{case.attention}`", *cells) for case, cells in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _settings_line(settings: Settings) -> str:
     attention = "causal" if settings.causal else "full"
     return (
         f"clustered synthetic queries, keys and values, {attention} attention, batch {settings.batch}, "
-        f"{settings.heads} heads of {settings.head_dim}, {settings.dtype}, seed {settings.seed}, on {settings.device}"
+        f"{_heads(settings)}, {settings.dtype}, seed {settings.seed}, on {settings.device}"
     )
+
+
+def _heads(settings: Settings) -> str:
+    varied = () if settings.sweep is None else find_sweep(settings.sweep).varied
+    heads = "as many heads as the table says" if "heads" in varied else f"{settings.heads} heads"
+    return f"{heads} of {'the dimension that the table says' if 'head_dim' in varied else settings.head_dim}"

@@ -79,6 +79,7 @@ def _cuda_seconds(attention: AttentionCall, workload: Workload) -> tuple[float, 
     issued. Otherwise the GPU would wait for the first launches of every run."""
     begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     workload.backward(workload.forward(attention))
+    workload.clear_gradients()
     begin.record()
     out = workload.forward(attention)
     middle.record()

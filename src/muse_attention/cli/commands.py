@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -22,11 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer.core import TyperGroup
 
-from muse_attention.attention import BACKENDS, resolve_backend
+from muse_attention.backends import BACKENDS
 from muse_attention.benchmark.machine import describe_machine
 from muse_attention.benchmark.matched import MATCHED_KINDS
-from muse_attention.benchmark.results import Results, Settings, replace_file
-from muse_attention.benchmark.suite import Plan, run_plan, start_results
+from muse_attention.benchmark.plan import Plan
+from muse_attention.benchmark.results import Case, Results, Settings, replace_file
+from muse_attention.benchmark.suite import run_plan, start_results
+from muse_attention.benchmark.sweeps import BASE, SWEEPS, Sweep, find_sweep, format_shape
 from muse_attention.benchmark.tables import (
     caption,
     format_error,
@@ -125,17 +128,28 @@ def bench(
             show_default=", ".join(MATCHED_KINDS),
         ),
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Vary one of {', '.join(SWEEPS)} at the first of the lengths, with muse:{BASE} for the rest.",
+            show_default="no sweep",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each pass; medians are reported.")] = 3,
     causal: Annotated[bool, typer.Option(help="Causal attention.")] = True,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory, with one head.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory; on a CPU, with one head.")] = True,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks"),
-    name: Annotated[str | None, typer.Option(help="File name, without ending.", show_default="the device")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="File name, without ending.", show_default="the device, and the sweep if there is one"),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the cases that the file has already.")] = False,
 ) -> None:
     """Measure time, memory and fidelity against scaled_dot_product_attention, in the same run.
 
     Writes NAME.json after every case, and NAME.md and NAME.png at the end. Before the timed runs there is one warm-up,
-    which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat.
+    which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On CUDA the share
+    of each stage is measured too, when all times are known.
     """
     with _user_errors():
         device = device or _default_device()
@@ -148,17 +162,18 @@ def bench(
             causal=causal,
             repeats=repeats,
             memory=memory,
+            sweep=sweep,
         )
-        plan = Plan(settings, parse_sizes(lengths), tuple(dict.fromkeys(attention or MATCHED_KINDS)))
-        stem = _file_stem(name if name is not None else device)
+        plan = _plan(settings, parse_sizes(lengths), attention)
+        stem = _file_stem(name if name is not None else device if sweep is None else f"{device}-sweep-{sweep}")
         _make_folder(output)
         path = output / f"{stem}.json"
         results = start_results(plan, path, resume=resume)
     command = _command_line(plan, stem)
-    if plan.missing(results) and command not in results.commands:
+    if plan.steps(results) and command not in results.commands:
         results.commands.append(command)
     try:
-        with _progress(len(plan.missing(results)) * plan.steps_per_case) as on_step:
+        with _progress(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
     except KeyboardInterrupt:
         _say(f"interrupted; {_how_to_continue(results, path, command)}")
@@ -207,11 +222,19 @@ def _default_device() -> str:
 
 
 def _backend_state(backend: str) -> str:
-    try:
-        resolve_backend(backend, torch.device("cuda"))
-    except ValueError:
-        return "not in this version"
+    if backend == "triton" and not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return "needs the package triton"
     return "available"
+
+
+def _plan(settings: Settings, lengths: Sequence[int], attentions: Sequence[str] | None) -> Plan:
+    if settings.sweep is None:
+        return Plan.at_lengths(settings, lengths, tuple(dict.fromkeys(attentions or MATCHED_KINDS)))
+    if attentions:
+        raise ValueError("--sweep has attentions of its own; leave out --attention")
+    return Plan.of_sweep(settings, lengths[0])
 
 
 def _file_stem(name: str) -> str:
@@ -235,8 +258,11 @@ def _command_line(plan: Plan, name: str) -> str:
     words = ["muse", "bench", "--device", settings.device, "--lengths", ",".join(map(format_size, plan.lengths))]
     for option in ("heads", "batch", "head_dim", "dtype", "repeats"):
         words += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
-    for attention in plan.attentions:
-        words += ["--attention", attention]
+    if settings.sweep is None:
+        for attention in plan.attentions:
+            words += ["--attention", attention]
+    else:
+        words += ["--sweep", settings.sweep]
     words.append("--causal" if settings.causal else "--no-causal")
     words.append("--memory" if settings.memory else "--no-memory")
     return shlex.join([*words, "--name", name])
@@ -257,19 +283,19 @@ def _bench_table(results: Results) -> Table:
     hardware, versions = machine_lines(results.machine)
     table = _new_table(f"{hardware}\n{versions}", "forward", "forward +\nbackward", "RSE", "cosine", "extra\nmemory")
     table.caption = caption(results.settings).replace("`", "")
-    for length, cases in itertools.groupby(sorted_cases(results), key=lambda case: case.length):
-        at_length = list(cases)
+    for shape, cases in itertools.groupby(sorted_cases(results), key=lambda case: case.shape):
+        of_shape = list(cases)
         table.add_section()
-        sdpa = [case.sdpa_times for case in at_length]
+        sdpa = [case.sdpa_times for case in of_shape]
         table.add_row(
-            f"SDPA at {format_size(length)}",
+            f"SDPA at {format_shape(shape, results.settings.sweep)}",
             _time_cell(statistics.median(times.forward_median for times in sdpa)),
             _time_cell(statistics.median(times.forward_backward_median for times in sdpa)),
             "",
             "",
-            format_memory(at_length[0].sdpa_extra_memory_bytes),
+            format_memory(of_shape[0].sdpa_extra_memory_bytes),
         )
-        for case in at_length:
+        for case in of_shape:
             table.add_row(
                 case.attention,
                 _time_cell(case.times.forward_median, case.speedup_forward),
@@ -286,11 +312,19 @@ def _time_cell(seconds: float, speedup: float | None = None) -> str:
 
 
 def _plot_speedup(results: Results, path: Path) -> None:
+    sweep = None if results.settings.sweep is None else find_sweep(results.settings.sweep)
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {"forward": {}, "forward + backward": {}}
     for case in sorted_cases(results):
-        panels["forward"].setdefault(case.requested, []).append((case.length, case.speedup_forward))
-        panels["forward + backward"].setdefault(case.requested, []).append((case.length, case.speedup_forward_backward))
-    plot_speedup(panels, path)
+        curve, size = _curve_and_size(case, sweep)
+        panels["forward"].setdefault(curve, []).append((size, case.speedup_forward))
+        panels["forward + backward"].setdefault(curve, []).append((size, case.speedup_forward_backward))
+    plot_speedup(panels, path, against="sequence length" if sweep is None else sweep.label)
+
+
+def _curve_and_size(case: Case, sweep: Sweep | None) -> tuple[str, int]:
+    if sweep is None:
+        return case.request.attention, case.shape.length
+    return f"MuSe at {format_size(case.shape.length)}", sweep.value_of(case.request)
 
 
 def _demo_table(demo: Demo) -> Table:

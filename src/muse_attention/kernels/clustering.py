@@ -40,8 +40,8 @@ def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig
             _lloyd_iteration(vectors, centroids, config.lloyd_stride(vectors.length, clusters))
     else:
         vectors.launch(
-            _stream, (vectors.heads,), _shuffled(vectors.length, config.seed, vectors.device), centroids, **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY,
-            LOG2_DECAY=math.log2(DECAY), num_warps=8,
+            _stream, (vectors.heads,), _shuffled(vectors.length, config.seed, vectors.device), centroids,
+            **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY, LOG2_DECAY=math.log2(DECAY), num_warps=8,
         )  # fmt: skip
     assignment = _assign(vectors, centroids, config)
     sizes = [tensor.shape[0] for tensor, _ in sides]

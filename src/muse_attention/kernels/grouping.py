@@ -70,17 +70,13 @@ def group_by_cluster_and_block(
     counts = assignment.new_empty(sequences, clusters, tiles)
     totals = assignment.new_empty(sequences, clusters)
     cluster_starts = assignment.new_empty(sequences, clusters + 1)
-    found = fill_in or Groups(
-        torch.empty_like(assignment), assignment.new_empty(sequences, clusters * blocks + 1)
-    )
+    found = fill_in or Groups(torch.empty_like(assignment), assignment.new_empty(sequences, clusters * blocks + 1))
     grid = (tiles_of_block, blocks, sequences)
     _count_clusters[grid](
         assignment, counts, length, block_size, clusters, TILE=_TOKENS, BINS=triton.next_power_of_2(clusters + 1)
     )
     _sum_rows[(clusters, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
-    _sum_before[(sequences,)](
-        totals, cluster_starts, clusters, WIDTH=min(1024, triton.next_power_of_2(clusters))
-    )
+    _sum_before[(sequences,)](totals, cluster_starts, clusters, WIDTH=min(1024, triton.next_power_of_2(clusters)))
     _place_by_cluster[grid](
         assignment, counts, cluster_starts, found.order, found.starts, length, block_size, clusters, TILE=_TOKENS,
         STEP=32, CP=triton.next_power_of_2(clusters),
@@ -96,9 +92,7 @@ def group_rows(group_of_row: Tensor, number_of_groups: int, fill_in: Groups | No
     counts = group_of_row.new_empty(sequences, digits, tiles)
     totals = group_of_row.new_empty(sequences, digits)
     digit_starts = group_of_row.new_empty(sequences, digits + 1)
-    found = fill_in or Groups(
-        torch.empty_like(group_of_row), group_of_row.new_empty(sequences, number_of_groups + 1)
-    )
+    found = fill_in or Groups(torch.empty_like(group_of_row), group_of_row.new_empty(sequences, number_of_groups + 1))
     # Group and row travel together, in one integer.
     bits, row_bits = number_of_groups.bit_length(), (length - 1).bit_length()
     dtype = torch.int32 if bits + row_bits < 32 else torch.int64
@@ -131,7 +125,8 @@ def tiles(begin: Tensor, end: Tensor, most_rows: int | Tensor, most_tiles: int) 
     """
     sequences, ranges = begin.shape
     before = begin.new_empty(sequences, ranges + 1)
-    found = Tiles(*(begin.new_empty(sequences, most_tiles) for _ in range(3)), before)
+    group, first, last = (begin.new_empty(sequences, most_tiles) for _ in range(3))
+    found = Tiles(group, first, last, before)
     rows = begin if isinstance(most_rows, int) else most_rows
     size = most_rows if isinstance(most_rows, int) else 0
     width = min(1024, triton.next_power_of_2(ranges))
@@ -155,9 +150,7 @@ def _count_clusters(assignment, counts, length, block_size, clusters, TILE: tl.c
     tile, block, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place = tile * TILE + tl.arange(0, TILE)
     row = block * block_size + place
-    cluster = tl.load(
-        assignment + sequence * length + row, mask=(place < block_size) & (row < length), other=clusters
-    )
+    cluster = tl.load(assignment + sequence * length + row, mask=(place < block_size) & (row < length), other=clusters)
     number = tl.arange(0, BINS)
     tiles = tl.num_programs(0) * tl.num_programs(1)
     at = (sequence * clusters + number) * tiles + block * tl.num_programs(0) + tile
@@ -261,9 +254,7 @@ def _place_by_digit(
 
 
 @triton.jit(do_not_specialize=["length", "groups"])
-def _find_starts(
-    packed, starts, length, groups, ROW_BITS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr
-):
+def _find_starts(packed, starts, length, groups, ROW_BITS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr):
     """A group begins at the first place whose group is not smaller."""
     sequence = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)

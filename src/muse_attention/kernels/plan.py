@@ -48,9 +48,7 @@ class Plan:
         """Views of a tensor with room for all shapes."""
         ends = list(accumulate(math.prod(shape) for shape in shapes))
         begins = [0, *ends[:-1]]
-        return cls(
-            *(memory[begin:end].view(shape) for begin, end, shape in zip(begins, ends, shapes, strict=True))
-        )
+        return cls(*(memory[begin:end].view(shape) for begin, end, shape in zip(begins, ends, shapes, strict=True)))
 
     def of_heads(self, group: slice, of_queries: slice) -> Plan:
         """The part of some key heads and their query heads."""

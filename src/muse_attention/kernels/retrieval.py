@@ -17,8 +17,8 @@ from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles, group_rows, tiles, tiles_of_groups
 from muse_attention.kernels.numbers import arithmetic, fitting, gradient_dtype, load_rows, padded, store_rows
-from muse_attention.precision import compute_dtype
 from muse_attention.kernels.summaries import PairGradients
+from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection
 
 PAIRS_OF_TILE = 64
@@ -69,9 +69,7 @@ def sort_pairs(selection: Selection, blocks: int, fill_in: Groups) -> None:
     group_rows(bucket, fill_in.number, fill_in)
 
 
-def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups, *, scale: float
-) -> Partial:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups, *, scale: float) -> Partial:
     """Attention of (H, N, D) queries to the buckets each of them picked: (H, N, P, Dv) and (H, N, P).
 
     `keys` (G, N, D) and `values` (G, N, Dv) are in the order of `buckets`. Where a query has no pick the lse is -inf

@@ -15,15 +15,13 @@ _TILE = 64
 
 def take_rows(table: Tensor, groups: Groups) -> Tensor:
     """(S, N, X) rows in the order of their groups."""
-    sequences, length, columns = table.shape
+    _, length, columns = table.shape
     taken = torch.empty_like(table)
     _take_rows[_grid(table)](table, groups.order, taken, length, X=columns, XP=padded(columns), TILE=_TILE)
     return taken
 
 
-def take_residuals(
-    queries: Tensor, centroids: Tensor, assignment: Tensor, segments: Groups, *, scale: float
-) -> Tensor:
+def take_residuals(queries: Tensor, centroids: Tensor, assignment: Tensor, segments: Groups, *, scale: float) -> Tensor:
     """(H, N, D): scaled queries less the centroid of their cluster, in the order of `segments`."""
     _, length, head_dim = queries.shape
     residuals = torch.empty_like(queries)

@@ -1,9 +1,9 @@
 """Stage 4: score the summaries, select what to retrieve, and attend to the summaries of all the rest.
 
 The queries of a query cluster open much the same key clusters. So the clusters that any of them opens are listed, and
-the blocks of all listed clusters are scored for each query: a small dense matrix product. Which summaries are then terms
-of a query's softmax is a table of bits: one for each cluster that it did not open, whose accumulated summary is a term,
-and one for each listed cluster and block, if it opened the cluster but did not retrieve the block.
+the blocks of all listed clusters are scored for each query: a small dense matrix product. Which summaries are then
+terms of a query's softmax is a table of bits: one for each cluster that it did not open, whose accumulated summary is a
+term, and one for each listed cluster and block, if it opened the cluster but did not retrieve the block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
-from muse_attention.kernels.numbers import arithmetic, fitting, gradient_dtype, index_in_order, load_rows, padded, store_rows
+from muse_attention.kernels.numbers import (
+    arithmetic,
+    fitting,
+    gradient_dtype,
+    index_in_order,
+    load_rows,
+    padded,
+    store_rows,
+)
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection, Summaries
 
@@ -79,7 +87,9 @@ class Segments:
     def few(self, launch: dict[str, int]) -> dict[str, int]:
         """No more columns at a time than there are key clusters."""
         most = padded(self.key_clusters)
-        return {name: min(number, most) if name in ("CLUSTERS", "LISTED") else number for name, number in launch.items()}
+        return {
+            name: min(number, most) if name in ("CLUSTERS", "LISTED") else number for name, number in launch.items()
+        }
 
     def fit(self, launch: dict[int, dict[str, int]], value_dim: int) -> dict[str, int]:
         return self.few(fitting(launch, self.residuals.shape[-1], value_dim, self.residuals.dtype))
@@ -223,7 +233,11 @@ def attend_backward(
         (True, seen, fill_in[1], ATTEND_BACKWARD_TO_SEEN, terms.clusters),
     ):
         launch = segments.fit(launches, value_dim)
-        grid = (triton.cdiv(segments.key_clusters, launch["CLUSTERS"]), segments.query_clusters * segments.blocks, heads)
+        grid = (
+            triton.cdiv(segments.key_clusters, launch["CLUSTERS"]),
+            segments.query_clusters * segments.blocks,
+            heads,
+        )
         _backward_to_summaries[grid](
             grad_out, lse, delta, segments.residuals, *summaries.parts(), segments.groups.starts, bits,
             terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
@@ -253,7 +267,8 @@ def _load_words(bits, place, is_row, first, length, words, COLUMNS: tl.constexpr
     low = tl.load(bits + place, mask=is_row, other=0)
     high = low
     if COLUMNS > 32:
-        high = tl.load(bits + length + place, mask=is_row & (first // 32 + 1 < words), other=0)
+        has_high = place * 0 + first // 32 + 1 < words
+        high = tl.load(bits + length + place, mask=is_row & has_high, other=0)
     return low, high
 
 
@@ -516,9 +531,7 @@ def _attend_to_summaries(
             bits = cluster_terms + head * words * length + begin
             low, high = _load_words(bits, place, is_row, first, length, words, CLUSTERS)
             of_block = of_cluster + own_block * key_clusters
-            _, logits = _score(
-                residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
-            )
+            _, logits = _score(residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
             logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
@@ -532,9 +545,7 @@ def _attend_to_summaries(
                 bits = block_terms + (head * blocks + block) * words * length + begin
                 low, high = _load_words(bits, place, is_row, first, length, words, LISTED)
                 of_block = of_cluster + block * key_clusters
-                _, logits = _score(
-                    residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
-                )
+                _, logits = _score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
                 logits = tl.where(_bit_of_row(low, high, first, LISTED), logits, float("-inf"))
@@ -605,17 +616,13 @@ def _summaries_backward_to_queries(
                 bits = block_terms + (head * blocks + block) * words * length + begin
                 low, high = _load_words(bits, place, is_row, first, length, words, LISTED)
                 of_block = of_cluster + block * key_clusters
-                means, logits = _score(
-                    residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
-                )
+                means, logits = _score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
                 logits = tl.where(_bit_of_row(low, high, first, LISTED), logits, float("-inf"))
                 values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
                 d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
-                gradient = tl.dot(
-                    d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC
-                )
+                gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
 

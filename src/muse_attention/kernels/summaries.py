@@ -78,8 +78,8 @@ def accumulate_backward(
     tile = max(1, min(triton.next_power_of_2(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
     _accumulate_backward[(triton.cdiv(key_clusters, tile), query_clusters, heads)](
         *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
-        listed, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
-        IS_CAUSAL=is_causal, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
+        listed, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim,
+        DVP=padded(value_dim), IS_CAUSAL=is_causal, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
     )  # fmt: skip
 
 
@@ -222,7 +222,9 @@ def _summarise(
             total = total * kept + tl.sum(weights, 1)
             weights = weights.to(some_keys.dtype)
             key_sum = tl.dot(weights, some_keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
-            value_sum = tl.dot(weights, some_values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+            value_sum = tl.dot(
+                weights, some_values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC
+            )
             largest = larger
         is_empty = total == 0
         log_mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))
@@ -271,8 +273,8 @@ def _summarise(
 @triton.jit(do_not_specialize=["blocks", "key_clusters"])
 def _accumulate_backward(
     grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, listed, add_mass,
-    add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum
     over all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the
@@ -291,7 +293,7 @@ def _accumulate_backward(
         for step in range(blocks):
             block = blocks - 1 - step if side == 0 else step
             at = (query_cluster * blocks + block) * key_clusters
-            # `running` is the sum over the blocks b already passed of exp(mass_passed - side_b) times the gradient at b.
+            # `running` is the sum over the blocks b passed so far of exp(mass_passed - side_b) times the gradient at b.
             share = _exp_of_difference(tl.load(mass + at + cluster, mask=is_cluster, other=float("-inf")), mass_passed)
             adds = is_cluster & (has_own if side == 0 else True)
             d_keys = load_rows(add_key_mean, at, cluster, adds, D, DP).to(ACC)
@@ -322,9 +324,7 @@ def _accumulate_backward(
             mass_passed = side_log
 
 
-@triton.jit(
-    do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by", "most_pieces"]
-)
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by", "most_pieces"])
 def _summarise_backward(
     grad_mass, grad_key_mean, grad_value_mean, mass, keys, values, centroids, order, tile_group, tile_begin, tile_end,
     pair_keys, pair_values, pieces_before, grad_keys, grad_values, length, blocks, query_clusters, key_clusters,

@@ -92,12 +92,10 @@ class Heads:
         """(G, R, N, X) -> (G R N, X), in the dtype of the computation."""
         return tensor.to(self.dtype).flatten(0, 2)
 
-    def far_field(self, config: MuSeConfig) -> FarField | None:
-        """What the stages beyond the own block work on; None if there is only one block."""
+    def far_field(self, config: MuSeConfig) -> FarField:
+        """What the stages beyond the own block work on."""
         key_heads, query_heads, length, _ = self.query.shape
         blocks = config.number_of_blocks(length)
-        if blocks == 1:
-            return None
         queries = self.rows(self.query) * self.scale
         device = queries.device
         block = torch.arange(length, device=device) // config.block_size

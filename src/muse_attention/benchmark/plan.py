@@ -1,0 +1,77 @@
+"""Which cases are to be run, and which of them are still to do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from muse_attention.benchmark.request import Request, Shape
+from muse_attention.benchmark.results import Results, Settings
+from muse_attention.benchmark.sweeps import sweep_requests
+from muse_attention.benchmark.workload import DTYPES, check_device
+from muse_attention.by_name import get_attention
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cases to run under the same settings; those of one shape are next to each other."""
+
+    settings: Settings
+    requests: tuple[Request, ...]
+
+    @classmethod
+    def at_lengths(cls, settings: Settings, lengths: Sequence[int], attentions: Sequence[str]) -> Self:
+        """Every attention at every length."""
+        shapes = [Shape(length, settings.heads, settings.head_dim) for length in lengths]
+        return cls(settings, tuple(Request(attention, shape) for shape in shapes for attention in attentions))
+
+    @classmethod
+    def of_sweep(cls, settings: Settings, length: int) -> Self:
+        """MuSe at one length, at every value of the sweep that the settings name."""
+        return cls(settings, sweep_requests(settings, length))
+
+    def __post_init__(self) -> None:
+        """Refuse what could not run, before anything does."""
+        settings = self.settings
+        check_device(settings.device)
+        if settings.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {settings.dtype!r}; use one of {', '.join(DTYPES)}")
+        for name in ("batch", "heads", "head_dim", "repeats"):
+            if getattr(settings, name) < 1:
+                raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
+        if not self.requests:
+            raise ValueError("there is nothing to measure; name at least one length and one attention")
+        for request in self.requests:
+            get_attention(request.full_name)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(request.shape.length for request in self.requests))
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(request.attention for request in self.requests))
+
+    def missing(self, results: Results) -> list[Request]:
+        """The cases that `results` does not have yet."""
+        done = {case.request for case in results.cases}
+        return [request for request in self.requests if request not in done]
+
+    def without_stages(self, results: Results) -> list[Request]:
+        """The cases whose stages `results` does not have yet; on a CPU they are not measured."""
+        if self.settings.device != "cuda":
+            return []
+        done = {case.request for case in results.cases if case.stage_milliseconds is not None}
+        return [request for request in self.requests if request not in done]
+
+    def steps(self, results: Results) -> int:
+        """What is still to do: for each case warm-up, repeats, fidelity and memory, and for each case its stages."""
+        steps_per_case = 1 + self.settings.repeats + 1 + int(self.settings.memory)
+        return len(self.missing(results)) * steps_per_case + len(self.without_stages(results))
+
+
+def by_shape(requests: Sequence[Request]) -> itertools.groupby[Shape, Request]:
+    """Requests in their order, those of one shape together."""
+    return itertools.groupby(requests, key=lambda request: request.shape)

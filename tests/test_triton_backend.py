@@ -1,0 +1,165 @@
+"""The Triton kernels conform: run by Triton's interpreter, so small. `test_cuda.py` runs them on a GPU.
+
+The interpreter takes seconds for what a GPU does in microseconds, so the tests with the longest lists of cases have
+shorter ones here. It multiplies bfloat16 wrongly, which is left to the GPU; float64, which the GPU is not offered,
+shows the formulas to be right to rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from muse_attention import get_attention, muse_attention
+from muse_attention.kernels.plan import Plan
+from tests.conformance import OperatorConformance
+from tests.shapes import Shape
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_cuda.py")
+
+SHAPES = [
+    Shape("one token", "QK4R1B16", length=1),
+    Shape("one whole block", "QK4R1B64", length=64),
+    Shape("just over a block", "QK4R1B64", length=65),
+    Shape("ragged", "Q6K5R2B48", length=110, heads=1, key_heads=1),
+    Shape("batch 2, query heads 4 to 2", "Q3K4R2SP2B32", length=70, batch=2, heads=4),
+    Shape("query heads 3 to 1", "Q3K6R2B32", length=70, heads=3, key_heads=1),
+    Shape("head dim 80", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=80, value_dim=80),
+    Shape("wide values", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=16, value_dim=40),
+    Shape("narrow values, full", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=40, is_causal=False),
+    Shape("blocks of three tokens", "QK3R2B3", length=20, heads=1, key_heads=1),
+    Shape("more words than one", "Q2K40R3B32", length=80, heads=1, key_heads=1),
+]
+VARIANTS = [
+    "Q3K5R2SP2B32",
+    "Q2K3R9SP9B32",
+    "Q3K5R0B32",
+    "Q3K5R2B32,monopole=false",
+    "Q3K5R2B32,tilt=false",
+    "Q3K5R2B32,clustering=streaming,cap_factor=1.5",
+    "Q3K5R2B32,cap_factor=none",
+]
+
+
+class TestTritonBackend(OperatorConformance):
+    backend = "triton"
+    batch, heads = 1, 2
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_equals_reference_in_float64(self, shape: Shape) -> None:
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES[3:5], ids=str)
+    def test_is_as_accurate_as_the_reference_in_its_precision(self, shape: Shape, dtype: torch.dtype) -> None:
+        self._check_against_reference(shape, dtype)
+
+    @pytest.mark.parametrize(("frozen", "is_causal"), [(False, False), (True, True)], ids=["full", "frozen causal"])
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_variant_equals_reference(self, variant: str, frozen: bool, is_causal: bool) -> None:
+        text = f"{variant},differentiable_aggregation={str(not frozen).lower()}"
+        shape = Shape(variant, text, length=80, heads=2, key_heads=1, value_dim=8, is_causal=is_causal)
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("config", ["Q3K5R5SP9B64"])
+    def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
+        super().test_property_1_exact_when_one_block_or_everything_is_retrieved(config, is_causal)
+
+    @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
+    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32", "Q4K5R0B32,tilt=false"])
+    def test_property_3_lse_is_never_above_the_exact_lse(self, variant: str, is_causal: bool) -> None:
+        super().test_property_3_lse_is_never_above_the_exact_lse(variant, is_causal)
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32"])
+    def test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(self, variant: str, is_causal: bool) -> None:
+        super().test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(variant, is_causal)
+
+    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32"])
+    def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
+        super().test_property_6_nothing_after_a_query_changes_its_output(variant)
+
+    @pytest.mark.parametrize("series", [["QK4R0B32", "QK16R0B32", "QK16R4B32", "QK16R16SP8B32"]], ids=["both"])
+    def test_property_7_error_falls_as_clusters_or_retrieval_grow(self, series: list[str]) -> None:
+        self._check_error_falls(series, length=128)
+
+    @pytest.mark.parametrize("wanted", [(1,), (0, 2)], ids=str)
+    def test_only_some_inputs_require_grad(self, wanted: tuple[int, ...]) -> None:
+        super().test_only_some_inputs_require_grad(wanted)
+
+    @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
+    @pytest.mark.parametrize("config", ["QK4R2B64,cap_factor=1.0"])
+    @pytest.mark.parametrize("case", ["equal keys", "zeros", "logits 1e4", "gigantic key", "gigantic query"])
+    def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
+        super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
+
+    @pytest.mark.parametrize("config", ["QK300R4B32", "Q2K64R8SP3B16"])
+    @pytest.mark.parametrize("length", [33])
+    def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
+        super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
+
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+    @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
+    @pytest.mark.parametrize("config", ["QK4R2B32"])
+    def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
+        self, config: str, target: int, poison: float
+    ) -> None:
+        super().test_nan_and_inf_come_out_where_they_do_in_exact_attention(config, target, poison)
+
+
+def test_words_of_more_blocks_and_long_selections() -> None:
+    """More blocks than a word has bits, and more opened clusters than a warp has lanes."""
+    shape = Shape("", "Q1K36R34SP2B2", length=70, heads=1, key_heads=1)
+    TestTritonBackend()._check_against_reference(shape, torch.float64)
+
+
+def test_moba_goes_through_the_retrieval_kernels() -> None:
+    inputs = Shape("", "", length=70, heads=2, key_heads=1).tensors(torch.float64)
+    results = []
+    for backend in ("torch", "triton"):
+        out = get_attention("moba:L32B8R2")(*inputs, is_causal=True, enable_gqa=True, backend=backend)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    from muse_attention.kernels import far_field
+
+    inputs = Shape("", "", length=70, batch=2).tensors(torch.float32)
+    results = []
+    for room in (1 << 40, 0):
+        monkeypatch.setattr(far_field, "WORKSPACE_BYTES", room)
+        monkeypatch.setattr(far_field, "WORKSPACE_OF_INPUTS", 0)
+        out = muse_attention(*inputs, is_causal=True, config="Q3K4R2B32", backend="triton")
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for together, apart in zip(*results, strict=True):
+        assert torch.equal(together, apart)
+
+
+def test_a_plan_is_views_of_one_tensor() -> None:
+    shapes = Plan.shapes(heads=4, key_heads=2, length=10, blocks=3, query_clusters=5, key_clusters=6, picks=2)
+    memory = torch.arange(sum(rows * columns for rows, columns in shapes), dtype=torch.int32)
+    plan = Plan.of(memory, shapes)
+    assert plan.pair_order.shape == (2, 40)
+    assert torch.equal(torch.cat([tensor.flatten() for tensor in vars(plan).values()]), memory)
+    assert plan.of_heads(slice(1, 2), slice(2, 4)).segment_order.shape == (2, 10)
+
+
+def test_compiles_into_one_graph() -> None:
+    shape = Shape("", "Q3K4R2B32", length=40, heads=1, key_heads=1)
+    inputs = shape.tensors(torch.float32)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return muse_attention(*tensors, is_causal=True, config=shape.config, backend="triton")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, attend):
+        out = function(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
