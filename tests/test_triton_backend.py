@@ -110,9 +110,9 @@ class TestTritonBackend(OperatorConformance):
         super().test_nan_and_inf_come_out_where_they_do_in_exact_attention(config, target, poison)
 
 
-def test_words_of_more_blocks_and_long_selections() -> None:
-    """More blocks than a word has bits, and more opened clusters than a warp has lanes."""
-    shape = Shape("", "Q1K36R34SP2B2", length=70, heads=1, key_heads=1)
+def test_more_words_and_longer_selections() -> None:
+    """More key clusters than two words of bits have, and more opened clusters than a warp has lanes."""
+    shape = Shape("", "Q1K70R34SP2B16", length=40, heads=1, key_heads=1)
     TestTritonBackend()._check_against_reference(shape, torch.float64)
 
 

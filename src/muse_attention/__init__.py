@@ -10,11 +10,12 @@ The algorithm, in order, and where to read each step:
 2. Summarise each (query cluster, key cluster, block) by exponentially tilted means, and
 3. accumulate the summaries over the blocks a query sees: `stages/summaries.py`.
 4. Select the clusters to open and the blocks to retrieve; attend to the summaries of the rest: `stages/selection.py`.
-5. Attend exactly to the retrieved buckets, `stages/retrieval.py`, and to the own block, `stages/local.py`.
+5. Attend exactly to the retrieved buckets, `stages/retrieval.py`, and to the own block, `local.py`.
 6. Merge everything as one softmax: `stages/merging.py`.
 
-`reference.py` is all of it in one dense file, the definition. `pipeline.py` is the fast way, forward and backward, on
-the layout of `far_field.py`; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
+`kernels/` has the files of `stages/` again, in Triton for CUDA; `far_field.py` of each puts its steps together.
+`reference.py` is all of it in one dense file, the definition. `pipeline.py` is the fast way, forward and backward, with
+either; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
 """
 
 from muse_attention.attention import find_clusters, muse_attention
