@@ -195,8 +195,8 @@ def test_second_derivatives_are_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("limit", "size"),
     [
-        ("far_field.WORKSPACE_ELEMENTS", 1),  # one key head at a time
-        ("far_field.SUMMARY_ELEMENTS", 1),  # one query cluster at a time
+        ("stages.layout.WORKSPACE_ELEMENTS", 1),  # one key head at a time
+        ("stages.layout.SUMMARY_ELEMENTS", 1),  # one query cluster at a time
         ("stages.retrieval.PARTIAL_ELEMENTS", 1),  # one query at a time
         ("stages.grouping.TILE_ELEMENTS", 64),  # tiles of a few rows
     ],

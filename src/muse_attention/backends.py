@@ -44,9 +44,7 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
     clusters = max(config.query_clusters, config.key_clusters)
     most = MOST_CENTROID_NUMBERS // _power_of_two(query.shape[-1])
     if _power_of_two(clusters) > most:
-        return (
-            f"has at most {most} clusters for head dimension {query.shape[-1]}, the config has {clusters}: use fewer"
-        )
+        return f"has at most {most} clusters for head dimension {query.shape[-1]}, the config has {clusters}: use fewer"
     return None
 
 
