@@ -41,6 +41,11 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
     widest = max(query.shape[-1], value.shape[-1])
     if widest > WIDEST_HEAD:
         return f"has head dimensions of at most {WIDEST_HEAD}, these tensors have {widest}: use smaller ones"
+    rows = query.shape[1] // value.shape[1] * query.shape[2]
+    if rows * widest >= 1 << 31:
+        return (
+            f"has fewer than 2^31 numbers in the queries of a key head, these have {rows * widest}: split the sequence"
+        )
     clusters = max(config.query_clusters, config.key_clusters)
     most = MOST_CENTROID_NUMBERS // _power_of_two(query.shape[-1])
     if _power_of_two(clusters) > most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,37 +124,45 @@ def _rows_with_scores(clusters: int) -> int:
 
 
 def _shuffled(length: int, seed: int, device: torch.device) -> Tensor:
-    return _constant(_shuffle_now, length, seed, device)
+    """(length,) int32: the seeded order of positions."""
+    return _once("order", (length, seed), device, lambda: seeded_shuffle(length, seed, device).int())
 
 
 def _start_positions(length: int, clusters: int, seed: int, device: torch.device) -> Tensor:
-    def find(length: int, seed: int, device: torch.device) -> Tensor:
+    """(clusters,) int32: the vectors that centroids start from."""
+
+    def find() -> Tensor:
         places = torch.arange(clusters, device=device) * max(1, length // clusters) % length
         return _shuffled(length, seed, device)[places]
 
-    find.__name__ = f"start of {clusters}"
-    return _constant(find, length, seed, device)
+    return _once("start", (length, clusters, seed), device, find)
 
 
-def _shuffle_now(length: int, seed: int, device: torch.device) -> Tensor:
-    return seeded_shuffle(length, seed, device).int()
+_found: dict[tuple[object, ...], Tensor] = {}
+_MOST_FOUND = 64
+_read_by_graphs: dict[tuple[object, ...], Tensor] = {}
 
 
-_constants: dict[tuple[object, ...], Tensor] = {}
+def _once(name: str, numbers: tuple[int, ...], device: torch.device, find: Callable[[], Tensor]) -> Tensor:
+    """What depends on a few numbers alone is found once for each stream, not in every call of every layer.
 
-
-def _constant(find: Any, length: int, seed: int, device: torch.device) -> Tensor:
-    """What depends on the length and the seed alone is found once, not in every call of every layer."""
-    key = (find.__name__, length, seed, device)
-    if key in _constants:
-        return _constants[key]
-    found: Tensor = find(length, seed, device)
-    # Memory of a graph that is being captured belongs to the graph.
-    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
-        while len(_constants) >= 64:
-            del _constants[next(iter(_constants))]
-        _constants[key] = found
-    return found
+    (Another stream could read it before it is there.) A stream that is being captured comes after all others. What its
+    graph reads must outlive it, and what it finds itself belongs to the graph.
+    """
+    is_cuda = device.type == "cuda"
+    what = (name, *numbers, device)
+    if is_cuda and torch.cuda.is_current_stream_capturing():
+        for key, tensor in [*_read_by_graphs.items(), *_found.items()]:
+            if key[: len(what)] == what:
+                _read_by_graphs[what] = tensor
+                return tensor
+        return find()
+    key = (*what, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0)
+    if key not in _found:
+        while len(_found) >= _MOST_FOUND:
+            del _found[next(iter(_found))]
+        _found[key] = find()
+    return _found[key]
 
 
 @triton.jit

@@ -103,13 +103,14 @@ def summarise_backward(
     """
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
-    summed = keys if gradient is None or log_mass is None else None
+    # (A kernel takes a tensor even where it does not look at it.)
+    has_summaries = gradient is not None and log_mass is not None
     tables = (keys,) * 4 if gradient is None or log_mass is None else (*gradient.parts(), log_mass)
     pairs = (keys, keys, buckets.starts) if of_pairs is None else (of_pairs.keys, of_pairs.values, of_pairs.before)
     _summarise_backward[bucket_tiles.grid](
         *tables, keys, values, centroids, buckets.order, *bucket_tiles.parts(), *pairs, *add_to, length, blocks,
         query_clusters, buckets.number // blocks, heads // key_heads, 0 if of_pairs is None else of_pairs.most,
-        D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), HAS_SUMMARIES=summed is None,
+        D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), HAS_SUMMARIES=has_summaries,
         HAS_PAIRS=of_pairs is not None, IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE,
         **arithmetic(keys.dtype), **_few(SUMMARISE_BACKWARD, query_clusters, keys, values),
     )  # fmt: skip
