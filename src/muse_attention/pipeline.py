@@ -13,18 +13,33 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from muse_attention import local
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels.plan import Plan
+from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection
 
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
     """Cluster the scaled queries and the keys of each head."""
-    found: Clusters = _far_field(backend, config).find_clusters(query, key, config, scale=scale)
-    return found
+    cluster = _far_field(backend, config).cluster
+    if not config.tilt:
+        # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
+        of_queries = (
+            query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype)),
+            query.new_zeros(query.shape[:3], dtype=torch.int32),
+        )
+        (of_keys,) = cluster([(key, 1.0)], config.key_clusters, config)
+    elif config.query_clusters != config.key_clusters:
+        (of_queries,) = cluster([(query, scale)], config.query_clusters, config)
+        (of_keys,) = cluster([(key, 1.0)], config.key_clusters, config)
+    else:
+        # Clustering is a chain of small steps: queries and keys take them together.
+        of_queries, of_keys = cluster([(query, scale), (key, 1.0)], config.key_clusters, config)
+    return Clusters(*of_queries, *of_keys)
 
 
 def forward(

@@ -10,10 +10,11 @@ import triton
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
-from muse_attention.kernels import clustering, merging, retrieval, selection, summaries
+from muse_attention.kernels import clustering, merging, retrieval, selection, summaries, terms
 from muse_attention.kernels.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
 from muse_attention.kernels.plan import Plan
 from muse_attention.kernels.rows import take_residuals, take_rows
+from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection, Summaries
 
@@ -23,22 +24,8 @@ WORKSPACE_OF_INPUTS = 2
 Key heads go in groups that need no more."""
 
 
-def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
-    """Cluster the scaled queries and the keys of each head."""
-    if not config.tilt:
-        # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
-        centroid = query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype))
-        of_queries = centroid, query.new_zeros(query.shape[:3], dtype=torch.int32)
-        return Clusters(*of_queries, *_cluster([(key, 1.0)], config.key_clusters, config)[0])
-    if config.query_clusters != config.key_clusters:
-        (of_queries,) = _cluster([(query, scale)], config.query_clusters, config)
-        (of_keys,) = _cluster([(key, 1.0)], config.key_clusters, config)
-    else:
-        of_queries, of_keys = _cluster([(query, scale), (key, 1.0)], config.key_clusters, config)
-    return Clusters(*of_queries, *of_keys)
-
-
-def _cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    """Centroids and assignment of one or two (batch, heads, N, D) tensors, each times its factor."""
     found = clustering.cluster([(_by_head(tensor), factor) for tensor, factor in sides], clusters, config)
     return [
         (
@@ -223,7 +210,7 @@ class _Heads:
 class _FarField:
     """Queries, keys and values in the order of their groups."""
 
-    segments: selection.Segments
+    segments: Segments
     buckets: Groups
     keys: Tensor
     values: Tensor
@@ -237,10 +224,10 @@ class _FarField:
             Groups(plan.bucket_order, plan.bucket_starts),
         )
         return cls(
-            selection.Segments(
+            Segments(
                 take_residuals(heads.queries, heads.query_centroids, heads.query_assignment, in_segments, scale=scale),
                 in_segments,
-                tiles_of_groups(in_segments, selection.ROWS_OF_TILE),
+                tiles_of_groups(in_segments, ROWS_OF_TILE),
                 config.number_of_blocks(heads.keys.shape[1]),
                 heads.query_centroids.shape[1],
                 config.key_clusters,
@@ -294,8 +281,8 @@ def _attend(
         else:
             listed = selection.list_opened(far.segments, chosen.opened)
         if config.monopole:
-            terms = selection.find_terms(far.segments, chosen, listed)
-            of_summaries = selection.attend(far.segments, of_buckets, accumulated.seen, terms)
+            left = terms.find_terms(far.segments, chosen, listed)
+            of_summaries = terms.attend(far.segments, of_buckets, accumulated.seen, left)
         del of_buckets, accumulated
     if chosen.opened.shape[-1] > 0:
         groups = Groups(plan.pair_order, plan.pair_starts)
@@ -326,17 +313,17 @@ def _attend_backward(
     if config.monopole:
         of_buckets, accumulated = far.summaries()
         listed = selection.list_opened(far.segments, selected.opened)
-        terms = selection.find_terms(far.segments, selected, listed)
+        left = terms.find_terms(far.segments, selected, listed)
         grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
-        of_summaries = selection.attend_backward(
-            ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, terms,
+        of_summaries = terms.attend_backward(
+            ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, left,
             differentiable_aggregation=config.differentiable_aggregation, fill_in=(grad_buckets, grad_seen),
         )  # fmt: skip
         log_mass = of_buckets.log_mass
         summaries.accumulate_backward(
             grad_seen, log_mass, accumulated, listed.place, is_causal=is_causal, add_to=grad_buckets
         )
-        del of_buckets, accumulated, terms, listed, grad_seen
+        del of_buckets, accumulated, left, listed, grad_seen
     del ordered, ordered_delta
     if selected.opened.shape[-1] > 0:
         pairs = retrieval.Pairs.of(Groups(plan.pair_order, plan.pair_starts), selected)

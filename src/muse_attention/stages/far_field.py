@@ -16,26 +16,8 @@ from muse_attention.stages.layout import FarField, Heads, by_key_head, head_grou
 from muse_attention.structures import Clusters, Partial, Selection
 
 
-def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
-    """Cluster the scaled queries and the keys of each head."""
-    if not config.tilt:
-        # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
-        of_queries = (
-            query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype)),
-            query.new_zeros(query.shape[:3], dtype=torch.int32),
-        )
-        return Clusters(*of_queries, *_cluster_heads([(key, 1.0)], config.key_clusters, config)[0])
-    if config.query_clusters != config.key_clusters:
-        (of_queries,) = _cluster_heads([(query, scale)], config.query_clusters, config)
-        (of_keys,) = _cluster_heads([(key, 1.0)], config.key_clusters, config)
-    else:
-        # Streaming is a chain of small steps: queries and keys take them together.
-        of_queries, of_keys = _cluster_heads([(query, scale), (key, 1.0)], config.key_clusters, config)
-    return Clusters(*of_queries, *of_keys)
-
-
-def _cluster_heads(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Centroids and assignment of each (batch, heads, N, D) tensor, times its factor."""
+def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    """Centroids and assignment of one or two (batch, heads, N, D) tensors, each times its factor."""
     length, head_dim = sides[0][0].shape[2:]
     heads = [(head, factor) for tensor, factor in sides for head in tensor.reshape(-1, length, head_dim)]
     dtype = compute_dtype(sides[0][0].dtype)

@@ -1,0 +1,65 @@
+"""The queries of each (query cluster, block): how they are laid out and cut, and scored against summaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.kernels.grouping import Groups, Tiles
+from muse_attention.kernels.numbers import arithmetic, fitting, load_rows, padded
+
+ROWS_OF_TILE = 64
+"""Queries of one segment that one program works on."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The queries of each (query cluster, block), of all heads."""
+
+    residuals: Tensor
+    """(H, N, D), in the order of `groups`"""
+    groups: Groups
+    tiles: Tiles
+    blocks: int
+    query_clusters: int
+    key_clusters: int
+    is_causal: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.residuals.shape[1], self.blocks, self.query_clusters, self.key_clusters
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        head_dim = self.residuals.shape[-1]
+        return {
+            "D": head_dim,
+            "DP": padded(head_dim),
+            "IS_CAUSAL": self.is_causal,
+            **arithmetic(self.residuals.dtype),
+        }
+
+    def few(self, launch: dict[str, int]) -> dict[str, int]:
+        """No more columns at a time than there are key clusters."""
+        most = padded(self.key_clusters)
+        return {
+            name: min(number, most) if name in ("CLUSTERS", "LISTED") else number for name, number in launch.items()
+        }
+
+    def fit(self, launch: dict[int, dict[str, int]], value_dim: int) -> dict[str, int]:
+        return self.few(fitting(launch, self.residuals.shape[-1], value_dim, self.residuals.dtype))
+
+
+@triton.jit
+def score(
+    residual, mass, key_mean, first, cluster, is_cluster, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Means of the keys of the summaries `first + cluster`, and the logits of the queries against them."""
+    means = load_rows(key_mean, first, cluster, is_cluster, D, DP)
+    masses = tl.load(mass + first + cluster, mask=is_cluster, other=float("-inf"))
+    return means, tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]

@@ -1,0 +1,432 @@
+"""Stage 4, second half: attention to the summaries of all that a selection leaves.
+
+Which summaries are terms of a query's softmax is a table of bits: one for each cluster that it did not open, whose
+accumulated summary is a term, and one for each listed cluster and block, if it opened the cluster but did not retrieve
+the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.kernels.numbers import gradient_dtype, load_rows, padded, store_rows
+from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, score
+from muse_attention.kernels.selection import OpenedClusters
+from muse_attention.precision import compute_dtype
+from muse_attention.structures import Partial, Selection, Summaries
+
+ATTEND = {
+    128: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3},
+    256: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 2},
+    512: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 1},
+}
+ATTEND_BACKWARD_TO_QUERIES = {
+    128: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3},
+    256: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 2},
+    512: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 1},
+}
+ATTEND_BACKWARD_TO_SEEN = {
+    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
+    512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
+}
+ATTEND_BACKWARD_TO_BLOCKS = {
+    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    256: {"CLUSTERS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
+}
+_WORD = 32
+"""Bits of a word of the terms."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Which summaries each query attends to, in bits. Rows are in the order of the segments."""
+
+    clusters: Tensor
+    """(H, words, N) int32: a bit for each key cluster"""
+    blocks: Tensor
+    """(H, nb, words, N) int32: a bit for each listed cluster"""
+    opened: OpenedClusters
+
+
+def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
+    """The terms that a selection leaves; `listed` is `list_opened` of it."""
+    heads, length, clusters, blocks = selection.retrieved.shape
+    words = triton.cdiv(segments.key_clusters, _WORD)
+    terms = Terms(
+        selection.opened.new_empty(heads, words, length),
+        selection.opened.new_empty(heads, segments.blocks, words, length),
+        listed,
+    )
+    _mark_terms[segments.tiles.grid](
+        *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
+        terms.clusters, terms.blocks, *segments.sizes, OPENED=clusters, OP=max(1, triton.next_power_of_2(clusters)),
+        RETRIEVED=blocks, WORDS=words, IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
+    )  # fmt: skip
+    return terms
+
+
+def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Terms) -> Partial:
+    """Attention to the summary terms: (H, N, Dv) and (H, N), in the order of the inputs."""
+    heads, length, _ = segments.residuals.shape
+    value_dim = seen.value_mean.shape[-1]
+    wide = compute_dtype(segments.residuals.dtype)
+    partial = Partial(
+        segments.residuals.new_empty(heads, length, value_dim),
+        segments.residuals.new_empty(heads, length, dtype=wide),
+    )
+    tiles = segments.tiles
+    _attend_to_summaries[tiles.grid](
+        segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(), segments.groups.order, terms.clusters,
+        terms.blocks, terms.opened.listed, terms.opened.number, partial.out, partial.lse, *segments.sizes,
+        terms.clusters.shape[1], DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE, **segments.constants,
+        **segments.fit(ATTEND, value_dim),
+    )  # fmt: skip
+    return partial
+
+
+def attend_backward(
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    segments: Segments,
+    of_buckets: Summaries,
+    seen: Summaries,
+    terms: Terms,
+    *,
+    differentiable_aggregation: bool,
+    fill_in: tuple[Summaries, Summaries],
+) -> Tensor:
+    """Gradients of the queries, (H, N, D) in the order of the inputs, and of both kinds of summaries in `fill_in`.
+
+    Of the blocks' summaries only those of opened clusters have gradients; the rest is not written.
+
+    `grad_out` (H, N, Dv), `lse` and `delta` (H, N) are in the order of the segments, and those of the merged softmax.
+    With differentiable aggregation the gradient of a log-mass is taken at fixed sums instead of fixed means.
+    """
+    heads, length, head_dim = segments.residuals.shape
+    value_dim = seen.value_mean.shape[-1]
+    grad_queries = segments.residuals.new_empty(heads, length, head_dim, dtype=gradient_dtype(segments.residuals.dtype))
+    tiles = segments.tiles
+    words = terms.clusters.shape[1]
+    constants = {"DV": value_dim, "DVP": padded(value_dim), **segments.constants}
+    _summaries_backward_to_queries[tiles.grid](
+        grad_out, lse, delta, segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(),
+        segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, grad_queries,
+        *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants, **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
+    )  # fmt: skip
+    for is_seen, summaries, gradient, launches, bits in (
+        (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS, terms.blocks),
+        (True, seen, fill_in[1], ATTEND_BACKWARD_TO_SEEN, terms.clusters),
+    ):
+        launch = segments.fit(launches, value_dim)
+        grid = (
+            triton.cdiv(segments.key_clusters, launch["CLUSTERS"]),
+            segments.query_clusters * segments.blocks,
+            heads,
+        )
+        _backward_to_summaries[grid](
+            grad_out, lse, delta, segments.residuals, *summaries.parts(), segments.groups.starts, bits,
+            terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
+            IS_FROZEN=not differentiable_aggregation, **constants, **launch,
+        )  # fmt: skip
+    return grad_queries
+
+
+@triton.jit
+def _load_words(bits, place, is_row, first, length, words, COLUMNS: tl.constexpr):
+    """The words behind `COLUMNS` (up to 64) columns from `first` on, which begin a word or lie in one.
+
+    `bits` points to the first word of the first row.
+    """
+    bits += first // 32 * length
+    low = tl.load(bits + place, mask=is_row, other=0)
+    high = low
+    if COLUMNS > 32:
+        has_high = place * 0 + first // 32 + 1 < words
+        high = tl.load(bits + length + place, mask=is_row & has_high, other=0)
+    return low, high
+
+
+@triton.jit
+def _bit_of_row(low, high, first, COLUMNS: tl.constexpr):
+    """(rows, columns): whether a bit is set."""
+    column = tl.arange(0, COLUMNS)
+    if COLUMNS > 32:
+        word = tl.where((column < 32)[None, :], low[:, None], high[:, None])
+    else:
+        word = low[:, None]
+    return ((word >> ((first + column) & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _bit_of_column(low, high, first, COLUMNS: tl.constexpr):
+    """(columns, rows): the same, transposed."""
+    column = tl.arange(0, COLUMNS)
+    if COLUMNS > 32:
+        word = tl.where((column < 32)[:, None], low[None, :], high[None, :])
+    else:
+        word = low[None, :]
+    return ((word >> ((first + column) & 31)[:, None]) & 1) != 0
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
+def _mark_terms(
+    tile_group, tile_begin, tile_end, order, opened, retrieved, listed_place, of_clusters, of_blocks, length, blocks,
+    query_clusters, key_clusters, OPENED: tl.constexpr, OP: tl.constexpr, RETRIEVED: tl.constexpr, WORDS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    tile = head * tl.num_programs(0) + tl.program_id(0)
+    segment = tl.load(tile_group + tile)
+    if segment < 0:
+        return
+    begin = tl.load(tile_begin + tile)
+    place, number = tl.arange(0, ROWS), tl.arange(0, OP)
+    is_row = place < tl.load(tile_end + tile) - begin
+    first_place = head * length + begin
+    own_block = segment % blocks
+    seen_blocks = own_block if IS_CAUSAL else blocks
+    if seen_blocks == 0:
+        return
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
+    inside = is_row[:, None] & (number < OPENED)[None, :]
+    slot = row[:, None] * OPENED + number[None, :]
+    cluster = tl.load(opened + head * length * OPENED + slot, mask=inside, other=-1)
+    listed_place += (head * query_clusters + segment // blocks) * key_clusters
+    listed = tl.load(listed_place + cluster, mask=cluster >= 0, other=-1).to(tl.int32)
+    # No cluster is opened twice, so the sum of bits is their union.
+    bit = tl.where(cluster < 0, 0, 1 << (cluster & 31))
+    for word in tl.static_range(WORDS):
+        is_open = tl.sum(tl.where((cluster >> 5) == word, bit, 0), 1)
+        tl.store(of_clusters + (head * WORDS + word) * length + begin + place, ~is_open, mask=is_row)
+    bit = tl.where(listed < 0, 0, 1 << (listed & 31))
+    retrieved += head * length * OPENED * RETRIEVED
+    first = tl.load(retrieved + slot * RETRIEVED, mask=inside, other=-1)
+    for block in range(seen_blocks):
+        kept = tl.where(first == block, 0, bit)
+        for other in range(1, RETRIEVED):
+            one_more = tl.load(retrieved + slot * RETRIEVED + other, mask=inside, other=-1)
+            kept = tl.where(one_more == block, 0, kept)
+        for word in tl.static_range(WORDS):
+            terms = tl.sum(tl.where((listed >> 5) == word, kept, 0), 1)
+            at = ((head * blocks + block) * WORDS + word) * length + begin
+            tl.store(of_blocks + at + place, terms, mask=is_row)
+
+
+@triton.jit
+def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """Terms into the running softmax."""
+    larger = tl.maximum(largest, tl.max(logits, 1))
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    weights = tl.exp(logits - shift[:, None])
+    kept = tl.exp(largest - shift)
+    total = total * kept + tl.sum(weights, 1)
+    weighted = tl.dot(
+        weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
+    )
+    return larger, total, weighted
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
+def _attend_to_summaries(
+    residuals, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean, tile_group, tile_begin, tile_end,
+    order, cluster_terms, block_terms, listed, listed_number, out, lse, length, blocks, query_clusters, key_clusters,
+    words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    tile = head * tl.num_programs(0) + tl.program_id(0)
+    segment = tl.load(tile_group + tile)
+    if segment < 0:
+        return
+    begin = tl.load(tile_begin + tile)
+    place = tl.arange(0, ROWS)
+    is_row = place < tl.load(tile_end + tile) - begin
+    first_place = head * length + begin
+    own_block = segment % blocks
+    seen_blocks = own_block if IS_CAUSAL else blocks
+    line = head * query_clusters + segment // blocks
+    of_cluster = line * blocks * key_clusters
+    largest = tl.full([ROWS], float("-inf"), ACC)
+    total = tl.zeros([ROWS], ACC)
+    weighted = tl.zeros([ROWS, DVP], ACC)
+    if seen_blocks > 0:
+        residual = load_rows(residuals, first_place, place, is_row, D, DP)
+        for first in range(0, key_clusters, CLUSTERS):
+            cluster = first + tl.arange(0, CLUSTERS)
+            is_cluster = cluster < key_clusters
+            bits = cluster_terms + head * words * length + begin
+            low, high = _load_words(bits, place, is_row, first, length, words, CLUSTERS)
+            of_block = of_cluster + own_block * key_clusters
+            _, logits = score(residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
+            values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
+            largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
+        listed_here = tl.load(listed_number + line)
+        listed += line * key_clusters
+        for first in range(0, listed_here, LISTED):
+            index = first + tl.arange(0, LISTED)
+            is_cluster = index < listed_here
+            cluster = tl.load(listed + index, mask=is_cluster, other=0)
+            for block in range(seen_blocks):
+                bits = block_terms + (head * blocks + block) * words * length + begin
+                low, high = _load_words(bits, place, is_row, first, length, words, LISTED)
+                of_block = of_cluster + block * key_clusters
+                _, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                if not IS_CAUSAL:
+                    logits = tl.where(own_block == block, float("-inf"), logits)
+                logits = tl.where(_bit_of_row(low, high, first, LISTED), logits, float("-inf"))
+                values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
+    nothing = total == 0
+    weighted /= tl.where(nothing, 1.0, total)[:, None]
+    log_total = tl.where(nothing, float("-inf"), largest + tl.log(total))
+    store_rows(out, head * length, row, is_row, weighted, DV, DVP)
+    tl.store(lse + head * length + row, log_total, mask=is_row)
+
+
+@triton.jit
+def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    weights = tl.exp(logits - lse[:, None])
+    response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
+    return weights * (response - delta[:, None])
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
+def _summaries_backward_to_queries(
+    grad_out, lse, delta, residuals, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean, tile_group,
+    tile_begin, tile_end, order, cluster_terms, block_terms, listed, listed_number, grad_queries, length, blocks,
+    query_clusters, key_clusters, words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    tile = head * tl.num_programs(0) + tl.program_id(0)
+    segment = tl.load(tile_group + tile)
+    if segment < 0:
+        return
+    begin = tl.load(tile_begin + tile)
+    place = tl.arange(0, ROWS)
+    is_row = place < tl.load(tile_end + tile) - begin
+    first_place = head * length + begin
+    own_block = segment % blocks
+    seen_blocks = own_block if IS_CAUSAL else blocks
+    line = head * query_clusters + segment // blocks
+    of_cluster = line * blocks * key_clusters
+    gradient = tl.zeros([ROWS, DP], ACC)
+    if seen_blocks > 0:
+        residual = load_rows(residuals, first_place, place, is_row, D, DP)
+        some_grad = load_rows(grad_out, first_place, place, is_row, DV, DVP)
+        row_lse = tl.load(lse + first_place + place, mask=is_row, other=float("inf"))
+        row_delta = tl.load(delta + first_place + place, mask=is_row, other=0.0)
+        for first in range(0, key_clusters, CLUSTERS):
+            cluster = first + tl.arange(0, CLUSTERS)
+            is_cluster = cluster < key_clusters
+            bits = cluster_terms + head * words * length + begin
+            low, high = _load_words(bits, place, is_row, first, length, words, CLUSTERS)
+            of_block = of_cluster + own_block * key_clusters
+            means, logits = score(
+                residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
+            )
+            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
+            values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
+            d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+            gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+        listed_here = tl.load(listed_number + line)
+        listed += line * key_clusters
+        for first in range(0, listed_here, LISTED):
+            index = first + tl.arange(0, LISTED)
+            is_cluster = index < listed_here
+            cluster = tl.load(listed + index, mask=is_cluster, other=0)
+            for block in range(seen_blocks):
+                bits = block_terms + (head * blocks + block) * words * length + begin
+                low, high = _load_words(bits, place, is_row, first, length, words, LISTED)
+                of_block = of_cluster + block * key_clusters
+                means, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                if not IS_CAUSAL:
+                    logits = tl.where(own_block == block, float("-inf"), logits)
+                logits = tl.where(_bit_of_row(low, high, first, LISTED), logits, float("-inf"))
+                values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+                gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
+    store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
+def _backward_to_summaries(
+    grad_out, lse, delta, residuals, mass, key_mean, value_mean, starts, terms, listed, listed_number, grad_mass,
+    grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, words, IS_SEEN: tl.constexpr,
+    IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of some summaries of one block, what they receive from all queries of their query cluster that see them.
+
+    Accumulated summaries are seen by the queries of their own block, a block's summaries by those of later blocks, or
+    of all other blocks, if any of these opens their cluster. The queries of a cluster lie block after block.
+    """
+    head = tl.program_id(2).to(tl.int64)
+    query_cluster, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
+    line = head * query_clusters + query_cluster
+    cluster = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
+    if IS_SEEN:
+        is_cluster = cluster < key_clusters
+    else:
+        number = tl.load(listed_number + line)
+        if tl.program_id(0) * CLUSTERS >= number:
+            return
+        is_cluster = cluster < number
+        cluster = tl.load(listed + line * key_clusters + cluster, mask=is_cluster, other=0)
+    of_block = (line * blocks + block) * key_clusters
+    means = load_rows(key_mean, of_block, cluster, is_cluster, D, DP)
+    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+    masses = tl.load(mass + of_block + cluster, mask=is_cluster, other=float("-inf"))
+    d_mass = tl.zeros([CLUSTERS], ACC)
+    d_means = tl.zeros([CLUSTERS, DP], ACC)
+    d_values = tl.zeros([CLUSTERS, DVP], ACC)
+    starts += head * (blocks * query_clusters + 1) + query_cluster * blocks
+    own_begin = tl.load(starts + block)
+    own_end = tl.load(starts + block + 1)
+    if IS_SEEN:
+        first_row, last_row = own_begin, own_end
+    elif IS_CAUSAL:
+        first_row, last_row = own_end, tl.load(starts + blocks)
+    else:
+        first_row, last_row = tl.load(starts), tl.load(starts + blocks)
+    if IS_SEEN:
+        terms += head * words * length
+    else:
+        terms += (head * blocks + block) * words * length
+    first = tl.program_id(0) * CLUSTERS
+    for begin in range(first_row, last_row, ROWS):
+        place = begin + tl.arange(0, ROWS)
+        is_row = place < last_row
+        if (not IS_SEEN) and (not IS_CAUSAL):
+            is_row = is_row & ((place < own_begin) | (place >= own_end))
+        low, high = _load_words(terms, place, is_row, first, length, words, CLUSTERS)
+        residual = load_rows(residuals, head * length, place, is_row, D, DP)
+        some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
+        row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
+        row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
+        # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
+        logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS), logits, float("-inf"))
+        weights = tl.exp(logits - row_lse[None, :])
+        d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
+        response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
+        d_logits = weights * (response - row_delta[None, :])
+        # The gradient of the values has `sum(weights * response)` along the values.
+        d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
+        d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
+    if not IS_FROZEN:
+        d_mass -= tl.sum(d_means * means.to(ACC), 1)
+    tl.store(grad_mass + of_block + cluster, d_mass, mask=is_cluster)
+    store_rows(grad_key_mean, of_block, cluster, is_cluster, d_means, D, DP)
+    store_rows(grad_value_mean, of_block, cluster, is_cluster, d_values, DV, DVP)
