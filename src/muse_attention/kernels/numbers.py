@@ -30,6 +30,16 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exp_of_less(logits, shift):
+    """`exp(logits - shift)`: a multiplication and addition in one, then a power of two."""
+    return tl.exp2(logits * LOG2_E - shift * LOG2_E)
+
+
 @triton.jit
 def index_in_order(scores, COLUMNS: tl.constexpr):
     """Integers that order like float32 scores, with the column in their low bits: a maximum is also an argmax.

@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles, group_rows, tiles, tiles_of_groups
-from muse_attention.kernels.numbers import arithmetic, fitting, gradient_dtype, load_rows, padded, store_rows
+from muse_attention.kernels.numbers import (
+    LOG2_E,
+    LOG_2,
+    arithmetic,
+    fitting,
+    gradient_dtype,
+    load_rows,
+    padded,
+    store_rows,
+)
 from muse_attention.kernels.summaries import PairGradients
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection
@@ -58,15 +67,18 @@ class Pairs:
         return cls((heads, length, opened * retrieved), groups, tiles_of_groups(groups, PAIRS_OF_TILE))
 
 
-def sort_pairs(selection: Selection, blocks: int, fill_in: Groups) -> None:
-    """Sort the pairs of each key head by bucket, `cluster * nb + block`; those without a bucket come last."""
+def sort_pairs(selection: Selection, blocks: int, fill_in: Groups, *, is_causal: bool) -> None:
+    """Sort the pairs of each key head by bucket, `cluster * nb + block`; those without a bucket come last.
+
+    In causal attention no bucket of the last block is ever retrieved.
+    """
     number, retrieved = selection.retrieved.numel(), selection.retrieved.shape[-1]
     bucket = torch.empty_like(fill_in.order)
     width = 1024
     _number_buckets[(triton.cdiv(number, width),)](
         selection.opened, selection.retrieved, bucket, number, retrieved, blocks, WIDTH=width
     )
-    group_rows(bucket, fill_in.number, fill_in)
+    group_rows(bucket, fill_in.number, fill_in, last_is_empty=is_causal)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups, *, scale: float) -> Partial:
@@ -218,12 +230,13 @@ def _attend_to_buckets(
         is_key = key < end
         some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
         some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
-        logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC) * SCALE
+        # (Logits are in powers of two here.)
+        logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2_E)
         logits = tl.where(is_key[None, :], logits, float("-inf"))
         larger = tl.maximum(largest, tl.max(logits, 1))
         shift = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp(logits - shift[:, None])
-        kept = tl.exp(largest - shift)
+        weights = tl.exp2(logits - shift[:, None])
+        kept = tl.exp2(largest - shift)
         total = total * kept + tl.sum(weights, 1)
         weighted = tl.dot(
             weights.to(some_values.dtype), some_values, weighted * kept[:, None], input_precision=PRECISION,
@@ -234,7 +247,7 @@ def _attend_to_buckets(
     weighted /= tl.where(nothing, 1.0, total)[:, None]
     pair = first_row * picks + pair
     store_rows(out, 0, pair, is_pair, weighted, DV, DVP)
-    tl.store(lse + pair, tl.where(nothing, float("-inf"), largest + tl.log(total)), mask=is_pair)
+    tl.store(lse + pair, tl.where(nothing, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=is_pair)
 
 
 @triton.jit(do_not_specialize=["length", "shared_by", "picks", "buckets"])
@@ -256,7 +269,7 @@ def _buckets_backward_to_queries(
     row = pair // picks
     some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
     some_grad = load_rows(grad_out, first_row, row, is_pair, DV, DVP)
-    row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf"))
+    row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf")) * LOG2_E
     row_delta = tl.load(delta + first_row + row, mask=is_pair, other=0.0)
     gradient = tl.zeros([PAIRS, DP], ACC)
     at = bucket_starts + key_head * (buckets + 1) + bucket
@@ -266,8 +279,8 @@ def _buckets_backward_to_queries(
         is_key = key < end
         some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
         some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
-        logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC) * SCALE
-        weights = tl.exp(tl.where(is_key[None, :], logits, float("-inf")) - row_lse[:, None])
+        logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC)
+        weights = tl.exp2(tl.where(is_key[None, :], logits * (SCALE * LOG2_E) - row_lse[:, None], float("-inf")))
         response = tl.dot(some_grad, tl.trans(some_values), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[:, None])
         gradient = tl.dot(d_logits.to(some_keys.dtype), some_keys, gradient, input_precision=PRECISION, out_dtype=ACC)
@@ -301,11 +314,11 @@ def _buckets_backward_to_keys(
         row = tl.load(pair_order + place, mask=is_pair, other=0) // picks
         some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
         some_grad = load_rows(grad_out, first_row, row, is_pair, DV, DVP)
-        row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf"))
+        row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf")) * LOG2_E
         row_delta = tl.load(delta + first_row + row, mask=is_pair, other=0.0)
         # Keys are the rows here, so that weights and gradients of logits enter the products below as they are.
-        logits = tl.dot(some_keys, tl.trans(some_queries), input_precision=PRECISION, out_dtype=ACC) * SCALE
-        weights = tl.exp(logits - row_lse[None, :])
+        logits = tl.dot(some_keys, tl.trans(some_queries), input_precision=PRECISION, out_dtype=ACC)
+        weights = tl.exp2(logits * (SCALE * LOG2_E) - row_lse[None, :])
         d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
         response = tl.dot(some_values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[None, :])

@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
-from muse_attention.kernels.numbers import arithmetic, fitting, gradient_dtype, load_rows, padded, store_rows
+from muse_attention.kernels.numbers import (
+    arithmetic,
+    exp_of_less,
+    fitting,
+    gradient_dtype,
+    load_rows,
+    padded,
+    store_rows,
+)
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Summaries
 
@@ -218,7 +226,7 @@ def _summarise(
             logits = tl.where(is_row[None, :], logits, float("-inf"))
             larger = tl.maximum(largest, tl.max(logits, 1))
             shift = tl.where(larger == float("-inf"), 0.0, larger)
-            weights = tl.exp(logits - shift[:, None])
+            weights = exp_of_less(logits, shift[:, None])
             kept = tl.exp(largest - shift)
             total = total * kept + tl.sum(weights, 1)
             weights = weights.to(some_keys.dtype)
@@ -358,7 +366,7 @@ def _summarise_backward(
             d_value_mean = load_rows(grad_value_mean, at, summary, is_cluster, DV, DVP)
             d_logits = tl.load(grad_mass + at + summary, mask=is_cluster, other=0.0)[None, :]
             logits = tl.dot(some_keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)
-            weights = tl.exp(logits - log_mass[None, :])
+            weights = exp_of_less(logits, log_mass[None, :])
             if not IS_FROZEN:
                 d_logits += tl.dot(
                     some_keys.to(d_key_mean.dtype), tl.trans(d_key_mean), input_precision=PRECISION, out_dtype=ACC

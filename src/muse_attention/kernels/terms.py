@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.kernels.numbers import gradient_dtype, load_rows, padded, store_rows
+from muse_attention.kernels.numbers import exp_of_less, gradient_dtype, load_rows, padded, store_rows
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, score
 from muse_attention.kernels.selection import OpenedClusters
 from muse_attention.precision import compute_dtype
@@ -125,9 +125,10 @@ def attend_backward(
         (True, seen, fill_in[1], ATTEND_BACKWARD_TO_SEEN, terms.clusters),
     ):
         launch = segments.fit(launches, value_dim)
+        columns, at_once = (launch["CLUSTERS"], 1) if is_seen else (launch["CLUSTERS"] // 2, 2)
         grid = (
-            triton.cdiv(segments.key_clusters, launch["CLUSTERS"]),
-            segments.query_clusters * segments.blocks,
+            triton.cdiv(segments.key_clusters, columns),
+            segments.query_clusters * triton.cdiv(segments.blocks, at_once),
             heads,
         )
         _backward_to_summaries[grid](
@@ -139,8 +140,8 @@ def attend_backward(
 
 
 @triton.jit
-def _load_words(bits, place, is_row, first, length, words, COLUMNS: tl.constexpr):
-    """The words behind `COLUMNS` (up to 64) columns from `first` on, which begin a word or lie in one.
+def _words_of_clusters(bits, place, is_row, first, length, words, COLUMNS: tl.constexpr):
+    """The words behind `COLUMNS` (up to 64) key clusters from `first` on, which begin a word or lie in one.
 
     `bits` points to the first word of the first row.
     """
@@ -154,25 +155,37 @@ def _load_words(bits, place, is_row, first, length, words, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def _bit_of_row(low, high, first, COLUMNS: tl.constexpr):
-    """(rows, columns): whether a bit is set."""
-    column = tl.arange(0, COLUMNS)
-    if COLUMNS > 32:
-        word = tl.where((column < 32)[None, :], low[:, None], high[:, None])
-    else:
-        word = low[:, None]
-    return ((word >> ((first + column) & 31)[None, :]) & 1) != 0
+def _words_of_blocks(bits, place, of_first, of_second, first, length, words):
+    """The words behind the listed clusters from `first` on, of two neighbouring blocks.
+
+    `bits` points to the first word of the first row and block; the masks say for which rows either block counts.
+    """
+    bits += first // 32 * length
+    low = tl.load(bits + place, mask=of_first, other=0)
+    high = tl.load(bits + words * length + place, mask=of_second, other=0)
+    return low, high
 
 
 @triton.jit
-def _bit_of_column(low, high, first, COLUMNS: tl.constexpr):
+def _bit_of_row(low, high, first, COLUMNS: tl.constexpr, OF_LOW: tl.constexpr):
+    """(rows, columns): whether a bit is set. The first `OF_LOW` columns are bits of `low`, the others of `high`."""
+    column = tl.arange(0, COLUMNS)
+    if COLUMNS > OF_LOW:
+        word = tl.where((column < OF_LOW)[None, :], low[:, None], high[:, None])
+    else:
+        word = low[:, None]
+    return ((word >> ((first + column % OF_LOW) & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _bit_of_column(low, high, first, COLUMNS: tl.constexpr, OF_LOW: tl.constexpr):
     """(columns, rows): the same, transposed."""
     column = tl.arange(0, COLUMNS)
-    if COLUMNS > 32:
-        word = tl.where((column < 32)[:, None], low[None, :], high[None, :])
+    if COLUMNS > OF_LOW:
+        word = tl.where((column < OF_LOW)[:, None], low[None, :], high[None, :])
     else:
         word = low[None, :]
-    return ((word >> ((first + column) & 31)[:, None]) & 1) != 0
+    return ((word >> ((first + column % OF_LOW) & 31)[:, None]) & 1) != 0
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
@@ -224,7 +237,7 @@ def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECIS
     """Terms into the running softmax."""
     larger = tl.maximum(largest, tl.max(logits, 1))
     shift = tl.where(larger == float("-inf"), 0.0, larger)
-    weights = tl.exp(logits - shift[:, None])
+    weights = exp_of_less(logits, shift[:, None])
     kept = tl.exp(largest - shift)
     total = total * kept + tl.sum(weights, 1)
     weighted = tl.dot(
@@ -262,26 +275,31 @@ def _attend_to_summaries(
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
             bits = cluster_terms + head * words * length + begin
-            low, high = _load_words(bits, place, is_row, first, length, words, CLUSTERS)
+            low, high = _words_of_clusters(bits, place, is_row, first, length, words, CLUSTERS)
             of_block = of_cluster + own_block * key_clusters
             _, logits = score(residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
-            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
+            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS, 32), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
         listed_here = tl.load(listed_number + line)
         listed += line * key_clusters
+        column = tl.arange(0, 2 * LISTED)
         for first in range(0, listed_here, LISTED):
-            index = first + tl.arange(0, LISTED)
-            is_cluster = index < listed_here
-            cluster = tl.load(listed + index, mask=is_cluster, other=0)
-            for block in range(seen_blocks):
+            index = first + column % LISTED
+            cluster = tl.load(listed + index, mask=index < listed_here, other=0) + column // LISTED * key_clusters
+            for block in range(0, seen_blocks, 2):
                 bits = block_terms + (head * blocks + block) * words * length + begin
-                low, high = _load_words(bits, place, is_row, first, length, words, LISTED)
-                of_block = of_cluster + block * key_clusters
-                _, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                of_first, of_second = is_row, is_row & (place * 0 + block + 1 < seen_blocks)
                 if not IS_CAUSAL:
-                    logits = tl.where(own_block == block, float("-inf"), logits)
-                logits = tl.where(_bit_of_row(low, high, first, LISTED), logits, float("-inf"))
+                    of_first, of_second = (
+                        of_first & (place * 0 + block != own_block),
+                        of_second & (place * 0 + block + 1 != own_block),
+                    )
+                low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
+                of_block = of_cluster + block * key_clusters
+                is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
+                _, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
                 values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
                 largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
     row = tl.load(order + first_place + place, mask=is_row, other=0)
@@ -294,7 +312,7 @@ def _attend_to_summaries(
 
 @triton.jit
 def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    weights = tl.exp(logits - lse[:, None])
+    weights = exp_of_less(logits, lse[:, None])
     response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
     return weights * (response - delta[:, None])
 
@@ -330,29 +348,34 @@ def _summaries_backward_to_queries(
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
             bits = cluster_terms + head * words * length + begin
-            low, high = _load_words(bits, place, is_row, first, length, words, CLUSTERS)
+            low, high = _words_of_clusters(bits, place, is_row, first, length, words, CLUSTERS)
             of_block = of_cluster + own_block * key_clusters
             means, logits = score(
                 residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
             )
-            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
+            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS, 32), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
             gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
         listed_here = tl.load(listed_number + line)
         listed += line * key_clusters
+        column = tl.arange(0, 2 * LISTED)
         for first in range(0, listed_here, LISTED):
-            index = first + tl.arange(0, LISTED)
-            is_cluster = index < listed_here
-            cluster = tl.load(listed + index, mask=is_cluster, other=0)
-            for block in range(seen_blocks):
+            index = first + column % LISTED
+            cluster = tl.load(listed + index, mask=index < listed_here, other=0) + column // LISTED * key_clusters
+            for block in range(0, seen_blocks, 2):
                 bits = block_terms + (head * blocks + block) * words * length + begin
-                low, high = _load_words(bits, place, is_row, first, length, words, LISTED)
-                of_block = of_cluster + block * key_clusters
-                means, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                of_first, of_second = is_row, is_row & (place * 0 + block + 1 < seen_blocks)
                 if not IS_CAUSAL:
-                    logits = tl.where(own_block == block, float("-inf"), logits)
-                logits = tl.where(_bit_of_row(low, high, first, LISTED), logits, float("-inf"))
+                    of_first, of_second = (
+                        of_first & (place * 0 + block != own_block),
+                        of_second & (place * 0 + block + 1 != own_block),
+                    )
+                low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
+                of_block = of_cluster + block * key_clusters
+                is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
+                means, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
                 values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
                 d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
                 gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
@@ -367,23 +390,36 @@ def _backward_to_summaries(
     IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of some summaries of one block, what they receive from all queries of their query cluster that see them.
+    """Of some summaries, what they receive from all queries of their query cluster that see them.
 
-    Accumulated summaries are seen by the queries of their own block, a block's summaries by those of later blocks, or
-    of all other blocks, if any of these opens their cluster. The queries of a cluster lie block after block.
+    Accumulated summaries of a block are seen by the queries of that block. Summaries of a block itself are seen by the
+    queries of later blocks, or of all other blocks, if any of these opens their cluster: of few clusters, so a program
+    takes those of two neighbouring blocks. The queries of a cluster lie block after block.
     """
     head = tl.program_id(2).to(tl.int64)
-    query_cluster, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
-    line = head * query_clusters + query_cluster
-    cluster = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
+    column = tl.arange(0, CLUSTERS)
+    of_low: tl.constexpr = 32 if IS_SEEN else CLUSTERS // 2
     if IS_SEEN:
+        query_cluster, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
+        # (The first block of causal attention sees nothing.)
+        if IS_CAUSAL and block == 0:
+            return
+        first = tl.program_id(0) * CLUSTERS
+        line = head * query_clusters + query_cluster
+        cluster = first + column
         is_cluster = cluster < key_clusters
     else:
+        twos = (blocks + 1) // 2
+        query_cluster, block = tl.program_id(1) // twos, tl.program_id(1) % twos * 2
+        first = tl.program_id(0) * of_low
+        line = head * query_clusters + query_cluster
         number = tl.load(listed_number + line)
-        if tl.program_id(0) * CLUSTERS >= number:
+        if first >= number:
             return
-        is_cluster = cluster < number
-        cluster = tl.load(listed + line * key_clusters + cluster, mask=is_cluster, other=0)
+        index = first + column % of_low
+        is_cluster = (index < number) & (block + column // of_low < blocks)
+        cluster = tl.load(listed + line * key_clusters + index, mask=is_cluster, other=0)
+        cluster += column // of_low * key_clusters
     of_block = (line * blocks + block) * key_clusters
     means = load_rows(key_mean, of_block, cluster, is_cluster, D, DP)
     values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
@@ -392,33 +428,32 @@ def _backward_to_summaries(
     d_means = tl.zeros([CLUSTERS, DP], ACC)
     d_values = tl.zeros([CLUSTERS, DVP], ACC)
     starts += head * (blocks * query_clusters + 1) + query_cluster * blocks
-    own_begin = tl.load(starts + block)
-    own_end = tl.load(starts + block + 1)
+    own_begin, own_end = tl.load(starts + block), tl.load(starts + block + 1)
+    next_end = own_end
     if IS_SEEN:
         first_row, last_row = own_begin, own_end
-    elif IS_CAUSAL:
-        first_row, last_row = own_end, tl.load(starts + blocks)
-    else:
-        first_row, last_row = tl.load(starts), tl.load(starts + blocks)
-    if IS_SEEN:
         terms += head * words * length
     else:
+        next_end = tl.load(starts + tl.minimum(block + 2, blocks))
+        first_row, last_row = own_end if IS_CAUSAL else tl.load(starts), tl.load(starts + blocks)
         terms += (head * blocks + block) * words * length
-    first = tl.program_id(0) * CLUSTERS
     for begin in range(first_row, last_row, ROWS):
         place = begin + tl.arange(0, ROWS)
         is_row = place < last_row
-        if (not IS_SEEN) and (not IS_CAUSAL):
-            is_row = is_row & ((place < own_begin) | (place >= own_end))
-        low, high = _load_words(terms, place, is_row, first, length, words, CLUSTERS)
+        if IS_SEEN:
+            low, high = _words_of_clusters(terms, place, is_row, first, length, words, CLUSTERS)
+        else:
+            of_first = is_row & ((place < own_begin) | (place >= own_end))
+            of_second = is_row & ((place < own_end) | (place >= next_end)) & (place * 0 + block + 1 < blocks)
+            low, high = _words_of_blocks(terms, place, of_first, of_second, first, length, words)
         residual = load_rows(residuals, head * length, place, is_row, D, DP)
         some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
         row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
         row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
         # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
         logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
-        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS), logits, float("-inf"))
-        weights = tl.exp(logits - row_lse[None, :])
+        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
+        weights = exp_of_less(logits, row_lse[None, :])
         d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
         response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[None, :])
