@@ -286,7 +286,7 @@ def _attend(
         del of_buckets, accumulated
     if chosen.opened.shape[-1] > 0:
         groups = Groups(plan.pair_order, plan.pair_starts)
-        retrieval.sort_pairs(chosen, far.segments.blocks, groups, is_causal=is_causal)
+        retrieval.sort_pairs(chosen, far.segments.blocks, groups)
         pairs = retrieval.Pairs.of(groups, chosen)
         of_pairs = retrieval.attend(heads.queries, far.keys, far.values, pairs, far.buckets, scale=scale)
     merging.merge(merged, of_summaries, of_pairs, fill_in=merged)

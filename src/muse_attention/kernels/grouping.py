@@ -16,8 +16,8 @@ _TOKENS = 128
 """Tokens of a block ranked together."""
 _TILE = 256
 """Rows ranked together by the general sort."""
-_MOST_BITS = 5
-"""Bits of the group's number that one pass of the general sort looks at, at most."""
+_DIGIT = 4
+"""Bits of the group's number that one pass of the general sort looks at."""
 
 
 @dataclass(frozen=True)
@@ -84,41 +84,36 @@ def group_by_cluster_and_block(
     return found
 
 
-def group_rows(
-    group_of_row: Tensor, number_of_groups: int, fill_in: Groups | None = None, *, last_is_empty: bool = False
-) -> Groups:
-    """Sort the rows of (S, L) int32 by group; rows of group -1 come after all groups.
-
-    `last_is_empty` promises that no row belongs to the last group: its number serves for -1, which may save a pass.
-    """
+def group_rows(group_of_row: Tensor, number_of_groups: int, fill_in: Groups | None = None) -> Groups:
+    """Sort the rows of (S, L) int32 by group; rows of group -1 come after all groups."""
     sequences, length = group_of_row.shape
     tiles = triton.cdiv(length, _TILE)
-    none = number_of_groups - 1 if last_is_empty else number_of_groups
-    # Group and row travel together, in one integer.
-    bits, row_bits = none.bit_length(), (length - 1).bit_length()
-    at_once = triton.cdiv(bits, triton.cdiv(bits, _MOST_BITS))
-    digits = 1 << at_once
+    digits = 1 << _DIGIT
     counts = group_of_row.new_empty(sequences, digits, tiles)
     totals = group_of_row.new_empty(sequences, digits)
     digit_starts = group_of_row.new_empty(sequences, digits + 1)
     found = fill_in or Groups(torch.empty_like(group_of_row), group_of_row.new_empty(sequences, number_of_groups + 1))
+    # Group and row travel together, in one integer.
+    bits, row_bits = number_of_groups.bit_length(), (length - 1).bit_length()
     dtype = torch.int32 if bits + row_bits < 32 else torch.int64
     packed = torch.empty_like(group_of_row, dtype=dtype)
     width = 1024
-    _pack[(triton.cdiv(length, width), sequences)](group_of_row, packed, length, none, ROW_BITS=row_bits, WIDTH=width)
-    for shift in range(row_bits, row_bits + bits, at_once):
+    _pack[(triton.cdiv(length, width), sequences)](
+        group_of_row, packed, length, number_of_groups, ROW_BITS=row_bits, WIDTH=width
+    )
+    for shift in range(row_bits, row_bits + bits, _DIGIT):
         _count_digits[(tiles, sequences)](packed, counts, length, shift, tiles, TILE=_TILE, DIGITS=digits)
         _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
         _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
         by_digit = torch.empty_like(packed)
         _place_by_digit[(tiles, sequences)](
             packed, counts, digit_starts, by_digit, found.order, length, shift, tiles,
-            IS_LAST=shift + at_once >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits,
+            IS_LAST=shift + _DIGIT >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits,
         )  # fmt: skip
         packed = by_digit
     width = min(128, triton.next_power_of_2(number_of_groups + 1))
     _find_starts[(triton.cdiv(number_of_groups + 1, width), sequences)](
-        packed, found.starts, length, number_of_groups, none, ROW_BITS=row_bits, STEPS=length.bit_length(), WIDTH=width
+        packed, found.starts, length, number_of_groups, ROW_BITS=row_bits, STEPS=length.bit_length(), WIDTH=width
     )
     return found
 
@@ -221,13 +216,13 @@ def _place_by_cluster(
             tl.store(starts_here + clusters * blocks, length)
 
 
-@triton.jit(do_not_specialize=["length", "none"])
-def _pack(group_of_row, packed, length, none, ROW_BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of no group get the number `none`."""
+@triton.jit(do_not_specialize=["length", "groups"])
+def _pack(group_of_row, packed, length, groups, ROW_BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of no group get the number after the last."""
     sequence = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     group = tl.load(group_of_row + sequence * length + row, mask=row < length, other=0)
-    group = tl.where(group < 0, none, group).to(packed.dtype.element_ty)
+    group = tl.where(group < 0, groups, group).to(packed.dtype.element_ty)
     tl.store(packed + sequence * length + row, (group << ROW_BITS) | row, mask=row < length)
 
 
@@ -258,11 +253,9 @@ def _place_by_digit(
         tl.store(order + sequence * length + to, both & ((1 << ROW_BITS) - 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "groups", "none"])
-def _find_starts(
-    packed, starts, length, groups, none, ROW_BITS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """A group begins at the first place whose group is not smaller; all groups end where those of `none` begin."""
+@triton.jit(do_not_specialize=["length", "groups"])
+def _find_starts(packed, starts, length, groups, ROW_BITS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr):
+    """A group begins at the first place whose group is not smaller."""
     sequence = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     packed += sequence * length
@@ -271,7 +264,7 @@ def _find_starts(
     for _ in range(STEPS):
         middle = (low + high) // 2
         is_open = low < high
-        smaller = (tl.load(packed + middle, mask=is_open, other=0) >> ROW_BITS) < tl.minimum(group, none)
+        smaller = (tl.load(packed + middle, mask=is_open, other=0) >> ROW_BITS) < group
         low = tl.where(is_open & smaller, middle + 1, low)
         high = tl.where(is_open & (smaller == 0), middle, high)
     tl.store(starts + sequence * (groups + 1) + group, low, mask=group <= groups)

@@ -67,18 +67,15 @@ class Pairs:
         return cls((heads, length, opened * retrieved), groups, tiles_of_groups(groups, PAIRS_OF_TILE))
 
 
-def sort_pairs(selection: Selection, blocks: int, fill_in: Groups, *, is_causal: bool) -> None:
-    """Sort the pairs of each key head by bucket, `cluster * nb + block`; those without a bucket come last.
-
-    In causal attention no bucket of the last block is ever retrieved.
-    """
+def sort_pairs(selection: Selection, blocks: int, fill_in: Groups) -> None:
+    """Sort the pairs of each key head by bucket, `cluster * nb + block`; those without a bucket come last."""
     number, retrieved = selection.retrieved.numel(), selection.retrieved.shape[-1]
     bucket = torch.empty_like(fill_in.order)
     width = 1024
     _number_buckets[(triton.cdiv(number, width),)](
         selection.opened, selection.retrieved, bucket, number, retrieved, blocks, WIDTH=width
     )
-    group_rows(bucket, fill_in.number, fill_in, last_is_empty=is_causal)
+    group_rows(bucket, fill_in.number, fill_in)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups, *, scale: float) -> Partial:

@@ -20,23 +20,23 @@ from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection, Summaries
 
 ATTEND = {
-    128: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3},
-    256: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 2},
-    512: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3},
+    256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
+    512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_QUERIES = {
-    128: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 3},
-    256: {"CLUSTERS": 64, "LISTED": 32, "num_warps": 4, "num_stages": 2},
-    512: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3},
+    256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
+    512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_SEEN = {
-    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
     256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
     512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_BLOCKS = {
-    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
-    256: {"CLUSTERS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
+    256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
     512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
 }
 _WORD = 32
