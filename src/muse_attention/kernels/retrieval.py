@@ -44,7 +44,7 @@ ATTEND_BACKWARD_TO_QUERIES = {
 }
 ATTEND_BACKWARD_TO_KEYS = {
     128: {"PAIRS": 128, "num_warps": 4, "num_stages": 2},
-    256: {"PAIRS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"PAIRS": 64, "num_warps": 4, "num_stages": 3},
     512: {"PAIRS": 16, "num_warps": 4, "num_stages": 1},
 }
 PAIRS_OF_PIECE = 2048

@@ -21,7 +21,7 @@ from muse_attention.structures import Partial, Selection, Summaries
 
 ATTEND = {
     128: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3},
-    256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
+    256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3},
     512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_QUERIES = {
