@@ -124,8 +124,8 @@ class MuSeConfig:
         """The paper's scaling rule: 8 blocks, `QK = 128 sqrt(length / 64k)`, `R = QK / 16`, each a power of two.
 
         Halfway between two powers the lower one is taken, as in the paper's tables (32k has 64 clusters). Sizes stop
-        shrinking at 16 clusters and blocks of 256, so anything up to 256 tokens is attended to exactly. It does not know
-        the device: where exact attention is as fast (below 32k tokens on a GPU, 16k on a CPU: see the README), take that.
+        shrinking at 16 clusters and blocks of 256, so anything up to 256 tokens is attended to exactly. This does
+        not know the device: where exact attention is faster (below 32k tokens on a GPU, 16k on a CPU), take that.
         """
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"MuSeConfig.for_length: length={length!r} must be a positive integer")
