@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import get_attention
-from muse_attention.benchmark import machine, stages, suite, timing
-from muse_attention.benchmark.machine import describe_machine
+from muse_attention import get_attention, machine
+from muse_attention.benchmark import stages, suite, timing
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_attention.benchmark.plan import Plan
@@ -27,6 +26,7 @@ from muse_attention.benchmark.sweeps import SWEEPS
 from muse_attention.benchmark.tables import markdown_report
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
+from muse_attention.machine import describe_machine
 from muse_attention.plots import MatplotlibMissingError, plot_speedup
 from muse_attention.sizes import format_size, parse_sizes
 

@@ -132,7 +132,7 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
         run_plan(*arguments, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("muse_attention.cli.commands.run_plan", interrupted)
+    monkeypatch.setattr("muse_attention.cli.bench.run_plan", interrupted)
     code, _, err = run(*SHORT_BENCH, "--output", tmp_path, "--attention", "exact")
     assert code == 130
     assert len(err.strip().splitlines()) == 1
@@ -204,7 +204,8 @@ def test_demo_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
 def test_without_the_extra_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "muse_attention.cli.commands")
+    for name in [name for name in sys.modules if name.startswith("muse_attention.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as exit_:
         main()

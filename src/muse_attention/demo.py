@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from muse_attention.baselines import exact_attention
-from muse_attention.benchmark.machine import describe_machine
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
-from muse_attention.benchmark.results import replace_file
 from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import Workload, check_device, sdpa
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
 from muse_attention.fidelity import compare, future_influence, position_error
+from muse_attention.files import replace_file
+from muse_attention.machine import describe_machine
 
 REPEATS = 3
 BINS = 128

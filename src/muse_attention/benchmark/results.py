@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.timing import Times
+from muse_attention.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,6 @@ def read_results(path: Path) -> Results:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the results of a benchmark") from error
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write beside the file, then rename."""
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _case_to_json(case: Case) -> dict[str, Any]:

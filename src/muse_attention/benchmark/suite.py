@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from muse_attention.baselines import exact_attention
-from muse_attention.benchmark.machine import describe_machine
 from muse_attention.benchmark.memory import MemoryCase, extra_memory_on_cuda, measure_extra_memory
 from muse_attention.benchmark.plan import Plan, by_shape
 from muse_attention.benchmark.request import Request, Shape
@@ -23,6 +22,7 @@ from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, sdpa
 from muse_attention.by_name import Attention, get_attention
 from muse_attention.fidelity import compare
+from muse_attention.machine import describe_machine
 
 OnStep = Callable[[str, int], None]
 """Told what begins, and how many steps are finished."""

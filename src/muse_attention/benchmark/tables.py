@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from muse_attention.benchmark.results import Case, Results, Settings
 from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_attention.benchmark.sweeps import find_sweep, format_shape
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS
+from muse_attention.machine import machine_lines
 
 _HEADER = (
     "forward",
@@ -61,18 +61,6 @@ def caption(settings: Settings) -> str:
         "the peak of one forward and backward pass (on a CPU, with batch 1 and one head), without the inputs, with the "
         "output and the gradients. On CUDA, SDPA goes through cuDNN, and the host is ahead of the GPU, as in training."
     )
-
-
-def machine_lines(machine: dict[str, Any]) -> tuple[str, str]:
-    """Hardware, and versions, each on one line."""
-    hardware = [f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"]
-    if machine["memory_gib"]:
-        hardware.append(f"{machine['memory_gib']} GiB memory")
-    if machine["gpu"]:
-        hardware.append(f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB")
-    names = ("muse_attention", "python", "torch", "triton", "cuda", "cudnn", "driver")
-    versions = [f"{name.replace('_', '-')} {machine[name]}" for name in names if machine[name] is not None]
-    return "; ".join(hardware), ", ".join([*versions, machine["os"], machine["date"]])
 
 
 def sorted_cases(results: Results) -> list[Case]:

@@ -37,6 +37,18 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def machine_lines(machine: dict[str, Any]) -> tuple[str, str]:
+    """Hardware, and versions, each on one line."""
+    hardware = [f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"]
+    if machine["memory_gib"]:
+        hardware.append(f"{machine['memory_gib']} GiB memory")
+    if machine["gpu"]:
+        hardware.append(f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB")
+    names = ("muse_attention", "python", "torch", "triton", "cuda", "cudnn", "driver")
+    versions = [f"{name.replace('_', '-')} {machine[name]}" for name in names if machine[name] is not None]
+    return "; ".join(hardware), ", ".join([*versions, machine["os"], machine["date"]])
+
+
 def cpu_name() -> str | None:
     """The model name, from wherever this operating system keeps it."""
     cpuinfo = Path("/proc/cpuinfo")

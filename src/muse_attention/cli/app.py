@@ -1,0 +1,125 @@
+"""What all commands of `muse` share: the application, its errors of one line, progress, tables and files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from typer.core import TyperGroup
+
+from muse_attention.plots import MatplotlibMissingError
+
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own copy of click, or depends on it
+
+
+class _OneLineErrors(TyperGroup):
+    """Wrong arguments are answered by one line on stderr and exit code 2."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except _USAGE_ERROR as error:
+            if not standalone_mode:
+                raise
+            say(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
+            code = 2
+        return sys.exit(code or 0) if standalone_mode else code
+
+
+app = typer.Typer(
+    cls=_OneLineErrors, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
+)
+console = Console()
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
+
+
+@app.callback(invoke_without_command=True)
+def muse(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def file_stem(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError(f"--name {name!r} must be a plain file name: letters, digits, '_', '-' and '.'")
+    return name
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"cannot write to the folder {folder}")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def new_table(title: str, *headers: str) -> Table:
+    """An attention in each row; narrow enough for a terminal of 80 columns."""
+    looks: dict[str, Any] = {"title_style": "", "title_justify": "left", "caption_justify": "left"}
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, **looks)
+    table.add_column("attention", no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
+def report_written(files: list[Path], picture: Path, draw: Callable[[Path], None]) -> None:
+    """Draw the picture if that is possible, and print what there is now."""
+    try:
+        draw(picture)
+        files = [*files, picture]
+    except MatplotlibMissingError as error:
+        say(f"{picture.name} was not drawn: {error}")
+    typer.echo(f"wrote {', '.join(map(str, files))}")
+
+
+@contextlib.contextmanager
+def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr, gone when it is full, and the function that moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=steps)
+        yield lambda description, finished: progress.update(task, description=description, completed=finished)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """While arguments are read: a ValueError is the user's to mend."""
+    try:
+        yield
+    except ValueError as error:
+        say(str(error))
+        raise typer.Exit(2) from None
+
+
+def say(message: str) -> None:
+    typer.echo(f"muse: {message}", err=True)

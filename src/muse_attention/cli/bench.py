@@ -1,0 +1,211 @@
+"""`muse bench`."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from muse_attention.benchmark.matched import MATCHED_KINDS
+from muse_attention.benchmark.plan import Plan
+from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.suite import run_plan, start_results
+from muse_attention.benchmark.sweeps import BASE, SWEEPS, Sweep, find_sweep, format_shape
+from muse_attention.benchmark.tables import (
+    caption,
+    format_error,
+    format_memory,
+    format_ratio,
+    format_seconds,
+    markdown_report,
+    sorted_cases,
+)
+from muse_attention.cli.app import (
+    Device,
+    app,
+    console,
+    default_device,
+    file_stem,
+    is_out_of_memory,
+    make_folder,
+    new_table,
+    progress_bar,
+    report_written,
+    say,
+    user_errors,
+)
+from muse_attention.files import replace_file
+from muse_attention.machine import machine_lines
+from muse_attention.plots import plot_speedup
+from muse_attention.sizes import format_size, parse_sizes
+
+
+@app.command()
+def bench(
+    device: Device = None,
+    lengths: Annotated[str, typer.Option(help="Sequence lengths; k means 1024.")] = "32k,64k",
+    heads: Annotated[
+        int | None,
+        typer.Option(
+            help="Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
+            show_default="1 on cpu, 8 on cuda",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
+    head_dim: Annotated[int, typer.Option(help="Dimension of a head.")] = 64,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda"),
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Attention to measure, by name; may be repeated. muse, block_diagonal and moba without settings are "
+            "taken at the sparsity of MuSeConfig.for_length.",
+            show_default=", ".join(MATCHED_KINDS),
+        ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Vary one of {', '.join(SWEEPS)} at the first of the lengths, with muse:{BASE} for the rest.",
+            show_default="no sweep",
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each pass; medians are reported.")] = 3,
+    causal: Annotated[bool, typer.Option(help="Causal attention.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory; on a CPU, with one head.")] = True,
+    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks"),
+    name: Annotated[
+        str | None,
+        typer.Option(help="File name, without ending.", show_default="the device, and the sweep if there is one"),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the cases that the file has already.")] = False,
+) -> None:
+    """Measure time, memory and fidelity against scaled_dot_product_attention, in the same run.
+
+    Writes NAME.json after every case, and NAME.md and NAME.png at the end. Before the timed runs there is one warm-up,
+    which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On CUDA the share
+    of each stage is measured too, when all times are known.
+    """
+    with user_errors():
+        device = device or default_device()
+        settings = Settings(
+            device=device,
+            batch=batch,
+            heads=heads if heads is not None else 8 if device == "cuda" else 1,
+            head_dim=head_dim,
+            dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
+            causal=causal,
+            repeats=repeats,
+            memory=memory,
+            sweep=sweep,
+        )
+        plan = _plan(settings, parse_sizes(lengths), attention)
+        stem = file_stem(name if name is not None else device if sweep is None else f"{device}-sweep-{sweep}")
+        make_folder(output)
+        path = output / f"{stem}.json"
+        results = start_results(plan, path, resume=resume)
+    command = _command_line(plan, stem)
+    if plan.steps(results) and command not in results.commands:
+        results.commands.append(command)
+    try:
+        with progress_bar(plan.steps(results)) as on_step:
+            run_plan(plan, results, path, on_step=on_step)
+    except KeyboardInterrupt:
+        say(f"interrupted; {_how_to_continue(results, path, command)}")
+        raise typer.Exit(130) from None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        say(f"out of memory; {_how_to_continue(results, path, command)}")
+        raise typer.Exit(1) from None
+    console.print(_bench_table(results))
+    report = output / f"{stem}.md"
+    replace_file(report, markdown_report(results, title=f"Benchmark: {stem}"))
+    report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
+
+
+def _plan(settings: Settings, lengths: Sequence[int], attentions: Sequence[str] | None) -> Plan:
+    if settings.sweep is None:
+        return Plan.at_lengths(settings, lengths, tuple(dict.fromkeys(attentions or MATCHED_KINDS)))
+    if attentions:
+        raise ValueError("--sweep has attentions of its own; leave out --attention")
+    return Plan.of_sweep(settings, lengths[0])
+
+
+def _command_line(plan: Plan, name: str) -> str:
+    """The command with every setting spelled out, save the folder, which is nobody else's business."""
+    settings = plan.settings
+    words = ["muse", "bench", "--device", settings.device, "--lengths", ",".join(map(format_size, plan.lengths))]
+    for option in ("heads", "batch", "head_dim", "dtype", "repeats"):
+        words += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
+    if settings.sweep is None:
+        for attention in plan.attentions:
+            words += ["--attention", attention]
+    else:
+        words += ["--sweep", settings.sweep]
+    words.append("--causal" if settings.causal else "--no-causal")
+    words.append("--memory" if settings.memory else "--no-memory")
+    return shlex.join([*words, "--name", name])
+
+
+def _how_to_continue(results: Results, path: Path, command: str) -> str:
+    if not results.cases:
+        return "no case was finished, and nothing was written"
+    continued = f"{command} --output {shlex.quote(str(path.parent))} --resume"
+    return f"finished cases are in {path} ({len(results.cases)}); continue with: {continued}"
+
+
+def _bench_table(results: Results) -> Table:
+    hardware, versions = machine_lines(results.machine)
+    table = new_table(f"{hardware}\n{versions}", "forward", "forward +\nbackward", "RSE", "cosine", "extra\nmemory")
+    table.caption = caption(results.settings).replace("`", "")
+    for shape, cases in itertools.groupby(sorted_cases(results), key=lambda case: case.shape):
+        of_shape = list(cases)
+        table.add_section()
+        sdpa = [case.sdpa_times for case in of_shape]
+        table.add_row(
+            f"SDPA at {format_shape(shape, results.settings.sweep)}",
+            _time_cell(statistics.median(times.forward_median for times in sdpa)),
+            _time_cell(statistics.median(times.forward_backward_median for times in sdpa)),
+            "",
+            "",
+            format_memory(of_shape[0].sdpa_extra_memory_bytes),
+        )
+        for case in of_shape:
+            table.add_row(
+                case.attention,
+                _time_cell(case.times.forward_median, case.speedup_forward),
+                _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
+                format_error(case.fidelity["relative_squared_error"]),
+                f"{case.fidelity['cosine']:.4f}",
+                format_memory(case.extra_memory_bytes),
+            )
+    return table
+
+
+def _time_cell(seconds: float, speedup: float | None = None) -> str:
+    return f"{format_seconds(seconds)} {'' if speedup is None else format_ratio(speedup):>5}"
+
+
+def _plot_speedup(results: Results, path: Path) -> None:
+    sweep = None if results.settings.sweep is None else find_sweep(results.settings.sweep)
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {"forward": {}, "forward + backward": {}}
+    for case in sorted_cases(results):
+        curve, size = _curve_and_size(case, sweep)
+        panels["forward"].setdefault(curve, []).append((size, case.speedup_forward))
+        panels["forward + backward"].setdefault(curve, []).append((size, case.speedup_forward_backward))
+    plot_speedup(panels, path, against="sequence length" if sweep is None else sweep.label)
+
+
+def _curve_and_size(case: Case, sweep: Sweep | None) -> tuple[str, int]:
+    if sweep is None:
+        return case.request.attention, case.shape.length
+    return f"MuSe at {format_size(case.shape.length)}", sweep.value_of(case.request)
