@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import muse_attention
 from muse_attention.benchmark.suite import run_plan
-from muse_attention.cli import commands, main
+from muse_attention.cli import commands, info, main
 from muse_attention.config import MuSeConfig
 
 SHORT_BENCH = ("bench", "--device", "cpu", "--lengths", "512", "--head-dim", "8", "--repeats", "1", "--no-memory")
@@ -75,8 +75,8 @@ def test_info_says_what_triton_needs(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_device)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_package else None)
-    assert commands._backend_state("triton") == state
-    assert commands._backend_state("torch") == commands._backend_state("reference") == "available"
+    assert info._backend_state("triton") == state
+    assert info._backend_state("torch") == info._backend_state("reference") == "available"
 
 
 def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
