@@ -41,7 +41,7 @@ def capture(model: PreTrainedModel, input_ids: Tensor) -> list[AttentionInputs]:
 
 
 def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
-    """Run a model over (batch, length) token ids, and call `visit` with the inputs of each layer, in the order they run.
+    """Run a model over (batch, length) token ids, and call `visit` with the inputs of each layer, first to last.
 
     There are no gradients, no cache and no logits; what a visitor does not keep is gone before the next layer.
     """

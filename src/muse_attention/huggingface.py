@@ -4,17 +4,18 @@
     huggingface.register("QK32R2SP1B1k")
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="muse")
 
-`model.set_attn_implementation("muse")` does the same to a loaded model. `model.config.muse = "QK64R4B2k"` gives a model a
-configuration of its own, which `save_pretrained` keeps; where a model is made of several, it belongs in the config of the
-one that attends. Without that and without `register(config)` it is `MuSeConfig.for_length` of each input.
+`model.set_attn_implementation("muse")` does the same to a loaded model. `model.config.muse = "QK64R4B2k"` gives a
+model a configuration of its own, which `save_pretrained` keeps; in a model made of several it belongs in the config of
+the one that attends. Without it, and without `register(config)`, it is `MuSeConfig.for_length` of each input.
 
 MuSe attends where a whole sequence attends to itself: training, and prefill. Everything else is attended to exactly, by
-transformers' own function, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV cache, inputs
-of one block, padded or packed batches, layers with a sliding window, attention dropout. Attention that is not a softmax
-over the keys alone (a softcap, sinks) is an error.
+transformers' own function, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV cache,
+inputs of one block, padded or packed batches, layers with a sliding window, attention dropout. Attention that is not a
+softmax over the keys alone (a softcap, sinks) is an error.
 
 Under `torch.compile` of a whole model a padding mask cannot be looked at: leave it out where nothing is padded. Packed
-`position_ids` are an error there, and transformers honours them only with `use_cache=False`.
+`position_ids` are an error there: compile the layers instead. Everywhere, transformers heeds packing only with
+`use_cache=False`.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ try:
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 except ImportError as error:
     raise ImportError(
-        f"muse_attention.huggingface needs transformers 5.17 or newer: pip install 'muse-attention[huggingface]' ({error})"
+        f"models of transformers need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' ({error})"
     ) from None
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
-"""What transformers calls: (module, query, key, value, attention_mask, dropout, scaling, ...), the tensors (batch, heads,
-length, head_dim) after RoPE, key heads not repeated. It returns (batch, length, heads, head_dim), and no weights."""
+"""What transformers calls, with (module, query, key, value, attention_mask, dropout, scaling, ...): the tensors are
+(batch, heads, length, head_dim) after RoPE, key heads not repeated. It returns (batch, length, heads, head_dim), and no
+weights."""
 
 exact_function: AttentionFunction = sdpa_attention_forward
 """transformers' own exact attention, which does everything an attention is asked for."""
@@ -51,6 +53,7 @@ exact_function: AttentionFunction = sdpa_attention_forward
 _SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
 """Where one of these is part of a name, transformers takes paths of its own."""
 _OTHER_SOFTMAX = {"softcap": "caps its logits", "s_aux": "has attention sinks"}
+_WINDOWED = ("sliding_attention", "chunked_attention")
 _EXACT_ONLY = ("position_bias", "cache")
 """Arguments that change the attention, and that transformers' exact attention understands."""
 
@@ -198,10 +201,10 @@ def _why_exact(
     if not _attends_to_everything(module, others):
         return "a layer with a sliding window or chunks keeps them"
     queries, keys = query.shape[2], key.shape[2]
-    if queries == 1 or (queries < keys and attention_mask is not None):
-        return "decoding attends to a cache of earlier keys"
+    if queries == 1:
+        return "decoding attends to a KV cache"
     if attention_mask is not None or any(others.get(argument) is not None for argument in _EXACT_ONLY):
-        return "the batch is padded or packed, or has a mask of its own"
+        return "the batch is padded or packed, continues a KV cache, or has a mask of its own"
     if queries != keys and not (is_causal and queries < keys):
         return "queries attend to another sequence"
     if dropout > 0:
@@ -215,9 +218,9 @@ def _attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> b
     """Whether the layer has no window. In a short input a window shows in no mask, so the layer itself is asked."""
     if others.get("sliding_window") is not None or getattr(module, "sliding_window", None) is not None:
         return False
-    types = getattr(getattr(module, "config", None), "layer_types", None)
+    types = getattr(getattr(module, "config", None), "layer_types", None) or []
     index = getattr(module, "layer_idx", None)
-    return types is None or index is None or types[index] == "full_attention"
+    return index is None or index >= len(types) or types[index] not in _WINDOWED
 
 
 def _mask(

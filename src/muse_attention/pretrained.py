@@ -41,8 +41,8 @@ def load_model(
     if not folder.is_dir():
         if str(name_or_folder) != DEFAULT_MODEL:
             raise ValueError(
-                f"there is no model folder {str(name_or_folder)!r}; give a local folder with a config.json, weights and "
-                f"a tokenizer, or {DEFAULT_MODEL!r}"
+                f"there is no model folder {str(name_or_folder)!r}; give a local folder with a config.json, weights "
+                f"and a tokenizer, or {DEFAULT_MODEL!r}"
             )
         folder = _smollm2_folder()
     try:
@@ -71,7 +71,9 @@ def _smollm2_folder() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}.", dir=folder.parent))
     except OSError as error:
-        raise ValueError(f"cannot write to {folder.parent}: {error.strerror}; set MUSE_CACHE to another folder") from None
+        raise ValueError(
+            f"cannot write to {folder.parent}: {error.strerror}; set MUSE_CACHE to another folder"
+        ) from None
     try:
         _convert(gguf, aside)
         try:
