@@ -76,8 +76,8 @@ def test_logits_of_sdpa_when_everything_is_retrieved(key_heads: int) -> None:
 
 @pytest.mark.parametrize("name", ["muse:QK4R1B64", "muse", "block_diagonal:64", "moba:L64B16R2", "exact"])
 def test_a_layer_attends_as_the_attention_of_that_name(name: str) -> None:
-    register()
-    model, ids = tiny_llama(), token_ids(300)
+    """And as nothing else: what is registered, and what the model says, is not heeded."""
+    model, ids = tiny_llama(muse="QK2R0B128"), token_ids(300)
     query, key, value, scale = capture(model, ids)[0]
     out = get_attention(name)(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     expected = model.model.layers[0].self_attn.o_proj(out.transpose(1, 2).flatten(2)).detach()
@@ -284,10 +284,6 @@ def test_the_config_of_the_model_is_heeded_first_and_saved_with_it(tmp_path: Pat
     assert loaded.config.muse == COARSE
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, coarse)
-        with use_attention(loaded, "muse"):
-            torch.testing.assert_close(loaded(ids).logits, coarse)
-        with use_attention(loaded, f"muse:{EVERYTHING}"):
-            torch.testing.assert_close(loaded(ids).logits, logits(model, "sdpa", ids))
 
 
 def test_registrations_stand_side_by_side() -> None:
@@ -320,7 +316,7 @@ def test_the_implementation_is_put_back_also_after_an_error() -> None:
     model = tiny_llama()
     model.set_attn_implementation("eager")
     with use_attention(model, "moba:L64B16R2"):
-        assert model.config._attn_implementation == "moba:L64B16R2"
+        assert model.config._attn_implementation != "eager"
     assert model.config._attn_implementation == "eager"
     with pytest.raises(RuntimeError, match="stop"), use_attention(model, "moba:L64B16R2"):
         raise RuntimeError("stop")
@@ -333,11 +329,13 @@ def test_the_implementation_is_put_back_also_after_an_error() -> None:
 def test_attention_that_is_no_plain_softmax_is_refused() -> None:
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, attn_logit_softcapping=50.0))
     gemma.set_attn_implementation("muse")
-    with pytest.raises(ValueError, match="caps its logits, which muse does not: use attn_implementation='eager'"):
+    with pytest.raises(ValueError, match="caps its logits: only attn_implementation='eager' does that"):
         gemma(token_ids(20))
     gpt = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1))
     gpt.set_attn_implementation("muse")
     with pytest.raises(ValueError, match="has attention sinks"):
+        gpt(token_ids(20))
+    with pytest.raises(ValueError, match="has attention sinks"), use_attention(gpt, "exact"):
         gpt(token_ids(20))
 
 

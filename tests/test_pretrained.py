@@ -164,11 +164,11 @@ def test_smollm2_answers(smollm2: Any) -> None:
 @pytest.mark.slow
 def test_smollm2_reads_source_almost_as_well_under_muse(smollm2: Any) -> None:
     model, tokenizer = smollm2
-    ids = tokenizer(inspect.getsource(inspect), return_tensors="pt").input_ids[:, :4096]
+    ids = tokenizer(inspect.getsource(inspect), return_tensors="pt").input_ids[:, :2048]
     losses = {}
-    for name in ("exact", "muse:QK32R2SP1B512", "block_diagonal:512"):
+    for name in ("exact", "muse:QK32R2SP1B256", "block_diagonal:256"):
         with use_attention(model, name), torch.no_grad():
             losses[name] = float(model(ids, labels=ids, use_cache=False).loss)
-    assert losses["exact"] < 2
-    assert losses["exact"] < losses["muse:QK32R2SP1B512"] < losses["exact"] + 0.15
-    assert losses["muse:QK32R2SP1B512"] < losses["block_diagonal:512"]
+    assert losses["exact"] < 2.5
+    assert losses["exact"] < losses["muse:QK32R2SP1B256"] < losses["exact"] + 0.15
+    assert losses["muse:QK32R2SP1B256"] < losses["block_diagonal:256"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_attention.huggingface import exact_function, implementation, register_function
+from muse_attention.huggingface import exact_forward, implementation, register_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,4 +72,4 @@ def _visiting_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _visitor.get()(query, key, value, 1 / math.sqrt(query.shape[3]) if scaling is None else scaling)
-    return exact_function(module, query, key, value, attention_mask, dropout, scaling, **others)
+    return exact_forward(module, query, key, value, attention_mask, dropout, scaling, **others)

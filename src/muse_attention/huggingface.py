@@ -47,11 +47,10 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 (batch, heads, length, head_dim) after RoPE, key heads not repeated. It returns (batch, length, heads, head_dim), and no
 weights."""
 
-exact_function: AttentionFunction = sdpa_attention_forward
-"""transformers' own exact attention, which does everything an attention is asked for."""
-
 _SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
 """Where one of these is part of a name, transformers takes paths of its own."""
+_BY_NAME = "muse_attention."
+"""Before the name of an attention it is the implementation of that attention, apart from what users register."""
 _OTHER_SOFTMAX = {"softcap": "caps its logits", "s_aux": "has attention sinks"}
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _EXACT_ONLY = ("position_bias", "cache")
@@ -80,20 +79,20 @@ def register(config: MuSeConfig | str | None = None, *, name: str = "muse") -> N
 
 @contextlib.contextmanager
 def use_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """Run a model under any attention of the library, by its name as in `get_attention`, inside the `with` block.
+    """Run a model under any attention of the library, named as for `get_attention`, inside the `with` block.
 
-    `use_attention(model, "muse:QK32R2B1k")` heeds no `model.config.muse`; `use_attention(model, "muse")` does.
+    The name says all: neither `register(config)` nor `model.config.muse` is heeded.
     """
-    function = get_attention(attention)
+    named = get_attention(attention)
     kind, _, settings = attention.partition(":")
+    function: AttentionFunction = functools.partial(_forward, attention=named, asked_for=attention)
     if kind == "exact":
-        register_function(attention, exact_function)
+        function = exact_forward
     elif kind == "muse":
-        forward = functools.partial(_muse_forward, settings=settings or None, heed_model=not settings)
-        register_function(attention, forward)
-    else:
-        register_function(attention, functools.partial(_forward, attention=function, asked_for=attention))
-    with implementation(model, attention):
+        function = functools.partial(_muse_forward, settings=settings or None, heed_model=False)
+    name = f"{_BY_NAME}{attention}"
+    register_function(name, function)
+    with implementation(model, name):
         yield
 
 
@@ -118,6 +117,21 @@ def register_function(name: str, function: AttentionFunction) -> None:
     """Make `attn_implementation=name` this function. Without a mask function, padding would be dropped silently."""
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _mask)
+
+
+def exact_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' own exact attention: masks, caches, windows and dropout, but no softcap and no sinks."""
+    _refuse_other_softmax(module, others)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
 
 
 def _muse_forward(
@@ -167,24 +181,25 @@ def _forward(
     block_size: int = 0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    for argument, what in _OTHER_SOFTMAX.items():
-        if others.get(argument) is not None:
-            raise ValueError(
-                f"{type(module).__name__} {what}, which {asked_for} does not: use attn_implementation='eager'"
-            )
+    _refuse_other_softmax(module, others)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     reason = _why_exact(module, query, key, attention_mask, dropout, is_causal, block_size, others)
     if reason is not None:
         _say_once(asked_for, reason)
-        return exact_function(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
-        )
+        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others)
     length = query.shape[2]  # a static cache has room for more keys, which no query sees yet
     out = attention(
         query, key[:, :, :length], value[:, :, :length], is_causal=is_causal, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_other_softmax(module: torch.nn.Module, others: dict[str, Any]) -> None:
+    """transformers' SDPA would leave them out silently."""
+    for argument, what in _OTHER_SOFTMAX.items():
+        if others.get(argument) is not None:
+            raise ValueError(f"{type(module).__name__} {what}: only attn_implementation='eager' does that; use it")
 
 
 def _why_exact(
