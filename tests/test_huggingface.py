@@ -174,6 +174,37 @@ def test_an_input_of_one_block() -> None:
     assert_exact(tiny_llama(), token_ids(64), reason="no longer than one block")
 
 
+def assert_encoder_and_decoder_agree_with_sdpa(model: PreTrainedModel, reason: str) -> None:
+    register(EVERYTHING)
+    inputs = {"input_ids": token_ids(200), "decoder_input_ids": token_ids(150)}
+    expected = logits(model, "sdpa", **inputs)
+    with pytest.warns(ExactAttentionWarning, match=reason):
+        found = logits(model, "muse", **inputs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_cross_attention() -> None:
+    config = transformers.BartConfig(
+        vocab_size=97,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        init_std=0.2,
+    )
+    model = transformers.BartForConditionalGeneration(config).double().eval()
+    assert_encoder_and_decoder_agree_with_sdpa(model, reason="another sequence")
+
+
+def test_a_bias_of_the_logits() -> None:
+    config = transformers.T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
+    model = transformers.T5ForConditionalGeneration(config).double().eval()
+    assert_encoder_and_decoder_agree_with_sdpa(model, reason="a mask of its own")
+
+
 def test_attention_dropout() -> None:
     model, ids = tiny_llama(attention_dropout=0.3).train(), token_ids(200)
     torch.manual_seed(1)

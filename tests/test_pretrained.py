@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from muse_attention import pretrained
@@ -119,6 +119,13 @@ def test_a_broken_folder_is_refused(folder: Path, broken: str, by: str) -> None:
         if broken in ("all", file.name):
             file.write_text("nonsense") if by == "nonsense" else file.unlink()
     assert_refused("cannot load a language model from ", folder)
+
+
+def test_missing_weights_are_not_replaced_by_random_ones(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_refused(r"lacks 1 weights of the model, model.layers.1.self_attn.q_proj.weight among them", folder)
 
 
 def test_a_missing_package_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

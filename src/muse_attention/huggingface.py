@@ -39,7 +39,8 @@ try:
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 except ImportError as error:
     raise ImportError(
-        f"models of transformers need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' ({error})"
+        "models of transformers need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
+        f"({' '.join(str(error).split())})"
     ) from None
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]

@@ -30,12 +30,16 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The causal language model `smollm2`, or that of a local folder, in evaluation mode, and its tokenizer."""
+    """The causal language model `smollm2`, or that of a local folder, in evaluation mode, and its tokenizer.
+
+    Nothing is downloaded. What is missing or broken is a ValueError of one line that says what to do.
+    """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError(
-            f"language models need transformers: pip install 'muse-attention[huggingface]' ({error})"
+            "language models need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
+            f"({' '.join(str(error).split())})"
         ) from None
     folder = Path(name_or_folder).expanduser()
     if not folder.is_dir():
@@ -47,10 +51,14 @@ def load_model(
         folder = _smollm2_folder()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
     except Exception as error:  # a folder can be broken in as many ways as its files have readers
         line = " ".join(str(error).split())
         raise ValueError(f"cannot load a language model from {folder}: {line}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would take random numbers for them
+        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} among them; copy it again")
     return model.eval().to(device), tokenizer
 
 
