@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_attention.huggingface import exact_forward, implementation, register_function
+from muse_attention.huggingface import attends_to_everything, exact_forward, implementation, register_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ class AttentionInputs(NamedTuple):
 
 
 def capture(model: PreTrainedModel, input_ids: Tensor) -> list[AttentionInputs]:
-    """The inputs of every attention layer over (batch, length) token ids, all kept: `visit_layers` keeps none."""
+    """The inputs of every attention layer without a window over (batch, length) token ids, all kept: `visit_layers` keeps none."""
     layers: list[AttentionInputs] = []
     visit_layers(model, input_ids, lambda _, *inputs: layers.append(AttentionInputs(*inputs)))
     return layers
@@ -43,13 +43,20 @@ def capture(model: PreTrainedModel, input_ids: Tensor) -> list[AttentionInputs]:
 def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
     """Run a model over (batch, length) token ids, and call `visit` with the inputs of each layer, first to last.
 
-    There are no gradients, no cache and no logits; what a visitor does not keep is gone before the next layer.
+    Layers with a sliding window are counted, but not visited: they attend exactly under every attention. There are no
+    gradients, no cache and no logits; what a visitor does not keep is gone before the next layer.
     """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be (batch, length), neither of them 0")
     register_function(_NAME, _visiting_forward)
     number = itertools.count()
-    visitor = _visitor.set(lambda *inputs: visit(next(number), *inputs))
+
+    def count(attends_to_everything: bool, *inputs: Any) -> None:
+        index = next(number)
+        if attends_to_everything:
+            visit(index, *inputs)
+
+    visitor = _visitor.set(count)
     try:
         with implementation(model, _NAME), torch.no_grad():
             model.base_model(input_ids.to(model.device), use_cache=False)
@@ -58,7 +65,7 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
 
 
 _NAME = "muse-capture"
-_visitor: ContextVar[Callable[[Tensor, Tensor, Tensor, float], object]] = ContextVar("visitor")
+_visitor: ContextVar[Callable[..., None]] = ContextVar("visitor")
 
 
 def _visiting_forward(
@@ -71,5 +78,6 @@ def _visiting_forward(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    _visitor.get()(query, key, value, 1 / math.sqrt(query.shape[3]) if scaling is None else scaling)
+    scale = 1 / math.sqrt(query.shape[3]) if scaling is None else scaling
+    _visitor.get()(attends_to_everything(module, others), query, key, value, scale)
     return exact_forward(module, query, key, value, attention_mask, dropout, scaling, **others)

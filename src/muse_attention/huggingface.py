@@ -214,7 +214,7 @@ def _why_exact(
     others: dict[str, Any],
 ) -> str | None:
     """Why this call is not one sequence that attends to all of itself, or to all of its past; None if it is."""
-    if not _attends_to_everything(module, others):
+    if not attends_to_everything(module, others):
         return "a layer with a sliding window or chunks keeps them"
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1:
@@ -230,7 +230,7 @@ def _why_exact(
     return None
 
 
-def _attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bool:
+def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bool:
     """Whether the layer has no window. In a short input a window shows in no mask, so the layer itself is asked."""
     if others.get("sliding_window") is not None or getattr(module, "sliding_window", None) is not None:
         return False

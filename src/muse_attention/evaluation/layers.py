@@ -1,0 +1,197 @@
+"""How far attentions are from exact attention on what the layers of a model attend with: every head of every layer.
+
+The results are one JSON file, replaced after every layer, so that an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muse_attention.baselines import exact_attention
+from muse_attention.by_name import get_attention
+from muse_attention.capture import visit_layers
+from muse_attention.fidelity import compare
+from muse_attention.files import replace_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MEASURES = ("relative_squared_error", "cosine", "energy_error", "lse_gap")
+"""Those of `fidelity.Fidelity`, each a number for every head."""
+
+Step = Callable[[str, int], None]
+"""Called with what is being done, and how many steps are finished."""
+Heads = dict[str, list[float]]
+"""Each of `MEASURES`, of every head of a layer."""
+
+
+class Request(NamedTuple):
+    attention: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all numbers of a file have in common."""
+
+    model: str
+    """its name, and its shape in words"""
+    text: str
+    """in words"""
+    length: int
+    samples: int
+    device: str
+    dtype: str
+
+
+@dataclass
+class Results:
+    machine: dict[str, Any]
+    settings: Settings
+    commands: list[str] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+    """the layers that were measured, by number"""
+    measured: dict[Request, list[list[Heads]]] = field(default_factory=dict)
+    """what was found in each sample, layer by layer"""
+
+    def is_whole(self, request: Request) -> bool:
+        found = self.measured.get(request, [])
+        return len(found) == self.settings.samples and all(len(sample) == len(self.layers) > 0 for sample in found)
+
+    def by_head(self, request: Request, measure: str) -> Tensor:
+        """(layers, heads), averaged over samples."""
+        return torch.tensor(
+            [[layer[measure] for layer in sample] for sample in self.measured[request]], dtype=torch.float64
+        ).mean(0)
+
+    def pooled(self, request: Request) -> dict[str, float]:
+        """Each measure averaged over all samples, layers and heads."""
+        return {measure: float(self.by_head(request, measure).mean()) for measure in MEASURES}
+
+    @property
+    def heads(self) -> int:
+        """Heads of all layers and samples behind a pooled number."""
+        first = next((request for request in self.measured if self.is_whole(request)), None)
+        return 0 if first is None else self.settings.samples * self.by_head(first, MEASURES[0]).numel()
+
+
+def steps(model: PreTrainedModel, requests: Sequence[Request], samples: int) -> int:
+    """Layers that `measure` visits, if nothing is there yet."""
+    return len({request.length for request in requests}) * samples * number_of_layers(model)
+
+
+def number_of_layers(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def measure(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    requests: Sequence[Request],
+    results: Results,
+    path: Path,
+    *,
+    on_step: Step = lambda description, finished: None,
+) -> None:
+    """Fill `results` with what is missing of `requests`, on (samples, length) tokens, and write it after every layer.
+
+    Shorter requests are measured on the beginning of each sample.
+    """
+    finished = 0
+    for length in sorted({request.length for request in requests}, reverse=True):
+        attentions = dict.fromkeys(request.attention for request in requests if request.length == length)
+        for sample, ids in enumerate(tokens):
+            if all(_has_sample(results, Request(attention, length), sample) for attention in attentions):
+                finished += number_of_layers(model)
+                continue
+
+            def visit(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+                on_step(f"{length} tokens, layer {layer}", finished + layer)
+                if layer not in results.layers:
+                    results.layers.append(layer)
+                place = results.layers.index(layer)
+                _measure_layer(results, list(attentions), length, sample, place, (query, key, value), scale)
+                write_results(results, path)
+
+            visit_layers(model, ids[None, :length], visit)
+            finished += number_of_layers(model)
+            on_step(f"{length} tokens", finished)
+
+
+def _has_sample(results: Results, request: Request, sample: int) -> bool:
+    found = results.measured.get(request, [])
+    return sample < len(found) and len(found[sample]) == len(results.layers) > 0
+
+
+def _measure_layer(
+    results: Results,
+    attentions: Sequence[str],
+    length: int,
+    sample: int,
+    place: int,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+) -> None:
+    call: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True, "return_lse": True}
+    exact: tuple[Tensor, Tensor] | None = None
+    for attention in attentions:
+        found = results.measured.setdefault(Request(attention, length), [])
+        while len(found) <= sample:
+            found.append([])
+        if len(found[sample]) > place:
+            continue
+        exact = exact or exact_attention(*inputs, **call)
+        out, lse = get_attention(attention)(*inputs, **call)
+        fidelity = compare(out, exact[0], lse, exact[1])
+        found[sample].append({name: getattr(fidelity, name)[0].tolist() for name in MEASURES})
+
+
+def write_results(results: Results, path: Path) -> None:
+    document = {
+        "machine": results.machine,
+        "settings": asdict(results.settings),
+        "commands": results.commands,
+        "layers": results.layers,
+        "measured": [
+            {"attention": request.attention, "length": request.length, "samples": samples}
+            for request, samples in results.measured.items()
+        ],
+    }
+    replace_file(path, json.dumps(document) + "\n")
+
+
+def read_results(path: Path) -> Results:
+    """Read what `write_results` wrote; a ValueError if it is something else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return Results(
+            machine=document["machine"],
+            settings=Settings(**document["settings"]),
+            commands=list(document["commands"]),
+            layers=list(document["layers"]),
+            measured={Request(entry["attention"], entry["length"]): entry["samples"] for entry in document["measured"]},
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold the results of muse fidelity") from error
+
+
+def as_csv(results: Results) -> str:
+    """A line for every attention, length, sample, layer and head."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(["attention", "length", "sample", "layer", "head", *MEASURES])
+    for request, samples in results.measured.items():
+        for sample, layers in enumerate(samples):
+            for layer, heads in zip(results.layers, layers, strict=False):
+                for head, numbers in enumerate(zip(*(heads[name] for name in MEASURES), strict=True)):
+                    writer.writerow([*request, sample, layer, head, *(f"{number:.6g}" for number in numbers)])
+    return lines.getvalue()

@@ -1,0 +1,73 @@
+"""A report as one HTML file that needs nothing else: headings, paragraphs, tables, pictures inside it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 62rem; margin: 0 auto;
+       padding: 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top: 1px solid #ddd; padding-top: 1rem; }
+h3 { font-size: 1rem; margin-bottom: .3rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #eee; }
+th { border-bottom: 2px solid #888; font-weight: 600; } th:first-child, td:first-child { text-align: left; }
+.beside { display: flex; flex-wrap: wrap; gap: 2rem; align-items: flex-start; }
+.beside > div { min-width: 0; max-width: 100%; }
+img { max-width: 100%; height: auto; }
+pre { overflow-x: auto; background: #f6f6f6; padding: .7rem; font-size: .85rem; }
+.note { color: #555; font-size: .9rem; max-width: 46rem; }
+nav a { margin-right: .8rem; white-space: nowrap; }
+"""
+
+
+class Page:
+    """Parts are added in order. Whatever text comes in is shown as it is, never read as HTML."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._parts: list[str] = []
+        self._sections: list[tuple[str, str]] = []
+
+    def section(self, title: str) -> None:
+        anchor = f"s{len(self._sections) + 1}"
+        self._sections.append((anchor, title))
+        self._parts.append(f'<h2 id="{anchor}">{escape(title)}</h2>')
+
+    def paragraph(self, text: str, *, is_note: bool = False) -> None:
+        self._parts.append(f'<p class="note">{escape(text)}</p>' if is_note else f"<p>{escape(text)}</p>")
+
+    def code(self, text: str) -> None:
+        self._parts.append(f"<pre>{escape(text)}</pre>")
+
+    def picture(self, png: bytes, description: str) -> None:
+        data = base64.b64encode(png).decode()
+        self._parts.append(f'<p><img alt="{escape(description)}" src="data:image/png;base64,{data}"></p>')
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._parts.append(_table(header, rows))
+
+    def tables_beside(self, *tables: tuple[str, Sequence[str], Sequence[Sequence[str]]]) -> None:
+        """Several (title, header, rows), side by side where the screen is wide enough."""
+        shown = (f"<div><h3>{escape(title)}</h3>{_table(header, rows)}</div>" for title, header, rows in tables)
+        self._parts.append(f'<div class="beside">{"".join(shown)}</div>')
+
+    def html(self) -> str:
+        links = "".join(f'<a href="#{anchor}">{escape(title)}</a> ' for anchor, title in self._sections)
+        body = "\n".join(self._parts)
+        return (
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{escape(self._title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+            f"<h1>{escape(self._title)}</h1>\n<nav>{links}</nav>\n{body}\n</body>\n</html>\n"
+        )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'

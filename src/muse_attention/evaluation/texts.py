@@ -1,0 +1,81 @@
+"""Texts to measure a model on, as samples of equal length: Python's standard library, or any files."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SUFFIXES = (".py", ".txt", ".md")
+"""What is read of a folder."""
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Samples:
+    tokens: Tensor
+    """(samples, length)"""
+    source: str
+    """what they were taken from, in words"""
+
+
+def read_samples(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], length: int, number: int) -> Samples:
+    """The first `number` times `length` tokens of some files and folders, or of the standard library if there are none.
+
+    Files are read one after another, and cut without regard to where one ends. Every sample begins as the tokenizer
+    begins a text.
+    """
+    if length < 2 or number < 1:
+        raise ValueError(f"{number} samples of {length} tokens are nothing to measure: at least 1 of 2 is")
+    files = list(_files(paths)) if paths else _standard_library()
+    begin: list[int] = tokenizer("").input_ids
+    fresh = length - len(begin)
+    tokens: list[int] = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from None
+        tokens += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if len(tokens) >= number * fresh:
+            break
+    else:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, too few for {number} samples of {length}: "
+            "give more text, fewer samples or a smaller length"
+        )
+    samples = [begin + tokens[start : start + fresh] for start in range(0, number * fresh, fresh)]
+    return Samples(torch.tensor(samples), _in_words(paths))
+
+
+def _files(paths: Iterable[Path]) -> Iterable[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        elif path.is_file():
+            yield path
+        else:
+            raise ValueError(f"there is no text {str(path)!r}; give files, or folders of {', '.join(_SUFFIXES)} files")
+
+
+def _standard_library() -> list[Path]:
+    """Its modules in alphabetical order, without its tests."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return sorted(
+        file for file in folder.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(folder).parts)
+    )
+
+
+def _in_words(paths: Sequence[Path]) -> str:
+    if not paths:
+        return f"the source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
+    return ", ".join(path.name for path in paths)
