@@ -45,13 +45,13 @@ def test_every_layer_follows_from_exact_attention_in_those_before() -> None:
         torch.testing.assert_close(layer.self_attn.o_proj(out.transpose(1, 2).flatten(2)), expected)
 
 
-def test_layers_are_visited_in_order_with_the_scale_of_the_model() -> None:
+def test_a_layer_with_a_window_is_counted_but_not_visited() -> None:
     model = transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(**SIZES, query_pre_attn_scalar=64, attn_logit_softcapping=None)
     )
     seen = []
     visit_layers(model, token_ids(20), lambda layer, query, key, value, scale: seen.append((layer, scale)))
-    assert seen == [(0, 0.125), (1, 0.125)]
+    assert seen == [(1, 0.125)]
 
 
 def test_the_implementation_is_put_back_also_after_an_error() -> None:

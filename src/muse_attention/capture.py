@@ -34,7 +34,7 @@ class AttentionInputs(NamedTuple):
 
 
 def capture(model: PreTrainedModel, input_ids: Tensor) -> list[AttentionInputs]:
-    """The inputs of every attention layer without a window over (batch, length) token ids, all kept: `visit_layers` keeps none."""
+    """The inputs of every layer that `visit_layers` visits over (batch, length) token ids, all kept."""
     layers: list[AttentionInputs] = []
     visit_layers(model, input_ids, lambda _, *inputs: layers.append(AttentionInputs(*inputs)))
     return layers

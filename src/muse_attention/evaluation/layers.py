@@ -6,6 +6,7 @@ The results are one JSON file, replaced after every layer, so that an interrupte
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -108,21 +109,17 @@ def measure(
     """
     finished = 0
     for length in sorted({request.length for request in requests}, reverse=True):
-        attentions = dict.fromkeys(request.attention for request in requests if request.length == length)
+        attentions = [request.attention for request in dict.fromkeys(requests) if request.length == length]
         for sample, ids in enumerate(tokens):
-            if all(_has_sample(results, Request(attention, length), sample) for attention in attentions):
-                finished += number_of_layers(model)
-                continue
+            if not all(_has_sample(results, Request(attention, length), sample) for attention in attentions):
+                on_layer = functools.partial(_measure_layer, results, attentions, length, sample, path)
+                before = finished
 
-            def visit(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-                on_step(f"{length} tokens, layer {layer}", finished + layer)
-                if layer not in results.layers:
-                    results.layers.append(layer)
-                place = results.layers.index(layer)
-                _measure_layer(results, list(attentions), length, sample, place, (query, key, value), scale)
-                write_results(results, path)
+                def visit(layer: int, *inputs: Any, on_layer: Any = on_layer, before: int = before) -> None:
+                    on_step(f"{inputs[0].shape[2]} tokens, layer {layer}", before + layer)
+                    on_layer(layer, *inputs)
 
-            visit_layers(model, ids[None, :length], visit)
+                visit_layers(model, ids[None, :length], visit)
             finished += number_of_layers(model)
             on_step(f"{length} tokens", finished)
 
@@ -137,22 +134,30 @@ def _measure_layer(
     attentions: Sequence[str],
     length: int,
     sample: int,
-    place: int,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    path: Path,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scale: float,
 ) -> None:
+    if layer not in results.layers:
+        results.layers.append(layer)
+    place = results.layers.index(layer)
     call: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True, "return_lse": True}
-    exact: tuple[Tensor, Tensor] | None = None
+    exact: Any = None
     for attention in attentions:
         found = results.measured.setdefault(Request(attention, length), [])
         while len(found) <= sample:
             found.append([])
         if len(found[sample]) > place:
             continue
-        exact = exact or exact_attention(*inputs, **call)
-        out, lse = get_attention(attention)(*inputs, **call)
+        exact = exact or exact_attention(query, key, value, **call)
+        out, lse = get_attention(attention)(query, key, value, **call)
         fidelity = compare(out, exact[0], lse, exact[1])
         found[sample].append({name: getattr(fidelity, name)[0].tolist() for name in MEASURES})
+    if exact is not None:
+        write_results(results, path)
 
 
 def write_results(results: Results, path: Path) -> None:
