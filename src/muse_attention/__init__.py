@@ -17,8 +17,8 @@ The algorithm, in order, and where to read each step:
 `reference.py` is all of it in one dense file, the definition. `pipeline.py` is the fast way, forward and backward, with
 either; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
 
-`huggingface.py` brings it to the models of transformers, `pretrained.py` loads them, `capture.py` sees what their
-layers attend with, and `evaluation` measures them.
+`huggingface.py` brings it to the models of transformers, `pretrained.py` loads such models, `capture.py` sees what
+their layers attend with, and `evaluation` measures them.
 """
 
 from muse_attention.attention import find_clusters, muse_attention

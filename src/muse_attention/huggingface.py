@@ -103,7 +103,8 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
     try:
-        model.set_attn_implementation(name)
+        for inner in _models(model):  # one with a config of its own is not always reached through the whole
+            inner.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             raise ValueError(
                 f"{type(model).__name__} does not use the attention interface of transformers; use a model that does"
@@ -295,10 +296,15 @@ def _assert_one_sequence(
     )
 
 
+def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """A model and all models inside it, from the outside in."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs of a model and of all models inside it, each once."""
     found: dict[int, PreTrainedConfig] = {}
-    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    waiting = [inner.config for inner in _models(model)]
     while waiting:
         config = waiting.pop()
         if config is not None and id(config) not in found:

@@ -64,11 +64,11 @@ class _Base:
 
     @property
     def counts(self) -> list[int]:
-        """Powers of two from 16 clusters to four times the base, or to 256 if that is more."""
+        """Powers of two from 16 clusters to four times the base."""
         counts = [16]
-        while counts[-1] < max(256, 4 * self.clusters):
+        while counts[-1] < 4 * self.clusters:
             counts.append(2 * counts[-1])
-        return [count for count in counts if count <= self.config.block_size]
+        return counts
 
     def row(self, *labels: object, **changes: object) -> Row:
         """The base with these changes. `joint` changes both cluster counts, and retrieval with them."""
