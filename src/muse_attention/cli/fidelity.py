@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 
-from muse_attention.by_name import get_attention
 from muse_attention.cli.app import (
     Device,
     Model,
@@ -19,20 +19,20 @@ from muse_attention.cli.app import (
     console,
     default_device,
     file_stem,
-    finish_or_explain,
-    load_for_command,
     make_folder,
     new_table,
     progress_bar,
+    run_errors,
     user_errors,
 )
-from muse_attention.config import MuSeConfig
-from muse_attention.evaluation import fidelity_report
-from muse_attention.evaluation.layers import Request, Results, Settings, as_csv, measure, start_results, steps
+from muse_attention.evaluation.attentions import full_name
+from muse_attention.evaluation.layers import Request, Results, as_csv, measure, start_results, steps
 from muse_attention.evaluation.presets import PRESETS, Preset, find_presets
+from muse_attention.evaluation.settings import Settings, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
+from muse_attention.pretrained import load_model
 from muse_attention.sizes import format_size, parse_size
 
 
@@ -65,34 +65,30 @@ def fidelity(
         requests = _requests(presets, attention, tokens)
         stem = file_stem(name)
         make_folder(output)
-        loaded, tokenizer = load_for_command(model, tokens, device := device or default_device(), dtype)
+        device = device or default_device()
+        loaded, tokenizer = load_model(model, dtype=getattr(torch, dtype), device=device)
         taken = read_samples(tokenizer, text or [], tokens, samples)
         settings = Settings(
-            fidelity_report.model_in_words(model, loaded), taken.source, tokens, samples, device, dtype
-        )
+            describe_model(Path(model).name, loaded), taken.source, tokens, samples, device, dtype,
+            take_fingerprint(loaded, taken.tokens),
+        )  # fmt: skip
         path = output / f"{stem}.json"
         results = start_results(settings, path, resume=resume)
     command = _command_line(model, text, settings, attention, preset, stem)
     if command not in results.commands:
         results.commands.append(command)
-    with (
-        finish_or_explain(path, f"{command} --output {shlex.quote(str(output))} --resume"),
-        progress_bar(steps(loaded, requests, samples)) as on_step,
-    ):
-        measure(loaded, taken.tokens, requests, results, path, on_step=on_step)
+    with run_errors(lambda: f"continue with: {command} --output {shlex.quote(str(output))} --resume"):
+        with progress_bar(steps(loaded, requests, samples)) as on_step:
+            measure(loaded, taken.tokens, requests, results, path, on_step=on_step)
         console.print(_table(results, requests))
-        files = [path, output / f"{stem}.csv", *fidelity_report.write(results, presets, requests, output, stem)]
+        files = [path, output / f"{stem}.csv"]
         replace_file(files[1], as_csv(results))
     typer.echo(f"wrote {', '.join(map(str, files))}")
 
 
 def _requests(presets: Sequence[Preset], attentions: Sequence[str] | None, length: int) -> list[Request]:
     named = list(attentions or ([] if presets else ["muse"]))
-    for attention in named:
-        get_attention(attention)
-    # Without settings the configuration is that of the length: say it.
-    spelled = [f"muse:{MuSeConfig.for_length(length)}" if attention == "muse" else attention for attention in named]
-    requests = [Request(attention, length) for attention in spelled]
+    requests = [Request(full_name(attention, length), length) for attention in named]
     return list(dict.fromkeys([*requests, *(request for preset in presets for request in preset.requests)]))
 
 
@@ -133,5 +129,3 @@ def _table(results: Results, requests: Sequence[Request]) -> Table:
             f"{pooled['lse_gap']:.3g}",
         )
     return table
-
-

@@ -20,6 +20,7 @@ from torch import Tensor
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
 from muse_attention.capture import visit_layers
+from muse_attention.evaluation.settings import Settings, check_continues, describe_machine_and_transformers
 from muse_attention.fidelity import compare
 from muse_attention.files import replace_file
 
@@ -38,20 +39,6 @@ Heads = dict[str, list[float]]
 class Request(NamedTuple):
     attention: str
     length: int
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all numbers of a file have in common."""
-
-    model: str
-    """its name, and its shape in words"""
-    text: str
-    """in words"""
-    length: int
-    samples: int
-    device: str
-    dtype: str
 
 
 @dataclass
@@ -158,6 +145,16 @@ def _measure_layer(
         found[sample].append({name: getattr(fidelity, name)[0].tolist() for name in MEASURES})
     if exact is not None:
         write_results(results, path)
+
+
+def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
+    """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
+    machine = describe_machine_and_transformers()
+    if not (resume and path.exists()):
+        return Results(machine, settings)
+    earlier = read_results(path)
+    check_continues(path, settings, machine, earlier.settings, earlier.machine)
+    return earlier
 
 
 def write_results(results: Results, path: Path) -> None:
