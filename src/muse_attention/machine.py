@@ -44,8 +44,8 @@ def machine_lines(machine: dict[str, Any]) -> tuple[str, str]:
         hardware.append(f"{machine['memory_gib']} GiB memory")
     if machine["gpu"]:
         hardware.append(f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB")
-    names = ("muse_attention", "python", "torch", "triton", "cuda", "cudnn", "driver")
-    versions = [f"{name.replace('_', '-')} {machine[name]}" for name in names if machine[name] is not None]
+    names = ("muse_attention", "python", "torch", "triton", "transformers", "cuda", "cudnn", "driver")
+    versions = [f"{name.replace('_', '-')} {machine[name]}" for name in names if machine.get(name) is not None]
     return "; ".join(hardware), ", ".join([*versions, machine["os"], machine["date"]])
 
 

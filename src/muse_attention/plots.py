@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from muse_attention.files import replace_file
 from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ _LOOKS = {
 
 _FONT_SIZE = 9
 _OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_SERIES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
+"""Four sizes of one thing from light to dark, and what else there is."""
 
 
 def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path, *, against: str = "sequence length") -> None:
@@ -100,6 +104,28 @@ def plot_error_by_position(curves: Mapping[str, Curve], path: Path, *, length: i
     _save(figure, axis, path)
 
 
+def plot_loss(curves: Mapping[str, Curve], path: Path, *, exact: str) -> None:
+    """Cumulative mean loss of each attention, less the irreducible loss, against position, both on log axes.
+
+    The curve named `exact` is black, and above the others.
+    """
+    figure = _new_figure(width=7.6, height=4.2)
+    axis = figure.add_subplot()
+    others = [name for name in curves if name != exact]
+    for name, curve in curves.items():
+        positions = [position for position, _ in curve]
+        losses = [loss if loss > 0 else float("nan") for _, loss in curve]
+        colour = "#000000" if name == exact else _SERIES[others.index(name) % len(_SERIES)]
+        axis.plot(positions, losses, color=colour, label=name, zorder=3 if name == exact else 2)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter(lambda position, _: format_size(round(position)))
+    axis.set_xlabel("position")
+    axis.set_ylabel("cumulative mean loss less irreducible loss (nats)")
+    _tidy(axis)
+    _save(figure, axis, path)
+
+
 def _new_figure(*, width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
@@ -128,4 +154,6 @@ def _save(figure: Figure, axis: Axes, path: Path) -> None:
     curves, labels = axis.get_legend_handles_labels()
     columns = min(4, len(curves))
     figure.legend(curves, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=_FONT_SIZE)
-    figure.savefig(path, dpi=200)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=200)
+    replace_file(path, picture.getvalue())

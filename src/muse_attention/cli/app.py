@@ -94,12 +94,18 @@ def new_table(title: str, *headers: str) -> Table:
 
 def report_written(files: list[Path], picture: Path, draw: Callable[[Path], None]) -> None:
     """Draw the picture if that is possible, and print what there is now."""
+    is_drawn = draw_picture(picture, draw)
+    typer.echo(f"wrote {', '.join(map(str, [*files, picture] if is_drawn else files))}")
+
+
+def draw_picture(picture: Path, draw: Callable[[Path], None]) -> bool:
+    """Whether it could be drawn; if not, a line says why."""
     try:
         draw(picture)
-        files = [*files, picture]
     except MatplotlibMissingError as error:
         say(f"{picture.name} was not drawn: {error}")
-    typer.echo(f"wrote {', '.join(map(str, files))}")
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -112,11 +118,31 @@ def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """While arguments are read: a ValueError is the user's to mend."""
+def run_errors(how_to_continue: Callable[[], str]) -> Iterator[None]:
+    """While a run measures and writes: one line for Ctrl-C, a full disk and too little memory says how to go on."""
     try:
         yield
-    except ValueError as error:
+    except KeyboardInterrupt:
+        say(f"interrupted; {how_to_continue()}")
+        raise typer.Exit(130) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say(f"{error.filename}: {error.strerror}; {how_to_continue()}")
+        raise typer.Exit(1) from None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        say(f"out of memory; {how_to_continue()}")
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """While arguments are read: a ValueError is the user's to mend, and so is a package that is missing."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
         say(str(error))
         raise typer.Exit(2) from None
 

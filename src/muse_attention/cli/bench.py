@@ -32,12 +32,11 @@ from muse_attention.cli.app import (
     console,
     default_device,
     file_stem,
-    is_out_of_memory,
     make_folder,
     new_table,
     progress_bar,
     report_written,
-    say,
+    run_errors,
     user_errors,
 )
 from muse_attention.files import replace_file
@@ -115,21 +114,13 @@ def bench(
     command = _command_line(plan, stem)
     if plan.steps(results) and command not in results.commands:
         results.commands.append(command)
-    try:
+    with run_errors(lambda: _how_to_continue(results, path, command)):
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
-    except KeyboardInterrupt:
-        say(f"interrupted; {_how_to_continue(results, path, command)}")
-        raise typer.Exit(130) from None
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        say(f"out of memory; {_how_to_continue(results, path, command)}")
-        raise typer.Exit(1) from None
-    console.print(_bench_table(results))
-    report = output / f"{stem}.md"
-    replace_file(report, markdown_report(results, title=f"Benchmark: {stem}"))
-    report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
+        console.print(_bench_table(results))
+        report = output / f"{stem}.md"
+        replace_file(report, markdown_report(results, title=f"Benchmark: {stem}"))
+        report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
 
 
 def _plan(settings: Settings, lengths: Sequence[int], attentions: Sequence[str] | None) -> Plan:

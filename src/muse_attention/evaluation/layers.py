@@ -20,6 +20,7 @@ from torch import Tensor
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
 from muse_attention.capture import visit_layers
+from muse_attention.evaluation.settings import Settings
 from muse_attention.fidelity import compare
 from muse_attention.files import replace_file
 
@@ -38,20 +39,6 @@ Heads = dict[str, list[float]]
 class Request(NamedTuple):
     attention: str
     length: int
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all numbers of a file have in common."""
-
-    model: str
-    """its name, and its shape in words"""
-    text: str
-    """in words"""
-    length: int
-    samples: int
-    device: str
-    dtype: str
 
 
 @dataclass

@@ -1,0 +1,56 @@
+"""Which attentions a model's loss is measured under, by their full names, and what the names say."""
+
+from __future__ import annotations
+
+from muse_attention.by_name import get_attention
+from muse_attention.config import MuSeConfig
+from muse_attention.sizes import format_size
+
+
+def figure_attentions(length: int) -> tuple[str, ...]:
+    """Those of the paper's Llama figure, around `MuSeConfig.for_length`.
+
+    Exact attention; MuSe with half, all, twice and four times the clusters, a sixteenth of them opened; one query
+    cluster, tilted; and no tilt.
+    """
+    base = MuSeConfig.for_length(length)
+    clusters = base.key_clusters
+    configs = [
+        base.replace(query_clusters=number, key_clusters=number, retrieved_clusters=max(1, number // 16))
+        for number in (clusters // 2, clusters, 2 * clusters, 4 * clusters)
+    ]
+    configs += [base.replace(query_clusters=1), base.replace(tilt=False)]
+    return ("exact", *(f"muse:{config}" for config in configs))
+
+
+def full_name(attention: str, length: int) -> str:
+    """The name with all settings it has at this length, in one spelling; a ValueError if there is no such attention."""
+    get_attention(attention)
+    kind, _, settings = attention.partition(":")
+    if kind != "muse":
+        return attention
+    return f"muse:{MuSeConfig.parse(settings) if settings else MuSeConfig.for_length(length)}"
+
+
+def muse_config(attention: str) -> MuSeConfig | None:
+    """What a full name says of MuSe; None for other attentions."""
+    kind, _, settings = attention.partition(":")
+    return MuSeConfig.parse(settings) if kind == "muse" and settings else None
+
+
+def in_words(attention: str) -> str:
+    config = muse_config(attention)
+    if config is None:
+        return "exact attention" if attention == "exact" else attention
+    if not config.tilt:
+        clusters = f"{config.key_clusters} key clusters, no tilt"
+    elif config.query_clusters == config.key_clusters:
+        clusters = f"{config.key_clusters} query and key clusters"
+    elif config.query_clusters == 1:
+        clusters = f"one tilted query cluster, {config.key_clusters} key clusters"
+    else:
+        clusters = f"{config.query_clusters} query clusters, {config.key_clusters} key clusters"
+    blocks = f"blocks of {format_size(config.block_size)}"
+    if config.retrieved_clusters == 0:
+        return f"{clusters}, none opened, {blocks}"
+    return f"{clusters}, {config.retrieved_clusters} opened in {config.retrieved_blocks} block each, {blocks}"

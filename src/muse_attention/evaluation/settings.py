@@ -1,0 +1,72 @@
+"""What all numbers of a measurement have in common, and which earlier ones it may go on from."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from muse_attention.machine import describe_machine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_WEIGHTS_LOOKED_AT = 64
+"""Of every tensor of a model, for its fingerprint."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all numbers of a file have in common."""
+
+    model: str
+    """its name, and its shape in words"""
+    text: str
+    """in words"""
+    length: int
+    samples: int
+    device: str
+    dtype: str
+    fingerprint: str = ""
+    """of the weights and the tokens: models and texts that words do not tell apart"""
+
+
+def describe_model(name: str, model: PreTrainedModel) -> str:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return (
+        f"{name} ({model.num_parameters() / 1e6:,.0f}M parameters, {config.num_hidden_layers} layers, "
+        f"{heads} query heads on {key_heads} key heads)"
+    )
+
+
+def take_fingerprint(model: PreTrainedModel, tokens: Tensor) -> str:
+    """Sixteen hexadecimal digits from all tokens, and from the first weights of every tensor."""
+    digest = hashlib.sha256(tokens.cpu().to(torch.int64).numpy().tobytes())
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.flatten()[:_WEIGHTS_LOOKED_AT].double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def describe_machine_and_transformers() -> dict[str, Any]:
+    return {**describe_machine(), "transformers": importlib.metadata.version("transformers")}
+
+
+def check_continues(
+    path: Path, settings: Settings, machine: dict[str, Any], earlier: Settings, earlier_machine: dict[str, Any]
+) -> None:
+    """A ValueError if what the file holds was measured otherwise than it would be now."""
+    differences = [name for name, setting in vars(settings).items() if getattr(earlier, name) != setting]
+    differences += [name for name in machine if name != "date" and earlier_machine.get(name) != machine[name]]
+    if differences:
+        raise ValueError(
+            f"cannot resume {path.name}: it was measured with other settings or on another machine "
+            f"({', '.join(differences)} differ); choose another --name, or drop --resume to start over"
+        )
