@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from muse_attention.files import replace_file
 from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ _LOOKS = {
 
 _FONT_SIZE = 9
 _OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_SERIES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
+"""Four sizes of one thing from light to dark, and what else there is."""
 
 
 def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path, *, against: str = "sequence length") -> None:
@@ -100,6 +104,69 @@ def plot_error_by_position(curves: Mapping[str, Curve], path: Path, *, length: i
     _save(figure, axis, path)
 
 
+def plot_loss(curves: Mapping[str, Curve], path: Path, *, exact: str) -> None:
+    """Cumulative mean loss of each attention, less the irreducible loss, against position, both on log axes.
+
+    The curve named `exact` is black, and above the others.
+    """
+    figure = _new_figure(width=7.6, height=4.2)
+    axis = figure.add_subplot()
+    others = [name for name in curves if name != exact]
+    for name, curve in curves.items():
+        positions = [position for position, _ in curve]
+        losses = [loss if loss > 0 else float("nan") for _, loss in curve]
+        colour = "#000000" if name == exact else _SERIES[others.index(name) % len(_SERIES)]
+        axis.plot(positions, losses, color=colour, label=name, zorder=3 if name == exact else 2)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter(lambda position, _: format_size(round(position)))
+    axis.set_xlabel("position")
+    axis.set_ylabel("cumulative mean loss less irreducible loss (nats)")
+    _tidy(axis)
+    _save(figure, axis, path)
+
+
+def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Relative squared error against the number of clusters, both on log axes: one panel per model."""
+    figure = _new_figure(width=3.6 * len(panels), height=3.4)
+    first: Axes | None = None
+    for column, (name, curves) in enumerate(panels.items()):
+        axis = figure.add_subplot(1, len(panels), column + 1, sharey=first)
+        first = first or axis
+        for (label, curve), colour, marker in zip(curves.items(), ("#0072B2", "#D55E00"), "os", strict=False):
+            clusters, errors = zip(*curve, strict=True)
+            axis.plot(clusters, errors, color=colour, marker=marker, markersize=4, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter(lambda clusters, _: f"{clusters:g}")
+        axis.set_xlabel("clusters of queries and of keys")
+        axis.set_title(name)
+        _tidy(axis)
+    if first is None:
+        raise ValueError("there is no panel to draw")
+    first.set_ylabel("relative squared error")
+    _save(figure, first, path)
+
+
+def plot_heat_map(errors: Sequence[Sequence[float]], rows: Sequence[int], path: Path) -> None:
+    """Relative squared error of every head, on a logarithmic scale: a line for each of the layers `rows`."""
+    from matplotlib.colors import LogNorm
+
+    floored = [[max(error, ROUNDING) for error in line] for line in errors]
+    figure = _new_figure(width=min(9.0, 2.6 + 0.3 * len(floored[0])), height=min(9.0, 1.6 + 0.17 * len(floored)))
+    axis = figure.add_subplot()
+    image = axis.imshow(floored, aspect="auto", cmap="viridis", norm=LogNorm(), interpolation="nearest")
+    every = -(-len(rows) // 16)
+    axis.set_yticks(range(0, len(rows), every), [str(row) for row in rows[::every]])
+    axis.set_xlabel("head")
+    axis.set_ylabel("layer")
+    _tidy(axis)
+    bar = figure.colorbar(image, ax=axis)
+    bar.set_label("relative squared error", fontsize=_FONT_SIZE)
+    bar.ax.tick_params(labelsize=_FONT_SIZE)
+    _write(figure, path)
+
+
 def _new_figure(*, width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
@@ -128,4 +195,10 @@ def _save(figure: Figure, axis: Axes, path: Path) -> None:
     curves, labels = axis.get_legend_handles_labels()
     columns = min(4, len(curves))
     figure.legend(curves, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=_FONT_SIZE)
-    figure.savefig(path, dpi=200)
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=200)
+    replace_file(path, picture.getvalue())

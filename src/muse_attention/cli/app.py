@@ -51,11 +51,6 @@ app = typer.Typer(
 console = Console()
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
-Model = Annotated[str, typer.Argument(help="smollm2, or a local folder with a model of transformers.")]
-Text = Annotated[
-    list[Path] | None,
-    typer.Option(help="File or folder of text; may be repeated.", show_default="Python's standard library"),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -124,7 +119,7 @@ def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
 
 @contextlib.contextmanager
 def run_errors(how_to_continue: Callable[[], str]) -> Iterator[None]:
-    """While a run measures and writes: Ctrl-C, a full disk and too little memory are one line that says how to go on."""
+    """While a run measures and writes: one line for Ctrl-C, a full disk and too little memory says how to go on."""
     try:
         yield
     except KeyboardInterrupt:

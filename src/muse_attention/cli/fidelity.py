@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 from rich.table import Table
 
 from muse_attention.cli.app import (
     Device,
-    Model,
-    Text,
     app,
     console,
-    default_device,
+    draw_picture,
     file_stem,
     make_folder,
     new_table,
@@ -25,100 +23,140 @@ from muse_attention.cli.app import (
     run_errors,
     user_errors,
 )
+from muse_attention.cli.language_model import (
+    Dtype,
+    Model,
+    Place,
+    Text,
+    how_to_continue,
+    load_quietly,
+    name_of,
+    short_warnings,
+)
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.layers import Request, Results, as_csv, measure, start_results, steps
+from muse_attention.evaluation.fidelity_report import cluster_curves, html_report, markdown_report, paper_curves
+from muse_attention.evaluation.layers import Request, Results, as_csv, measure, read_results, start_results, steps
 from muse_attention.evaluation.presets import PRESETS, Preset, find_presets
 from muse_attention.evaluation.settings import Settings, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.files import replace_file
-from muse_attention.machine import machine_lines
-from muse_attention.pretrained import load_model
+from muse_attention.plots import plot_error_against_clusters, plot_heat_map
+from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_size
 
 
 @app.command()
 def fidelity(
-    model: Model = "smollm2",
+    model: Model = DEFAULT_MODEL,
     text: Text = None,
     length: Annotated[str, typer.Option(help="Tokens of a sample; k means 1024.")] = "8k",
-    samples: Annotated[int, typer.Option(help="Samples of the text.")] = 1,
+    samples: Annotated[int, typer.Option(help="Samples, one after another in the text.")] = 1,
     attention: Annotated[
-        list[str] | None, typer.Option(help="Attention to measure, by name; may be repeated.", show_default="muse")
+        list[str] | None,
+        typer.Option(
+            help="Attention to measure, by name; may be repeated.",
+            show_default="MuSeConfig.for_length, if there is no preset",
+        ),
     ] = None,
     preset: Annotated[
         list[str] | None,
-        typer.Option(help=f"A table of the paper's kind, may be repeated: all, or {', '.join(PRESETS)}."),
+        typer.Option(help=f"A table of the paper's kind; may be repeated. all, or {', '.join(PRESETS)}."),
     ] = None,
     device: Device = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Dtype = None,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/fidelity"),
-    name: Annotated[str, typer.Option(help="File name, without ending.")] = "fidelity",
+    name: Annotated[
+        str | None, typer.Option(help="File name, without ending.", show_default="the name of the model")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the file has already.")] = False,
 ) -> None:
     """Measure how far attentions are from exact attention on the queries, keys and values of a model.
 
-    Writes NAME.json after every layer, and NAME.csv, NAME.md, NAME.html and pictures at the end.
+    Writes NAME.json after every layer, and NAME.md, NAME.csv, NAME.html and pictures at the end.
     """
+    texts = text or []
     with user_errors():
-        tokens = parse_size(length)
-        presets = find_presets(preset or [], tokens)
-        requests = _requests(presets, attention, tokens)
-        stem = file_stem(name)
-        make_folder(output)
-        device = device or default_device()
-        loaded, tokenizer = load_model(model, dtype=getattr(torch, dtype), device=device)
-        taken = read_samples(tokenizer, text or [], tokens, samples)
-        settings = Settings(
-            describe_model(Path(model).name, loaded), taken.source, tokens, samples, device, dtype,
-            take_fingerprint(loaded, taken.tokens),
-        )  # fmt: skip
+        place = Place.choose(device, dtype)
+        tokens_each = parse_size(length)
+        presets = find_presets(preset or [], tokens_each)
+        requests = _requests(presets, attention, tokens_each)
+        stem = file_stem(name if name is not None else name_of(model))
         path = output / f"{stem}.json"
+        if resume and path.exists():
+            read_results(path)  # what is broken should be known before a model is loaded
+    command_line = functools.partial(
+        _command_line,
+        length=tokens_each,
+        samples=samples,
+        attentions=attention or [],
+        presets=preset or [],
+        place=place,
+        name=stem,
+    )
+    again = f"{command_line(model, map(str, texts))} --output {shlex.quote(str(output))} --resume"
+    with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
+        language_model, tokenizer = load_quietly(model, place)
+        read = read_samples(tokenizer, texts, tokens_each, samples)
+        settings = Settings(
+            model=describe_model(name_of(model), language_model),
+            text=read.source,
+            length=tokens_each,
+            samples=samples,
+            device=place.device,
+            dtype=place.dtype,
+            fingerprint=take_fingerprint(language_model, read.tokens),
+        )
+        make_folder(output)
         results = start_results(settings, path, resume=resume)
-    command = _command_line(model, text, settings, attention, preset, stem)
-    if command not in results.commands:
-        results.commands.append(command)
-    with run_errors(lambda: f"continue with: {command} --output {shlex.quote(str(output))} --resume"):
-        with progress_bar(steps(loaded, requests, samples)) as on_step:
-            measure(loaded, taken.tokens, requests, results, path, on_step=on_step)
-        console.print(_table(results, requests))
-        files = [path, output / f"{stem}.csv"]
-        replace_file(files[1], as_csv(results))
-    typer.echo(f"wrote {', '.join(map(str, files))}")
+        command = command_line(name_of(model), (file.name for file in texts))
+        if not all(map(results.is_whole, requests)) and command not in results.commands:
+            results.commands.append(command)
+        with progress_bar(steps(language_model, requests, samples)) as on_step:
+            measure(language_model, read.tokens, requests, results, path, on_step=on_step)
+        console.print(_fidelity_table(results, requests))
+        _write_reports(results, presets, requests, path)
 
 
 def _requests(presets: Sequence[Preset], attentions: Sequence[str] | None, length: int) -> list[Request]:
-    named = list(attentions or ([] if presets else ["muse"]))
+    """Those named first, each once."""
+    named = attentions or ([] if presets else ["muse"])
     requests = [Request(full_name(attention, length), length) for attention in named]
     return list(dict.fromkeys([*requests, *(request for preset in presets for request in preset.requests)]))
 
 
 def _command_line(
     model: str,
-    text: Sequence[Path] | None,
-    settings: Settings,
-    attentions: Sequence[str] | None,
-    presets: Sequence[str] | None,
+    texts: Iterable[str],
+    *,
+    length: int,
+    samples: int,
+    attentions: Sequence[str],
+    presets: Sequence[str],
+    place: Place,
     name: str,
 ) -> str:
-    """With every setting spelled out, but names of files and folders without where they are."""
-    words = ["muse", "fidelity", Path(model).name]
-    for path in text or []:
-        words += ["--text", path.name]
-    options: dict[str, Any] = {"length": format_size(settings.length), "samples": settings.samples}
-    options |= {"device": settings.device, "dtype": settings.dtype}
-    for option, value in options.items():
-        words += [f"--{option}", str(value)]
-    for attention in attentions or []:
+    """The command with every setting spelled out, save the folder of the results."""
+    words = ["muse", "fidelity", model]
+    for text in texts:
+        words += ["--text", text]
+    words += ["--length", format_size(length), "--samples", str(samples)]
+    for attention in attentions:
         words += ["--attention", attention]
-    for preset in presets or []:
+    for preset in presets:
         words += ["--preset", preset]
-    return shlex.join([*words, "--name", name])
+    return shlex.join([*words, "--device", place.device, "--dtype", place.dtype, "--name", name])
 
 
-def _table(results: Results, requests: Sequence[Request]) -> Table:
-    hardware, _ = machine_lines(results.machine)
+def _fidelity_table(results: Results, requests: Sequence[Request]) -> Table:
     settings = results.settings
-    table = new_table(f"{settings.model}\n{settings.text}\n{hardware}", "length", "RSE", "cosine", "lse gap")
+    table = new_table(
+        f"{settings.model}\n{settings.text}, {settings.samples} x {format_size(settings.length)} tokens, "
+        f"{results.heads} heads",
+        "length",
+        "RSE",
+        "cosine",
+        "lse gap",
+    )
     for request in requests:
         pooled = results.pooled(request)
         table.add_row(
@@ -129,3 +167,41 @@ def _table(results: Results, requests: Sequence[Request]) -> Table:
             f"{pooled['lse_gap']:.3g}",
         )
     return table
+
+
+def _write_reports(results: Results, presets: Sequence[Preset], requests: Sequence[Request], path: Path) -> None:
+    title = f"Fidelity: {path.stem}"
+    files = {
+        path.with_suffix(".md"): markdown_report(results, presets, requests, title=title),
+        path.with_suffix(".csv"): as_csv(results),
+    }
+    for file, content in files.items():
+        replace_file(file, content)
+    drawings = {
+        f"{path.stem}-{what.replace(' ', '-')}.png": (what, draw)
+        for what, draw in _drawings(results, presets, requests).items()
+    }
+    drawn = {
+        path.with_name(file): what
+        for file, (what, draw) in drawings.items()
+        if draw_picture(path.with_name(file), draw)
+    }
+    pictures = {what: file.read_bytes() for file, what in drawn.items()}
+    page = path.with_suffix(".html")
+    replace_file(page, html_report(results, presets, requests, pictures, title=title))
+    typer.echo(f"wrote {', '.join(map(str, [path, *files, *drawn, page]))}")
+
+
+def _drawings(
+    results: Results, presets: Sequence[Preset], requests: Sequence[Request]
+) -> dict[str, Callable[[Path], None]]:
+    """How to draw each picture, by what it shows."""
+    errors = results.by_head(requests[0], "relative_squared_error").tolist()
+    drawings: dict[str, Callable[[Path], None]] = {
+        "error of every head": functools.partial(plot_heat_map, errors, results.layers)
+    }
+    joint = next((preset for preset in presets if preset.name == "joint"), None)
+    if joint is not None:
+        panels = {"here": cluster_curves(results, joint), "the paper's 1B model, 64k": paper_curves()}
+        drawings["error against clusters"] = functools.partial(plot_error_against_clusters, panels)
+    return drawings

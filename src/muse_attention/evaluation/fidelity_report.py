@@ -26,7 +26,12 @@ _MEASURED = ("RSE", "cosine", "energy error", "lse gap")
 
 
 def html_report(
-    results: Results, presets: Sequence[Preset], requests: Sequence[Request], pictures: Mapping[str, bytes], *, title: str
+    results: Results,
+    presets: Sequence[Preset],
+    requests: Sequence[Request],
+    pictures: Mapping[str, bytes],
+    *,
+    title: str,
 ) -> str:
     """`pictures` are PNG files by what they show."""
     page = Page(title)
@@ -75,8 +80,8 @@ def subject(results: Results) -> str:
     settings = results.settings
     samples = "one sample" if settings.samples == 1 else f"{settings.samples} samples"
     return (
-        f"{settings.model}, on {samples} of {settings.length} tokens of {settings.text}, without any training: queries, "
-        f"keys and values of {len(results.layers)} layers after RoPE, causal attention in {settings.dtype} on "
+        f"{settings.model}, on {samples} of {settings.length} tokens of {settings.text}, without training for it: "
+        f"queries, keys and values of {len(results.layers)} layers after RoPE, causal attention in {settings.dtype} on "
         f"{settings.device}. Every number is a mean over n = {results.heads} heads."
     )
 

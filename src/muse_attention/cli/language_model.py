@@ -1,0 +1,79 @@
+"""What commands that measure a language model share: the model, its texts, and their options."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from muse_attention.benchmark.workload import DTYPES, check_device
+from muse_attention.cli.app import default_device, say
+from muse_attention.pretrained import DEFAULT_MODEL, load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Model = Annotated[
+    str, typer.Argument(help=f"Folder of a causal language model, or {DEFAULT_MODEL}.", show_default=DEFAULT_MODEL)
+]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text file, or folder of .py, .txt and .md files; may be repeated.",
+        show_default="the source of Python's standard library",
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda")
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs, and in which precision."""
+
+    device: str
+    dtype: str
+
+    @classmethod
+    def choose(cls, device: str | None, dtype: str | None) -> Place:
+        """What was asked for, or what suits this machine; a ValueError if there is no such thing."""
+        device = device or default_device()
+        check_device(device)
+        dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+        return cls(device, dtype)
+
+
+def name_of(model: str) -> str:
+    """The last part of a folder's path: where it lies is nobody else's business."""
+    return Path(model).expanduser().resolve().name
+
+
+def load_quietly(model: str, place: Place) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Without the bars and remarks of transformers, which may be missing: a ValueError or ImportError says all."""
+    with contextlib.suppress(ImportError):
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    return load_model(model, dtype=DTYPES[place.dtype], device=place.device)
+
+
+@contextlib.contextmanager
+def short_warnings() -> Iterator[None]:
+    """A warning is one line, without the code that it came from."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *where: say(str(message))
+        yield
+
+
+def how_to_continue(path: Path, command: str) -> str:
+    kept = f"what is finished is in {path}" if path.exists() else "nothing was written"
+    return f"{kept}; continue with: {command}"

@@ -1,0 +1,208 @@
+"""The loss of a model at every position of long texts, under one attention after another.
+
+The results are one JSON file, replaced after every sample of every attention, so that an interrupted run goes on where
+it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from muse_attention.evaluation.attentions import muse_config
+from muse_attention.evaluation.settings import Settings, check_continues, describe_machine_and_transformers
+from muse_attention.files import replace_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OnStep = Callable[[str, int], None]
+"""Told what begins, and how many steps are finished."""
+
+_POSITIONS_AT_ONCE = 512
+"""Whose logits are in memory at the same time."""
+_TOKENS_CHECKED = 16
+
+
+@dataclass
+class Losses:
+    """Of one attention, in nats, over the samples so far."""
+
+    sums: Tensor
+    """(length - 1), float64: of the token that follows each position, summed over samples"""
+    means: list[float] = field(default_factory=list)
+    """of each sample, over positions"""
+
+    def add(self, losses: Tensor) -> None:
+        """Another sample, (length - 1)."""
+        self.sums = self.sums + losses
+        self.means.append(float(losses.mean()))
+
+    @property
+    def by_position(self) -> Tensor:
+        """(length - 1), averaged over samples."""
+        return self.sums / len(self.means)
+
+
+@dataclass
+class Results:
+    machine: dict[str, Any]
+    settings: Settings
+    commands: list[str] = field(default_factory=list)
+    losses: dict[str, Losses] = field(default_factory=dict)
+    """by the full name of the attention"""
+
+    @property
+    def whole(self) -> list[str]:
+        """The attentions that have seen every sample."""
+        return [name for name, losses in self.losses.items() if len(losses.means) == self.settings.samples]
+
+    @property
+    def finished(self) -> int:
+        """Samples, over all attentions."""
+        return sum(len(losses.means) for losses in self.losses.values())
+
+    def missing(self, attentions: Sequence[str]) -> list[tuple[int, str]]:
+        """What is still to do: all attentions on one sample before the next, for any part to be a fair comparison."""
+        done = {name: len(losses.means) for name, losses in self.losses.items()}
+        samples = range(self.settings.samples)
+        return [(sample, name) for sample in samples for name in attentions if done.get(name, 0) <= sample]
+
+
+def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
+    """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
+    machine = describe_machine_and_transformers()
+    if not (resume and path.exists()):
+        return Results(machine, settings)
+    earlier = read_results(path)
+    check_continues(path, settings, machine, earlier.settings, earlier.machine)
+    return earlier
+
+
+def measure(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    attentions: Sequence[str],
+    results: Results,
+    path: Path,
+    *,
+    on_step: OnStep = lambda description, finished: None,
+) -> None:
+    """Fill `results` with what is missing of `attentions`, by full names, on (samples, length) tokens.
+
+    The file is written after every sample of every attention.
+    """
+    check_model(model, tokens)
+    samples, length = tokens.shape
+    for finished, (sample, attention) in enumerate(results.missing(attentions)):
+        on_step(f"{attention}, sample {sample + 1} of {samples}", finished)
+        losses = position_losses(model, tokens[sample], attention)
+        if not math.isfinite(float(losses.sum())):
+            raise ValueError(f"the loss under {attention} is not a finite number in {model.dtype}; use another dtype")
+        results.losses.setdefault(attention, Losses(torch.zeros(length - 1, dtype=torch.float64))).add(losses)
+        write_results(results, path)
+
+
+def position_losses(
+    model: PreTrainedModel, ids: Tensor, attention: str, *, at_once: int = _POSITIONS_AT_ONCE
+) -> Tensor:
+    """(length - 1) cross-entropies, in nats, of the tokens that follow each position of (length) ids.
+
+    Logits are computed for `at_once` positions at a time, and their softmax in at least float32. The result is float64,
+    on the CPU.
+    """
+    from muse_attention.huggingface import use_attention
+
+    ids = ids.to(model.device)
+    with use_attention(model, attention), torch.no_grad():
+        hidden = _hidden_states(model, ids[None])[0, :-1]
+        parts = [
+            cross_entropy(_at_least_float32(_logits(model, states)), following, reduction="none")
+            for states, following in zip(hidden.split(at_once), ids[1:].split(at_once), strict=True)
+        ]
+    return torch.cat(parts).double().cpu()
+
+
+def check_model(model: PreTrainedModel, tokens: Tensor) -> None:
+    """A ValueError if the tokens are more than the model knows, or its logits more than its last layer's output."""
+    length = tokens.shape[1]
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    if length > longest:
+        raise ValueError(f"the model's context is {longest} tokens, less than {length}; choose a smaller length")
+    few = tokens[:1, :_TOKENS_CHECKED].to(model.device)
+    with torch.no_grad():
+        expected = model(few, use_cache=False).logits
+        found = None if model.get_output_embeddings() is None else _logits(model, _hidden_states(model, few))
+    tolerance = 4 * torch.finfo(expected.dtype).eps * expected.abs().max()
+    if found is None or found.shape != expected.shape or (found - expected).abs().max() > tolerance:
+        raise ValueError(
+            f"{type(model).__name__} does more to its logits than its output embeddings do (a softcap, a scale); "
+            "its loss cannot be measured in parts: use another model"
+        )
+
+
+def _hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    states: Tensor = model.base_model(ids, use_cache=False).last_hidden_state
+    return states
+
+
+def _logits(model: PreTrainedModel, states: Tensor) -> Tensor:
+    logits: Tensor = model.get_output_embeddings()(states)
+    return logits
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def write_results(results: Results, path: Path) -> None:
+    document = {
+        "machine": results.machine,
+        "settings": asdict(results.settings),
+        "commands": results.commands,
+        "losses": [_losses_to_json(attention, losses) for attention, losses in results.losses.items()],
+    }
+    replace_file(path, json.dumps(document) + "\n")
+
+
+def read_results(path: Path) -> Results:
+    """Read what `write_results` wrote; a ValueError if it is something else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        settings = Settings(**document["settings"])
+        return Results(
+            machine=dict(document["machine"]),
+            settings=settings,
+            commands=list(document["commands"]),
+            losses={entry["attention"]: _losses_from_json(entry, settings) for entry in document["losses"]},
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} does not hold the results of muse loss; choose another --name, or drop --resume to start over"
+        ) from error
+
+
+def _losses_to_json(attention: str, losses: Losses) -> dict[str, Any]:
+    """With all settings of MuSe, the seed of its clustering among them: the only randomness there is."""
+    config = muse_config(attention)
+    return {
+        "attention": attention,
+        "config": None if config is None else asdict(config),
+        "means": losses.means,
+        "sums": losses.sums.tolist(),
+    }
+
+
+def _losses_from_json(entry: dict[str, Any], settings: Settings) -> Losses:
+    losses = Losses(torch.tensor(entry["sums"], dtype=torch.float64), [float(mean) for mean in entry["means"]])
+    if losses.sums.shape != (settings.length - 1,) or not 1 <= len(losses.means) <= settings.samples:
+        raise ValueError("the numbers are not those of the settings")
+    return losses

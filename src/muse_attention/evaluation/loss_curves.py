@@ -1,0 +1,113 @@
+"""What the losses of attentions say: curves against the context, the loss no context removes, and gaps to exact."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muse_attention.evaluation.attentions import muse_config
+from muse_attention.evaluation.fits import Decay
+from muse_attention.evaluation.loss import Results
+
+SHORTEST = 64
+"""Tokens of a sample, for there to be a curve to fit."""
+_FIRST_FITTED = 32
+"""The first positions are ruled by how a text begins."""
+_POINTS = 200
+"""Of a curve: at most so many, at even distances of their logarithms."""
+
+
+class Gap(NamedTuple):
+    """Mean loss of an attention less that of exact attention, in nats."""
+
+    mean: float
+    standard_error: float | None
+    """over samples, of the difference in each; None where there is but one"""
+
+
+class Bin(NamedTuple):
+    """The mean loss between two positions, both included."""
+
+    first: int
+    last: int
+    loss: float
+
+
+class Doubling(NamedTuple):
+    """Two attentions, alike but for twice the query clusters, key clusters and retrieved clusters of the second."""
+
+    attention: str
+    doubled: str
+    ratio: float | None
+    """of the first gap to the second; None unless both are positive"""
+
+
+def cumulative_mean(results: Results, attention: str) -> Tensor:
+    """(length - 1): the mean loss of all positions up to each; position n, at index n - 1, has seen n tokens."""
+    by_position = results.losses[attention].by_position
+    return by_position.cumsum(0) / torch.arange(1, len(by_position) + 1)
+
+
+def gap(results: Results, attention: str) -> Gap:
+    """At the last position, where the cumulative mean is that of whole samples."""
+    both = zip(results.losses[attention].means, results.losses["exact"].means, strict=True)
+    differences = [mean - exact for mean, exact in both]
+    if len(differences) < 2:
+        return Gap(differences[0], None)
+    return Gap(statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences)))
+
+
+def binned(results: Results, attention: str) -> list[Bin]:
+    """The loss itself, not its cumulative mean, between powers of two of the position."""
+    by_position = results.losses[attention].by_position
+    firsts = [2**power for power in range(len(by_position).bit_length())]
+    lasts = [min(2 * first - 1, len(by_position)) for first in firsts]
+    return [
+        Bin(first, last, float(by_position[first - 1 : last].mean())) for first, last in zip(firsts, lasts, strict=True)
+    ]
+
+
+def fit_exact(results: Results) -> Decay:
+    """How exact attention's cumulative mean falls from position 32 on. Its irreducible loss is that of all curves."""
+    curve = cumulative_mean(results, "exact")
+    return Decay.fit([(position, float(curve[position - 1])) for position in _spaced(_FIRST_FITTED, len(curve))])
+
+
+def reducible_curve(results: Results, attention: str, irreducible: float) -> list[tuple[float, float]]:
+    """(position, cumulative mean less the irreducible loss)"""
+    curve = cumulative_mean(results, attention)
+    return [(position, float(curve[position - 1]) - irreducible) for position in _spaced(1, len(curve))]
+
+
+def doublings(results: Results) -> list[Doubling]:
+    """Every pair there is, by clusters."""
+    configs = {config: name for name in results.whole if (config := muse_config(name)) is not None}
+    found = []
+    for config in sorted(configs, key=lambda config: config.key_clusters):
+        doubled = configs.get(
+            config.replace(
+                query_clusters=2 * config.query_clusters,
+                key_clusters=2 * config.key_clusters,
+                retrieved_clusters=2 * config.retrieved_clusters,
+            )
+        )
+        if doubled is not None:
+            before, after = gap(results, configs[config]).mean, gap(results, doubled).mean
+            found.append(Doubling(configs[config], doubled, before / after if min(before, after) > 0 else None))
+    return found
+
+
+def ratio_per_doubling(results: Results) -> float | None:
+    """By how much the gap shrinks: the geometric mean of all `doublings`; None unless each has a ratio."""
+    ratios = [doubling.ratio for doubling in doublings(results)]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return statistics.geometric_mean(known) if known and len(known) == len(ratios) else None
+
+
+def _spaced(first: int, last: int) -> list[int]:
+    return [int(position) for position in np.unique(np.geomspace(first, last, _POINTS).round().astype(int))]
