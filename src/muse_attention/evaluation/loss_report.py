@@ -44,7 +44,7 @@ _PAPER = (
 
 
 def summary_table(results: Results) -> Table:
-    """Of every attention: its mean loss, its gap to exact, that from the last power of two on, and its name in words."""
+    """Of every attention: mean loss, gap to exact, gap from the last power of two on, and what its name says."""
     last = binned(results, "exact")[-1]
     header = ("attention", "mean loss", "gap to exact", f"gap from position {format_size(last.first)} on", "in words")
     rows = [
