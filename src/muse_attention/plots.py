@@ -109,7 +109,9 @@ def plot_loss(curves: Mapping[str, Curve], path: Path, *, exact: str) -> None:
 
     The curve named `exact` is black, and above the others.
     """
-    figure = _new_figure(width=7.6, height=4.2)
+    figure = _new_figure(width=8.2, height=4.2)
+    from matplotlib.ticker import LogFormatter
+
     axis = figure.add_subplot()
     others = [name for name in curves if name != exact]
     for name, curve in curves.items():
@@ -120,6 +122,9 @@ def plot_loss(curves: Mapping[str, Curve], path: Path, *, exact: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.xaxis.set_major_formatter(lambda position, _: format_size(round(position)))
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter())
+    axis.tick_params(which="minor", labelsize=_FONT_SIZE)
     axis.set_xlabel("position")
     axis.set_ylabel("cumulative mean loss less irreducible loss (nats)")
     _tidy(axis)

@@ -110,9 +110,10 @@ def draw_picture(picture: Path, draw: Callable[[Path], None]) -> bool:
 
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr, gone when it is full, and the function that moves it."""
+    """A bar on stderr if that is a terminal, gone when it is full, and the function that moves it."""
+    stderr = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("", total=steps)
         yield lambda description, finished: progress.update(task, description=description, completed=finished)
 

@@ -35,7 +35,7 @@ from muse_attention.cli.language_model import (
 )
 from muse_attention.evaluation.attentions import figure_attentions, full_name
 from muse_attention.evaluation.loss import Results, check_model, measure, read_results, start_results
-from muse_attention.evaluation.loss_curves import SHORTEST, fit_exact, reducible_curve
+from muse_attention.evaluation.loss_curves import SHORTEST, binned, fit_exact, reducible_curve
 from muse_attention.evaluation.loss_report import as_csv, html_report, markdown_report, summary_table
 from muse_attention.evaluation.settings import Settings, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
@@ -137,16 +137,17 @@ def _command_line(
 
 def _loss_table(results: Results) -> Table:
     settings = results.settings
-    header, rows = summary_table(results)
+    size = f"{settings.samples} x {format_size(settings.length)} tokens"
+    last = format_size(binned(results, "exact")[-1].first)
     table = new_table(
-        f"{settings.model}\n{settings.text}, {settings.samples} x {format_size(settings.length)} tokens", *header[1:-1]
+        f"{settings.model}\n{settings.text}, {size}", "mean\nloss", "gap to\nexact", f"gap from\n{last} on"
     )
     table.caption = (
         f"In nats; irreducible loss: {fit_exact(results).irreducible:.2f}. "
         "MuSe's clustering sees the whole sequence, and its loss is measured with that."
     )
-    for row in rows:
-        table.add_row(*row[:-1])
+    for *row, _ in summary_table(results)[1]:
+        table.add_row(*row)
     return table
 
 

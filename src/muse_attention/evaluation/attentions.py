@@ -53,4 +53,5 @@ def in_words(attention: str) -> str:
     blocks = f"blocks of {format_size(config.block_size)}"
     if config.retrieved_clusters == 0:
         return f"{clusters}, none opened, {blocks}"
-    return f"{clusters}, {config.retrieved_clusters} opened in {config.retrieved_blocks} block each, {blocks}"
+    in_each = "1 block" if config.retrieved_blocks == 1 else f"{config.retrieved_blocks} blocks"
+    return f"{clusters}, {config.retrieved_clusters} opened in {in_each} each, {blocks}"

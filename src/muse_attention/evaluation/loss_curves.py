@@ -16,10 +16,10 @@ from muse_attention.evaluation.loss import Results
 
 SHORTEST = 64
 """Tokens of a sample, for there to be a curve to fit."""
-_FIRST_FITTED = 32
-"""The first positions are ruled by how a text begins."""
+_FIRST_POSITION = 32
+"""Of a curve: earlier ones are ruled by how a text begins."""
 _POINTS = 200
-"""Of a curve: at most so many, at even distances of their logarithms."""
+"""Of a curve, at most; evenly spaced on a log axis."""
 
 
 class Gap(NamedTuple):
@@ -75,13 +75,13 @@ def binned(results: Results, attention: str) -> list[Bin]:
 def fit_exact(results: Results) -> Decay:
     """How exact attention's cumulative mean falls from position 32 on. Its irreducible loss is that of all curves."""
     curve = cumulative_mean(results, "exact")
-    return Decay.fit([(position, float(curve[position - 1])) for position in _spaced(_FIRST_FITTED, len(curve))])
+    return Decay.fit([(position, float(curve[position - 1])) for position in _spaced(len(curve))])
 
 
 def reducible_curve(results: Results, attention: str, irreducible: float) -> list[tuple[float, float]]:
-    """(position, cumulative mean less the irreducible loss)"""
+    """(position, cumulative mean less the irreducible loss), from position 32 on."""
     curve = cumulative_mean(results, attention)
-    return [(position, float(curve[position - 1]) - irreducible) for position in _spaced(1, len(curve))]
+    return [(position, float(curve[position - 1]) - irreducible) for position in _spaced(len(curve))]
 
 
 def doublings(results: Results) -> list[Doubling]:
@@ -109,5 +109,6 @@ def ratio_per_doubling(results: Results) -> float | None:
     return statistics.geometric_mean(known) if known and len(known) == len(ratios) else None
 
 
-def _spaced(first: int, last: int) -> list[int]:
-    return [int(position) for position in np.unique(np.geomspace(first, last, _POINTS).round().astype(int))]
+def _spaced(last: int) -> list[int]:
+    positions = np.geomspace(_FIRST_POSITION, last, _POINTS).round().astype(int)
+    return [int(position) for position in np.unique(positions)]

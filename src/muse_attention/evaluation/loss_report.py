@@ -36,7 +36,7 @@ _LEAK = (
     "with that leak. Exact attention has none."
 )
 _PAPER = (
-    "The paper's figure is of 100 chunks of 64k tokens of PG-19, and of 64 to 512 clusters. The values of its curves are "
+    "The paper's figure is of 100 chunks of 64k tokens of PG-19, with 64 to 512 clusters. The values of its curves are "
     "not printed in the paper, nor are the number of clusters opened, the size of the blocks, and how the irreducible "
     "loss was fitted. It also says that without tilt (No tilt K128) the loss explodes immediately, and that QK64 "
     "outperforms Q1 K128, one tilted query cluster."
@@ -44,15 +44,15 @@ _PAPER = (
 
 
 def summary_table(results: Results) -> Table:
-    half = binned(results, "exact")[-1].first
-    header = ("attention", "mean loss", "gap to exact", f"gap from position {format_size(half)} on", "in words")
-    exact_half = binned(results, "exact")[-1].loss
+    """Of every attention: mean loss, gap to exact, gap from the last power of two on, and what its name says."""
+    last = binned(results, "exact")[-1]
+    header = ("attention", "mean loss", "gap to exact", f"gap from position {format_size(last.first)} on", "in words")
     rows = [
         (
             name,
             f"{float(cumulative_mean(results, name)[-1]):.4f}",
             "" if name == "exact" else format_gap(gap(results, name)),
-            "" if name == "exact" else f"{binned(results, name)[-1].loss - exact_half:+.4f}",
+            "" if name == "exact" else f"{binned(results, name)[-1].loss - last.loss:+.4f}",
             in_words(name),
         )
         for name in results.whole
