@@ -83,10 +83,10 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def new_table(title: str, *headers: str) -> Table:
-    """An attention in each row; narrow enough for a terminal of 80 columns."""
+    """An attention in each row; where the terminal is too narrow, its name is folded."""
     looks: dict[str, Any] = {"title_style": "", "title_justify": "left", "caption_justify": "left"}
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, **looks)
-    table.add_column("attention", no_wrap=True)
+    table.add_column("attention", overflow="fold")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     return table
