@@ -34,7 +34,14 @@ from muse_attention.cli.language_model import (
     short_warnings,
 )
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.fidelity_report import cluster_curves, html_report, markdown_report, paper_curves
+from muse_attention.evaluation.fidelity_report import (
+    cluster_curves,
+    headline,
+    html_report,
+    markdown_report,
+    paper_curves,
+    shown_presets,
+)
 from muse_attention.evaluation.layers import Request, Results, as_csv, measure, read_results, start_results, steps
 from muse_attention.evaluation.presets import PRESETS, Preset, find_presets
 from muse_attention.evaluation.settings import Settings, describe_model, take_fingerprint
@@ -72,7 +79,7 @@ def fidelity(
 ) -> None:
     """Measure how far attentions are from exact attention on the queries, keys and values of a model.
 
-    Writes NAME.json after every layer, and NAME.md, NAME.csv, NAME.html and pictures at the end.
+    Writes NAME.json every few seconds, and NAME.md, NAME.csv, NAME.html and pictures at the end.
     """
     texts = text or []
     with user_errors():
@@ -114,7 +121,7 @@ def fidelity(
         with progress_bar(steps(language_model, requests, samples)) as on_step:
             measure(language_model, read.tokens, requests, results, path, on_step=on_step)
         console.print(_fidelity_table(results, requests))
-        _write_reports(results, presets, requests, path)
+        write_fidelity_reports(results, path)
 
 
 def _requests(presets: Sequence[Preset], attentions: Sequence[str] | None, length: int) -> list[Request]:
@@ -169,18 +176,15 @@ def _fidelity_table(results: Results, requests: Sequence[Request]) -> Table:
     return table
 
 
-def _write_reports(results: Results, presets: Sequence[Preset], requests: Sequence[Request], path: Path) -> None:
+def write_fidelity_reports(results: Results, path: Path) -> None:
     title = f"Fidelity: {path.stem}"
     files = {
-        path.with_suffix(".md"): markdown_report(results, presets, requests, title=title),
+        path.with_suffix(".md"): markdown_report(results, title=title),
         path.with_suffix(".csv"): as_csv(results),
     }
     for file, content in files.items():
         replace_file(file, content)
-    drawings = {
-        f"{path.stem}-{what.replace(' ', '-')}.png": (what, draw)
-        for what, draw in _drawings(results, presets, requests).items()
-    }
+    drawings = {f"{path.stem}-{what.replace(' ', '-')}.png": (what, draw) for what, draw in _drawings(results).items()}
     drawn = {
         path.with_name(file): what
         for file, (what, draw) in drawings.items()
@@ -188,19 +192,17 @@ def _write_reports(results: Results, presets: Sequence[Preset], requests: Sequen
     }
     pictures = {what: file.read_bytes() for file, what in drawn.items()}
     page = path.with_suffix(".html")
-    replace_file(page, html_report(results, presets, requests, pictures, title=title))
+    replace_file(page, html_report(results, pictures, title=title))
     typer.echo(f"wrote {', '.join(map(str, [path, *files, *drawn, page]))}")
 
 
-def _drawings(
-    results: Results, presets: Sequence[Preset], requests: Sequence[Request]
-) -> dict[str, Callable[[Path], None]]:
+def _drawings(results: Results) -> dict[str, Callable[[Path], None]]:
     """How to draw each picture, by what it shows."""
-    errors = results.by_head(requests[0], "relative_squared_error").tolist()
+    errors = results.by_head(headline(results), "relative_squared_error").tolist()
     drawings: dict[str, Callable[[Path], None]] = {
         "error of every head": functools.partial(plot_heat_map, errors, results.layers)
     }
-    joint = next((preset for preset in presets if preset.name == "joint"), None)
+    joint = next((preset for preset in shown_presets(results) if preset.name == "joint"), None)
     if joint is not None:
         panels = {"here": cluster_curves(results, joint), "the paper's 1B model, 64k": paper_curves()}
         drawings["error against clusters"] = functools.partial(plot_error_against_clusters, panels)

@@ -105,7 +105,7 @@ def loss(
         with progress_bar(len(missing)) as on_step:
             measure(language_model, read.tokens, attentions, results, path, on_step=on_step)
         console.print(_loss_table(results))
-        _write_reports(results, path)
+        write_loss_reports(results, path)
 
 
 def _tokens_each(length: str) -> int:
@@ -151,7 +151,7 @@ def _loss_table(results: Results) -> Table:
     return table
 
 
-def _write_reports(results: Results, path: Path) -> None:
+def write_loss_reports(results: Results, path: Path) -> None:
     title = f"Loss against position: {path.stem}"
     picture, page = path.with_suffix(".png"), path.with_suffix(".html")
     files = {path.with_suffix(".md"): markdown_report(results, title=title), path.with_suffix(".csv"): as_csv(results)}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from muse_attention.config import MuSeConfig
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.layers import Request, Results
 from muse_attention.evaluation.page import Page
 from muse_attention.evaluation.paper import JOINT_1B, JOINT_1B_NO_TILT, PaperTable
-from muse_attention.evaluation.presets import NO_TILT, Preset
+from muse_attention.evaluation.presets import NO_TILT, Preset, find_presets
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size
 
@@ -25,21 +26,21 @@ MEANING = (
 _MEASURED = ("RSE", "cosine", "energy error", "lse gap")
 
 
-def html_report(
-    results: Results,
-    presets: Sequence[Preset],
-    requests: Sequence[Request],
-    pictures: Mapping[str, bytes],
-    *,
-    title: str,
-) -> str:
+def shown_presets(results: Results) -> list[Preset]:
+    """The tables that there are numbers for, in most of their rows."""
+    presets = find_presets(["all"], results.settings.length)
+    return [preset for preset in presets if 2 * sum(map(results.is_whole, preset.requests)) > len(preset.rows)]
+
+
+def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) -> str:
     """`pictures` are PNG files by what they show."""
+    presets = shown_presets(results)
     page = Page(title)
     page.paragraph(subject(results))
     page.paragraph(MEANING, is_note=True)
     page.code("\n".join(results.commands))
     page.paragraph("; ".join(machine_lines(results.machine)), is_note=True)
-    if named := _named(presets, requests):
+    if named := _named(results, presets):
         page.section("Attentions")
         page.table(*table_of_requests(results, named))
     for preset in presets:
@@ -52,18 +53,30 @@ def html_report(
             page.table(*clusters)
             page.paragraph(EFFECTIVE, is_note=True)
             _add_picture(page, pictures, "error against clusters")
+    first = headline(results)
     page.section("Every head")
-    page.paragraph(f"Relative squared error of {requests[0].attention} in every head of every layer.")
+    page.paragraph(f"Relative squared error of {first.attention} in every head of every layer.")
     _add_picture(page, pictures, "error of every head")
-    page.table(*table_of_layers(results, requests[0]))
+    page.table(*table_of_layers(results, first))
     return page.html()
 
 
-def markdown_report(results: Results, presets: Sequence[Preset], requests: Sequence[Request], *, title: str) -> str:
+def headline(results: Results) -> Request:
+    """The request whose heads are shown: the configuration of the length, or else the first that was measured."""
+    length = results.settings.length
+    base = Request(f"muse:{MuSeConfig.for_length(length)}", length)
+    found = [request for request in (base, *results.measured) if results.is_whole(request)]
+    if not found:
+        raise ValueError("no attention has been measured in all layers and samples; continue the run with --resume")
+    return found[0]
+
+
+def markdown_report(results: Results, *, title: str) -> str:
+    presets = shown_presets(results)
     hardware, versions = machine_lines(results.machine)
     lines = [f"# {title}", "", subject(results), "", f"- Machine: {hardware}", f"- Versions: {versions}", "", "```"]
     lines += [*results.commands, "```", "", MEANING, ""]
-    if named := _named(presets, requests):
+    if named := _named(results, presets):
         lines += ["## Attentions", "", _markdown(*table_of_requests(results, named)), ""]
     for preset in presets:
         lines += [f"## {preset.title}", "", preset.question, "", _markdown(*table_of_preset(results, preset)), ""]
@@ -109,8 +122,9 @@ FARTHEST = 16
 """So many times the largest count that was measured are as far as a power law is followed."""
 EFFECTIVE = (
     "Clusters without tilt: how many clusters plain means would need for the error that the tilt has, by the power law "
-    "through the errors without tilt; * is beyond what was measured, which it is followed to 16 times. (The paper's own counts in its Table 2 do not "
-    "follow from its exponents -0.89 and -0.59: those give 1714 for its 128 clusters, where it prints 1179.)"
+    "through the errors without tilt; * is beyond what was measured, to 16 times of which it is followed. (The paper's "
+    "own counts in its Table 2 do not follow from its exponents -0.89 and -0.59: those give 1714 for its 128 clusters, "
+    "where it prints 1179.)"
 )
 
 
@@ -169,10 +183,10 @@ def _fits_in_words(results: Results, preset: Preset) -> str:
     )
 
 
-def _named(presets: Sequence[Preset], requests: Sequence[Request]) -> list[Request]:
-    """Those that were asked for by name."""
+def _named(results: Results, presets: Sequence[Preset]) -> list[Request]:
+    """What was measured, and is in none of the tables."""
     of_presets = {request for preset in presets for request in preset.requests}
-    return [request for request in requests if request not in of_presets]
+    return [request for request in results.measured if results.is_whole(request) and request not in of_presets]
 
 
 def _cells(results: Results, request: Request) -> tuple[str, ...]:

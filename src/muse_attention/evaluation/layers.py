@@ -1,6 +1,6 @@
 """How far attentions are from exact attention on what the layers of a model attend with: every head of every layer.
 
-The results are one JSON file, replaced after every layer, so that an interrupted run goes on where it stopped.
+The results are one JSON file, replaced every few seconds, so that an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import csv
 import functools
 import io
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ MEASURES = ("relative_squared_error", "cosine", "energy_error", "lse_gap")
 
 Step = Callable[[str, int], None]
 """Called with what is being done, and how many steps are finished."""
+WRITTEN_EVERY = 5.0
+"""Seconds of work that are lost at most. (To write a large file after every layer would take longer than the layer.)"""
 Heads = dict[str, list[float]]
 """Each of `MEASURES`, of every head of a layer."""
 
@@ -48,12 +51,17 @@ class Results:
     commands: list[str] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
     """the layers that were measured, by number"""
+    has_all_layers: bool = False
+    """whether these are all: known when a sample was finished"""
     measured: dict[Request, list[list[Heads]]] = field(default_factory=dict)
     """what was found in each sample, layer by layer"""
 
     def is_whole(self, request: Request) -> bool:
+        return all(self.has_sample(request, sample) for sample in range(self.settings.samples))
+
+    def has_sample(self, request: Request, sample: int) -> bool:
         found = self.measured.get(request, [])
-        return len(found) == self.settings.samples and all(len(sample) == len(self.layers) > 0 for sample in found)
+        return self.has_all_layers and sample < len(found) and len(found[sample]) == len(self.layers)
 
     def by_head(self, request: Request, measure: str) -> Tensor:
         """(layers, heads), averaged over samples."""
@@ -90,30 +98,44 @@ def measure(
     *,
     on_step: Step = lambda description, finished: None,
 ) -> None:
-    """Fill `results` with what is missing of `requests`, on (samples, length) tokens, and write it after every layer.
+    """Fill `results` with what is missing of `requests`, on (samples, length) tokens, and write it every few seconds.
 
     Shorter requests are measured on the beginning of each sample.
     """
-    finished = 0
+    try:
+        _measure(model, tokens, requests, results, path, on_step)
+    finally:
+        write_results(results, path)
+
+
+def _measure(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    requests: Sequence[Request],
+    results: Results,
+    path: Path,
+    on_step: Step,
+) -> None:
+    finished, written = 0, time.monotonic()
     for length in sorted({request.length for request in requests}, reverse=True):
         attentions = [request.attention for request in dict.fromkeys(requests) if request.length == length]
         for sample, ids in enumerate(tokens):
-            if not all(_has_sample(results, Request(attention, length), sample) for attention in attentions):
-                on_layer = functools.partial(_measure_layer, results, attentions, length, sample, path)
+            if not all(results.has_sample(Request(attention, length), sample) for attention in attentions):
+                on_layer = functools.partial(_measure_layer, results, attentions, length, sample)
                 before = finished
 
                 def visit(layer: int, *inputs: Any, on_layer: Any = on_layer, before: int = before) -> None:
+                    nonlocal written
                     on_step(f"{inputs[0].shape[2]} tokens, layer {layer}", before + layer)
                     on_layer(layer, *inputs)
+                    if time.monotonic() - written > WRITTEN_EVERY:
+                        write_results(results, path)
+                        written = time.monotonic()
 
                 visit_layers(model, ids[None, :length], visit)
+                results.has_all_layers = True
             finished += number_of_layers(model)
             on_step(f"{length} tokens", finished)
-
-
-def _has_sample(results: Results, request: Request, sample: int) -> bool:
-    found = results.measured.get(request, [])
-    return sample < len(found) and len(found[sample]) == len(results.layers) > 0
 
 
 def _measure_layer(
@@ -121,7 +143,6 @@ def _measure_layer(
     attentions: Sequence[str],
     length: int,
     sample: int,
-    path: Path,
     layer: int,
     query: Tensor,
     key: Tensor,
@@ -142,9 +163,12 @@ def _measure_layer(
         exact = exact or exact_attention(query, key, value, **call)
         out, lse = get_attention(attention)(query, key, value, **call)
         fidelity = compare(out, exact[0], lse, exact[1])
-        found[sample].append({name: getattr(fidelity, name)[0].tolist() for name in MEASURES})
-    if exact is not None:
-        write_results(results, path)
+        found[sample].append({name: _rounded(getattr(fidelity, name)[0]) for name in MEASURES})
+
+
+def _rounded(numbers: Tensor) -> list[float]:
+    """To six digits: files stay small."""
+    return [float(f"{number:.6g}") for number in numbers.tolist()]
 
 
 def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
@@ -163,6 +187,7 @@ def write_results(results: Results, path: Path) -> None:
         "settings": asdict(results.settings),
         "commands": results.commands,
         "layers": results.layers,
+        "has_all_layers": results.has_all_layers,
         "measured": [
             {"attention": request.attention, "length": request.length, "samples": samples}
             for request, samples in results.measured.items()
@@ -180,6 +205,7 @@ def read_results(path: Path) -> Results:
             settings=Settings(**document["settings"]),
             commands=list(document["commands"]),
             layers=list(document["layers"]),
+            has_all_layers=document["has_all_layers"],
             measured={Request(entry["attention"], entry["length"]): entry["samples"] for entry in document["measured"]},
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
