@@ -94,7 +94,7 @@ class Conformance:
         [
             "Q4K5R2B32,clustering=streaming",
             "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
-            "Q4K5R2B32,clustering=streaming,cap_factor=1.2",
+            "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
         ],
     )
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
@@ -336,7 +336,7 @@ class Conformance:
         "config",
         [
             "QK4R2B32",
-            "QK4R2B32,clustering=lloyd,cap_factor=1.0",
+            "QK4R2B32,clustering=lloyd,cap_factor=1.0,query_cap_factor=1.0",
             "QK4R2B32,cap_factor=none",
             "QK4R0B32,dipole=tilted",
             "QK4R0B32,dipole=centred",

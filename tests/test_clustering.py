@@ -20,13 +20,26 @@ BACKENDS = ["torch", "reference"]
 def test_no_cluster_exceeds_its_cap_in_any_block(backend: str, factor: float, degenerate: bool) -> None:
     query, key, _ = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
     if degenerate:
-        key = key[:, :, :1].expand_as(key).contiguous()
-    config = MuSeConfig.parse("Q4K5R1B32").replace(cap_factor=factor)
-    assignment = find_clusters(query, key, config=config, backend=backend).key_assignment
-    cap = math.ceil(factor * 32 / 5)
-    for block in assignment.split(32, dim=-1):
-        for head in block[0]:
-            assert torch.bincount(head, minlength=5).max() <= cap
+        query, key = (vectors[:, :, :1].expand_as(vectors).contiguous() for vectors in (query, key))
+    config = MuSeConfig.parse("Q4K5R1B32").replace(cap_factor=factor, query_cap_factor=factor + 0.1)
+    found = find_clusters(query, key, config=config, backend=backend)
+    assert _largest(found.key_assignment, 5) <= math.ceil(factor * 32 / 5)
+    assert _largest(found.query_assignment, 4) <= math.ceil(min(factor + 0.1, 4) * 32 / 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_are_not_capped_unless_asked_for(backend: str) -> None:
+    query, key, _ = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
+    query, key = (vectors[:, :, :1].expand_as(vectors).contiguous() for vectors in (query, key))
+    found = find_clusters(query, key, config="Q4K5R1B32,cap_factor=1.5", backend=backend)
+    assert _largest(found.query_assignment, 4) == 32
+    assert _largest(found.key_assignment, 5) == math.ceil(1.5 * 32 / 5)
+
+
+def _largest(assignment: torch.Tensor, clusters: int) -> int:
+    """Most tokens of any head, block and cluster."""
+    blocks = [block for part in assignment.split(32, dim=-1) for block in part.flatten(0, -2)]
+    return max(int(torch.bincount(block, minlength=clusters).max()) for block in blocks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

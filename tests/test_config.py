@@ -49,6 +49,7 @@ def test_parse(text: str, fields: dict[str, object] | None) -> None:
         differentiable_aggregation=st.booleans(),
         clustering=st.sampled_from(["streaming", "lloyd"]),
         cap_factor=st.one_of(st.none(), st.floats(1, 1e6)),
+        query_cap_factor=st.one_of(st.none(), st.floats(1, 1e6)),
         seed=st.integers(0, 2**63),
         lloyd_iterations=st.integers(1, 10),
     )
@@ -102,6 +103,7 @@ def test_is_frozen_and_hashable() -> None:
         ({"cap_factor": 0.5}, ["cap_factor=0.5", "at least 1", "None"]),
         ({"cap_factor": float("nan")}, ["cap_factor=nan", "at least 1"]),
         ({"cap_factor": "4"}, ["cap_factor='4'", "number"]),
+        ({"query_cap_factor": 0}, ["query_cap_factor=0", "at least 1", "None"]),
         ({"clusters": 4}, ["clusters", "query_clusters"]),
     ],
 )
@@ -139,7 +141,7 @@ def test_bad_text(text: str, words: list[str]) -> None:
 
 
 def test_an_absurd_cap_is_no_cap() -> None:
-    assert MuSeConfig.parse("QK4B32,cap_factor=1e308").largest_cluster(4) == 32
+    assert MuSeConfig.parse("QK4B32,cap_factor=1e308").largest_key_cluster == 32
 
 
 @pytest.mark.parametrize("length", [0, -5, 2.5, True, "64k"])

@@ -31,6 +31,7 @@ def configurations(draw: st.DrawFn) -> MuSeConfig:
         differentiable_aggregation=draw(st.booleans()),
         clustering=draw(st.sampled_from(["streaming", "lloyd"])),
         cap_factor=draw(st.sampled_from([None, 1.0, 1.5, 4.0])),
+        query_cap_factor=draw(st.sampled_from([None, 1.0, 4.0])),
         seed=draw(st.integers(0, 3)),
     )
 

@@ -38,7 +38,7 @@ VARIANTS = [
     "Q3K5R0B32",
     "Q3K5R2B32,monopole=false",
     "Q3K5R2B32,tilt=false",
-    "Q3K5R2B32,clustering=streaming,cap_factor=1.5",
+    "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
     "Q3K5R2B32,cap_factor=none",
 ]
 
@@ -91,7 +91,7 @@ class TestTritonBackend(OperatorConformance):
         super().test_only_some_inputs_require_grad(wanted)
 
     @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
-    @pytest.mark.parametrize("config", ["QK4R2B64,cap_factor=1.0"])
+    @pytest.mark.parametrize("config", ["QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"])
     @pytest.mark.parametrize("case", ["equal keys", "zeros", "logits 1e4", "gigantic key", "gigantic query"])
     def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
         super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)

@@ -27,6 +27,7 @@ _SMALLEST = {
     "lloyd_sample": 1,
     "seed": 0,
 }
+_CAPS = ("cap_factor", "query_cap_factor")
 _SWITCHES = ("tilt", "monopole", "differentiable_aggregation")
 _SYMBOLS = {
     "Q": ("query_clusters",),
@@ -71,7 +72,11 @@ class MuSeConfig:
     `lloyd_sample` vectors for each cluster. `auto`: what suits the backend, `lloyd` in the Triton kernels (it is
     parallel), `streaming` elsewhere."""
     cap_factor: float | None = 4.0
-    """Largest cluster allowed inside a block, in units of the mean. None: no limit."""
+    """Largest cluster of keys allowed inside a block, in units of the mean: what bounds the cost of retrieval. None: no
+    limit."""
+    query_cap_factor: float | None = None
+    """Likewise for queries. None, no limit, is not the paper's choice, but costs nothing, and halves the error on a
+    pretrained model, where most queries of a head can be alike. The paper has 4."""
     seed: int = 0
     """Seed of the shuffle that starts the clustering: the only randomness there is."""
     lloyd_iterations: int = 4
@@ -90,15 +95,18 @@ class MuSeConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"MuSeConfig: {name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
-        if self.cap_factor is not None:
-            if isinstance(self.cap_factor, bool) or not isinstance(self.cap_factor, int | float):
-                raise ValueError(f"MuSeConfig: cap_factor={self.cap_factor!r} must be a number, or None for no cap")
-            if not 1 <= self.cap_factor < math.inf:
+        for name in _CAPS:
+            factor = getattr(self, name)
+            if factor is None:
+                continue
+            if isinstance(factor, bool) or not isinstance(factor, int | float):
+                raise ValueError(f"MuSeConfig: {name}={factor!r} must be a number, or None for no cap")
+            if not 1 <= factor < math.inf:
                 raise ValueError(
-                    f"MuSeConfig: cap_factor={self.cap_factor!r} must be at least 1, or None for no cap: "
+                    f"MuSeConfig: {name}={factor!r} must be at least 1, or None for no cap: "
                     "below 1 the clusters of a block cannot hold its tokens"
                 )
-            object.__setattr__(self, "cap_factor", float(self.cap_factor))
+            object.__setattr__(self, name, float(factor))
         if self.dipole != "none" and (self.retrieved_clusters > 0 or not self.monopole):
             raise ValueError(
                 f"MuSeConfig: dipole={self.dipole!r} corrects the summaries and replaces retrieval: "
@@ -155,11 +163,18 @@ class MuSeConfig:
         """`clustering="lloyd"` looks at every so many-th vector."""
         return max(1, length // (self.lloyd_sample * clusters))
 
-    def largest_cluster(self, clusters: int) -> int | None:
-        """Most tokens of one block that one of `clusters` clusters may hold; None without a cap."""
-        if self.cap_factor is None:
-            return None
-        return math.ceil(min(self.cap_factor, clusters) * self.block_size / clusters)
+    @property
+    def largest_key_cluster(self) -> int | None:
+        """Most keys of one block that one cluster may hold; None without a cap."""
+        return self._largest(self.cap_factor, self.key_clusters)
+
+    @property
+    def largest_query_cluster(self) -> int | None:
+        """Likewise for queries."""
+        return self._largest(self.query_cap_factor, self.query_clusters)
+
+    def _largest(self, factor: float | None, clusters: int) -> int | None:
+        return None if factor is None else math.ceil(min(factor, clusters) * self.block_size / clusters)
 
 
 def _parse(text: str) -> Any:
@@ -210,12 +225,12 @@ def _read_option(name: str, setting: str, text: str) -> Any:
         return setting
     if name in _SWITCHES and setting.lower() in ("true", "false"):
         return setting.lower() == "true"
-    if name == "cap_factor" and setting.lower() == "none":
+    if name in _CAPS and setting.lower() == "none":
         return None
     try:
-        return float(setting) if name == "cap_factor" else int(setting)
+        return float(setting) if name in _CAPS else int(setting)
     except ValueError:
-        kind = "true or false" if name in _SWITCHES else "a number" if name == "cap_factor" else "an integer"
+        kind = "true or false" if name in _SWITCHES else "a number" if name in _CAPS else "an integer"
         raise ValueError(f"{name}={setting!r} in the MuSe configuration {text!r} must be {kind}") from None
 
 

@@ -20,25 +20,26 @@ from muse_attention import local
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels.plan import Plan
 from muse_attention.precision import compute_dtype
-from muse_attention.structures import Clusters, Partial, Selection
+from muse_attention.structures import Clusters, Partial, Selection, Side
 
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
     """Cluster the scaled queries and the keys of each head."""
     cluster = _far_field(backend, config).cluster
+    queries, keys = Side(query, scale, config.largest_query_cluster), Side(key, 1.0, config.largest_key_cluster)
     if not config.tilt:
         # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
         of_queries = (
             query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype)),
             query.new_zeros(query.shape[:3], dtype=torch.int32),
         )
-        (of_keys,) = cluster([(key, 1.0)], config.key_clusters, config)
+        (of_keys,) = cluster([keys], config.key_clusters, config)
     elif config.query_clusters != config.key_clusters:
-        (of_queries,) = cluster([(query, scale)], config.query_clusters, config)
-        (of_keys,) = cluster([(key, 1.0)], config.key_clusters, config)
+        (of_queries,) = cluster([queries], config.query_clusters, config)
+        (of_keys,) = cluster([keys], config.key_clusters, config)
     else:
         # Clustering is a chain of small steps: queries and keys take them together.
-        of_queries, of_keys = cluster([(query, scale), (key, 1.0)], config.key_clusters, config)
+        of_queries, of_keys = cluster([queries, keys], config.key_clusters, config)
     return Clusters(*of_queries, *of_keys)
 
 

@@ -146,13 +146,13 @@ def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig) -> Clus
     """Centroids of queries and of keys over the whole sequence; assignment inside each block, capped."""
     if config.tilt:
         query_centroids = _centroids(scaled_query, config.query_clusters, config)
-        query_assignment = _assign(scaled_query, query_centroids, config)
+        query_assignment = _assign(scaled_query, query_centroids, config.largest_query_cluster, config)
     else:
         # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
         query_centroids = torch.zeros_like(scaled_query[..., :1, :])
         query_assignment = torch.zeros(scaled_query.shape[:-1], dtype=torch.int32, device=key.device)
     key_centroids = _centroids(key, config.key_clusters, config)
-    key_assignment = _assign(key, key_centroids, config)
+    key_assignment = _assign(key, key_centroids, config.largest_key_cluster, config)
     return Clusters(query_centroids, query_assignment, key_centroids, key_assignment)
 
 
@@ -187,7 +187,7 @@ def _affinity(vectors: Tensor, centroids: Tensor) -> Tensor:
     return torch.nan_to_num(vectors @ centroids.mT - (centroids * centroids).sum(-1)[..., None, :] / 2)
 
 
-def _assign(vectors: Tensor, centroids: Tensor, config: MuSeConfig) -> Tensor:
+def _assign(vectors: Tensor, centroids: Tensor, cap: int | None, config: MuSeConfig) -> Tensor:
     """Nearest centroid, at most `cap` vectors of a block each. It proceeds in rounds.
 
     In each round every unassigned vector proposes to the nearest centroid that has room, and each centroid accepts
@@ -195,7 +195,6 @@ def _assign(vectors: Tensor, centroids: Tensor, config: MuSeConfig) -> Tensor:
     """
     vectors = torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
     clusters = centroids.shape[-2]
-    cap = config.largest_cluster(clusters)
     affinity = _affinity(vectors, centroids)
     if cap is None:
         return affinity.argmax(-1).int()

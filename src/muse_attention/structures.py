@@ -8,9 +8,21 @@ share it), `K` key clusters, `nb` blocks, `D` and `Dv` the head dimensions of ke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Side(NamedTuple):
+    """Queries or keys, to be clustered."""
+
+    vectors: Tensor
+    """(batch, heads, N, D)"""
+    factor: float
+    """what they are multiplied by"""
+    cap: int | None
+    """most vectors of a block that one cluster may hold"""
 
 
 @dataclass(frozen=True)

@@ -287,6 +287,23 @@ def _clustering(base: _Base) -> Preset:
     )
 
 
+def _caps(base: _Base) -> Preset:
+    rows = [
+        base.row(count, "none" if of_queries is None else of_queries, "none" if of_keys is None else of_keys, joint=count,
+                 query_cap_factor=of_queries, cap_factor=of_keys)
+        for count in (base.clusters, 2 * base.clusters)
+        for of_queries, of_keys in ((4, 4), (None, 4), (None, None))
+    ]  # fmt: skip
+    return Preset(
+        "caps",
+        "Limits on the size of a cluster",
+        "In units of the mean size in a block. Overflow goes to another cluster, whose centroid it is far from. The "
+        "paper caps both at 4; the default here caps keys alone.",
+        ("clusters", "cap of queries", "cap of keys"),
+        tuple(rows),
+    )
+
+
 PRESETS: dict[str, Callable[[_Base], Preset]] = {
     "methods": _methods,
     "joint": _joint,
@@ -301,4 +318,5 @@ PRESETS: dict[str, Callable[[_Base], Preset]] = {
     "dipole": _dipole,
     "length": _length,
     "clustering": _clustering,
+    "caps": _caps,
 }

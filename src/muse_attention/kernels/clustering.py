@@ -16,6 +16,7 @@ from muse_attention.kernels.grouping import group_by_cluster_and_block
 from muse_attention.kernels.numbers import arithmetic, index_in_order, padded
 from muse_attention.precision import compute_dtype
 from muse_attention.shuffle import seeded_shuffle
+from muse_attention.structures import Side
 
 MINIBATCH = 64
 DECAY = 0.9
@@ -27,10 +28,10 @@ SUM_MEMBERS = {"num_warps": 4}
 FIND_NEAREST = {"num_warps": 4}
 
 
-def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Centroids (heads, clusters, D) and assignment (heads, N) int32 of one or two (heads, N, D) tensors.
+def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    """Centroids (heads, clusters, D) and assignment (heads, N) int32 of one or two sides of (heads, N, D) vectors.
 
-    Each is clustered times its factor; of two, the second has factor 1. Two sides go through every kernel together.
+    Of two, the second has factor 1. Two sides go through every kernel together, save what keeps them under their caps.
     """
     vectors = _Vectors(sides, clusters)
     centroids = vectors.new_table()
@@ -44,20 +45,24 @@ def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig
             _stream, (vectors.heads,), _shuffled(vectors.length, config.seed, vectors.device), centroids,
             **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY, LOG2_DECAY=math.log2(DECAY), num_warps=8,
         )  # fmt: skip
-    assignment = _assign(vectors, centroids, config)
-    sizes = [tensor.shape[0] for tensor, _ in sides]
-    return list(zip(centroids.split(sizes), assignment.split(sizes), strict=True))
+    assignment = _find_nearest_of_all(vectors, centroids)
+    sizes = [side.vectors.shape[0] for side in sides]
+    found = list(zip(centroids.split(sizes), assignment.split(sizes), strict=True))
+    for side, (some_centroids, some_assignment) in zip(sides, found, strict=True):
+        if side.cap is not None and side.cap < min(config.block_size, vectors.length):
+            _keep_under_cap(_Vectors([side], clusters), some_centroids, some_assignment, side.cap, config)
+    return found
 
 
 class _Vectors:
     """One or two tensors of vectors, as the kernels take them."""
 
-    def __init__(self, sides: list[tuple[Tensor, float]], clusters: int) -> None:
-        (self.first, self.factor), (self.second, second_factor) = sides[0], sides[-1]
-        if len(sides) == 2 and second_factor != 1:
+    def __init__(self, sides: list[Side], clusters: int) -> None:
+        self.first, self.factor, self.second = sides[0].vectors, sides[0].factor, sides[-1].vectors
+        if len(sides) == 2 and sides[1].factor != 1:
             raise ValueError("the second side has no factor")
         self.of_first = self.first.shape[0]
-        self.heads = sum(tensor.shape[0] for tensor, _ in sides)
+        self.heads = sum(side.vectors.shape[0] for side in sides)
         self.length, self.head_dim = self.first.shape[1:]
         self.clusters = clusters
         self.device = self.first.device
@@ -93,29 +98,29 @@ def _lloyd_iteration(vectors: _Vectors, centroids: Tensor, stride: int) -> None:
     )  # fmt: skip
 
 
-def _assign(vectors: _Vectors, centroids: Tensor, config: MuSeConfig) -> Tensor:
-    """Nearest centroid, at most `cap` vectors of a block each.
-
-    In rounds: every unassigned vector proposes to the nearest centroid that has room, and each centroid accepts
-    proposals, lowest position first, until it is full.
-    """
+def _find_nearest_of_all(vectors: _Vectors, centroids: Tensor) -> Tensor:
     assignment = torch.empty(vectors.heads, vectors.length, dtype=torch.int32, device=vectors.device)
     tile = _rows_with_scores(vectors.clusters)
     vectors.launch(
         _find_nearest, (triton.cdiv(vectors.length, tile * _TILES_OF_PART), vectors.heads), centroids, assignment,
         **vectors.clusters_padded, TILE=tile, TILES=_TILES_OF_PART, **FIND_NEAREST,
     )  # fmt: skip
-    cap = config.largest_cluster(vectors.clusters)
-    if cap is None or cap >= min(config.block_size, vectors.length):
-        return assignment
-    blocks = config.number_of_blocks(vectors.length)
+    return assignment
+
+
+def _keep_under_cap(vectors: _Vectors, centroids: Tensor, assignment: Tensor, cap: int, config: MuSeConfig) -> None:
+    """Let each centroid have at most `cap` vectors of a block: change the assignment to the nearest.
+
+    In rounds: every unassigned vector proposes to the nearest centroid that has room, and each centroid accepts
+    proposals, lowest position first, until it is full.
+    """
     proposals = group_by_cluster_and_block(assignment, vectors.clusters, config.block_size)
     vectors.launch(
-        _move_overflow, (blocks, vectors.heads), centroids, assignment, proposals.order, proposals.starts,
-        torch.empty_like(assignment), config.block_size, cap, **vectors.clusters_padded, TILE=tile,
+        _move_overflow, (config.number_of_blocks(vectors.length), vectors.heads), centroids, assignment,
+        proposals.order, proposals.starts, torch.empty_like(assignment), config.block_size, cap,
+        **vectors.clusters_padded, TILE=_rows_with_scores(vectors.clusters),
         SCAN=min(1024, triton.next_power_of_2(config.block_size)), RANKS=16, num_warps=8,
     )  # fmt: skip
-    return assignment
 
 
 def _rows_with_scores(clusters: int) -> int:

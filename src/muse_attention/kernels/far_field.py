@@ -16,7 +16,7 @@ from muse_attention.kernels.plan import Plan
 from muse_attention.kernels.rows import take_residuals, take_rows
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 from muse_attention.precision import compute_dtype
-from muse_attention.structures import Clusters, Partial, Selection, Summaries
+from muse_attention.structures import Clusters, Partial, Selection, Side, Summaries
 
 WORKSPACE_BYTES = 7 << 28
 WORKSPACE_OF_INPUTS = 2
@@ -24,15 +24,15 @@ WORKSPACE_OF_INPUTS = 2
 Key heads go in groups that need no more."""
 
 
-def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Centroids and assignment of one or two (batch, heads, N, D) tensors, each times its factor."""
-    found = clustering.cluster([(_by_head(tensor), factor) for tensor, factor in sides], clusters, config)
+def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    """Centroids and assignment of one or two sides."""
+    found = clustering.cluster([side._replace(vectors=_by_head(side.vectors)) for side in sides], clusters, config)
     return [
         (
-            centroids.clone().view(*tensor.shape[:2], clusters, tensor.shape[3]),
-            assignment.clone().view(tensor.shape[:3]),
+            centroids.clone().view(*side.vectors.shape[:2], clusters, side.vectors.shape[3]),
+            assignment.clone().view(side.vectors.shape[:3]),
         )
-        for (tensor, _), (centroids, assignment) in zip(sides, found, strict=True)
+        for side, (centroids, assignment) in zip(sides, found, strict=True)
     ]
 
 

@@ -13,23 +13,29 @@ from muse_attention.precision import compute_dtype
 from muse_attention.stages import clustering, dipole, merging, retrieval, selection, summaries
 from muse_attention.stages.grouping import join, with_spare_row
 from muse_attention.stages.layout import FarField, Heads, by_key_head, head_groups
-from muse_attention.structures import Clusters, Partial, Selection
+from muse_attention.structures import Clusters, Partial, Selection, Side
 
 
-def cluster(sides: list[tuple[Tensor, float]], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Centroids and assignment of one or two (batch, heads, N, D) tensors, each times its factor."""
-    length, head_dim = sides[0][0].shape[2:]
-    heads = [(head, factor) for tensor, factor in sides for head in tensor.reshape(-1, length, head_dim)]
-    dtype = compute_dtype(sides[0][0].dtype)
+def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    """Centroids and assignment of one or two sides."""
+    length, head_dim = sides[0].vectors.shape[2:]
+    heads = [(head, side) for side in sides for head in side.vectors.reshape(-1, length, head_dim)]
+    dtype = compute_dtype(sides[0].vectors.dtype)
     parts = [
-        clustering.cluster(torch.stack([head.to(dtype) * factor for head, factor in heads[group]]), clusters, config)
+        clustering.cluster(
+            torch.stack([head.to(dtype) * side.factor for head, side in heads[group]]),
+            [side.cap for _, side in heads[group]],
+            clusters,
+            config,
+        )
         for group in head_groups(len(heads), 2 * length * (clusters + head_dim))
     ]
     centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
-    sizes = [tensor.shape[0] * tensor.shape[1] for tensor, _ in sides]
+    tensors = [side.vectors for side in sides]
+    sizes = [tensor.shape[0] * tensor.shape[1] for tensor in tensors]
     return [
         (some.clone().view(*tensor.shape[:2], clusters, head_dim), assigned.clone().view(tensor.shape[:3]))
-        for (tensor, _), some, assigned in zip(sides, centroids.split(sizes), assignment.split(sizes), strict=True)
+        for tensor, some, assigned in zip(tensors, centroids.split(sizes), assignment.split(sizes), strict=True)
     ]
 
 
