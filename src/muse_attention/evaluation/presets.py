@@ -289,8 +289,8 @@ def _clustering(base: _Base) -> Preset:
 
 def _caps(base: _Base) -> Preset:
     rows = [
-        base.row(count, "none" if of_queries is None else of_queries, "none" if of_keys is None else of_keys, joint=count,
-                 query_cap_factor=of_queries, cap_factor=of_keys)
+        base.row(count, of_queries or "none", of_keys or "none", joint=count, query_cap_factor=of_queries,
+                 cap_factor=of_keys)
         for count in (base.clusters, 2 * base.clusters)
         for of_queries, of_keys in ((4, 4), (None, 4), (None, None))
     ]  # fmt: skip
