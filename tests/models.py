@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 97
 SIZES: dict[str, Any] = {
@@ -28,6 +30,14 @@ SIZES: dict[str, Any] = {
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """Two layers, four query heads on two key heads of 16, float64, in evaluation mode."""
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).double().eval()
+
+
+def write_model_folder(folder: Path) -> None:
+    """A model as `load_model` reads it, with a tokenizer of letters."""
+    torch.manual_seed(0)
+    tiny_llama().save_pretrained(folder)
+    letters = Tokenizer(models.BPE({chr(32 + index): index for index in range(VOCABULARY)}, []))
+    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
 
 
 def token_ids(length: int, batch: int = 1) -> Tensor:

@@ -20,7 +20,6 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 import transformers
-from tokenizers import Tokenizer, models
 from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
@@ -39,7 +38,7 @@ from muse_attention.evaluation.loss_curves import (
 )
 from muse_attention.evaluation.loss_report import as_csv
 from muse_attention.evaluation.settings import Settings, take_fingerprint
-from tests.models import SIZES, VOCABULARY, tiny_llama, token_ids
+from tests.models import SIZES, tiny_llama, token_ids, write_model_folder
 
 COARSE = "muse:Q4K4R1SP1B32"
 BOTH = ("exact", COARSE)
@@ -245,11 +244,8 @@ def test_the_attentions_of_the_figure() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder, with a tokenizer of letters, and a text beside it."""
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_llama().save_pretrained(folder)
-    letters = Tokenizer(models.BPE({chr(32 + index): index for index in range(VOCABULARY)}, []))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
+    write_model_folder(folder)
     (folder.parent / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 20)
     return folder
 

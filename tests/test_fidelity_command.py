@@ -1,0 +1,389 @@
+"""`muse fidelity` and `muse report`: texts, presets, every head of every layer, reports, and one line for mistakes."""
+
+from __future__ import annotations
+
+import errno
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_attention import MuSeConfig, get_attention
+from muse_attention.capture import capture
+from muse_attention.cli import commands
+from muse_attention.evaluation import layers, paper
+from muse_attention.evaluation.fidelity_report import html_report, shown_presets, table_of_clusters, table_of_preset
+from muse_attention.evaluation.fits import PowerLaw
+from muse_attention.evaluation.layers import Request, Results, as_csv, measure, read_results, start_results
+from muse_attention.evaluation.page import Page
+from muse_attention.evaluation.presets import PRESETS, find_presets
+from muse_attention.evaluation.settings import Settings
+from muse_attention.evaluation.texts import read_samples
+from muse_attention.fidelity import measure as measure_fidelity
+from muse_attention.pretrained import load_model
+from tests.models import tiny_llama, token_ids, write_model_folder
+
+COARSE = "muse:Q4K4R1SP1B32"
+SETTINGS = Settings("tiny", "letters", 128, 2, "cpu", "float32")
+REQUESTS = [Request(COARSE, 128), Request("block_diagonal:32", 128), Request(COARSE, 64)]
+
+
+# Every head of every layer
+
+
+def test_the_numbers_are_those_of_the_captured_layers(tmp_path: Path) -> None:
+    model, tokens = tiny_llama(), token_ids(128, batch=2)
+    results = Results({}, SETTINGS)
+    measure(model, tokens, REQUESTS, results, tmp_path / "results.json")
+    assert results.layers == [0, 1]
+    assert results.heads == 2 * 2 * 4  # samples, layers and heads
+    for request in REQUESTS:
+        expected = torch.stack(
+            [
+                torch.stack(
+                    [
+                        measure_fidelity(
+                            get_attention(request.attention), inputs.query, inputs.key, inputs.value, is_causal=True,
+                            scale=inputs.scale, enable_gqa=True,
+                        ).relative_squared_error[0]
+                        for inputs in capture(model, ids[None, : request.length])
+                    ]
+                )
+                for ids in tokens
+            ]
+        ).mean(0)  # fmt: skip
+        found = results.by_head(request, "relative_squared_error")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-12)
+        assert results.pooled(request)["relative_squared_error"] == pytest.approx(float(expected.mean()), rel=1e-5)
+
+
+def test_attention_that_is_exact_has_no_error(tmp_path: Path) -> None:
+    results = Results({}, SETTINGS)
+    requests = [Request(name, 128) for name in ("exact", "muse:QK4R4SP4B32", "muse:QK4B128")]
+    measure(tiny_llama(), token_ids(128, batch=2), requests, results, tmp_path / "results.json")
+    for request in requests:
+        pooled = results.pooled(request)
+        assert pooled["relative_squared_error"] < 1e-20
+        assert pooled["cosine"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 5])
+def test_an_interrupted_run_goes_on_to_the_same_results(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of a layer, at its end, or at the end of a sample."""
+    model, tokens = tiny_llama(), token_ids(128, batch=2)
+    whole = Results({}, SETTINGS)
+    measure(model, tokens, REQUESTS, whole, tmp_path / "whole.json")
+
+    path = tmp_path / "results.json"
+    compared = 0
+    compare = layers.compare
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal compared
+        compared += 1
+        if compared > after:
+            raise KeyboardInterrupt
+        return compare(*arguments)
+
+    monkeypatch.setattr(layers, "compare", interrupted)
+    results = start_results(SETTINGS, path, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, tokens, REQUESTS, results, path)
+    monkeypatch.setattr(layers, "compare", compare)
+    assert not any(read_results(path).is_whole(request) for request in REQUESTS)
+    results = start_results(SETTINGS, path, resume=True)
+    measure(model, tokens, REQUESTS, results, path)
+    assert results.measured == whole.measured
+    assert read_results(path).measured == whole.measured
+
+
+def test_a_killed_run_loses_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `kill -9` leaves is what was written on the way: after every layer, if layers are slow."""
+    monkeypatch.setattr(layers, "WRITTEN_EVERY", 0.0)
+    path = tmp_path / "results.json"
+    seen: list[int] = []
+
+    def look(description: str, finished: int) -> None:
+        seen.append(len(read_results(path).measured[REQUESTS[0]][0]) if path.exists() else 0)
+
+    measure(tiny_llama(), token_ids(128, batch=1), REQUESTS[:1], Results({}, SETTINGS), path, on_step=look)
+    assert seen == [0, 1, 2]
+
+
+def test_csv_has_a_line_for_every_head(tmp_path: Path) -> None:
+    results = Results({}, SETTINGS)
+    measure(tiny_llama(), token_ids(128, batch=2), REQUESTS, results, tmp_path / "results.json")
+    header, *lines = as_csv(results).splitlines()
+    assert header == "attention,length,sample,layer,head,relative_squared_error,cosine,energy_error,lse_gap"
+    assert len(lines) == 3 * 2 * 2 * 4
+    assert lines[0].startswith("muse:Q4K4R1SP1B32,128,0,0,0,")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"measured": 1}'])
+def test_a_file_that_holds_something_else_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"results\.json does not hold the results of muse fidelity"):
+        read_results(path)
+
+
+# Texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_model_folder(folder)
+    (folder.parent / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 20)
+    return folder
+
+
+def test_samples_follow_one_another_through_files(folder: Path, tmp_path: Path) -> None:
+    _, tokenizer = load_model(folder)
+    (tmp_path / "b.txt").write_text("BBBB")
+    (tmp_path / "a.py").write_text("AAAA")
+    (tmp_path / "c.png").write_text("CCCC")
+    samples = read_samples(tokenizer, [tmp_path], 3, 2)
+    assert [text.replace(" ", "") for text in tokenizer.batch_decode(samples.tokens)] == ["AAA", "ABB"]
+    with pytest.raises(ValueError, match="the text has 8 tokens, too few for 3 samples of 3"):
+        read_samples(tokenizer, [tmp_path], 3, 3)
+    with pytest.raises(ValueError, match="there is no text"):
+        read_samples(tokenizer, [tmp_path / "missing"], 3, 1)
+
+
+def test_the_standard_library_is_the_default(folder: Path) -> None:
+    _, tokenizer = load_model(folder)
+    first, second = (read_samples(tokenizer, [], 500, 2) for _ in range(2))
+    assert torch.equal(first.tokens, second.tokens)
+    assert "standard library" in first.source
+
+
+def test_text_that_is_not_utf8_is_read_as_far_as_it_is(folder: Path, tmp_path: Path) -> None:
+    _, tokenizer = load_model(folder)
+    (tmp_path / "text.txt").write_bytes(b"abc\xff\xfedef" * 3)
+    assert read_samples(tokenizer, [tmp_path / "text.txt"], 12, 1).tokens.shape == (1, 12)
+
+
+# Presets
+
+
+@pytest.mark.parametrize("length", [2048, 8192, 65536])
+def test_presets_name_attentions_that_exist(length: int) -> None:
+    presets = find_presets(["all"], length)
+    assert [preset.name for preset in presets] == list(PRESETS)
+    for preset in presets:
+        for row in preset.rows:
+            get_attention(row.request.attention)
+            assert len(row.labels) == len(preset.columns)
+            assert row.request.length <= length
+
+
+def test_at_64k_the_presets_are_the_papers() -> None:
+    by_name = {preset.name: preset for preset in find_presets(["all"], 65536)}
+    joint = [row.labels for row in by_name["joint"].rows if row.labels[2] == "tilt"]
+    assert [labels[:2] for labels in joint] == [
+        ("16", "1"),
+        ("32", "2"),
+        ("64", "4"),
+        ("128", "8"),
+        ("256", "16"),
+        ("512", "32"),
+    ]
+    assert by_name["methods"].requests[:2] == [
+        Request("muse:Q128K128R8SP1B8k", 65536),
+        Request("moba:L8kB512R1", 65536),
+    ]
+    assert Request("muse:Q128K128R4SP2B8k", 65536) not in by_name["block-size"].requests  # R is 8 there
+    assert ("2", "4") in [row.labels for row in by_name["clusters-or-blocks"].rows]
+
+
+def test_paper_tables_are_rectangular() -> None:
+    tables = [table for table in vars(paper).values() if isinstance(table, paper.PaperTable)]
+    assert len(tables) > 12
+    for table in tables:
+        assert all(len(row) == len(table.header) for row in table.rows)
+
+
+def test_the_papers_exponents_follow_from_its_tables() -> None:
+    for table, exponent in ((paper.JOINT_1B, -0.89), (paper.JOINT_1B_NO_TILT, -0.59)):
+        law = PowerLaw.fit([(float(row[0]), float(row[1])) for row in table.rows])
+        assert round(law.exponent, 2) == exponent
+
+
+def results_of(errors: dict[str, float], length: int = 8192) -> Results:
+    """One sample, layer and head for each attention."""
+    settings = Settings("tiny", "letters", length, 1, "cpu", "float32")
+    numbers = {
+        Request(name, length): [
+            [{"relative_squared_error": [error], "cosine": [1.0], "energy_error": [0.0], "lse_gap": [0.0]}]
+        ]
+        for name, error in errors.items()
+    }
+    machine = start_results(settings, Path("missing"), resume=False).machine
+    return Results(machine, settings, ["muse fidelity"], [0], True, numbers)
+
+
+def test_effective_clusters_of_known_power_laws() -> None:
+    """With errors `1 / C` and `2 / sqrt(C)`, `4 C^2` clusters without tilt are worth `C` with it."""
+    errors = {}
+    for row in find_presets(["joint"], 8192)[0].rows:
+        config = MuSeConfig.parse(row.request.attention.removeprefix("muse:"))
+        clusters = config.key_clusters
+        errors[row.request.attention] = 1 / clusters if config.tilt else 2 / clusters**0.5
+    table = table_of_clusters(results_of(errors), find_presets(["joint"], 8192)[0])
+    assert table is not None
+    assert [row[4] for row in table[1]] == ["1024*", "more than 2048*", "more than 2048*", "more than 2048*"]
+    assert table[1][0][3] == "8.0x"
+
+
+def test_what_was_not_measured_is_absent() -> None:
+    base = f"muse:{MuSeConfig.for_length(8192)}"
+    results = results_of({base: 0.01, "moba:L1kB64R1": 0.5})
+    assert [preset.name for preset in shown_presets(results)] == ["methods"]
+    _, rows = table_of_preset(results, find_presets(["methods"], 8192)[0])
+    assert [row[0] for row in rows] == ["MuSe", "MoBA"]
+    assert "block-diagonal |" not in html_report(results, {}, title="t")
+
+
+# The page
+
+
+class _Checker(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_stands_alone_and_shows_text_as_it_is() -> None:
+    page = Page("<script>")
+    page.section("a < b")
+    page.paragraph("x & y", is_note=True)
+    page.tables_beside(("one", ["a"], [["<b>"]]), ("two", ["c"], []))
+    page.picture(b"png", "a picture")
+    page.code("muse")
+    checker = _Checker()
+    checker.feed(page.html())
+    assert checker.open == []
+    assert all(link.startswith(("#", "data:")) for link in checker.links)
+    assert "<script>" not in page.html()
+    assert "&lt;b&gt;" in page.html()
+
+
+# The commands
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    result = CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def asked(folder: Path, tmp_path: Path) -> list[object]:
+    text = folder.parent / "text.txt"
+    arguments = ["fidelity", folder, "--text", text, "--length", "128", "--device", "cpu", "--output", tmp_path / "out"]
+    return [*arguments, "--attention", COARSE, "--attention", "block_diagonal:32"]
+
+
+def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, err = run(*asked)
+    assert (code, err) == (0, "")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {"tiny.json", "tiny.csv", "tiny.md", "tiny.html", "tiny-error-of-every-head.png"}
+    document = json.loads((tmp_path / "out" / "tiny.json").read_text())
+    assert document["machine"]["transformers"]
+    (command,) = document["commands"]
+    assert command.startswith("muse fidelity tiny --text text.txt --length 128 --samples 1 --attention")
+    assert str(tmp_path) not in (tmp_path / "out" / "tiny.json").read_text()
+    page = (tmp_path / "out" / "tiny.html").read_text()
+    for said in ("n = 8 heads", "2 layers", "128 tokens of text.txt", COARSE, "data:image/png;base64,"):
+        assert said in page
+    assert COARSE in out
+
+
+def test_reports_can_be_written_anew(asked: list[object], tmp_path: Path) -> None:
+    run(*asked)
+    markdown = tmp_path / "out" / "tiny.md"
+    before = markdown.read_text()
+    markdown.unlink()
+    code, out, err = run("report", tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert "tiny.md" in out
+    assert markdown.read_text() == before
+
+
+def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(*asked)[0] == 0
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(layers, "compare", never)
+    assert run(*asked, "--resume")[0] == 0
+
+
+def test_a_full_disk_is_one_line_and_the_file_is_whole(
+    asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(*asked)[0] == 0
+    path = tmp_path / "out" / "tiny.json"
+    before = path.read_text()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    code, out, err = run(*asked)
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert "No space left on device" in err
+    assert "--resume" in err
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--attention", "nonsense"], "unknown attention 'nonsense'"),
+        (["--preset", "nonsense"], "unknown preset 'nonsense'; use all or some of methods"),
+        (["--length", "64k"], "too few for 1 samples of 65536"),
+        (["--text", "missing.txt"], "there is no text 'missing.txt'"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--name", "a/b"], "must be a plain file name"),
+    ],
+)
+def test_every_mistake_is_answered_by_one_line(asked: list[object], changes: list[str], message: str) -> None:
+    code, out, err = run(*asked, *changes)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_a_missing_model_and_missing_results_are_one_line(tmp_path: Path) -> None:
+    code, out, err = run("fidelity", tmp_path / "missing", "--length", "128")
+    assert (code, out) == (2, "")
+    assert "there is no model folder" in err
+    assert len(err.splitlines()) == 1
+    assert run("report", tmp_path)[0] == 2
+    assert "there is no file or folder" in run("report", tmp_path / "missing")[2]
