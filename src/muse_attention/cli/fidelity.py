@@ -29,8 +29,8 @@ from muse_attention.cli.language_model import (
     Place,
     Text,
     how_to_continue,
-    load_quietly,
     name_of,
+    open_subject,
     short_warnings,
 )
 from muse_attention.evaluation.attentions import full_name
@@ -44,8 +44,6 @@ from muse_attention.evaluation.fidelity_report import (
 )
 from muse_attention.evaluation.layers import Request, Results, as_csv, measure, read_results, start_results, steps
 from muse_attention.evaluation.presets import PRESETS, Preset, find_presets
-from muse_attention.evaluation.settings import Settings, describe_model, take_fingerprint
-from muse_attention.evaluation.texts import read_samples
 from muse_attention.files import replace_file
 from muse_attention.plots import plot_error_against_clusters, plot_heat_map
 from muse_attention.pretrained import DEFAULT_MODEL
@@ -102,24 +100,14 @@ def fidelity(
     )
     again = f"{command_line(model, map(str, texts))} --output {shlex.quote(str(output))} --resume"
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
-        language_model, tokenizer = load_quietly(model, place)
-        read = read_samples(tokenizer, texts, tokens_each, samples)
-        settings = Settings(
-            model=describe_model(name_of(model), language_model),
-            text=read.source,
-            length=tokens_each,
-            samples=samples,
-            device=place.device,
-            dtype=place.dtype,
-            fingerprint=take_fingerprint(language_model, read.tokens),
-        )
+        subject = open_subject(model, texts, tokens_each, samples, place)
         make_folder(output)
-        results = start_results(settings, path, resume=resume)
+        results = start_results(subject.settings, path, resume=resume)
         command = command_line(name_of(model), (file.name for file in texts))
         if not all(map(results.is_whole, requests)) and command not in results.commands:
             results.commands.append(command)
-        with progress_bar(steps(language_model, requests, samples)) as on_step:
-            measure(language_model, read.tokens, requests, results, path, on_step=on_step)
+        with progress_bar(steps(subject.model, requests, samples)) as on_step:
+            measure(subject.model, subject.tokens, requests, results, path, on_step=on_step)
         console.print(_fidelity_table(results, requests))
         write_fidelity_reports(results, path)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from torch import Tensor
 
 from muse_attention.benchmark.workload import DTYPES, check_device
 from muse_attention.cli.app import default_device, say
+from muse_attention.evaluation.settings import Settings, describe_model, take_fingerprint
+from muse_attention.evaluation.texts import read_samples
 from muse_attention.pretrained import DEFAULT_MODEL, load_model
 
 if TYPE_CHECKING:
@@ -64,6 +67,32 @@ def load_quietly(model: str, place: Place) -> tuple[PreTrainedModel, PreTrainedT
         logging.set_verbosity_error()
         logging.disable_progress_bar()
     return load_model(model, dtype=DTYPES[place.dtype], device=place.device)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured."""
+
+    model: PreTrainedModel
+    tokens: Tensor
+    """(samples, length)"""
+    settings: Settings
+
+
+def open_subject(model: str, texts: Sequence[Path], length: int, samples: int, place: Place) -> Subject:
+    """Load a model and read its text; a ValueError or ImportError of one line if that is not possible."""
+    loaded, tokenizer = load_quietly(model, place)
+    read = read_samples(tokenizer, texts, length, samples)
+    settings = Settings(
+        model=describe_model(name_of(model), loaded),
+        text=read.source,
+        length=length,
+        samples=samples,
+        device=place.device,
+        dtype=place.dtype,
+        fingerprint=take_fingerprint(loaded, read.tokens),
+    )
+    return Subject(loaded, read.tokens, settings)
 
 
 @contextlib.contextmanager

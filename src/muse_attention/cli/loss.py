@@ -29,16 +29,14 @@ from muse_attention.cli.language_model import (
     Place,
     Text,
     how_to_continue,
-    load_quietly,
     name_of,
+    open_subject,
     short_warnings,
 )
 from muse_attention.evaluation.attentions import figure_attentions, full_name
 from muse_attention.evaluation.loss import Results, check_model, measure, read_results, start_results
 from muse_attention.evaluation.loss_curves import SHORTEST, binned, fit_exact, reducible_curve
 from muse_attention.evaluation.loss_report import as_csv, html_report, markdown_report, summary_table
-from muse_attention.evaluation.settings import Settings, describe_model, take_fingerprint
-from muse_attention.evaluation.texts import read_samples
 from muse_attention.files import replace_file
 from muse_attention.plots import plot_loss
 from muse_attention.pretrained import DEFAULT_MODEL
@@ -84,26 +82,16 @@ def loss(
     )
     again = f"{command_line(model, map(str, texts))} --output {shlex.quote(str(output))} --resume"
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
-        language_model, tokenizer = load_quietly(model, place)
-        read = read_samples(tokenizer, texts, tokens_each, samples)
-        check_model(language_model, read.tokens)
-        settings = Settings(
-            model=describe_model(name_of(model), language_model),
-            text=read.source,
-            length=tokens_each,
-            samples=samples,
-            device=place.device,
-            dtype=place.dtype,
-            fingerprint=take_fingerprint(language_model, read.tokens),
-        )
+        subject = open_subject(model, texts, tokens_each, samples, place)
+        check_model(subject.model, subject.tokens)
         make_folder(output)
-        results = start_results(settings, path, resume=resume)
+        results = start_results(subject.settings, path, resume=resume)
         missing = results.missing(attentions)
         command = command_line(name_of(model), (file.name for file in texts))
         if missing and command not in results.commands:
             results.commands.append(command)
         with progress_bar(len(missing)) as on_step:
-            measure(language_model, read.tokens, attentions, results, path, on_step=on_step)
+            measure(subject.model, subject.tokens, attentions, results, path, on_step=on_step)
         console.print(_loss_table(results))
         write_loss_reports(results, path)
 

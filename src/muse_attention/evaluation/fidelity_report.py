@@ -8,14 +8,11 @@ from muse_attention.config import MuSeConfig
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.layers import Request, Results
-from muse_attention.evaluation.page import Page
+from muse_attention.evaluation.page import Page, Table, markdown_table
 from muse_attention.evaluation.paper import JOINT_1B, JOINT_1B_NO_TILT, PaperTable
 from muse_attention.evaluation.presets import NO_TILT, Preset, find_presets
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size
-
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Header and rows."""
 
 MEANING = (
     "RSE is |o - o_exact|^2 / |o_exact|^2 of each query, cosine that of o and o_exact, both averaged over all queries "
@@ -77,14 +74,14 @@ def markdown_report(results: Results, *, title: str) -> str:
     lines = [f"# {title}", "", subject(results), "", f"- Machine: {hardware}", f"- Versions: {versions}", "", "```"]
     lines += [*results.commands, "```", "", MEANING, ""]
     if named := _named(results, presets):
-        lines += ["## Attentions", "", _markdown(*table_of_requests(results, named)), ""]
+        lines += ["## Attentions", "", markdown_table(*table_of_requests(results, named)), ""]
     for preset in presets:
-        lines += [f"## {preset.title}", "", preset.question, "", _markdown(*table_of_preset(results, preset)), ""]
+        lines += [f"## {preset.title}", "", preset.question, "", markdown_table(*table_of_preset(results, preset)), ""]
         if preset.name == "joint" and (clusters := table_of_clusters(results, preset)) is not None:
-            lines += [_fits_in_words(results, preset), "", _markdown(*clusters), "", EFFECTIVE, ""]
+            lines += [_fits_in_words(results, preset), "", markdown_table(*clusters), "", EFFECTIVE, ""]
         for table in preset.paper:
             heading, header, rows = _beside(table)
-            lines += [f"{heading}:", "", _markdown(header, rows), ""]
+            lines += [f"{heading}:", "", markdown_table(header, rows), ""]
     return "\n".join(lines)
 
 
@@ -206,8 +203,3 @@ def _beside(table: PaperTable) -> tuple[str, Sequence[str], Sequence[Sequence[st
 def _add_picture(page: Page, pictures: Mapping[str, bytes], what: str) -> None:
     if what in pictures:
         page.picture(pictures[what], what)
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -17,11 +17,10 @@ from muse_attention.evaluation.loss_curves import (
     gap,
     ratio_per_doubling,
 )
-from muse_attention.evaluation.page import Page
+from muse_attention.evaluation.page import Page, Table, markdown_table
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Header and rows."""
 
 _MEASURED = (
@@ -92,11 +91,11 @@ def paper_table(results: Results) -> Table:
 
 def markdown_report(results: Results, *, title: str) -> str:
     parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), _fenced(results.commands)]
-    parts += [_markdown(summary_table(results)), _MEASURED, _fit_in_words(results), _LEAK]
+    parts += [markdown_table(*summary_table(results)), _MEASURED, _fit_in_words(results), _LEAK]
     if doublings(results):
-        parts += ["## Clusters doubled", _markdown(doubling_table(results))]
-    parts += ["## The paper", _markdown(paper_table(results)), _PAPER]
-    parts += ["## Loss by position", _markdown(bins_table(results)), _bins_in_words()]
+        parts += ["## Clusters doubled", markdown_table(*doubling_table(results))]
+    parts += ["## The paper", markdown_table(*paper_table(results)), _PAPER]
+    parts += ["## Loss by position", markdown_table(*bins_table(results)), _bins_in_words()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -162,12 +161,6 @@ def _fit_in_words(results: Results) -> str:
 
 def _bins_in_words() -> str:
     return "Not cumulative: the loss of exact attention between two positions, and what the others add to it."
-
-
-def _markdown(table: Table) -> str:
-    header, rows = table
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _fenced(lines: Sequence[str]) -> str:

@@ -1,10 +1,13 @@
-"""A report as one HTML file that needs nothing else: headings, paragraphs, tables, pictures inside it."""
+"""Reports as one HTML file that needs nothing else, with tables and pictures inside it, and tables for Markdown."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
 from html import escape
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Header and rows."""
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -65,6 +68,12 @@ class Page:
             f"<title>{escape(self._title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
             f"<h1>{escape(self._title)}</h1>\n<nav>{links}</nav>\n{body}\n</body>\n</html>\n"
         )
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same for Markdown; the first column is text, the others numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
