@@ -21,8 +21,6 @@ from muse_attention.evaluation.page import Page, Table, markdown_table
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size
 
-"""Header and rows."""
-
 _MEASURED = (
     "Loss is the cross-entropy of the next token, in nats, without any retraining; its mean is over all positions. The "
     "gap is the mean loss less that of exact attention on the same samples, ± its standard error over samples where "
