@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 
 from muse_attention.pretraining.chunked_loss import IGNORED, chunked_cross_entropy
 from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
@@ -37,9 +37,7 @@ def test_loss_and_gradients_with_every_chunk_size(chunk_size: int, reduction: st
     hidden, weight, targets = inputs()
     found = chunked_cross_entropy(hidden, weight, targets, reduction=reduction, chunk_size=chunk_size)
     expected = plain(hidden, weight, targets, reduction=reduction)
-    for one, other in zip(
-        with_gradients(found, hidden, weight), with_gradients(expected, hidden, weight), strict=True
-    ):
+    for one, other in zip(with_gradients(found, hidden, weight), with_gradients(expected, hidden, weight), strict=True):
         assert_equal_to_rounding(one, other)
 
 
@@ -130,28 +128,18 @@ def test_is_a_proper_operator() -> None:
     hidden, weight, targets = inputs()
     operator = torch.ops.muse_attention.chunked_cross_entropy.default
     torch.library.opcheck(operator, (hidden, weight, targets, IGNORED, 10, torch.float64, True, True))
-    torch.library.opcheck(
-        operator, (hidden.detach(), weight, targets, IGNORED, 10, torch.float64, False, True)
-    )
+    torch.library.opcheck(operator, (hidden.detach(), weight, targets, IGNORED, 10, torch.float64, False, True))
 
 
-class Largest(TorchFunctionMode):
-    """Numbers in the largest result of any function."""
-
-    numbers = 0
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.numbers = max(self.numbers, out.numel())
-        return out
-
-
-def test_few_logits_exist_at_a_time() -> None:
-    hidden, weight, targets = torch.randn(4096, 4), torch.randn(8192, 4), torch.randint(8192, (4096,))
-    with Largest() as largest:
-        chunked_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), targets, chunk_size=32).backward()
-    assert largest.numbers == 32 * 8192
+def test_few_logits_exist_at_a_time_and_none_are_kept() -> None:
+    rows, vocabulary, chunk, size = 512, 8192, 32, 4
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        chunked_cross_entropy(hidden, weight, torch.randint(vocabulary, (rows,)), chunk_size=chunk)
+    events = profiled.events()
+    assert max(event.self_cpu_memory_usage for event in events) == size * chunk * vocabulary
+    (kept,) = (event.cpu_memory_usage for event in events if event.name == "muse_attention::chunked_cross_entropy")
+    assert kept == size * (hidden.numel() + weight.numel() + 1)
 
 
 def test_second_derivatives_are_refused() -> None:

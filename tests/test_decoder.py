@@ -157,26 +157,27 @@ def test_windows_are_kept_under_every_attention() -> None:
 
 
 def test_every_implementation_of_transformers() -> None:
-    model, ids = tiny(), token_ids(50, batch=2)
+    """In float32: with padding, its eager attention overflows in float64."""
+    model, ids = tiny().float(), token_ids(50, batch=2)
     real = torch.ones_like(ids)
     real[0, :20] = 0
     for arguments in ({}, {"attention_mask": real}):
         exact = logits(model, ids, **arguments)
         for implementation in ("sdpa", "eager"):
             model.set_attn_implementation(implementation)
-            torch.testing.assert_close(logits(model, ids, **arguments)[real.bool()], exact[real.bool()])
+            found = logits(model, ids, **arguments)
+            torch.testing.assert_close(found[real.bool()], exact[real.bool()], rtol=1e-4, atol=1e-4)
         model.set_attention("exact")
+
+
+def test_registered_attention() -> None:
+    model, ids = tiny(), token_ids(100)
+    exact = logits(model, ids)
     register(EVERYTHING.partition(":")[2])
     model.set_attn_implementation("muse")
-    assert_equal_to_rounding(logits(model, ids), logits(tiny_like(model), ids))
+    found = logits(model, ids)
     register()
-
-
-def tiny_like(model: DecoderForCausalLM) -> DecoderForCausalLM:
-    """The same weights, and exact attention."""
-    other = tiny()
-    other.load_state_dict(model.state_dict())
-    return other
+    assert_equal_to_rounding(found, exact)
 
 
 def test_an_implementation_that_was_asked_for_comes_before_the_name(tmp_path: Path) -> None:
@@ -383,7 +384,7 @@ def test_learns() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     ids = token_ids(8).repeat(1, 8)
     losses = []
-    for _ in range(15):
+    for _ in range(25):
         optimizer.zero_grad()
         loss = model(ids, labels=ids).loss
         loss.backward()
@@ -409,7 +410,7 @@ def test_learns() -> None:
         (lambda: DecoderConfig(tie_word_embeddings=False), "the output layer is the embedding; leave it True"),
         (lambda: DecoderConfig(attention="sparse"), "unknown attention 'sparse'"),
         (lambda: tiny().set_attention("sparse"), "unknown attention 'sparse'"),
-        (lambda: tiny()(), "give either input_ids or inputs_embeds"),
+        (lambda: tiny()(use_cache=False), "give either input_ids or inputs_embeds"),
     ],
 )
 def test_mistakes(make: Callable[[], Any], message: str) -> None:

@@ -26,20 +26,20 @@ SLIDING, GLOBAL = "sliding_attention", "full_attention"
 """What transformers calls the two kinds of layers."""
 
 
-class DecoderConfig(PreTrainedConfig):  # type: ignore[misc]
+class DecoderConfig(PreTrainedConfig):
     model_type = "muse-decoder"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - read by transformers
 
     vocab_size: int = 32768
     hidden_size: int = 768
-    intermediate_size: int | None = None
-    """of the feed-forward network; None is 4 hidden_size"""
+    intermediate_size: int = None  # type: ignore[assignment]  # __post_init__ sets it
+    """of the feed-forward network; 4 hidden_size if not given"""
     num_hidden_layers: int = 10
     head_dim: int = 64
-    num_attention_heads: int | None = None
-    """None is hidden_size / head_dim"""
-    layer_types: list[str] | None = None
-    """"sliding_attention" or "full_attention" for each layer; None is one after the other, in pairs"""
+    num_attention_heads: int = None  # type: ignore[assignment]
+    """hidden_size / head_dim if not given"""
+    layer_types: list[str] = None  # type: ignore[assignment]
+    """"sliding_attention" or "full_attention" for each layer; one after the other, in pairs, if not given"""
     sliding_window: int = 256
     """tokens that a token of a sliding layer sees, itself among them"""
     attention: str = "exact"
@@ -76,15 +76,15 @@ class DecoderConfig(PreTrainedConfig):  # type: ignore[misc]
         _check_size("max_position_embeddings", self.max_position_embeddings)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs of numbers")
-        if self.num_attention_heads * self.head_dim != self.hidden_size:  # type: ignore[operator]
+        if self.num_attention_heads * self.head_dim != self.hidden_size:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not {self.num_attention_heads} heads of head_dim={self.head_dim}; "
                 "choose a multiple of head_dim"
             )
-        types = self.layer_types or []
-        if len(types) != self.num_hidden_layers or not set(types) <= {SLIDING, GLOBAL}:
+        if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= {SLIDING, GLOBAL}:
             raise ValueError(
-                f"layer_types={types!r} must name {SLIDING!r} or {GLOBAL!r} for each of {self.num_hidden_layers} layers"
+                f"layer_types={self.layer_types!r} must name {SLIDING!r} or {GLOBAL!r} for each of "
+                f"{self.num_hidden_layers} layers"
             )
         if not self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings=False: the output layer is the embedding; leave it True")

@@ -85,21 +85,8 @@ class SelfAttention(nn.Module):
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
             out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **others)
         else:
-            out = self._attend_in_window(query, key, value, attention_mask).transpose(1, 2)
+            out = _attend_in_window(query, key, value, attention_mask, self.sliding_window).transpose(1, 2)
         return self.o_proj(out.flatten(2)), weights
-
-    def _attend_in_window(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
-        length = query.shape[2]
-        if attention_mask is not None or length == 1:
-            return scaled_dot_product_attention(query, key, value, attention_mask, scale=self.scaling)
-        return sliding_window_attention(  # a static cache has room for more keys, which no query sees yet
-            query,
-            key[:, :, :length],
-            value[:, :, :length],
-            is_causal=True,
-            scale=self.scaling,
-            window=self.sliding_window,
-        )
 
 
 class FeedForward(nn.Module):
@@ -197,8 +184,9 @@ class Decoder(DecoderPreTrainedModel):
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None] + seen
-        masks = attention_mask
-        if not isinstance(masks, dict):  # `generate` makes them itself where it compiles
+        if isinstance(attention_mask, dict):  # `generate` makes the masks itself where it compiles
+            masks = attention_mask
+        else:
             masks = self._masks(hidden_states, attention_mask, past_key_values, position_ids)
         rotation = rotation_at(position_ids, self.config, compute_dtype(hidden_states.dtype))
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
@@ -315,6 +303,15 @@ def register_auto_classes() -> None:
     AutoConfig.register(DecoderConfig.model_type, DecoderConfig, exist_ok=True)
     AutoModel.register(DecoderConfig, Decoder, exist_ok=True)
     AutoModelForCausalLM.register(DecoderConfig, DecoderForCausalLM, exist_ok=True)
+
+
+def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, window: int) -> Tensor:
+    """Without a mask, one token attends to all keys, and more are a whole sequence."""
+    length = query.shape[2]
+    if attention_mask is not None or length == 1:
+        return scaled_dot_product_attention(query, key, value, attention_mask)
+    key, value = key[:, :, :length], value[:, :, :length]  # a static cache has room for more, which no query sees yet
+    return sliding_window_attention(query, key, value, is_causal=True, window=window)
 
 
 def _layer_norm(config: DecoderConfig) -> nn.LayerNorm:

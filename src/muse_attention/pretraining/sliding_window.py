@@ -43,8 +43,9 @@ def sliding_window_attention(
     query, key, value = cast_for_autocast(query, key, value)
     if key.shape[1] != query.shape[1]:  # with a mask, CUDA has no fused kernel for shared key heads
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    first = [tensor[:, :, :window] for tensor in (query, key, value)]
-    out = scaled_dot_product_attention(*first, is_causal=True, scale=factor)
+    out = scaled_dot_product_attention(
+        query[:, :, :window], key[:, :, :window], value[:, :, :window], is_causal=True, scale=factor
+    )
     if query.shape[2] <= window:
         return out
     query_blocks, key_blocks, value_blocks = (_cut(tensor, window) for tensor in (query, key, value))
