@@ -13,9 +13,12 @@ from muse_attention.pretraining.sliding_window import sliding_window_attention
 from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
 
 
-def inputs(length: int, heads: int = 2, key_heads: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    shapes = [(2, heads, length, 8), (2, key_heads, length, 8), (2, key_heads, length, 8)]
-    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+def inputs(
+    length: int, heads: int = 2, key_heads: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    return [
+        torch.randn(2, count, length, head_dim, dtype=dtype).requires_grad_() for count in (heads, key_heads, key_heads)
+    ]
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, window: int, **options: Any) -> Tensor:
@@ -70,6 +73,21 @@ def test_a_long_sequence_needs_no_square_of_its_length() -> None:
     tensors = [torch.randn(1, 1, 65536, 8).requires_grad_() for _ in range(3)]
     sliding_window_attention(*tensors, is_causal=True, window=256).sum().backward()
     assert all(tensor.grad is not None for tensor in tensors)
+
+
+@pytest.mark.gpu
+def test_cuda_has_a_fused_kernel_for_the_band() -> None:
+    """Logits in memory are as large as eight copies of the queries, and unfused they exist at least thrice."""
+    tensors = inputs(65536, heads=8, key_heads=8, head_dim=64)
+    exact = sliding_window_attention(*tensors, is_causal=True, window=256)
+    low = [tensor.detach().bfloat16().cuda().requires_grad_() for tensor in tensors]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = sliding_window_attention(*low, is_causal=True, window=256)
+    found.sum().backward()
+    copies = (torch.cuda.max_memory_allocated() - before) / (low[0].numel() * low[0].element_size())
+    assert copies < 24
+    assert (found.double().cpu() - exact).square().mean() < 1e-4 * exact.square().mean()
 
 
 def test_compiles_into_one_graph() -> None:

