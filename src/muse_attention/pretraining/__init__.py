@@ -1,0 +1,1 @@
+"""Pretraining of language models with any attention of the library, as in the paper."""

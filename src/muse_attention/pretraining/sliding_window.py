@@ -1,0 +1,71 @@
+"""Causal attention of each token to itself and the `window - 1` tokens before it, in linear memory.
+
+The sequence is cut into blocks of one window. What a block may see lies in itself and in the block before, always in
+the same band, so one (window, 2 window) mask serves all blocks in one call of `scaled_dot_product_attention`. The first
+block has none before it, and is plainly causal.
+
+PyTorch's `flex_attention` would compute half as many logits, but has no backward pass on a CPU, and is dense unless it
+is compiled. These blocks run wherever `scaled_dot_product_attention` does, compiled or not. At 64k tokens and a window
+of 256, their 512 logits for each query are 1/64 of what a causal layer without a window computes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from muse_attention.operator import cast_for_autocast
+from muse_attention.signature import check_arguments
+
+
+def sliding_window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int,
+) -> Tensor:
+    """Exact attention to the last `window` tokens, the query's own among them; the call is SDPA's.
+
+    A window looks back only, so `is_causal` must be True.
+    """
+    factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not is_causal:
+        raise ValueError(f"is_causal={is_causal!r}: a sliding window looks back only; pass is_causal=True")
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"window={window!r} must be an integer of at least 1")
+    query, key, value = cast_for_autocast(query, key, value)
+    if key.shape[1] != query.shape[1]:  # with a mask, CUDA has no fused kernel for shared key heads
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    out = scaled_dot_product_attention(
+        query[:, :, :window], key[:, :, :window], value[:, :, :window], is_causal=True, scale=factor
+    )
+    if query.shape[2] <= window:
+        return out
+    query_blocks, key_blocks, value_blocks = (_cut(tensor, window) for tensor in (query, key, value))
+    band = torch.ones(window, 2 * window, dtype=torch.bool, device=query.device).tril(window).triu(1)
+    later = scaled_dot_product_attention(
+        query_blocks[:, 1:].flatten(0, 1),
+        _with_previous(key_blocks).flatten(0, 1),
+        _with_previous(value_blocks).flatten(0, 1),
+        attn_mask=band,
+        scale=factor,
+    )
+    later = later.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat([out, later[:, :, : query.shape[2] - window]], dim=2)
+
+
+def _cut(tensor: Tensor, window: int) -> Tensor:
+    """(batch, blocks, heads, window, X); the last block is filled with zeros, which no real query sees."""
+    return pad(tensor, (0, 0, 0, -tensor.shape[2] % window)).unflatten(2, (-1, window)).transpose(1, 2)
+
+
+def _with_previous(blocks: Tensor) -> Tensor:
+    """(batch, blocks - 1, heads, 2 window, X): each block but the first, behind the one before it."""
+    return torch.cat([blocks[:, :-1], blocks[:, 1:]], dim=3)
