@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import transformers
 from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, get_attention
@@ -30,7 +31,7 @@ from muse_attention.evaluation.settings import Settings
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.pretrained import load_model
-from tests.models import tiny_llama, token_ids, write_model_folder
+from tests.models import SIZES, tiny_llama, token_ids, write_model_folder, write_tokenizer
 
 COARSE = "muse:Q4K4R1SP1B32"
 SETTINGS = Settings("tiny", "letters", 128, 2, "cpu", "float32")
@@ -45,7 +46,7 @@ def test_the_numbers_are_those_of_the_captured_layers(tmp_path: Path) -> None:
     results = Results({}, SETTINGS)
     measure(model, tokens, REQUESTS, results, tmp_path / "results.json")
     assert results.layers == [0, 1]
-    assert results.heads == 2 * 2 * 4  # samples, layers and heads
+    assert results.heads == 2 * 4  # in two layers
     for request in REQUESTS:
         expected = torch.stack(
             [
@@ -106,6 +107,37 @@ def test_an_interrupted_run_goes_on_to_the_same_results(
     measure(model, tokens, REQUESTS, results, path)
     assert results.measured == whole.measured
     assert read_results(path).measured == whole.measured
+
+
+def test_a_run_that_measures_nothing_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    measure(tiny_llama(), token_ids(128, batch=2), REQUESTS, Results({}, SETTINGS), path)
+    before = path.read_text()
+
+    def interrupt(description: str, finished: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(tiny_llama(), token_ids(128, batch=2), REQUESTS, Results({}, SETTINGS), path, on_step=interrupt)
+    assert path.read_text() == before
+
+
+def test_names_that_meant_something_else_are_not_continued(tmp_path: Path) -> None:
+    """A file keeps all settings behind a name, as defaults can change."""
+    path = tmp_path / "results.json"
+    measure(tiny_llama(), token_ids(128, batch=2), REQUESTS, Results({}, SETTINGS), path)
+    document = json.loads(path.read_text())
+    document["measured"][0]["config"]["query_cap_factor"] = 4.0
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="measured with other defaults"):
+        read_results(path)
+
+
+def test_a_model_with_windows_in_every_layer_is_refused(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(**SIZES, sliding_window=16)
+    model = transformers.MistralForCausalLM(config).double().eval()
+    with pytest.raises(ValueError, match="every layer of this model has a window"):
+        measure(model, token_ids(128, batch=2), REQUESTS, Results({}, SETTINGS), tmp_path / "results.json")
 
 
 def test_a_killed_run_loses_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +279,24 @@ def test_effective_clusters_of_known_power_laws() -> None:
     assert table[1][0][3] == "8.0x"
 
 
+def test_a_table_with_gaps_has_the_rows_there_are() -> None:
+    counts = {"muse:Q16K16R1SP1B1k": 0.02, "muse:Q32K32R2SP1B1k": 0.01, "muse:Q64K64R4SP1B1k": 0.005}
+    plain = {"muse:Q16K16R1SP1B1k,tilt=false": 2.0, "muse:Q32K32R2SP1B1k,tilt=false": 1.5}
+    results = results_of(counts | plain)
+    assert "joint" in [preset.name for preset in shown_presets(results)]
+    table = table_of_clusters(results, find_presets(["joint"], 8192)[0])
+    assert table is not None
+    assert [row[0] for row in table[1]] == ["16", "32"]
+    html_report(results, {}, title="t")
+
+
+def test_errors_of_zero_have_no_power_law(asked: list[object]) -> None:
+    """A text that fits into one block is attended to exactly."""
+    code, out, err = run(*asked, "--length", "256", "--preset", "joint")
+    assert (code, err) == (0, "")
+    assert "error-against-clusters" not in out
+
+
 def test_what_was_not_measured_is_absent() -> None:
     base = f"muse:{MuSeConfig.for_length(8192)}"
     results = results_of({base: 0.01, "moba:L1kB64R1": 0.5})
@@ -317,7 +367,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
     assert command.startswith("muse fidelity tiny --text text.txt --length 128 --samples 1 --attention")
     assert str(tmp_path) not in (tmp_path / "out" / "tiny.json").read_text()
     page = (tmp_path / "out" / "tiny.html").read_text()
-    for said in ("n = 8 heads", "2 layers", "128 tokens of text.txt", COARSE, "data:image/png;base64,"):
+    for said in ("n = 8 heads x one sample", "2 layers", "128 tokens of text.txt", COARSE, "data:image/png;base64,"):
         assert said in page
     assert COARSE in out
 
@@ -367,7 +417,7 @@ def test_a_full_disk_is_one_line_and_the_file_is_whole(
     [
         (["--attention", "nonsense"], "unknown attention 'nonsense'"),
         (["--preset", "nonsense"], "unknown preset 'nonsense'; use all or some of methods"),
-        (["--length", "64k"], "too few for 1 samples of 65536"),
+        (["--length", "1000"], "too few for 1 samples of 1000"),
         (["--text", "missing.txt"], "there is no text 'missing.txt'"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--name", "a/b"], "must be a plain file name"),
@@ -378,6 +428,23 @@ def test_every_mistake_is_answered_by_one_line(asked: list[object], changes: lis
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert message in err
+
+
+def test_more_tokens_than_the_model_knows_are_refused(asked: list[object]) -> None:
+    code, out, err = run(*asked, "--length", "2k")
+    assert (code, out) == (2, "")
+    assert err == "muse: the model's context is 1024 tokens, less than 2048; choose a smaller length\n"
+
+
+def test_a_model_without_attention_is_refused(folder: Path, tmp_path: Path) -> None:
+    mamba = tmp_path / "mamba"
+    write_tokenizer(mamba)
+    transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
+    ).save_pretrained(mamba)
+    code, _, err = run("fidelity", mamba, "--text", folder.parent / "text.txt", "--length", "128", "--device", "cpu")
+    assert code == 2
+    assert "no attention heads" in err.splitlines()[-1]
 
 
 def test_a_missing_model_and_missing_results_are_one_line(tmp_path: Path) -> None:

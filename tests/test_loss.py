@@ -368,6 +368,20 @@ def test_every_mistake_is_answered_by_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_unfinished_run_has_no_report(asked: list[object], tmp_path: Path) -> None:
+    assert run(*asked)[0] == 0
+    path = tmp_path / "out" / "tiny.json"
+    document = json.loads(path.read_text())
+    for entry in document["losses"]:
+        entry["means"] = entry["means"][:1]
+    path.write_text(json.dumps(document))
+    before = (tmp_path / "out" / "tiny.md").read_text()
+    result = CliRunner().invoke(commands.app, ["report", str(path)])
+    assert result.exit_code == 2
+    assert "exact attention has not seen all samples yet" in result.stderr
+    assert (tmp_path / "out" / "tiny.md").read_text() == before
+
+
 def test_a_model_that_is_not_there_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert_refused(run("llama-9"), "there is no model folder 'llama-9'")

@@ -27,7 +27,7 @@ from muse_attention.by_name import Attention, get_attention
 from muse_attention.config import MuSeConfig
 from muse_attention.structures import Clusters
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Attention",

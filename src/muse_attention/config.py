@@ -75,8 +75,8 @@ class MuSeConfig:
     """Largest cluster of keys allowed inside a block, in units of the mean: what bounds the cost of retrieval. None: no
     limit."""
     query_cap_factor: float | None = None
-    """Likewise for queries. None, no limit, costs nothing; on a pretrained model, where most queries of a head can be
-    alike, its error is down to half of that with the paper's 4."""
+    """Likewise for queries, where nothing needs a limit. On a pretrained model, in which most queries of a head can be
+    alike, the paper's 4 has up to twice the error of None."""
     seed: int = 0
     """Seed of the shuffle that starts the clustering: the only randomness there is."""
     lloyd_iterations: int = 4

@@ -143,7 +143,7 @@ def reference_attention(
 
 
 def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig) -> Clusters:
-    """Centroids of queries and of keys over the whole sequence; assignment inside each block, capped."""
+    """Centroids of queries and of keys over the whole sequence; assignment inside each block, capped if asked for."""
     if config.tilt:
         query_centroids = _centroids(scaled_query, config.query_clusters, config)
         query_assignment = _assign(scaled_query, query_centroids, config.largest_query_cluster, config)

@@ -191,7 +191,7 @@ def _drawings(results: Results) -> dict[str, Callable[[Path], None]]:
         "error of every head": functools.partial(plot_heat_map, errors, results.layers)
     }
     joint = next((preset for preset in shown_presets(results) if preset.name == "joint"), None)
-    if joint is not None:
+    if joint is not None and all(cluster_curves(results, joint).values()):
         panels = {"here": cluster_curves(results, joint), "the paper's 1B model, 64k": paper_curves()}
         drawings["error against clusters"] = functools.partial(plot_error_against_clusters, panels)
     return drawings

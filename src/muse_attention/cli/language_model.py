@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muse_attention.benchmark.workload import DTYPES, check_device
 from muse_attention.cli.app import default_device, say
-from muse_attention.evaluation.settings import Settings, describe_model, take_fingerprint
+from muse_attention.evaluation.settings import Settings, check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.pretrained import DEFAULT_MODEL, load_model
 
@@ -82,6 +82,7 @@ class Subject:
 def open_subject(model: str, texts: Sequence[Path], length: int, samples: int, place: Place) -> Subject:
     """Load a model and read its text; a ValueError or ImportError of one line if that is not possible."""
     loaded, tokenizer = load_quietly(model, place)
+    check_context(loaded, length)
     read = read_samples(tokenizer, texts, length, samples)
     settings = Settings(
         model=describe_model(name_of(model), loaded),

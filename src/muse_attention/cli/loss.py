@@ -34,7 +34,7 @@ from muse_attention.cli.language_model import (
     short_warnings,
 )
 from muse_attention.evaluation.attentions import figure_attentions, full_name
-from muse_attention.evaluation.loss import Results, check_model, measure, read_results, start_results
+from muse_attention.evaluation.loss import Results, measure, read_results, start_results
 from muse_attention.evaluation.loss_curves import SHORTEST, binned, fit_exact, reducible_curve
 from muse_attention.evaluation.loss_report import as_csv, html_report, markdown_report, summary_table
 from muse_attention.files import replace_file
@@ -83,7 +83,6 @@ def loss(
     again = f"{command_line(model, map(str, texts))} --output {shlex.quote(str(output))} --resume"
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
         subject = open_subject(model, texts, tokens_each, samples, place)
-        check_model(subject.model, subject.tokens)
         make_folder(output)
         results = start_results(subject.settings, path, resume=resume)
         missing = results.missing(attentions)
@@ -140,6 +139,8 @@ def _loss_table(results: Results) -> Table:
 
 
 def write_loss_reports(results: Results, path: Path) -> None:
+    if "exact" not in results.whole:
+        raise ValueError("exact attention has not seen all samples yet; continue the run with --resume")
     title = f"Loss against position: {path.stem}"
     picture, page = path.with_suffix(".png"), path.with_suffix(".html")
     files = {path.with_suffix(".md"): markdown_report(results, title=title), path.with_suffix(".csv"): as_csv(results)}

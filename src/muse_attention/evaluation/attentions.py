@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
@@ -36,6 +39,18 @@ def muse_config(attention: str) -> MuSeConfig | None:
     """What a full name says of MuSe; None for other attentions."""
     kind, _, settings = attention.partition(":")
     return MuSeConfig.parse(settings) if kind == "muse" and settings else None
+
+
+def settings_of(attention: str) -> dict[str, Any] | None:
+    """All settings behind a full name, the seed of the clustering among them; None for other attentions than MuSe."""
+    config = muse_config(attention)
+    return None if config is None else asdict(config)
+
+
+def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
+    """A ValueError if the name meant something else to who wrote it beside these settings: defaults can change."""
+    if settings != settings_of(attention):
+        raise ValueError(f"{attention} was measured with other defaults than it has now; drop --resume to start over")
 
 
 def in_words(attention: str) -> str:

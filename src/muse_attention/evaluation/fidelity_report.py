@@ -43,7 +43,7 @@ def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) 
     for preset in presets:
         page.section(preset.title)
         page.paragraph(preset.question)
-        ours = (f"Measured here, n = {results.heads} heads", *table_of_preset(results, preset))
+        ours = (f"Measured here, {_number(results)}", *table_of_preset(results, preset))
         page.tables_beside(ours, *(_beside(table) for table in preset.paper))
         if preset.name == "joint" and (clusters := table_of_clusters(results, preset)) is not None:
             page.paragraph(_fits_in_words(results, preset))
@@ -92,8 +92,13 @@ def subject(results: Results) -> str:
     return (
         f"{settings.model}, on {samples} of {settings.length} tokens of {settings.text}, without training for it: "
         f"queries, keys and values of {len(results.layers)} layers after RoPE, causal attention in {settings.dtype} on "
-        f"{settings.device}. Every number is a mean over n = {results.heads} heads."
+        f"{settings.device}. Every number is a mean over {_number(results)}."
     )
+
+
+def _number(results: Results) -> str:
+    samples = "one sample" if results.settings.samples == 1 else f"{results.settings.samples} samples"
+    return f"n = {results.heads} heads x {samples}"
 
 
 def table_of_requests(results: Results, requests: Sequence[Request]) -> Table:
@@ -132,7 +137,8 @@ def cluster_curves(results: Results, preset: Preset) -> dict[str, list[tuple[flo
         config = muse_config(row.request.attention)
         if config is not None and results.is_whole(row.request):
             error = results.pooled(row.request)["relative_squared_error"]
-            curves["tilt" if config.tilt else NO_TILT].append((config.key_clusters, error))
+            if error > 0:  # else everything fits into one block
+                curves["tilt" if config.tilt else NO_TILT].append((config.key_clusters, error))
     return curves
 
 
@@ -150,6 +156,8 @@ def table_of_clusters(results: Results, preset: Preset) -> Table | None:
     plain, without = PowerLaw.fit(curves[NO_TILT]), dict(curves[NO_TILT])
     rows = []
     for clusters, error in curves["tilt"]:
+        if clusters not in without:
+            continue
         plainly = without[clusters]
         needed = _needed(plain.where(error), clusters, max(without))
         rows.append((f"{clusters:.0f}", f"{error:.3g}", f"{plainly:.3g}", f"{plainly / error:.1f}x", *needed))

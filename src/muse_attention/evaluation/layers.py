@@ -10,7 +10,7 @@ import functools
 import io
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,8 @@ from torch import Tensor
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
 from muse_attention.capture import visit_layers
-from muse_attention.evaluation.settings import Settings, check_continues, describe_machine_and_transformers
+from muse_attention.evaluation.attentions import check_meaning, settings_of
+from muse_attention.evaluation.settings import OnStep, Settings, machine_to_continue
 from muse_attention.fidelity import compare
 from muse_attention.files import replace_file
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 MEASURES = ("relative_squared_error", "cosine", "energy_error", "lse_gap")
 """Those of `fidelity.Fidelity`, each a number for every head."""
 
-Step = Callable[[str, int], None]
-"""Called with what is being done, and how many steps are finished."""
 WRITTEN_EVERY = 5.0
 """Seconds of work that are lost at most. (To write a large file after every layer would take longer than the layer.)"""
 Heads = dict[str, list[float]]
@@ -75,9 +74,14 @@ class Results:
 
     @property
     def heads(self) -> int:
-        """Heads of all layers and samples behind a pooled number."""
+        """Heads of all layers."""
         first = next((request for request in self.measured if self.is_whole(request)), None)
-        return 0 if first is None else self.settings.samples * self.by_head(first, MEASURES[0]).numel()
+        return 0 if first is None else self.by_head(first, MEASURES[0]).numel()
+
+    @property
+    def size(self) -> int:
+        """Layers, over all samples and requests."""
+        return sum(len(sample) for samples in self.measured.values() for sample in samples)
 
 
 def steps(model: PreTrainedModel, requests: Sequence[Request], samples: int) -> int:
@@ -96,16 +100,18 @@ def measure(
     results: Results,
     path: Path,
     *,
-    on_step: Step = lambda description, finished: None,
+    on_step: OnStep = lambda description, finished: None,
 ) -> None:
     """Fill `results` with what is missing of `requests`, on (samples, length) tokens, and write it every few seconds.
 
     Shorter requests are measured on the beginning of each sample.
     """
+    before = results.size
     try:
         _measure(model, tokens, requests, results, path, on_step)
     finally:
-        write_results(results, path)
+        if results.size > before:
+            write_results(results, path)
 
 
 def _measure(
@@ -114,7 +120,7 @@ def _measure(
     requests: Sequence[Request],
     results: Results,
     path: Path,
-    on_step: Step,
+    on_step: OnStep,
 ) -> None:
     finished, written = 0, time.monotonic()
     for length in sorted({request.length for request in requests}, reverse=True):
@@ -133,6 +139,8 @@ def _measure(
                         written = time.monotonic()
 
                 visit_layers(model, ids[None, :length], visit)
+                if not results.layers:
+                    raise ValueError("every layer of this model has a window, so that no attention changes it")
                 results.has_all_layers = True
             finished += number_of_layers(model)
             on_step(f"{length} tokens", finished)
@@ -173,12 +181,9 @@ def _rounded(numbers: Tensor) -> list[float]:
 
 def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
     """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    machine = describe_machine_and_transformers()
-    if not (resume and path.exists()):
-        return Results(machine, settings)
-    earlier = read_results(path)
-    check_continues(path, settings, machine, earlier.settings, earlier.machine)
-    return earlier
+    earlier = read_results(path) if resume and path.exists() else None
+    machine = machine_to_continue(path, settings, earlier)
+    return earlier or Results(machine, settings)
 
 
 def write_results(results: Results, path: Path) -> None:
@@ -189,7 +194,12 @@ def write_results(results: Results, path: Path) -> None:
         "layers": results.layers,
         "has_all_layers": results.has_all_layers,
         "measured": [
-            {"attention": request.attention, "length": request.length, "samples": samples}
+            {
+                "attention": request.attention,
+                "config": settings_of(request.attention),
+                "length": request.length,
+                "samples": samples,
+            }
             for request, samples in results.measured.items()
         ],
     }
@@ -200,7 +210,7 @@ def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return Results(
+        results = Results(
             machine=document["machine"],
             settings=Settings(**document["settings"]),
             commands=list(document["commands"]),
@@ -210,6 +220,9 @@ def read_results(path: Path) -> Results:
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the results of muse fidelity") from error
+    for entry in document["measured"]:
+        check_meaning(entry["attention"], entry["config"])
+    return results
 
 
 def as_csv(results: Results) -> str:

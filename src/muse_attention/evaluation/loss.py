@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from muse_attention.evaluation.attentions import muse_config
-from muse_attention.evaluation.settings import Settings, check_continues, describe_machine_and_transformers
+from muse_attention.evaluation.attentions import check_meaning, settings_of
+from muse_attention.evaluation.settings import OnStep, Settings, machine_to_continue
 from muse_attention.files import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-OnStep = Callable[[str, int], None]
-"""Told what begins, and how many steps are finished."""
 
 _POSITIONS_AT_ONCE = 512
 """Whose logits are in memory at the same time."""
@@ -79,12 +76,9 @@ class Results:
 
 def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
     """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    machine = describe_machine_and_transformers()
-    if not (resume and path.exists()):
-        return Results(machine, settings)
-    earlier = read_results(path)
-    check_continues(path, settings, machine, earlier.settings, earlier.machine)
-    return earlier
+    earlier = read_results(path) if resume and path.exists() else None
+    machine = machine_to_continue(path, settings, earlier)
+    return earlier or Results(machine, settings)
 
 
 def measure(
@@ -132,11 +126,7 @@ def position_losses(
 
 
 def check_model(model: PreTrainedModel, tokens: Tensor) -> None:
-    """A ValueError if the tokens are more than the model knows, or its logits more than its last layer's output."""
-    length = tokens.shape[1]
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-    if length > longest:
-        raise ValueError(f"the model's context is {longest} tokens, less than {length}; choose a smaller length")
+    """A ValueError if a model's logits are more than its last layer's output."""
     few = tokens[:1, :_TOKENS_CHECKED].to(model.device)
     with torch.no_grad():
         expected = model(few, use_cache=False).logits
@@ -178,7 +168,7 @@ def read_results(path: Path) -> Results:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         settings = Settings(**document["settings"])
-        return Results(
+        results = Results(
             machine=dict(document["machine"]),
             settings=settings,
             commands=list(document["commands"]),
@@ -188,14 +178,15 @@ def read_results(path: Path) -> Results:
         raise ValueError(
             f"{path} does not hold the results of muse loss; choose another --name, or drop --resume to start over"
         ) from error
+    for entry in document["losses"]:
+        check_meaning(entry["attention"], entry["config"])
+    return results
 
 
 def _losses_to_json(attention: str, losses: Losses) -> dict[str, Any]:
-    """With all settings of MuSe, the seed of its clustering among them: the only randomness there is."""
-    config = muse_config(attention)
     return {
         "attention": attention,
-        "config": None if config is None else asdict(config),
+        "config": settings_of(attention),
         "means": losses.means,
         "sums": losses.sums.tolist(),
     }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,9 +37,20 @@ class Settings:
     """of the weights and the tokens: models and texts that words do not tell apart"""
 
 
+OnStep = Callable[[str, int], None]
+"""Told what begins, and how many steps are finished."""
+
+
+class _Measured(Protocol):
+    machine: dict[str, Any]
+    settings: Settings
+
+
 def describe_model(name: str, model: PreTrainedModel) -> str:
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(f"{name} is a {type(model).__name__}, which has no attention heads; use another model")
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return (
         f"{name} ({model.num_parameters() / 1e6:,.0f}M parameters, {config.num_hidden_layers} layers, "
@@ -55,18 +67,23 @@ def take_fingerprint(model: PreTrainedModel, tokens: Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
-def describe_machine_and_transformers() -> dict[str, Any]:
-    return {**describe_machine(), "transformers": importlib.metadata.version("transformers")}
+def check_context(model: PreTrainedModel, length: int) -> None:
+    """A ValueError if the tokens are more than the model knows."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    if length > longest:
+        raise ValueError(f"the model's context is {longest} tokens, less than {length}; choose a smaller length")
 
 
-def check_continues(
-    path: Path, settings: Settings, machine: dict[str, Any], earlier: Settings, earlier_machine: dict[str, Any]
-) -> None:
-    """A ValueError if what the file holds was measured otherwise than it would be now."""
-    differences = [name for name, setting in vars(settings).items() if getattr(earlier, name) != setting]
-    differences += [name for name in machine if name != "date" and earlier_machine.get(name) != machine[name]]
+def machine_to_continue(path: Path, settings: Settings, earlier: _Measured | None) -> dict[str, Any]:
+    """This machine; a ValueError if there are earlier results, measured otherwise than they would be now."""
+    machine = {**describe_machine(), "transformers": importlib.metadata.version("transformers")}
+    if earlier is None:
+        return machine
+    differences = [name for name, setting in vars(settings).items() if getattr(earlier.settings, name) != setting]
+    differences += [name for name in machine if name != "date" and earlier.machine.get(name) != machine[name]]
     if differences:
         raise ValueError(
             f"cannot resume {path.name}: it was measured with other settings or on another machine "
             f"({', '.join(differences)} differ); choose another --name, or drop --resume to start over"
         )
+    return machine
