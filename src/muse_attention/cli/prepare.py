@@ -25,7 +25,6 @@ from muse_attention.pretraining.sources import python_libraries, repositories_in
 from muse_attention.sizes import format_size, parse_size
 
 KINDS = ("python", "repositories", "stack", "dolma", "text")
-_CODE_KINDS = ("python", "repositories", "stack")
 
 
 @app.command()
@@ -138,13 +137,13 @@ def _show(manifest: Manifest) -> None:
         table.add_row(stream.split, format_size(stream.bucket), f"{stream.documents:,}", f"{stream.tokens:,}")
     console.print(table)
     counts = manifest.counts
-    console.print(
+    typer.echo(
         f"{counts['documents']:,} documents, {counts['files']:,} files, {counts['repositories']:,} repositories; "
         f"{manifest.vocabulary:,} tokens in the vocabulary"
     )
     for what, skipped in (("documents", manifest.skipped_documents), ("files", manifest.skipped_files)):
         if skipped:
             reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
-            console.print(f"left out, {what}: {reasons}")
+            typer.echo(f"left out, {what}: {reasons}")
     for name, reason in manifest.broken.items():
         say(f"left out {name}: {reason}")

@@ -19,6 +19,7 @@ _PACKED_AT_ONCE = 2048
 def read_lines(path: Path) -> Iterator[bytes]:
     """A ValueError if the file is damaged or ends too early."""
     unpacks, faults = _zstandard() if path.suffix == ".zst" else (None, [])
+    damage: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error, *faults)
     try:
         with open(path, "rb") as file:
             lines: io.BufferedIOBase = file
@@ -28,7 +29,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 lines = gzip.GzipFile(fileobj=file)
             while line := lines.readline(_LONGEST_LINE):
                 yield line
-    except tuple([EOFError, gzip.BadGzipFile, zlib.error, *faults]) as error:
+    except damage as error:
         raise ValueError(f"{path} is cut short or damaged ({error}); get it again") from None
 
 

@@ -24,7 +24,14 @@ from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT, read_
 from muse_attention.pretraining.repositories import BrokenSourceError, Repository, SkippedFileError, printable
 from muse_attention.pretraining.shards import TOKENS_PER_SHARD, Indexed, Stream, StreamWriter, smallest_dtype
 from muse_attention.pretraining.spool import Spool, Spooled
-from muse_attention.pretraining.tokenizer import Encoder, read_tokenizer, tokenizer_files, train_tokenizer
+from muse_attention.pretraining.tokenizer import (
+    Encoder,
+    check_vocabulary,
+    import_tokenizers,
+    read_tokenizer,
+    tokenizer_files,
+    train_tokenizer,
+)
 from muse_attention.sizes import format_size
 
 UNFINISHED = "unfinished"
@@ -56,12 +63,14 @@ class Settings:
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out is {self.held_out}; it is a share of the repositories, at least 0 and below 1")
+        check_vocabulary(self.vocabulary)
 
 
 def prepare(
     repositories: Iterable[Repository], folder: Path, settings: Settings, *, source: str, on_step: OnStep | None = None
 ) -> Corpus:
     """Write a corpus to `folder`, in place of the one that is there; a ValueError if nothing is left to write."""
+    import_tokenizers()  # before anything is read
     report = on_step or (lambda description, finished, total: None)
     given = None if settings.tokenizer is None else Encoder(read_tokenizer(settings.tokenizer))
     unfinished = folder / UNFINISHED

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muse_attention.files import errors_naming
+from muse_attention.sizes import format_size
 
 TOKENS_PER_SHARD = 2**27
 DTYPES = ("uint16", "uint32")
@@ -78,7 +79,7 @@ class StreamWriter:
         self._tokens = 0
         self._documents = 0
         self._shard: _OpenFile | None = None
-        self._index = _OpenFile(folder / f"{split}-{bucket}.documents.jsonl")
+        self._index = _OpenFile(folder / f"{split}-{format_size(bucket)}.documents.jsonl")
 
     def add(self, document: Indexed, tokens: NDArray[np.uint32]) -> None:
         line = json.dumps({**asdict(document), "start": self._tokens, "tokens": len(tokens)}, ensure_ascii=False)
@@ -106,7 +107,7 @@ class StreamWriter:
                 file.close()
 
     def _shard_path(self) -> Path:
-        return self._folder / f"{self._split}-{self._bucket}-{len(self._shards):05}.tokens"
+        return self._folder / f"{self._split}-{format_size(self._bucket)}-{len(self._shards):05}.tokens"
 
     def _finish_shard(self) -> None:
         if self._shard is not None:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,8 @@ _KNOWN_WORDS = 2**20
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """The same tokenizer for the same texts; its vocabulary is smaller where they do not yield as many merges."""
-    if vocabulary < SMALLEST_VOCABULARY:
-        raise ValueError(
-            f"a vocabulary of {vocabulary} has no room for all bytes; choose at least {SMALLEST_VOCABULARY}"
-        )
-    library = _tokenizers()
+    check_vocabulary(vocabulary)
+    library = import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -51,12 +48,19 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
+def check_vocabulary(vocabulary: int) -> None:
+    if vocabulary < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"a vocabulary of {vocabulary} has no room for all bytes; choose at least {SMALLEST_VOCABULARY}"
+        )
+
+
 def read_tokenizer(path: Path) -> Tokenizer:
     """A `tokenizer.json`, or the one in a folder."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"there is no tokenizer {str(file)!r}; give a tokenizer.json, or the folder of one")
-    library = _tokenizers()
+    library = import_tokenizers()
     try:
         return library.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
@@ -78,7 +82,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._tokenizer = _tokenizers().Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer = import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -165,7 +169,8 @@ def _is_plain_byte_level(tokenizer: Tokenizer) -> bool:
     )
 
 
-def _tokenizers():  # type: ignore[no-untyped-def]
+def import_tokenizers() -> Any:
+    """The library, or an ImportError that says how to get it."""
     try:
         import tokenizers
     except ImportError:
