@@ -235,16 +235,25 @@ def test_the_same_bytes_whatever_the_order_of_the_sources(tmp_path: Path, corpus
     assert other.fingerprint != corpus.fingerprint
 
 
-def test_the_same_bytes_on_one_thread_and_on_two(tmp_path: Path) -> None:
+def test_the_same_bytes_on_one_thread_and_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, files in sources(8).items():
         write_folder(tmp_path / "sources" / name, files)
-    running = []
-    for threads in ("1", "2"):
-        command = [sys.executable, "-m", "muse_attention.cli", "prepare", tmp_path / "sources", "--smallest", "64"]
-        command += ["--vocabulary", "300", "--held-out", "0.3", "--output", tmp_path / threads]
-        environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-    assert [process.wait() for process in running] == [0, 0]
+    asked = [
+        "prepare",
+        tmp_path / "sources",
+        "--smallest",
+        "64",
+        "--vocabulary",
+        "300",
+        "--held-out",
+        "0.3",
+        "--output",
+    ]
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    assert run(*asked, tmp_path / "1")[0] == 0
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-m", "muse_attention.cli", *asked, tmp_path / "2"]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
@@ -336,7 +345,9 @@ def test_damaged_files_are_named_in_one_line(tmp_path: Path, damage: str, ending
             read_corpus(tmp_path, hashes=False)
 
 
-@pytest.mark.parametrize("change", ["", "[]", "{}", "cut", {"format": 0}, {"dtype": "float16"}, {"surprise": 1}])
+@pytest.mark.parametrize(
+    "change", ["", "[]", "{}", "cut", {"format": 0}, {"dtype": "float16"}, {"surprise": 1}, {"files": {"../x": ""}}]
+)
 def test_a_manifest_that_is_none_is_one_line(tmp_path: Path, change: Any) -> None:
     path = make(tmp_path).folder / "manifest.json"
     text = path.read_text()
@@ -484,7 +495,7 @@ def test_ctrl_c_and_a_full_disk_are_one_line(
         found, out, err = run(*asked)
         assert (found, out) == (code, "")
         assert len(err.splitlines()) == 1
-        assert "no corpus was written; run it again: muse" in err
+        assert "no new corpus was written; run the same command again" in err
         assert list((tmp_path / "out").iterdir()) == []
     assert "No space left on device" in err
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from muse_attention.cli.app import app, console, make_folder, phases_bar, run_errors, say, user_errors
 from muse_attention.pretraining.contents import open_contents
-from muse_attention.pretraining.corpus import MANIFEST, Manifest
+from muse_attention.pretraining.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest
 from muse_attention.pretraining.datasets import dolma_documents, stack_repositories
 from muse_attention.pretraining.documents import Buckets
 from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT
@@ -86,8 +85,7 @@ def prepare(
         if (output / MANIFEST).exists() and not overwrite:
             raise ValueError(f"there is a corpus in {output} already; choose another --output, or --overwrite it")
         make_folder(output)
-    again = shlex.join(["muse", *sys.argv[1:]])
-    with run_errors(lambda: f"no corpus was written; run it again: {again}"), user_errors():
+    with run_errors(lambda: "no new corpus was written; run the same command again"), user_errors():
         with phases_bar() as on_step:
             corpus = prepare_corpus(repositories, output, settings, source=_in_words(kind, paths), on_step=on_step)
         _show(corpus.manifest)
@@ -138,6 +136,7 @@ def _show(manifest: Manifest) -> None:
     console.print(table)
     counts = manifest.counts
     typer.echo(
+        f"{manifest.tokens(TRAIN):,} tokens to train on, {manifest.tokens(HELD_OUT):,} held out; "
         f"{counts['documents']:,} documents, {counts['files']:,} files, {counts['repositories']:,} repositories; "
         f"{manifest.vocabulary:,} tokens in the vocabulary"
     )

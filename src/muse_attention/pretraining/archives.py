@@ -10,6 +10,7 @@ import functools
 import gzip
 import io
 import stat
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -21,8 +22,7 @@ from typing import Any
 from muse_attention.pretraining.repositories import BrokenSourceError, File, is_plain_path
 
 SUFFIXES = (".tar.gz", ".tgz", ".zip", ".whl")
-_AT_ONCE = 2**24
-"""Bytes that one header or file may ask for: what is larger is an attack on memory."""
+_LARGEST_HEADER = 2**20
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_archive(
         raise BrokenSourceError(error.strerror or str(error)) from error
     except (EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
         raise BrokenSourceError(f"cut short or damaged ({error})") from error
-    except (NotImplementedError, RuntimeError, ValueError, OverflowError) as error:  # of headers that make no sense
+    except (ArithmeticError, LookupError, RuntimeError, ValueError, struct.error) as error:  # headers make no sense
         raise BrokenSourceError(f"damaged ({error})") from error
 
 
@@ -120,7 +120,9 @@ def _tar_members(
     """The names of all that is no folder, and what is wanted."""
     allowance = _Allowance(path, limits)
     archive: Any
-    with gzip.open(path) as packed, tarfile.open(fileobj=_Forward(_Unpacked(packed, allowance)), mode="r:") as archive:
+    with gzip.open(path) as packed:
+        unpacked = _Bounded(_Unpacked(packed, allowance), max(largest, _LARGEST_HEADER))
+        archive = tarfile.open(fileobj=unpacked, mode="r:")  # noqa: SIM115
         while (member := archive.next()) is not None:
             archive.members.clear()  # it keeps all it has seen
             allowance.count()
@@ -187,10 +189,14 @@ class _Unpacked(io.RawIOBase):
         return self._position
 
 
-class _Forward(io.BufferedReader):
+class _Bounded(io.BufferedReader):
     """Lets nobody ask for too much at once: the headers of a tar say how long they are."""
 
+    def __init__(self, stream: io.RawIOBase, most: int) -> None:
+        super().__init__(stream)
+        self._most = most
+
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and size > _AT_ONCE:
+        if size is not None and size > self._most + tarfile.BLOCKSIZE:
             raise BrokenSourceError(f"damaged (a header of {size} bytes)")
         return super().read(size)

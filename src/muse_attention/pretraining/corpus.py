@@ -93,7 +93,8 @@ def read_corpus(folder: Path, *, hashes: bool = True) -> Corpus:
     try:
         document = json.loads(content)
         manifest = Manifest(**{**document, "streams": tuple(map(Stream.from_json, document["streams"]))})
-        if manifest.format != _FORMAT or manifest.dtype not in DTYPES:
+        names = manifest.file_names()
+        if manifest.format != _FORMAT or manifest.dtype not in DTYPES or any(Path(name).name != name for name in names):
             raise ValueError
         sizes_agree = all(sum(shard.tokens for shard in stream.shards) == stream.tokens for stream in manifest.streams)
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -22,7 +22,7 @@ from muse_attention.pretraining.corpus import HELD_OUT, MANIFEST, TRAIN, Corpus,
 from muse_attention.pretraining.documents import Buckets, Document, cut_text, join_files
 from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_text
 from muse_attention.pretraining.repositories import BrokenSourceError, Repository, SkippedFileError, printable
-from muse_attention.pretraining.shards import TOKENS_PER_SHARD, Indexed, Stream, StreamWriter, smallest_dtype
+from muse_attention.pretraining.shards import TOKENS_PER_SHARD, Stream, StreamWriter, smallest_dtype
 from muse_attention.pretraining.spool import Spool, Spooled
 from muse_attention.pretraining.tokenizer import (
     Encoder,
@@ -95,7 +95,7 @@ def prepare(
             counts=dict(sorted(reading.counts.items())),
             skipped_files=dict(sorted(reading.skipped_files.items())),
             skipped_documents=dict(sorted(reading.skipped_documents.items())),
-            broken=reading.broken,
+            broken=dict(sorted(reading.broken.items())),
             files=files,
             streams=tuple(streams),
             muse_attention=muse_attention.__version__,
@@ -264,8 +264,8 @@ def _write_streams(
             with contextlib.closing(writer):
                 for group in _groups(by_bucket[bucket]):
                     for document, tokens in zip(group, encoder.encode([*map(spool.read, group)]), strict=True):
-                        place = Indexed(document.repository, document.part, document.files, document.size, 0, 0)
-                        writer.add(place, tokens)
+                        facts = {name: getattr(document, name) for name in ("repository", "part", "files", "size")}
+                        writer.add(tokens, **facts)
                     finished += len(group)
                     report(f"encoding {split} documents of {format_size(bucket)} tokens", finished, total)
                 streams.append(writer.finish())

@@ -81,9 +81,9 @@ class StreamWriter:
         self._shard: _OpenFile | None = None
         self._index = _OpenFile(folder / f"{split}-{format_size(bucket)}.documents.jsonl")
 
-    def add(self, document: Indexed, tokens: NDArray[np.uint32]) -> None:
-        line = json.dumps({**asdict(document), "start": self._tokens, "tokens": len(tokens)}, ensure_ascii=False)
-        self._index.write(f"{line}\n".encode())
+    def add(self, tokens: NDArray[np.uint32], *, repository: str, part: int, files: int, size: int) -> None:
+        document = Indexed(repository, part, files, size, self._tokens, len(tokens))
+        self._index.write(f"{json.dumps(asdict(document), ensure_ascii=False)}\n".encode())
         self._documents += 1
         while len(tokens):
             self._shard = self._shard or _OpenFile(self._shard_path())

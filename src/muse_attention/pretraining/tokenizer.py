@@ -88,7 +88,7 @@ class Encoder:
         self._tokenizer.no_truncation()
         self._ids = {mark: self._id(mark) for mark in (REPOSITORY_MARK, FILE_MARK)}
         self.end = self._id(_end_mark(tokenizer))
-        self.vocabulary: int = self._tokenizer.get_vocab_size()
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab().values())
         self._words = _Words(self._tokenizer) if _is_plain_byte_level(self._tokenizer) else None
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[np.uint32]]:
