@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import pickle
@@ -32,7 +33,7 @@ from muse_attention.pretraining.documents import Buckets, Document, Piece, cut_t
 from muse_attention.pretraining.prepare import UNFINISHED, Settings, prepare
 from muse_attention.pretraining.repositories import File, Repository, broken
 from muse_attention.pretraining.tokenizer import Encoder, read_tokenizer, tokenizer_files, train_tokenizer
-from tests.test_sources import write_folder, write_tar
+from tests.test_sources import blob, stack_row, write_folder, write_lines, write_tar
 
 SMALL = Settings(vocabulary=400, buckets=Buckets(64, 4096), held_out=0.2, tokens_per_shard=1000)
 WORDS = ("import", "def", "return", "self", "value", "for", "in", "range", "print", "\n    ", "\n", "=", "(x)", "42")
@@ -473,6 +474,36 @@ def test_the_command_writes_a_corpus_and_says_what_is_in_it(asked: list[object],
     assert err == "muse: left out cut: Not a gzipped file (b'cu')\n"
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
     assert sorted([*made.manifest.file_names(), "manifest.json"]) == sorted(contents(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["python", "stack", "dolma", "text"])
+def test_the_command_reads_every_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [source(number, 300) for number in range(6)]
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    asked: list[object] = [] if kind == "python" else [folder]
+    if kind == "python":
+        monkeypatch.setattr("muse_attention.cli.prepare.python_libraries", lambda: as_repositories(sources(6)))
+    elif kind == "stack":
+        (tmp_path / "content").mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / "content" / blob(number)).write_bytes(gzip.compress(text.encode()))
+        rows = [stack_row(f"owner/{n}", {"path": "/a.py", "blob_id": blob(n), "length_bytes": 900}) for n in range(6)]
+        write_lines(folder / "ids.jsonl", rows)
+        asked += ["--contents", tmp_path]
+    elif kind == "dolma":
+        write_lines(folder / "part.jsonl.gz", [{"id": str(n), "text": text} for n, text in enumerate(texts)])
+    else:
+        write_folder(folder, {f"{n}.txt": text for n, text in enumerate(texts)})
+    options = ["--kind", kind, "--smallest", "64", "--vocabulary", "300", "--output", tmp_path / "out"]
+    code, out, err = run("prepare", *asked, *options)
+    assert (code, err) == (0, "")
+    made = read_corpus(tmp_path / "out")
+    assert made.manifest.counts["documents"] == 6
+    stream = made.streams(TRAIN)[0]
+    text = read_tokenizer(made.folder).decode(made.tokens(stream, 0, 60).tolist(), skip_special_tokens=False)
+    assert text.startswith("<reponame>") == (kind in ("python", "stack"))
+    assert "tokens to train on" in out
 
 
 def test_a_corpus_is_not_replaced_by_mistake(asked: list[object]) -> None:

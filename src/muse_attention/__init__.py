@@ -19,6 +19,8 @@ either; `operator.py` makes it an operator of PyTorch; `attention.py` is the fun
 
 `huggingface.py` brings it to the models of transformers, `pretrained.py` loads such models, `capture.py` sees what
 their layers attend with, and `evaluation` measures them.
+
+`pretraining` prepares texts to train on.
 """
 
 from muse_attention.attention import find_clusters, muse_attention

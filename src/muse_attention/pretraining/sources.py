@@ -5,7 +5,6 @@ Everything is listed in the order of its name, whatever the order of the file sy
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -102,7 +101,7 @@ def _file(file: Path, path: str) -> File:
         size = file.stat().st_size
     except OSError:
         return File(path, 0, bytes, "unreadable")
-    return File(path, size, functools.partial(file.read_bytes))
+    return File(path, size, file.read_bytes)
 
 
 def _listing(folder: Path) -> list[os.DirEntry[str]]:
