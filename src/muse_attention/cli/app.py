@@ -112,6 +112,7 @@ def draw_picture(picture: Path, draw: Callable[[Path], None]) -> bool:
 def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
     """A bar on stderr if that is a terminal, gone when it is full, and the function that moves it."""
     with phases_bar() as on_step:
+        on_step("", 0, steps)
         yield lambda description, finished: on_step(description, finished, steps)
 
 

@@ -34,8 +34,8 @@ def stack_repositories(paths: Sequence[Path], fetch: Fetch) -> Iterator[Reposito
             yield broken(name, "not a row of The Stack v2: it needs repo_name and files")
             continue
         kept = [file for file in files if isinstance(file, dict) and file.get("language") == "Python"]
-        size = sum(_size(file) for file in kept if not _refusal(file))
-        yield Repository(row["repo_name"], _stack_files(kept, fetch), size=size)
+        sizes = [_size(file) for file in kept if not _refusal(file)]
+        yield Repository(row["repo_name"], _stack_files(kept, fetch), size=sum(sizes) if all(sizes) else None)
 
 
 def dolma_documents(paths: Sequence[Path]) -> Iterator[Repository]:
@@ -83,6 +83,7 @@ def _refusal(file: dict[str, Any]) -> str:
 
 
 def _size(file: dict[str, Any]) -> int:
+    """0 if the row does not say."""
     size = file.get("length_bytes")
     return size if isinstance(size, int) else 0
 
