@@ -18,7 +18,7 @@ The algorithm, in order, and where to read each step:
 either; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
 
 `huggingface.py` brings it to the models of transformers, `pretrained.py` loads such models, `capture.py` sees what
-their layers attend with, and `evaluation` measures them. `pretraining` has the paper's own decoder.
+their layers attend with, and `evaluation` measures them. `pretraining` has texts to train on, and the paper's decoder.
 """
 
 from muse_attention.attention import find_clusters, muse_attention

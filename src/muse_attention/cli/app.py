@@ -111,11 +111,23 @@ def draw_picture(picture: Path, draw: Callable[[Path], None]) -> bool:
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
     """A bar on stderr if that is a terminal, gone when it is full, and the function that moves it."""
+    with phases_bar() as on_step:
+        on_step("", 0, steps)
+        yield lambda description, finished: on_step(description, finished, steps)
+
+
+@contextlib.contextmanager
+def phases_bar() -> Iterator[Callable[[str, int, int | None], None]]:
+    """The same for work whose size shows on the way: the function is told it, or None, with every step."""
     stderr = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("", total=steps)
-        yield lambda description, finished: progress.update(task, description=description, completed=finished)
+        task = progress.add_task("", total=None)
+
+        def on_step(description: str, finished: int, total: int | None) -> None:
+            progress.update(task, description=description, completed=finished, total=total)
+
+        yield on_step
 
 
 @contextlib.contextmanager

@@ -1,1 +1,14 @@
-"""Pretraining of language models with any attention of the library, as in the paper."""
+"""Pretraining of language models with any attention of the library, as in the paper.
+
+Data, from sources to samples:
+
+1. `repositories.py`: what a source gives. `sources.py`: Python's own libraries, folders, archives (`archives.py`) and
+   texts. `datasets.py`: The Stack v2, with contents from Software Heritage (`contents.py`), and Dolma.
+2. `filters.py`: which files are kept. `documents.py`: how the files of a repository become one document.
+3. `tokenizer.py`: byte-level BPE. `spool.py`: documents on disk while there is no tokenizer yet.
+4. `shards.py`: tokens on disk. `corpus.py`: the manifest, and reading what it lists.
+5. `prepare.py`: all of that, in order.
+6. `batches.py`: samples of a corpus, each a pure function of the seed, the step and the rank.
+
+The model: `decoder.py`, with `configuration.py`, `sliding_window.py` and `chunked_loss.py`.
+"""

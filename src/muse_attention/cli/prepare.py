@@ -1,0 +1,148 @@
+"""`muse prepare`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from muse_attention.cli.app import app, console, make_folder, phases_bar, run_errors, say, user_errors
+from muse_attention.pretraining.contents import open_contents
+from muse_attention.pretraining.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest
+from muse_attention.pretraining.datasets import dolma_documents, stack_repositories
+from muse_attention.pretraining.documents import Buckets
+from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT
+from muse_attention.pretraining.prepare import Settings
+from muse_attention.pretraining.prepare import prepare as prepare_corpus
+from muse_attention.pretraining.repositories import Repository
+from muse_attention.pretraining.sources import python_libraries, repositories_in, texts_in
+from muse_attention.sizes import format_size, parse_size
+
+KINDS = ("python", "repositories", "stack", "dolma", "text")
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Files and folders of one kind.", show_default="Python's standard library and installed packages"
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="repositories: folders and .tar.gz, .zip, .whl archives; stack: rows of The Stack v2 as .jsonl; "
+            "dolma: .jsonl.zst; text: plain texts; python: what is installed.",
+            show_default="repositories, or python without a source",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder of the corpus.")] = Path("out/corpus"),
+    vocabulary: Annotated[str, typer.Option(help="Tokens of the tokenizer; k means 1024.")] = "32k",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or its folder, to take instead of training one.")
+    ] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the repositories that is not for training.")] = 0.01,
+    smallest: Annotated[str, typer.Option(help="Fewest tokens of a document, at 3.5 bytes each.")] = "16k",
+    largest: Annotated[str, typer.Option(help="Every document has fewer tokens than this.")] = "256k",
+    skip_large: Annotated[
+        bool,
+        typer.Option("--skip-large", help="Leave out what is too large, as the paper does, instead of cutting it."),
+    ] = False,
+    largest_file: Annotated[
+        str | None, typer.Option(help="Bytes of the largest file that is read.", show_default="1024k, 16384k of text")
+    ] = None,
+    contents: Annotated[
+        str | None, typer.Option(help="Folder or URL with content/ID, gzip, for the ids of The Stack v2.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the split and of the order of documents.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the corpus in the folder.")] = False,
+) -> None:
+    """Prepare texts for pretraining: filter, join, split and tokenize them.
+
+    Writes shards of tokens, an index of documents, the tokenizer, and manifest.json when all of that is whole.
+    """
+    paths = source or []
+    with user_errors():
+        kind = _kind(kind, paths)
+        largest_bytes = None if largest_file is None else parse_size(largest_file)
+        settings = Settings(
+            vocabulary=parse_size(vocabulary),
+            tokenizer=tokenizer,
+            buckets=Buckets(parse_size(smallest), parse_size(largest)),
+            skip_large=skip_large,
+            held_out=held_out,
+            seed=seed,
+            largest_code=largest_bytes or LARGEST_CODE,
+            largest_text=largest_bytes or LARGEST_TEXT,
+        )
+        repositories = _repositories(kind, paths, contents, settings)
+        if (output / MANIFEST).exists() and not overwrite:
+            raise ValueError(f"there is a corpus in {output} already; choose another --output, or --overwrite it")
+        make_folder(output)
+    with run_errors(lambda: "no new corpus was written; run the same command again"), user_errors():
+        with phases_bar() as on_step:
+            corpus = prepare_corpus(repositories, output, settings, source=_in_words(kind, paths), on_step=on_step)
+        _show(corpus.manifest)
+        typer.echo(f"wrote {output}")
+
+
+def _kind(kind: str | None, paths: Sequence[Path]) -> str:
+    kind = kind or ("repositories" if paths else "python")
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; use one of {', '.join(KINDS)}")
+    if (kind == "python") == bool(paths):
+        raise ValueError(
+            "the kind python is what is installed: leave out SOURCE" if paths else f"the kind {kind} needs a SOURCE"
+        )
+    return kind
+
+
+def _repositories(kind: str, paths: Sequence[Path], contents: str | None, settings: Settings) -> Iterable[Repository]:
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise ValueError(f"there is no source {str(missing[0])!r}; give files or folders that exist")
+    if kind == "python":
+        return python_libraries()
+    if kind == "repositories":
+        return repositories_in(paths, largest=settings.largest_code)
+    if kind == "text":
+        return texts_in(paths)
+    if kind == "dolma":
+        return dolma_documents(paths)
+    if contents is None:
+        raise ValueError("The Stack v2 has ids alone: give the folder or URL of the contents by --contents")
+    return stack_repositories(paths, open_contents(contents, largest=settings.largest_code))
+
+
+def _in_words(kind: str, paths: Sequence[Path]) -> str:
+    if kind == "python":
+        return f"Python {sys.version_info.major}.{sys.version_info.minor}'s standard library and installed packages"
+    return f"{kind}: {', '.join(path.resolve().name for path in paths)}"
+
+
+def _show(manifest: Manifest) -> None:
+    table = Table(box=SIMPLE, title=manifest.source, title_style="", title_justify="left", pad_edge=False)
+    table.add_column("split")
+    for header in ("bucket", "documents", "tokens"):
+        table.add_column(header, justify="right")
+    for stream in manifest.streams:
+        table.add_row(stream.split, format_size(stream.bucket), f"{stream.documents:,}", f"{stream.tokens:,}")
+    console.print(table)
+    counts = manifest.counts
+    typer.echo(
+        f"{manifest.tokens(TRAIN):,} tokens to train on, {manifest.tokens(HELD_OUT):,} held out; "
+        f"{counts['documents']:,} documents, {counts['files']:,} files, {counts['repositories']:,} repositories; "
+        f"{manifest.vocabulary:,} tokens in the vocabulary"
+    )
+    for what, skipped in (("documents", manifest.skipped_documents), ("files", manifest.skipped_files)):
+        if skipped:
+            reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
+            typer.echo(f"left out, {what}: {reasons}")
+    for name, reason in manifest.broken.items():
+        say(f"left out {name}: {reason}")

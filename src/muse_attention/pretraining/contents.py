@@ -1,0 +1,76 @@
+"""Contents of The Stack v2, by their ids: gzip files as Software Heritage stores them, in a folder or behind a URL."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from muse_attention.pretraining.repositories import SkippedFileError
+
+Fetch = Callable[[str], bytes]
+"""From a blob's id to its content; a SkippedFileError if there is none."""
+_BLOB_ID = re.compile(r"[0-9a-f]{40}")
+_MISSING = (403, 404, 410)
+_ATTEMPTS = 4
+
+
+def open_contents(place: str, *, largest: int) -> Fetch:
+    """From `place/content/ID`, where the place is a folder or a URL that begins with http; ValueError if it is none."""
+    if re.match(r"https?://", place):
+        return lambda blob_id: _fetch(f"{place.rstrip('/')}/content/{_checked(blob_id)}", largest)
+    folder = Path(place).expanduser() / "content"
+    if not folder.is_dir():
+        raise ValueError(
+            f"there are no contents in {place!r}; give a folder with content/ID files, or a URL, by --contents"
+        )
+
+    def read(blob_id: str) -> bytes:
+        try:
+            packed = (folder / _checked(blob_id)).read_bytes()
+        except FileNotFoundError:
+            raise SkippedFileError("missing content") from None
+        return _unpack(packed, largest)
+
+    return read
+
+
+def _checked(blob_id: str) -> str:
+    """An id is a hash: anything else could be a path to somewhere else."""
+    if not isinstance(blob_id, str) or not _BLOB_ID.fullmatch(blob_id):
+        raise SkippedFileError("missing content")
+    return blob_id
+
+
+def _fetch(url: str, largest: int) -> bytes:
+    """Again after a pause, should the server or the network fail; a ValueError if that does not help."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                return _unpack(response.read(largest + 2**16), largest)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code in _MISSING:
+                raise SkippedFileError("missing content") from None
+            reason: object = f"{error.code} {error.reason}"
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+        if attempt + 1 < _ATTEMPTS:
+            time.sleep(0.5 * 2**attempt)
+    raise ValueError(f"cannot fetch {url}: {reason}; check --contents and the network, then run it again")
+
+
+def _unpack(packed: bytes, largest: int) -> bytes:
+    """What is larger is cut off just behind `largest`: enough to see that it is."""
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        content = unpacker.decompress(packed, largest + 1)
+    except zlib.error:
+        raise SkippedFileError("unreadable") from None
+    if not unpacker.eof and len(content) <= largest:
+        raise SkippedFileError("unreadable")
+    return content

@@ -1,0 +1,119 @@
+"""Datasets of JSON lines: rows of ids of The Stack v2, and documents of Dolma (LongMino among them).
+
+The lines may be plain or packed by gzip or Zstandard. A row that makes no sense is counted, and the next one is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from muse_attention.pretraining.contents import Fetch
+from muse_attention.pretraining.packed import read_lines
+from muse_attention.pretraining.repositories import File, Repository, SkippedFileError, broken, is_plain_path
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_FETCHED_AT_ONCE = 16
+_AHEAD = 256
+"""Contents that are fetched before they are asked for."""
+
+
+def stack_repositories(paths: Sequence[Path], fetch: Fetch) -> Iterator[Repository]:
+    """Rows `{"repo_name": ..., "files": [{"blob_id", "path", "language", ...}]}`: the dataset's, as JSON lines.
+
+    Python files alone; the row says which are vendored or generated. Contents are fetched side by side, in order.
+    """
+    for name, row in _rows(paths):
+        files = row.get("files") if isinstance(row, dict) else None
+        if not isinstance(files, list) or not isinstance(row.get("repo_name"), str):
+            yield broken(name, "not a row of The Stack v2: it needs repo_name and files")
+            continue
+        kept = [file for file in files if isinstance(file, dict) and file.get("language") == "Python"]
+        sizes = [_size(file) for file in kept if not _refusal(file)]
+        yield Repository(row["repo_name"], _stack_files(kept, fetch), size=sum(sizes) if all(sizes) else None)
+
+
+def dolma_documents(paths: Sequence[Path]) -> Iterator[Repository]:
+    """Rows `{"id": ..., "text": ..., ...}`, each a document."""
+    for name, row in _rows(paths):
+        text = row.get("text") if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            yield broken(name, "not a row of Dolma: it needs id and text")
+            continue
+        content = text.encode(errors="surrogatepass")
+        given = row.get("id")
+        yield Repository(
+            given if isinstance(given, str) else name,
+            [File("", len(content), functools.partial(bytes, content))],
+            is_text=True,
+        )
+
+
+def _stack_files(files: Sequence[dict[str, Any]], fetch: Fetch) -> Iterator[File]:
+    pool = ThreadPoolExecutor(_FETCHED_AT_ONCE)
+    coming: deque[tuple[dict[str, Any], Future[bytes] | None]] = deque()
+    try:
+        for file in (*files, *[None] * _AHEAD):
+            if file is not None:
+                coming.append((file, None if _refusal(file) else pool.submit(fetch, file.get("blob_id", ""))))
+            if coming and (file is None or len(coming) > _AHEAD):
+                yield _stack_file(*coming.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _stack_file(file: dict[str, Any], fetched: Future[bytes] | None) -> File:
+    path = str(file.get("path", "")).lstrip("/")
+    if fetched is None:
+        return File(path, _size(file), bytes, _refusal(file))
+    return File(path, _size(file), functools.partial(_as_utf8, fetched, str(file.get("src_encoding") or "UTF-8")))
+
+
+def _refusal(file: dict[str, Any]) -> str:
+    if file.get("is_vendor"):
+        return "vendored"
+    if file.get("is_generated"):
+        return "generated"
+    return "" if is_plain_path(str(file.get("path", "")).lstrip("/")) else "unsafe path"
+
+
+def _size(file: dict[str, Any]) -> int:
+    """0 if the row does not say."""
+    size = file.get("length_bytes")
+    return size if isinstance(size, int) else 0
+
+
+def _as_utf8(fetched: Future[bytes], encoding: str) -> bytes:
+    content = fetched.result()
+    try:
+        return content.decode(encoding).encode()
+    except (LookupError, ValueError):
+        raise SkippedFileError("undecodable") from None
+
+
+def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+    """A name for each row, and the row; None if it is no JSON."""
+    for path in _files(paths):
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            yield f"{path.name}:{number}", row
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in paths:
+        if path.is_file() and path.name.endswith(SUFFIXES):
+            files.append(path)
+        elif path.is_dir():
+            files += sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+        else:
+            raise ValueError(f"there is no dataset {str(path)!r}; give files, or folders, of {', '.join(SUFFIXES)}")
+    return files

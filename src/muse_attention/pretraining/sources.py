@@ -1,0 +1,117 @@
+"""Sources on this machine: Python's own libraries, folders of repositories and of source archives, and plain texts.
+
+Everything is listed in the order of its name, whatever the order of the file system, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from muse_attention.pretraining.archives import SUFFIXES as ARCHIVE_SUFFIXES
+from muse_attention.pretraining.archives import read_archive
+from muse_attention.pretraining.filters import is_python
+from muse_attention.pretraining.repositories import File, Repository, is_plain_path
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+_NO_SOURCES = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
+"""Folders that are not looked into, nor are those with a dot in front."""
+_ONE_REPOSITORY = {".git", "pyproject.toml", "setup.py", "setup.cfg", "__init__.py"}
+"""What tells a repository from a folder of repositories."""
+_ARCHIVE_NAME = re.compile(r"(?P<project>.+?)-v?\d.*")
+
+
+def python_libraries() -> Iterator[Repository]:
+    """The standard library, and each installed package."""
+    library = Path(sysconfig.get_path("stdlib"))
+    yield Repository(f"python-{sys.version_info.major}.{sys.version_info.minor}", _files_in(library, is_python))
+    for folder in sorted({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}):
+        for entry in _listing(folder):
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False) and _has_sources(entry.name):
+                yield Repository(entry.name, _files_in(path, is_python, inside=f"{entry.name}/"))
+            elif entry.is_file(follow_symlinks=False) and is_python(entry.name):
+                yield Repository(path.stem, [_file(path, entry.name)])
+
+
+def repositories_in(paths: Sequence[Path], *, largest: int) -> Iterator[Repository]:
+    """Each path: an archive, a repository, or a folder of archives and repositories."""
+    for path in paths:
+        if path.name.endswith(ARCHIVE_SUFFIXES) and path.is_file():
+            yield _archive(path, largest)
+        elif not path.is_dir():
+            endings = ", ".join(ARCHIVE_SUFFIXES)
+            raise ValueError(f"there is no folder or archive {str(path)!r}; give folders, or files in {endings}")
+        elif any((path / name).exists() for name in _ONE_REPOSITORY):
+            yield Repository(path.resolve().name, _files_in(path, is_python))
+        else:
+            for entry in _listing(path):
+                if entry.is_dir(follow_symlinks=False) and _has_sources(entry.name):
+                    yield Repository(entry.name, _files_in(Path(entry.path), is_python))
+                elif entry.is_file(follow_symlinks=False) and entry.name.endswith(ARCHIVE_SUFFIXES):
+                    yield _archive(Path(entry.path), largest)
+
+
+def texts_in(paths: Sequence[Path]) -> Iterator[Repository]:
+    """Each text file, and each of those in folders, is a document."""
+    for path in paths:
+        if path.is_file():
+            yield Repository(path.name, [_file(path, path.name)], is_text=True)
+        elif path.is_dir():
+            for file in _files_in(path, lambda name: name.endswith(TEXT_SUFFIXES)):
+                yield Repository(file.path, [file], is_text=True)
+        else:
+            raise ValueError(
+                f"there is no text {str(path)!r}; give files, or folders of {', '.join(TEXT_SUFFIXES)} files"
+            )
+
+
+def project_name(archive: str) -> str:
+    """`name` of `name-1.0.tar.gz` and of `name-1.0-py3-none-any.whl`: all versions are one repository."""
+    stem = archive.removesuffix(next((suffix for suffix in ARCHIVE_SUFFIXES if archive.endswith(suffix)), ""))
+    match = _ARCHIVE_NAME.fullmatch(stem)
+    return match["project"] if match else stem
+
+
+def _archive(path: Path, largest: int) -> Repository:
+    return Repository(project_name(path.name), read_archive(path, is_python, largest=largest))
+
+
+def _files_in(folder: Path, wanted: Callable[[str], bool], inside: str = "") -> Iterator[File]:
+    for entry in _listing(folder):
+        path = inside + entry.name
+        if entry.is_dir(follow_symlinks=False):
+            if _has_sources(entry.name):
+                yield from _files_in(Path(entry.path), wanted, f"{path}/")
+        elif wanted(entry.name):
+            if not entry.is_file(follow_symlinks=False):
+                yield File(path, 0, bytes, "link or device")
+            elif not is_plain_path(path):
+                yield File(path, 0, bytes, "unsafe path")
+            else:
+                yield _file(Path(entry.path), path)
+
+
+def _file(file: Path, path: str) -> File:
+    try:
+        size = file.stat().st_size
+    except OSError:
+        return File(path, 0, bytes, "unreadable")
+    return File(path, size, file.read_bytes)
+
+
+def _listing(folder: Path) -> list[os.DirEntry[str]]:
+    """Nothing of a folder that cannot be read, as of one that is empty."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+def _has_sources(folder: str) -> bool:
+    return folder not in _NO_SOURCES and not folder.startswith(".") and not folder.endswith((".dist-info", ".egg-info"))
