@@ -11,20 +11,25 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 62rem; margin: 0 auto;
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 84rem; margin: 0 auto;
        padding: 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top: 1px solid #ddd; padding-top: 1rem; }
-h3 { font-size: 1rem; margin-bottom: .3rem; }
+h1 { font-size: 1.6rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top: 1px solid #ddd; padding-top: 1rem; }
+h3 { font-size: .95rem; font-weight: 600; margin: .3rem 0; }
+p { max-width: 52rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #eee; }
-th { border-bottom: 2px solid #888; font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-.beside { display: flex; flex-wrap: wrap; gap: 2rem; align-items: flex-start; }
+th, td { padding: .25rem .6rem; text-align: left; border-bottom: 1px solid #eee; vertical-align: top; }
+th { border-bottom: 2px solid #888; font-weight: 600; vertical-align: bottom; }
+.number { text-align: right; white-space: nowrap; }
+td { max-width: 28rem; }
+.beside { display: flex; flex-wrap: wrap; gap: 1.5rem 2.5rem; align-items: flex-start; }
 .beside > div { min-width: 0; max-width: 100%; }
-img { max-width: 100%; height: auto; }
-pre { overflow-x: auto; background: #f6f6f6; padding: .7rem; font-size: .85rem; }
-.note { color: #555; font-size: .9rem; max-width: 46rem; }
-nav a { margin-right: .8rem; white-space: nowrap; }
+.beside > div + div h3 { max-width: 24rem; }
+img { max-width: min(100%, 52rem); height: auto; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .7rem; font-size: .85rem; }
+.note { color: #555; font-size: .9rem; }
+nav a { margin-right: .8rem; }
 """
 
 
@@ -77,6 +82,19 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    columns = list(zip(header, *rows, strict=True))
+    are_numbers = [any(cells[1:]) and all(map(_is_number, filter(None, cells[1:]))) for cells in columns]
+    lines = "".join(f"<tr>{_cells('td', row, are_numbers)}</tr>" for row in rows)
+    head = _cells("th", header, are_numbers)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _cells(tag: str, cells: Sequence[str], are_numbers: Sequence[bool]) -> str:
+    return "".join(
+        f'<{tag} class="number">{escape(cell)}</{tag}>' if is_number else f"<{tag}>{escape(cell)}</{tag}>"
+        for cell, is_number in zip(cells, are_numbers, strict=True)
+    )
+
+
+def _is_number(cell: str) -> bool:
+    return cell.removeprefix("more than ").lstrip("+-~")[:1].isdigit()
