@@ -377,7 +377,7 @@ def test_reports_can_be_written_anew(asked: list[object], tmp_path: Path) -> Non
     markdown = tmp_path / "out" / "tiny.md"
     before = markdown.read_text()
     markdown.unlink()
-    code, out, err = run("report", tmp_path / "out")
+    code, out, err = run("report", tmp_path)
     assert (code, err) == (0, "")
     assert "tiny.md" in out
     assert markdown.read_text() == before

@@ -40,7 +40,7 @@ def report(
 def _files(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from sorted(path.glob("*.json"))
+            yield from sorted(path.rglob("*.json"))
         elif path.is_file():
             yield path
         else:
