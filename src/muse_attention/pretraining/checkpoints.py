@@ -71,19 +71,19 @@ def steps_in(folder: Path) -> list[int]:
 # Writing
 
 
-def begin(folder: Path, step: int) -> Path:
-    """The empty folder that a checkpoint is written into."""
+def begin(folder: Path, step: int) -> None:
+    """Make the folder that a checkpoint is written into."""
     unfinished = _aside(folder, step)
     with errors_naming(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    return unfinished
 
 
-def write_shard(unfinished: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+def write_shard(folder: Path, step: int, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """What one rank has: tensors by name, as files of safetensors, and a list of them with their hashes."""
     from safetensors.torch import save
 
+    unfinished = _aside(folder, step)
     files = []
     for number, part in enumerate(_parts(tensors)):
         path = unfinished / f"rank-{rank:05}-{number:05}.safetensors"
