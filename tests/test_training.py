@@ -8,7 +8,10 @@ import json
 import math
 import os
 import random
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,7 +57,7 @@ SMALL = override(
         "probe_every=3",
     ],
 )
-GOLDEN = []
+GOLDEN = [5.82854, 5.26275, 4.79373, 4.30000, 0, 0, 0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +146,8 @@ def test_a_recipe_is_overridden_field_by_field() -> None:
     ],
 )
 def test_mistakes_in_a_recipe(change: str, message: str) -> None:
-    with pytest.raises(ValueError, match="(?s).*") as raised:
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
         override(tiny(), [change])
-    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -345,7 +347,7 @@ def test_no_whole_checkpoint_is_an_error(corpus: Corpus, tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         train(corpus, SMALL, tmp_path, on_step=stop_at(3))
     flip(tmp_path / "checkpoints" / "step-00000002" / TENSORS, -1)
-    with pytest.raises(ValueError, match="none of the checkpoints in .* is whole"):
+    with pytest.raises(ValueError, match=r"none of the checkpoints in .* is whole"):
         train(corpus, SMALL, tmp_path, resume=True)
 
 
@@ -361,7 +363,7 @@ def test_what_is_half_written_or_half_removed_is_no_checkpoint(corpus: Corpus, w
 
 
 def test_shards_of_several_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "BYTES_PER_FILE", 100)
+    monkeypatch.setattr(checkpoints, "BYTES_PER_FILE", 50)
     rows = torch.arange(30.0).view(10, 3)
     checkpoints.begin(tmp_path, 1)
     for rank, part in enumerate(rows.split(4)):
@@ -372,6 +374,63 @@ def test_shards_of_several_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.
     found = dict(checkpoints.read_tensors(checkpoint))
     assert torch.equal(found["a"], rows)
     assert torch.equal(found["b"], 2 * rows)
+
+
+# Several processes
+
+
+def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2) -> None:
+    """As under `torchrun`, by the variables that it sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
+    command = [sys.executable, "-m", "muse_attention.cli", "train", str(corpus.folder), *fields, "--recipe", "tiny"]
+    command += ["--output", str(output), "--resume", "--device", "cpu"]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=240)
+            assert process.returncode == 0, err.decode()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def assert_close_runs(output: Path, expected: Path) -> None:
+    for found, other in zip(read_metrics(output), read_metrics(expected), strict=True):
+        assert found.get("rse", {}).keys() == other.get("rse", {}).keys()
+        for name in ("loss", "gradient_norm", "learning_rate"):
+            assert found[name] == pytest.approx(other[name], rel=1e-3), (found["step"], name)
+    tensors, others = learnt(output), learnt(expected)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {n: other.shape for n, other in others.items()}
+
+
+def test_two_processes_learn_what_one_does(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    """And a checkpoint of theirs is for any number of processes: for two bit for bit, for one to rounding."""
+    recipe = override(SMALL, ["micro_batch=1"])
+    two, again, one = tmp_path / "two", tmp_path / "again", tmp_path / "one"
+    train_together(corpus, recipe, two)
+    assert_close_runs(two, whole_run)
+    files = sorted(path.name for path in (two / "checkpoints" / "step-00000008").iterdir())
+    assert files == ["manifest.json", TENSORS, "rank-00001-00000.safetensors"]
+    for copy in (again, one):
+        shutil.copytree(two, copy)
+        shutil.rmtree(copy / "checkpoints" / "step-00000008")
+    train_together(corpus, recipe, again)
+    assert_same_run(again, two)
+    train(corpus, recipe, one, resume=True)
+    assert_close_runs(one, two)
 
 
 # Mishaps

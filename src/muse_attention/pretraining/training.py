@@ -85,6 +85,7 @@ def train(
         checkpoint = checkpoints.latest_good(folder, on_refused if world.is_first else lambda message: None)
     elif has_run(output):
         raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
+    world.all_succeed(True)  # all have looked before the first one writes
     with _determinism(recipe.deterministic and world.device.type == "cuda"):
         model = make_model(corpus, recipe).to(world.device)
         optimiser = make_ready(model, recipe, world)
