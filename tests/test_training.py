@@ -17,7 +17,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from muse_attention.pretrained import load_model
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus, read_corpus
-from muse_attention.pretraining.metrics import read_metrics
+from muse_attention.pretraining.metrics import Metrics, read_metrics
 from muse_attention.pretraining.recipes import RECIPES, Recipe, override, tiny
 from muse_attention.pretraining.schedule import attention_at, exact_steps, learning_rate
 from muse_attention.pretraining.training import TrainingError, make_model, train
@@ -57,7 +58,7 @@ SMALL = override(
         "probe_every=3",
     ],
 )
-GOLDEN = [5.82854, 5.26275, 4.79373, 4.30000, 0, 0, 0, 0]
+GOLDEN = [5.82854, 5.26275, 4.79373, 4.30235, 3.99389, 3.64250, 3.41044, 3.49443]
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +232,46 @@ def test_the_library_loads_the_model(corpus: Corpus, whole_run: Path) -> None:
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in weights.items())
 
 
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    train(corpus, override(SMALL, ["compile=true"]), tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(whole_run), rel=1e-3)
+
+
+def test_metrics_behind_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines)[:-5])
+    Metrics(tmp_path, 4).close()
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    Metrics(tmp_path, 2).close()
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_tensorboard_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float, int]] = []
+    opened: list[int] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert Path(folder) == tmp_path / "tensorboard"
+            opened.append(purge_step)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            told.append((name, value, step))
+
+        def close(self) -> None:
+            opened.append(0)
+
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", cast(ModuleType, SimpleNamespace(SummaryWriter=Writer)))
+    train(corpus, SMALL, tmp_path, tensorboard=True)
+    assert [value for name, value, _ in told if name == "loss"] == losses(tmp_path)
+    assert [(name, step) for name, _, step in told if "rse" in name] == [
+        (f"rse/layer {layer}", step) for step in (3, 6) for layer in (1, 3)
+    ]
+    assert opened == [1, 0]
+
+
 # Going on
 
 
@@ -283,8 +324,13 @@ def test_another_run_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path)
         train(corpus, SMALL, whole_run)
     with pytest.raises(ValueError, match=r"has peak_rate=0.003, not 0.1: it would not be the same run"):
         train(corpus, override(SMALL, ["peak_rate=0.1"]), whole_run, resume=True)
-    with pytest.raises(ValueError, match="learns from another corpus"):
+    with pytest.raises(ValueError, match="is of another corpus than"):
         train(dataclasses.replace(corpus, fingerprint="0"), SMALL, whole_run, resume=True)
+    foreign = tmp_path / "foreign"
+    train(corpus, override(SMALL, ["seed=1"]), foreign)
+    shutil.copy(whole_run / "run.json", foreign / "run.json")
+    with pytest.raises(ValueError, match=r"step-00000008 has seed=1, not 0"):
+        train(corpus, SMALL, foreign, resume=True)
 
 
 # Checkpoints

@@ -46,6 +46,7 @@ def train(
     On several GPUs: torchrun --nproc-per-node 8 -m muse_attention.cli train ...
     """
     with user_errors():
+        import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
         from muse_attention.pretraining.parallel import open_world
         from muse_attention.pretraining.training import (
             CHECKPOINTS,

@@ -81,8 +81,7 @@ def train(
     folder = output / CHECKPOINTS
     checkpoint = None
     if resume:
-        _check_run(output, recipe, corpus)
-        checkpoint = checkpoints.latest_good(folder, on_refused if world.is_first else lambda message: None)
+        checkpoint = _find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
     elif has_run(output):
         raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
     world.all_succeed(True)  # all have looked before the first one writes
@@ -142,7 +141,7 @@ def has_run(output: Path) -> bool:
 
 def run_recipe(output: Path) -> Recipe:
     """The recipe of the run in a folder."""
-    return _read_run(output)[0]
+    return _recipe_of(_read_run(output), output / RUN)
 
 
 def write_run(output: Path, recipe: Recipe, corpus: Corpus) -> None:
@@ -290,31 +289,48 @@ def _describe(recipe: Recipe, fingerprint: str) -> dict[str, Any]:
     }
 
 
-def _read_run(output: Path) -> tuple[Recipe, str]:
+def _read_run(output: Path) -> dict[str, Any]:
     path = output / RUN
     try:
         document = json.loads(path.read_bytes())
-        return read_recipe(document["recipe"]), str(document["corpus"])
     except OSError as error:
         raise ValueError(f"there is no run in {output}: {path}: {error.strerror}") from None
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is not of muse train; choose another output")
+    return document
+
+
+def _recipe_of(document: dict[str, Any], where: Path) -> Recipe:
+    try:
+        return read_recipe(document["recipe"])
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} is not of this version of muse train; choose another output") from None
+        raise ValueError(f"{where} is of another version of muse train; choose another output") from None
 
 
-def _check_run(output: Path, recipe: Recipe, corpus: Corpus) -> None:
-    """Whether a recipe and a corpus are those of the run in a folder, if there is one."""
-    if not has_run(output):
-        if checkpoints.steps_in(output / CHECKPOINTS):
-            raise ValueError(f"{output} has checkpoints, but no {RUN}; choose another output")
-        return
-    before, fingerprint = _read_run(output)
+def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: Corpus) -> None:
+    """Whether what `_describe` gave is of this recipe and corpus."""
+    before = _recipe_of(document, where)
     for name in differences(before, recipe):
         raise ValueError(
-            f"the run in {output} has {name}={getattr(before, name)}, not {getattr(recipe, name)}: it would not be the "
-            "same run; leave it, or choose another output"
+            f"{where} has {name}={getattr(before, name)}, not {getattr(recipe, name)}: it would not be the same run; "
+            "leave it as it was, or choose another output"
         )
-    if fingerprint != corpus.fingerprint:
-        raise ValueError(f"the run in {output} learns from another corpus than {corpus.folder}; give that one")
+    if document.get("corpus") != corpus.fingerprint:
+        raise ValueError(f"{where} is of another corpus than {corpus.folder}; give that one, or choose another output")
+
+
+def _find_checkpoint(
+    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
+) -> checkpoints.Checkpoint | None:
+    """Where the run in a folder goes on; None is its beginning."""
+    if has_run(output):
+        _check_same(_read_run(output), output / RUN, recipe, corpus)
+    found = checkpoints.latest_good(output / CHECKPOINTS, on_refused)
+    if found is not None:
+        _check_same(found.about, found.folder, recipe, corpus)
+    return found
 
 
 def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, output: Path, world: World) -> Path:
