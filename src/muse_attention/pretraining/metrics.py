@@ -67,7 +67,9 @@ def check_tensorboard() -> None:
     try:
         importlib.import_module("tensorboard")
     except ImportError:
-        raise ImportError("TensorBoard is not installed: pip install tensorboard, or leave it out") from None
+        raise ImportError(
+            "TensorBoard is not installed: pip install 'muse-attention[tensorboard]', or leave it out"
+        ) from None
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
