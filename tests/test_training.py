@@ -422,6 +422,62 @@ def test_shards_of_several_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(found["b"], 2 * rows)
 
 
+DIE_AT_EVERY_CALL = """
+import os, shutil, sys, torch
+from pathlib import Path
+from muse_attention.pretraining import checkpoints
+
+def save(folder, step):
+    checkpoints.begin(folder, step)
+    checkpoints.write_shard(folder, step, 0, {"a": torch.full((3,), float(step))})
+    checkpoints.finish(folder, step, {})
+    checkpoints.prune(folder, step, 1)
+
+def die_at(number):
+    def counting(call):
+        def counted(*arguments, **others):
+            nonlocal number
+            number -= 1
+            if number < 0:
+                os._exit(9)
+            return call(*arguments, **others)
+        return counted
+    for name in ("open", "close", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "scandir"):
+        setattr(os, name, counting(getattr(os, name)))
+
+found, number, code = [], 0, 9
+while code:
+    folder = Path(sys.argv[1]) / str(number)
+    save(folder, 1)
+    child = os.fork()
+    if not child:
+        die_at(number)
+        save(folder, 2)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    checkpoint = checkpoints.latest_good(folder, sys.exit)
+    ((_, tensor),) = checkpoints.read_tensors(checkpoint)
+    assert tensor.eq(checkpoint.step).all()
+    found.append(checkpoint.step)
+    checkpoints.clear_unfinished(folder)
+    assert list(folder.glob("*.tmp")) == []
+    number += 1
+print(*found)
+"""
+
+
+def test_a_death_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """The one before until the rename, the new one from then on, and never a torn one."""
+    done = subprocess.run(
+        [sys.executable, "-c", DIE_AT_EVERY_CALL, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [int(step) for step in done.stdout.split()]
+    assert steps == sorted(steps)
+    assert steps.count(1) >= 6
+    assert steps.count(2) >= 3
+
+
 # Several processes
 
 
