@@ -612,10 +612,25 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     assert len(err.splitlines()) == 1
     assert "No space left on device; the last good checkpoint is" in err
     assert "continue with: muse train" in err
+    assert list((tmp_path / "out" / "checkpoints").glob("*.tmp")) == []
     monkeypatch.undo()
     code, _, err = run("train", corpus.folder, "--output", tmp_path / "out", "--resume", "--device", "cpu")
     assert (code, err) == (0, "")
     assert_same_run(tmp_path / "out", whole_run)
+
+
+def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, code in ((KeyboardInterrupt(), 130), (TrainingError("the loss of step 3 is nan"), 1)):
+
+        def fail(*arguments: Any, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr("muse_attention.pretraining.training._Run._update", fail)
+        found, _, err = run(*asked, "--resume")
+        assert found == code
+        assert len(err.splitlines()) == 1
+        assert ("there is no checkpoint yet; continue with: muse train" in err) == (code == 130)
+    assert err == "muse: the loss of step 3 is nan\n"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import typer
 
 from muse_attention.benchmark.workload import check_device
 from muse_attention.cli.app import Device, app, default_device, make_folder, phases_bar, run_errors, say, user_errors
+from muse_attention.cli.language_model import short_warnings
 from muse_attention.pretraining.corpus import read_corpus
 from muse_attention.pretraining.recipes import RECIPES, Recipe, get_recipe, override
 
@@ -71,7 +72,7 @@ def train(
         return f"{describe_last_good(output / CHECKPOINTS)}; continue with: {command}"
 
     try:
-        with run_errors(how_to_continue), user_errors(), open_world(place) as world:
+        with run_errors(how_to_continue), user_errors(), short_warnings(), open_world(place) as world:
             quiet = contextlib.nullcontext(lambda step: None)
             with _progress(chosen) if world.is_first else quiet as on_step:
                 model = train_model(

@@ -266,6 +266,8 @@ class _Run:
         except OSError as error:
             mishap = error
         if not self.world.all_succeed(mishap is None):
+            if self.world.is_first:
+                checkpoints.clear_unfinished(self.folder)  # it may be what fills the disk
             raise mishap or TrainingError(
                 f"another rank cannot write its checkpoint; {describe_last_good(self.folder)}"
             )
