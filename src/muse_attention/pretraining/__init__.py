@@ -11,4 +11,8 @@ Data, from sources to samples:
 6. `batches.py`: samples of a corpus, each a pure function of the seed, the step and the rank.
 
 The model: `decoder.py`, with `configuration.py`, `sliding_window.py` and `chunked_loss.py`.
+
+Training: `training.py` is the loop. `recipes.py`: what a run is made of. `schedule.py`: learning rate and attention at
+a step. `optimiser.py`: AdamW, and what is learnt, by name. `checkpoints.py`: that on disk, whole or absent. `probe.py`:
+the attention's error on the way. `metrics.py`: what is measured. `parallel.py`: one process, or several.
 """

@@ -1,0 +1,90 @@
+"""What a run measures at every step: a line of JSON each, and TensorBoard where it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muse_attention.files import errors_naming, replace_file
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update, counted from 1."""
+
+    step: int
+    loss: float
+    """in nats for each token, before the update"""
+    learning_rate: float
+    gradient_norm: float
+    """before clipping"""
+    attention: str
+    tokens: int
+    """seen so far"""
+    tokens_per_second: float
+    rse: dict[int, float] = field(default_factory=dict)
+    """relative squared error of the attention by layer, where it was measured"""
+
+    @property
+    def mean_rse(self) -> float | None:
+        return sum(self.rse.values()) / len(self.rse) if self.rse else None
+
+
+class Metrics:
+    """Lines of steps after `step`, as of a run that was killed behind it, are forgotten."""
+
+    def __init__(self, output: Path, step: int, *, tensorboard: bool = False) -> None:
+        self._path = output / FILE
+        replace_file(self._path, "".join(_lines_until(self._path, step)))
+        self._board = _open_board(output / "tensorboard", step) if tensorboard else None
+
+    def add(self, step: Step) -> None:
+        values = {name: value for name, value in asdict(step).items() if name != "rse" or value}
+        with errors_naming(self._path), open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+        if self._board is not None:
+            for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
+                self._board.add_scalar(name, values[name], step.step)
+            for layer, error in step.rse.items():
+                self._board.add_scalar(f"rse/layer {layer}", error, step.step)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / FILE).read_text().splitlines()]
+
+
+def check_tensorboard() -> None:
+    """An ImportError of one line if it is not there."""
+    try:
+        importlib.import_module("tensorboard")
+    except ImportError:
+        raise ImportError(
+            "TensorBoard is not installed: pip install 'muse-attention[tensorboard]', or leave it out"
+        ) from None
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    kept = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                if json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break  # torn: the last line of a run that was killed
+            kept.append(line + "\n")
+    return kept
+
+
+def _open_board(folder: Path, step: int) -> Any:
+    check_tensorboard()
+    return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=step + 1)

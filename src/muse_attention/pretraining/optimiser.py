@@ -1,0 +1,57 @@
+"""AdamW as in the paper, and all that a run has learnt as tensors by name: weights and both moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from muse_attention.pretraining.checkpoints import Checkpoint, CheckpointError, read_tensors
+from muse_attention.pretraining.parallel import copy_whole, local_part
+from muse_attention.pretraining.recipes import Recipe
+
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+
+
+def make_optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """The paper names no weight without decay, so all have it. The learning rate is set before each update."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=recipe.peak_rate,
+        betas=(recipe.beta1, recipe.beta2),
+        eps=recipe.epsilon,
+        weight_decay=recipe.weight_decay,
+    )
+
+
+def set_learning_rate(optimiser: torch.optim.AdamW, rate: float) -> None:
+    for group in optimiser.param_groups:
+        group["lr"] = rate
+
+
+def learnt(model: nn.Module, optimiser: torch.optim.AdamW) -> dict[str, Tensor]:
+    """This rank's part of it, after at least one update."""
+    return {name: local_part(tensor) for name, tensor in _named(model, optimiser)}
+
+
+def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint into a model and an optimiser; a CheckpointError if it is of another model."""
+    for parameter in model.parameters():
+        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+        optimiser.state[parameter] = {"step": torch.tensor(float(checkpoint.step)), **moments}
+    targets = dict(_named(model, optimiser))
+    for name, tensor in read_tensors(checkpoint):
+        target = targets.pop(name, None)
+        if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+            raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has another {name}")
+        copy_whole(target, tensor)
+    if targets:
+        raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has no {next(iter(targets))}")
+
+
+def _named(model: nn.Module, optimiser: torch.optim.AdamW) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield f"{WEIGHT}/{name}", parameter
+        for moment in MOMENTS:
+            yield f"{moment}/{name}", optimiser.state[parameter][moment]

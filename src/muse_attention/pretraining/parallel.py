@@ -1,0 +1,114 @@
+"""One process, or as many as `torchrun` started: the process group, the mesh, and FSDP2's sharding of the model.
+
+Weights, gradients and the optimiser's state are sharded over all ranks along their first dimension, and each rank
+computes its share of the sequences. One process needs none of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together, and this one's place among them."""
+
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+    mesh: DeviceMesh | None = None
+    """None for one process"""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Over all ranks."""
+        if self.mesh is None:
+            return tensor
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total / self.ranks
+
+    def all_succeed(self, success: bool) -> bool:
+        """Whether all ranks did. Nobody goes on before everybody is here."""
+        if self.mesh is None:
+            return success
+        flag = torch.tensor(int(success), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+
+@contextlib.contextmanager
+def open_world(device: str) -> Iterator[World]:
+    """The processes of `torchrun`, which says by environment variables who this one is; this one alone without it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield World(torch.device(device))
+        return
+    place = torch.device(device)
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        mesh = init_device_mesh(place.type, (dist.get_world_size(),))
+        yield World(place, dist.get_rank(), dist.get_world_size(), mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def shard_model(model: nn.Module, layers: nn.ModuleList, world: World) -> None:
+    """Each layer is gathered when it computes. All ranks must have made the model from the same seed."""
+    if world.mesh is not None:
+        for layer in layers:
+            fully_shard(layer, mesh=world.mesh)
+        fully_shard(model, mesh=world.mesh)
+
+
+def accumulate_gradients(model: nn.Module, *, is_last: bool) -> None:
+    """Gradients are exchanged once for each update, in the last of its backward passes."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """In here the weights outside of the layers are whole, as for calling a part of the model."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathered from all ranks, which must all ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_whole(target: Tensor, source: Tensor) -> None:
+    """Into a tensor that may be sharded, from one that every rank has."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            moved = source.to(target.device)
+            target.copy_(distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None))
+        else:
+            target.copy_(source)

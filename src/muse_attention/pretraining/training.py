@@ -1,0 +1,374 @@
+"""Training: a loop whose every step is a function of the recipe, the corpus and the number of the step.
+
+    from muse_attention.pretraining.recipes import override, tiny
+    from muse_attention.pretraining.training import train
+
+    train(read_corpus(Path("out/corpus")), override(tiny(), ["steps=100"]), Path("out/train"))
+
+What is learnt lies in checkpoints, and nothing else is to be remembered: a run that was killed at any moment goes on
+from its newest checkpoint that is whole, and computes the same bits as if nothing had happened.
+
+    run.json         recipe and corpus, written first
+    checkpoints/     see checkpoints.py
+    metrics.jsonl    see metrics.py
+    model/           written last: the model, as transformers reads it, with its tokenizer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+import muse_attention
+from muse_attention.files import errors_naming, replace_file
+from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.batches import Batches, Windows
+from muse_attention.pretraining.configuration import DecoderConfig
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
+from muse_attention.pretraining.optimiser import learnt, make_optimiser, restore, set_learning_rate
+from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
+from muse_attention.pretraining.probe import relative_squared_errors
+from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
+from muse_attention.pretraining.schedule import EXACT, attention_at, learning_rate
+
+RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
+
+
+class TrainingError(RuntimeError):
+    """A run cannot go on; what it has learnt so far is in its checkpoints."""
+
+
+def train(
+    corpus: Corpus,
+    recipe: Recipe,
+    output: Path,
+    *,
+    resume: bool = False,
+    world: World | None = None,
+    tensorboard: bool = False,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_refused: Callable[[str], None] = lambda message: None,
+) -> Path:
+    """Train a model, and return the folder that it is in. A ValueError is a mistake, a TrainingError a mishap.
+
+    Args:
+        resume: go on with the run in `output`, or start it if there is none
+        on_step: called after every update, on the first rank
+        on_refused: told why a checkpoint is not used
+    """
+    world = world or World(torch.device("cpu"))
+    batches = Batches(Windows(corpus, recipe.length), recipe.batch, recipe.seed, world.ranks)
+    if recipe.batch // world.ranks % recipe.micro_batch:
+        raise ValueError(
+            f"micro_batch={recipe.micro_batch} does not divide the {recipe.batch // world.ranks} sequences of a rank"
+        )
+    if tensorboard:
+        check_tensorboard()
+    folder = output / CHECKPOINTS
+    checkpoint = None
+    if resume:
+        checkpoint = _find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
+    elif has_run(output):
+        raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
+    world.all_succeed(True)  # all have looked before the first one writes
+    with _determinism(recipe.deterministic and world.device.type == "cuda"):
+        model = make_model(corpus, recipe).to(world.device)
+        optimiser = make_ready(model, recipe, world)
+        if checkpoint is not None:
+            restore(model, optimiser, checkpoint)
+        step = 0 if checkpoint is None else checkpoint.step
+        metrics = None
+        if world.is_first:
+            checkpoints.clear_unfinished(folder)
+            write_run(output, recipe, corpus)
+            metrics = Metrics(output, step, tensorboard=tensorboard)
+        try:
+            run = _Run(model, optimiser, recipe, batches, world, folder, corpus.fingerprint)
+            for done in run.steps(step):
+                if metrics is not None:
+                    metrics.add(done)
+                    on_step(done)
+        finally:
+            if metrics is not None:
+                metrics.close()
+    return _write_model(model, corpus, recipe, output, world)
+
+
+def make_config(corpus: Corpus, recipe: Recipe) -> DecoderConfig:
+    changes: dict[str, Any] = {
+        "vocab_size": corpus.manifest.vocabulary,
+        "eos_token_id": corpus.manifest.end,
+        "max_position_embeddings": recipe.length,
+        "attention": recipe.attention,
+    }
+    return DecoderConfig.scale(recipe.scale, **changes) if recipe.scale else DecoderConfig.tiny(**changes)
+
+
+def make_model(corpus: Corpus, recipe: Recipe) -> DecoderForCausalLM:
+    """With weights from the recipe's seed, in float32, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return DecoderForCausalLM(make_config(corpus, recipe)).train()
+
+
+def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch.optim.AdamW:
+    """Recompute, compile and shard a model as the recipe and the world say, and return its optimiser."""
+    if recipe.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if recipe.compile:
+        model.compile()
+    shard_model(model, model.model.layers, world)
+    return make_optimiser(model, recipe)
+
+
+def has_run(output: Path) -> bool:
+    return (output / RUN).exists()
+
+
+def run_recipe(output: Path) -> Recipe:
+    """The recipe of the run in a folder."""
+    return _recipe_of(_read_run(output), output / RUN)
+
+
+def write_run(output: Path, recipe: Recipe, corpus: Corpus) -> None:
+    with errors_naming(output):
+        output.mkdir(parents=True, exist_ok=True)
+    replace_file(output / RUN, json.dumps(_describe(recipe, corpus.fingerprint), indent=2) + "\n")
+
+
+@dataclasses.dataclass
+class _Run:
+    model: DecoderForCausalLM
+    optimiser: torch.optim.AdamW
+    recipe: Recipe
+    batches: Batches
+    world: World
+    folder: Path
+    """of the checkpoints"""
+    fingerprint: str
+    """of the corpus"""
+
+    def steps(self, first: int) -> Iterator[Step]:
+        """Every update from `first` on, and a checkpoint behind those that are to have one."""
+        recipe = self.recipe
+        for step in range(first, recipe.steps):
+            began = time.perf_counter()
+            done = self._update(step)
+            seconds = time.perf_counter() - began
+            # The step is known before its checkpoint is: a line too many is forgotten when the run goes on.
+            yield dataclasses.replace(done, tokens_per_second=round(recipe.tokens_per_step / seconds, 3))
+            if done.step % recipe.checkpoint_every == 0 or done.step == recipe.steps:
+                self._save(done.step)
+
+    def _update(self, step: int) -> Step:
+        recipe, model = self.recipe, self.model
+        tokens = self._read(step)
+        attention = attention_at(step, steps=recipe.steps, attention=recipe.attention, exact_tail=recipe.exact_tail)
+        if model.config.attention != attention:
+            model.set_attention(attention)
+        rate = learning_rate(
+            step, steps=recipe.steps, warmup=recipe.warmup, peak=recipe.peak_rate, final=recipe.final_rate
+        )
+        set_learning_rate(self.optimiser, rate)
+        errors = self._probe(tokens) if self._is_probed(step) else {}
+        self.optimiser.zero_grad()
+        loss = self.world.mean(self._differentiate(tokens)).item()
+        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            what, value = ("gradient", norm) if math.isfinite(loss) else ("loss", loss)
+            raise TrainingError(
+                f"the {what} of step {step + 1} is {value}; {describe_last_good(self.folder)}; "
+                "start again from its recipe with a lower peak_rate"
+            )
+        self.optimiser.step()
+        return Step(
+            step=step + 1,
+            loss=loss,
+            learning_rate=rate,
+            gradient_norm=norm,
+            attention=attention,
+            tokens=(step + 1) * recipe.tokens_per_step,
+            tokens_per_second=0.0,
+            rse=errors,
+        )
+
+    def _differentiate(self, tokens: Tensor) -> Tensor:
+        """The mean loss of this rank's sequences, and its gradients, which ranks average."""
+        total = torch.zeros((), device=self.world.device)
+        parts = tokens.split(self.recipe.micro_batch)
+        for number, part in enumerate(parts):
+            accumulate_gradients(self.model, is_last=number == len(parts) - 1)
+            with self._autocast():
+                loss = self.model(
+                    part[:, :-1],
+                    shift_labels=part[:, 1:].contiguous(),
+                    num_items_in_batch=tokens[:, 1:].numel(),
+                    use_cache=False,
+                ).loss
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _read(self, step: int) -> Tensor:
+        try:
+            return self.batches.read(step, self.world.rank).to(self.world.device)
+        except (OSError, ValueError) as error:
+            raise TrainingError(
+                f"the corpus in {self.batches.windows.corpus.folder} cannot be read any more ({error}); "
+                f"{describe_last_good(self.folder)}; run muse prepare again"
+            ) from None
+
+    def _is_probed(self, step: int) -> bool:
+        every = self.recipe.probe_every
+        return self.recipe.attention != EXACT and every > 0 and (step + 1) % every == 0
+
+    def _probe(self, tokens: Tensor) -> dict[int, float]:
+        """On the first sequence of each rank."""
+        with self._autocast(), gathered(self.model):
+            errors = relative_squared_errors(self.model, tokens[:1, :-1], self.recipe.attention)
+        means = self.world.mean(torch.tensor(list(errors.values()), device=self.world.device))
+        return dict(zip(errors, means.tolist(), strict=True))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
+
+    def _save(self, step: int) -> None:
+        world, folder = self.world, self.folder
+
+        def finish() -> None:
+            checkpoints.finish(folder, step, _describe(self.recipe, self.fingerprint), ranks=world.ranks)
+            checkpoints.prune(folder, step, self.recipe.keep)
+
+        self._together(lambda: checkpoints.begin(folder, step), first_alone=True)
+        self._together(lambda: checkpoints.write_shard(folder, step, world.rank, learnt(self.model, self.optimiser)))
+        self._together(finish, first_alone=True)
+
+    def _together(self, action: Callable[[], None], *, first_alone: bool = False) -> None:
+        """No rank waits forever for one that failed."""
+        mishap = None
+        try:
+            if self.world.is_first or not first_alone:
+                action()
+        except OSError as error:
+            mishap = error
+        if not self.world.all_succeed(mishap is None):
+            if self.world.is_first:
+                checkpoints.clear_unfinished(self.folder)  # it may be what fills the disk
+            raise mishap or TrainingError(
+                f"another rank cannot write its checkpoint; {describe_last_good(self.folder)}"
+            )
+
+
+def describe_last_good(folder: Path) -> str:
+    """The newest checkpoint that is whole, in words."""
+    with contextlib.suppress(checkpoints.CheckpointError):
+        found = checkpoints.latest_good(folder, lambda message: None)
+        if found is not None:
+            return f"the last good checkpoint is {found.folder}"
+    return "there is no checkpoint yet"
+
+
+def _describe(recipe: Recipe, fingerprint: str) -> dict[str, Any]:
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "corpus": fingerprint,
+        "muse_attention": muse_attention.__version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def _read_run(output: Path) -> dict[str, Any]:
+    path = output / RUN
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"there is no run in {output}: {path}: {error.strerror}") from None
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is not of muse train; choose another output")
+    return document
+
+
+def _recipe_of(document: dict[str, Any], where: Path) -> Recipe:
+    try:
+        return read_recipe(document["recipe"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{where} is of another version of muse train; choose another output") from None
+
+
+def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: Corpus) -> None:
+    """Whether what `_describe` gave is of this recipe and corpus."""
+    before = _recipe_of(document, where)
+    for name in differences(before, recipe):
+        raise ValueError(
+            f"{where} has {name}={getattr(before, name)}, not {getattr(recipe, name)}: it would not be the same run; "
+            "leave it as it was, or choose another output"
+        )
+    if document.get("corpus") != corpus.fingerprint:
+        raise ValueError(f"{where} is of another corpus than {corpus.folder}; give that one, or choose another output")
+
+
+def _find_checkpoint(
+    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
+) -> checkpoints.Checkpoint | None:
+    """Where the run in a folder goes on; None is its beginning."""
+    if has_run(output):
+        _check_same(_read_run(output), output / RUN, recipe, corpus)
+    found = checkpoints.latest_good(output / CHECKPOINTS, on_refused)
+    if found is not None:
+        _check_same(found.about, found.folder, recipe, corpus)
+    return found
+
+
+def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, output: Path, world: World) -> Path:
+    """As transformers reads it, with the attention of the last step; all ranks give their weights, the first writes."""
+    weights = {name: whole(parameter).detach().cpu() for name, parameter in model.named_parameters()}
+    folder, unfinished = output / MODEL, output / f"{MODEL}.tmp"
+    if world.is_first:
+        config = make_config(corpus, recipe)
+        config.attention = model.config.attention
+        config.architectures = [DecoderForCausalLM.__name__]
+        with errors_naming(folder):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            config.save_pretrained(unfinished)
+            replace_file(unfinished / "model.safetensors", save(weights, metadata={"format": "pt"}))
+            for name in corpus.manifest.files:
+                shutil.copyfile(corpus.folder / name, unfinished / name)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(unfinished, folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    """On CUDA: the same bits twice, where there is an algorithm that gives them."""
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first product is made
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = fill
