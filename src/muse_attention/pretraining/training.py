@@ -177,7 +177,7 @@ class _Run:
     def _update(self, step: int) -> Step:
         recipe, model = self.recipe, self.model
         tokens = self._read(step)
-        attention = attention_at(step, steps=recipe.steps, attention=recipe.attention, exact_tail=recipe.exact_tail)
+        attention = _attention_of(recipe, step)
         if model.config.attention != attention:
             model.set_attention(attention)
         rate = learning_rate(
@@ -282,6 +282,10 @@ def describe_last_good(folder: Path) -> str:
     return "there is no checkpoint yet"
 
 
+def _attention_of(recipe: Recipe, step: int) -> str:
+    return attention_at(step, steps=recipe.steps, attention=recipe.attention, exact_tail=recipe.exact_tail)
+
+
 def _describe(recipe: Recipe, fingerprint: str) -> dict[str, Any]:
     return {
         "recipe": dataclasses.asdict(recipe),
@@ -341,7 +345,7 @@ def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, outp
     folder, unfinished = output / MODEL, output / f"{MODEL}.tmp"
     if world.is_first:
         config = make_config(corpus, recipe)
-        config.attention = model.config.attention
+        config.attention = _attention_of(recipe, recipe.steps - 1)
         config.architectures = [DecoderForCausalLM.__name__]
         with errors_naming(folder):
             shutil.rmtree(unfinished, ignore_errors=True)
