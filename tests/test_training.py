@@ -290,22 +290,26 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Pa
     command = [sys.executable, "-m", "muse_attention.cli", "train", str(corpus.folder), *fields, "--device", "cpu"]
     command += ["--recipe", "tiny", "--output", str(tmp_path), "--resume"]
     draw, kills = random.Random(0), 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(20):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        metrics = tmp_path / "metrics.jsonl"
-        size = metrics.stat().st_size if metrics.exists() else 0
-        while process.poll() is None and (not metrics.exists() or metrics.stat().st_size <= size):
-            time.sleep(0.002)
+    metrics = tmp_path / "metrics.jsonl"
+    for _ in range(5):
+        before = metrics.stat().st_ino if metrics.exists() else None
+        process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         if kills < 4:
-            time.sleep(draw.uniform(0, 0.3))
+            while process.poll() is None and (not metrics.exists() or metrics.stat().st_ino == before):
+                time.sleep(0.001)  # the file is replaced when training starts
+            steps = len(metrics.read_text().splitlines()) + draw.choice([0, 1, 2])
+            while process.poll() is None and len(metrics.read_text().splitlines()) <= steps:
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 0.05))
             process.send_signal(signal.SIGKILL)
         _, err = process.communicate()
-        kills += process.returncode == -signal.SIGKILL
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, err.decode()
-    assert kills >= 1
+        kills += 1
+    assert kills >= 2
     assert_same_run(tmp_path, whole_run)
 
 
