@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +32,7 @@ from muse_attention.cli.language_model import (
     name_of,
     open_subject,
     short_warnings,
+    spell_command,
 )
 from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.fidelity_report import (
@@ -89,15 +90,8 @@ def fidelity(
         path = output / f"{stem}.json"
         if resume and path.exists():
             read_results(path)  # what is broken should be known before a model is loaded
-    command_line = functools.partial(
-        _command_line,
-        length=tokens_each,
-        samples=samples,
-        attentions=attention or [],
-        presets=preset or [],
-        place=place,
-        name=stem,
-    )
+    options = [("--attention", asked) for asked in attention or []] + [("--preset", asked) for asked in preset or []]
+    command_line = functools.partial(spell_command, "fidelity", tokens_each, samples, options, place, stem)
     again = f"{command_line(model, map(str, texts))} --output {shlex.quote(str(output))} --resume"
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
         subject = open_subject(model, texts, tokens_each, samples, place)
@@ -117,29 +111,6 @@ def _requests(presets: Sequence[Preset], attentions: Sequence[str] | None, lengt
     named = attentions or ([] if presets else ["muse"])
     requests = [Request(full_name(attention, length), length) for attention in named]
     return list(dict.fromkeys([*requests, *(request for preset in presets for request in preset.requests)]))
-
-
-def _command_line(
-    model: str,
-    texts: Iterable[str],
-    *,
-    length: int,
-    samples: int,
-    attentions: Sequence[str],
-    presets: Sequence[str],
-    place: Place,
-    name: str,
-) -> str:
-    """The command with every setting spelled out, save the folder of the results."""
-    words = ["muse", "fidelity", model]
-    for text in texts:
-        words += ["--text", text]
-    words += ["--length", format_size(length), "--samples", str(samples)]
-    for attention in attentions:
-        words += ["--attention", attention]
-    for preset in presets:
-        words += ["--preset", preset]
-    return shlex.join([*words, "--device", place.device, "--dtype", place.dtype, "--name", name])
 
 
 def _fidelity_table(results: Results, requests: Sequence[Request]) -> Table:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from muse_attention.cli.app import default_device, say
 from muse_attention.evaluation.settings import Settings, check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.pretrained import DEFAULT_MODEL, load_model
+from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,3 +109,23 @@ def short_warnings() -> Iterator[None]:
 def how_to_continue(path: Path, command: str) -> str:
     kept = f"what is finished is in {path}" if path.exists() else "nothing was written"
     return f"{kept}; continue with: {command}"
+
+
+def spell_command(
+    command: str,
+    length: int,
+    samples: int,
+    options: Sequence[tuple[str, str]],
+    place: Place,
+    name: str,
+    model: str,
+    texts: Iterable[str],
+) -> str:
+    """The command with every setting spelled out, save the folder of the results."""
+    words = ["muse", command, model]
+    for text in texts:
+        words += ["--text", text]
+    words += ["--length", format_size(length), "--samples", str(samples)]
+    for option in options:
+        words += option
+    return shlex.join([*words, "--device", place.device, "--dtype", place.dtype, "--name", name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +32,7 @@ from muse_attention.cli.language_model import (
     name_of,
     open_subject,
     short_warnings,
+    spell_command,
 )
 from muse_attention.evaluation.attentions import figure_attentions, full_name
 from muse_attention.evaluation.loss import Results, measure, read_results, start_results
@@ -77,9 +78,8 @@ def loss(
         path = output / f"{stem}.json"
         if resume and path.exists():
             read_results(path)  # what is broken should be known before a model is loaded
-    command_line = functools.partial(
-        _command_line, length=tokens_each, samples=samples, attentions=attentions, place=place, name=stem
-    )
+    options = [("--attention", attention) for attention in attentions]
+    command_line = functools.partial(spell_command, "loss", tokens_each, samples, options, place, stem)
     again = f"{command_line(model, map(str, texts))} --output {shlex.quote(str(output))} --resume"
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
         subject = open_subject(model, texts, tokens_each, samples, place)
@@ -107,19 +107,6 @@ def _attentions(asked_for: Sequence[str] | None, length: int) -> list[str]:
     if not asked_for:
         return list(figure_attentions(length))
     return list(dict.fromkeys(["exact", *(full_name(attention, length) for attention in asked_for)]))
-
-
-def _command_line(
-    model: str, texts: Iterable[str], *, length: int, samples: int, attentions: Sequence[str], place: Place, name: str
-) -> str:
-    """The command with every setting spelled out, save the folder of the results."""
-    words = ["muse", "loss", model]
-    for text in texts:
-        words += ["--text", text]
-    words += ["--length", format_size(length), "--samples", str(samples)]
-    for attention in attentions:
-        words += ["--attention", attention]
-    return shlex.join([*words, "--device", place.device, "--dtype", place.dtype, "--name", name])
 
 
 def _loss_table(results: Results) -> Table:
