@@ -1,4 +1,4 @@
-"""`muse train`: recipes, schedules, the loop, its checkpoints, going on bit for bit, and one line for mishaps."""
+"""`muse train`: the loop, its checkpoints, going on bit for bit, and one line for mishaps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -38,8 +37,7 @@ from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus, read_corpus
 from muse_attention.pretraining.metrics import Metrics, read_metrics
-from muse_attention.pretraining.recipes import RECIPES, Recipe, override, tiny
-from muse_attention.pretraining.schedule import attention_at, exact_steps, learning_rate
+from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.training import TrainingError, make_model, train
 from tests.test_prepare import contents, make
 
@@ -100,70 +98,6 @@ def stop_at(step: int) -> Callable[[Any], None]:
             raise KeyboardInterrupt
 
     return stop
-
-
-# Recipes and schedules
-
-
-@pytest.mark.parametrize(
-    ("name", "steps", "rate"),
-    [("s3", 15259, 1.7321e-3), ("s4", 30518, 1.5e-3), ("s5", 57221, 1.3416e-3), ("s6", 98420, 1.2247e-3)],
-)
-def test_recipes_of_the_paper(name: str, steps: int, rate: float) -> None:
-    recipe = RECIPES[name]()
-    assert recipe.steps == steps
-    assert recipe.peak_rate == pytest.approx(rate, rel=1e-4)
-    assert recipe.tokens_per_step == 131072
-    assert (recipe.beta1, recipe.beta2, recipe.epsilon, recipe.weight_decay, recipe.clip) == (0.9, 0.95, 1e-6, 0.01, 1)
-    assert (recipe.warmup, recipe.final_rate, recipe.precision) == (4000, 0.1, "bfloat16")
-
-
-def test_a_recipe_is_overridden_field_by_field() -> None:
-    recipe = override(tiny(), ["length=2k", "peak_rate=1e-4", "compile=true", "attention=exact", "probe_every=0"])
-    assert (recipe.length, recipe.peak_rate, recipe.compile, recipe.attention) == (2048, 1e-4, True, "exact")
-    assert recipe.probe_every == 0
-    assert dataclasses.replace(recipe, length=1024, peak_rate=3e-3, compile=False) != tiny()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("nonsense", "'nonsense' is not of the form key=value; the keys are scale, steps"),
-        ("depth=3", "a recipe has no 'depth'; the keys are scale, steps"),
-        ("steps=many", "steps=many must be an integer, like 512 or 8k"),
-        ("steps=0", "steps=0 must be at least 1"),
-        ("peak_rate=fast", "peak_rate=fast must be a number"),
-        ("peak_rate=nan", "peak_rate=nan must be above 0"),
-        ("compile=1", "compile=1 must be true or false"),
-        ("exact_tail=2", "exact_tail=2.0 must be between 0 and 1"),
-        ("beta2=1", "beta2=1.0 must be at least 0 and below 1"),
-        ("scale=7", "scale=7 must be 0 or one of the paper's: 3, 4, 5, 6, 8"),
-        ("warmup=1k", "warmup=1024 is longer than steps=256"),
-        ("batch=3", "batch=3 is no multiple of micro_batch=2"),
-        ("precision=float16", "precision='float16' must be one of float32, bfloat16"),
-        ("attention=sparse", "unknown attention 'sparse'"),
-    ],
-)
-def test_mistakes_in_a_recipe(change: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        override(tiny(), [change])
-    assert "\n" not in str(raised.value)
-
-
-def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
-    rates = [learning_rate(step, steps=100, warmup=10, peak=2.0, final=0.1) for step in range(101)]
-    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
-    assert rates[10] == 2
-    assert rates[55] == pytest.approx(1.1)
-    assert rates[100] == pytest.approx(0.2)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-
-
-@pytest.mark.parametrize(("steps", "tail", "exact"), [(1000, 0.001, 1), (15259, 0.001, 16), (8, 0, 0), (8, 1, 8)])
-def test_exact_attention_comes_last(steps: int, tail: float, exact: int) -> None:
-    assert exact_steps(steps, tail) == exact
-    names = [attention_at(step, steps=steps, attention="muse", exact_tail=tail) for step in range(steps)]
-    assert names == ["muse"] * (steps - exact) + ["exact"] * exact
 
 
 # The loop
