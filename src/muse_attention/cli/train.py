@@ -40,7 +40,8 @@ def train(
         bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
     ] = False,
     train_mixture: Annotated[
-        str | None, typer.Option(help="niah: a share of needle documents; the same as mixture=niah.", show_default="none")
+        str | None,
+        typer.Option(help="niah: a share of needle documents; the same as mixture=niah.", show_default="none"),
     ] = None,
     device: Device = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write metrics for TensorBoard too.")] = False,

@@ -77,7 +77,9 @@ def _answer(
     candidates = torch.from_numpy(question.candidates).to(model.device)
     at_once = max(1, _CACHED_AT_ONCE // cache.get_seq_length())
     parts = [_log_probabilities(model, part, last, cache) for part in candidates.split(at_once)]
-    of_tokens = torch.cat([part.gather(2, ids[..., None]) for part, ids in zip(parts, candidates.split(at_once), strict=True)])
+    of_tokens = torch.cat(
+        [part.gather(2, ids[..., None]) for part, ids in zip(parts, candidates.split(at_once), strict=True)]
+    )
     totals = of_tokens.sum((1, 2))
     if not torch.isfinite(totals).all():
         raise ValueError(f"a probability is not a finite number in {model.dtype}; use another dtype")

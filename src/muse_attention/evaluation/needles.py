@@ -1,12 +1,12 @@
 """Code needle-in-a-haystack, the paper's own: samples that ask for uids defined far back in a repository.
 
 A sample is a pure function of the seed, the kind, the length, the depth bucket and its number. It has exactly `length`
-tokens, the answers among them, and ends with the last answer: the uids of the questions, in their last file, are for a
-model to complete. Nine buckets are tenths of the context, named by their middles, 0.05 to 0.85; the questions are in the
-last tenth. Every definition lies within its bucket as a whole.
+tokens, the answers among them, and ends with the last answer: the uids in its last file are for a model to complete.
+Nine buckets are tenths of the context, named by their middles, 0.05 to 0.85; the questions are in the last tenth. Every
+definition lies within its bucket as a whole.
 
-    single           one definition, one question
-    multi-key-2, -4  so many other definitions too, in other buckets
+    single             one definition, one question
+    multi-key-2, -4    so many other definitions too, in other buckets
     multi-query-2, -4  so many definitions, in different buckets, one question after another
 
 The paper does not print its prompt: this one is ours.
@@ -83,9 +83,7 @@ class Sample:
 class NeedleSamples:
     """Samples for one tokenizer in one haystack."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, haystack: Haystack, *, begin: Sequence[int] = (), seed: int = 0
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, haystack: Haystack, *, begin: Sequence[int] = (), seed: int = 0) -> None:
         """
         Args:
             begin: tokens with which every text of the model begins
@@ -171,4 +169,6 @@ def _is_unambiguous(sample: Sample) -> bool:
 
 
 def _too_short(length: int, size: int) -> str:
-    return f"a context of {length} tokens has no room for needles of {size} in a tenth of it; choose at least {10 * size}"
+    return (
+        f"a context of {length} tokens has no room for needles of {size} in a tenth of it; choose at least {10 * size}"
+    )

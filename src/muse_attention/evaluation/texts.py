@@ -85,5 +85,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
 def _standard_library() -> list[tuple[Path, Path]]:
     """Its modules in alphabetical order, without its tests."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(file for file in folder.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(folder).parts))
+    files = sorted(
+        file for file in folder.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(folder).parts)
+    )
     return [(folder, file) for file in files]

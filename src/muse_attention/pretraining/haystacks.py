@@ -150,7 +150,7 @@ def _file_bounds(corpus: Corpus, stream: Stream) -> Tokens:
     kinds: list[Tokens] = []
     for start in range(0, stream.tokens, _SCANNED_AT_ONCE):
         tokens = corpus.tokens(stream, start, min(stream.tokens, start + _SCANNED_AT_ONCE))
-        here = np.flatnonzero(np.isin(tokens, (repository, file, corpus.manifest.end)))
+        here = np.flatnonzero(np.isin(tokens, np.array([repository, file, corpus.manifest.end])))
         found.append(here + start)
         kinds.append(tokens[here])
     # The stream begins as if an end mark were before it, and ends with one.

@@ -1,8 +1,8 @@
 """Needle documents among the samples of a corpus, so that even a small model learns to retrieve.
 
-Such a document is files of the training split with many definitions and many questions among them, about one of each
-for every 512 tokens. A file of questions asks for one, two or four needles, all defined anywhere before it, and the
-answers are learnt from as any other text is. The names and uids are none of those that evaluation draws.
+Such a document is files of the training split with many definitions and many questions among them, one of each for
+every 256 tokens, but at most 64. A file of questions asks for one, two or four needles, defined anywhere before it, and
+the answers are learnt from as any other text is. The names and uids are none of those that evaluation draws.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from muse_attention.pretraining.haystacks import CorpusHaystack, Tokens, bury, c
 from muse_attention.pretraining.needles import TRAINING, NeedleWriter
 from muse_attention.pretraining.tokenizer import read_tokenizer
 
-_TOKENS_PER_NEEDLE = 512
+_TOKENS_PER_NEEDLE = 256
+_MOST_NEEDLES = 64
 _ASKED_TOGETHER = (1, 2, 4)
 
 
@@ -56,13 +57,16 @@ class NeedleDocuments:
 
     def _events(self, rng: random.Random) -> list[tuple[float, Tokens]]:
         """Definitions and questions, each at a share of the haystack, in order."""
-        needles = self._writer.draw(rng, TRAINING, max(1, self._length // _TOKENS_PER_NEEDLE))
+        number = min(max(1, self._length // _TOKENS_PER_NEEDLE), _MOST_NEEDLES)
+        needles = self._writer.draw(rng, TRAINING, number)
         events = []
         while needles:
             together = needles[: rng.choice(_ASKED_TOGETHER)]
             del needles[: len(together)]
             *definitions, question = sorted(rng.random() for _ in range(len(together) + 1))
-            events += [(point, self._writer.definition(needle)) for point, needle in zip(definitions, together)]
+            events += [
+                (point, self._writer.definition(needle)) for point, needle in zip(definitions, together, strict=True)
+            ]
             asked = rng.sample(together, len(together))
             events.append((question, self._writer.questions(asked).tokens))
         return sorted(events, key=lambda event: event[0])

@@ -46,7 +46,7 @@ _FIRST_WORDS = (
     "jagged lively lonely marble mellow misty narrow noble northern olive orange patient polished proud purple quiet "
     "rapid restless royal rustic sandy scarlet secret shady silent silver simple sleepy slender smooth solemn southern "
     "steady stormy sturdy sunny swift tidy velvet violet wandering western wild winter wooden yellow"
-).split()
+)
 _SECOND_WORDS = (
     "anchor arrow badger bakery barrel basket beacon bridge bucket button candle canyon castle cellar chapel cherry "
     "circle citadel compass cottage desert dolphin eagle engine falcon feather fiddle forest fountain garden glacier "
@@ -54,7 +54,7 @@ _SECOND_WORDS = (
     "mirror monkey mountain needle orchard otter paddle palace pebble pepper pigeon pillow planet pocket prairie "
     "rabbit ribbon river rocket saddle salmon shadow shelter spider squirrel stable summit temple thunder timber "
     "tunnel turtle valley village violin walnut window"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,16 @@ class NeedleWriter:
         self.tokens_per_uid = collections.Counter(lengths).most_common(1)[0][0]
 
     def draw(self, rng: random.Random, purpose: str, number: int) -> list[Needle]:
-        """So many, whose words and uids are all different; those of another `purpose` are never drawn."""
+        """So many with different names and uids, and different words too while there are enough of them.
+
+        Those of another `purpose` are never drawn.
+        """
         uids = self.draw_uids(rng, purpose, number)
+        firsts, seconds = _FIRST_WORDS.split(), _SECOND_WORDS.split()
         names: list[str] = []
         while len(names) < number:
-            firsts = rng.sample(_FIRST_WORDS, len(_FIRST_WORDS))
-            seconds = rng.sample(_SECOND_WORDS, len(_SECOND_WORDS))
+            rng.shuffle(firsts)
+            rng.shuffle(seconds)
             pairs = map("_".join, zip(firsts, seconds, strict=False))
             names += [name for name in pairs if _is_for(purpose, name) and name not in names]
         return [Needle(name, uid) for name, uid in zip(names, uids, strict=False)]
