@@ -48,7 +48,6 @@ from muse_attention.evaluation.needle_report import (
 from muse_attention.evaluation.needle_results import (
     Results,
     Settings,
-    Task,
     measure,
     plan,
     read_results,
@@ -111,11 +110,12 @@ def needles(
     and tried again with --resume.
     """
     texts = text or []
+    asked_for = attention or ["muse"]
     with user_errors():
         place = Place.choose(device, dtype)
         lengths = parse_sizes(length)
         kinds = _kinds(kind)
-        attentions = {tokens: _attentions(attention, tokens) for tokens in lengths}
+        attentions = {tokens: _attentions(asked_for, tokens) for tokens in lengths}
         if samples_per_depth < 1:
             raise ValueError(f"--samples-per-depth {samples_per_depth} measures nothing; choose at least 1")
         if corpus is not None and texts:
@@ -124,7 +124,7 @@ def needles(
         path = output / f"{stem}.json"
         if resume and path.exists():
             read_results(path)  # what is broken should be known before a model is loaded
-    spell = functools.partial(_spell, length, kinds, attention or [], samples_per_depth, seed, place, stem)
+    spell = functools.partial(_spell, length, kinds, asked_for, samples_per_depth, seed, place, stem)
     again = f"{spell(model, corpus, texts)} --output {shlex.quote(str(output))} --resume"
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
         subject = _open(model, corpus, texts, lengths, kinds, seed, place)
@@ -137,9 +137,9 @@ def needles(
             results.commands.append(command)
         with progress_bar(len(missing)) as on_step:
             measure(subject.model, subject.tokenizer, subject.samples, tasks, results, path, on_step=on_step)
+        _tell_failures(results)
         console.print(_table(results))
         write_needle_reports(results, path)
-    _tell_failures(results, tasks)
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,9 @@ def _kinds(text: str) -> list[str]:
     return kinds
 
 
-def _attentions(asked_for: Sequence[str] | None, length: int) -> list[str]:
+def _attentions(asked_for: Sequence[str], length: int) -> list[str]:
     """Exact attention first: the others are compared with it."""
-    return list(dict.fromkeys(["exact", *(full_name(attention, length) for attention in asked_for or ["muse"])]))
+    return list(dict.fromkeys(["exact", *(full_name(attention, length) for attention in asked_for)]))
 
 
 def _spell(
@@ -249,13 +249,12 @@ def _table(results: Results) -> Table:
     return table
 
 
-def _tell_failures(results: Results, tasks: Sequence[Task]) -> None:
+def _tell_failures(results: Results) -> None:
     failed = failures(results)
-    if not failed:
-        return
-    task, error = failed[0]
-    say(f"{len(failed)} samples failed, {task.attention} on {task.kind} of {task.length} tokens among them: {error}")
-    if all(results.outcomes[task].error for task in tasks):
+    if failed:
+        task, error = failed[0]
+        say(f"{len(failed)} samples failed, one of {task.length} tokens under {task.attention} among them: {error}")
+    if len(failed) == len(results.outcomes):
         raise typer.Exit(1)
 
 

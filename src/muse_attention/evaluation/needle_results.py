@@ -107,7 +107,6 @@ def measure(
 ) -> None:
     """Fill `results` with what is missing of `tasks`. The file is written once a second, and whatever ends the run."""
     written = time.monotonic()
-    finished = 0
     try:
         for finished, task in enumerate(results.missing(tasks)):
             on_step(f"{task.attention}, {task.kind} of {task.length} tokens", finished)
