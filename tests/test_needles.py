@@ -43,7 +43,7 @@ QUESTION = re.compile(r"from toolbox\.(\w+) import (\w+)_(\d{8})")
 RECIPE: Recipe = override(
     tiny(),
     [
-        *("steps=6", "length=512", "batch=4", "micro_batch=2", "attention=exact", "exact_tail=0", "warmup=2"),
+        *("steps=4", "length=256", "batch=4", "micro_batch=2", "attention=exact", "exact_tail=0", "warmup=2"),
         *("checkpoint_every=2", "probe_every=0", "mixture=niah", "mixture_share=0.5"),
     ],
 )
@@ -418,7 +418,7 @@ def test_the_samples_of_a_step_are_the_same_for_any_number_of_ranks(corpus: Corp
 
 
 def test_what_is_not_replaced_is_as_without_a_mixture(corpus: Corpus) -> None:
-    mixed, plain = make_batches(corpus, RECIPE), Batches(Windows(corpus, 512), 4)
+    mixed, plain = make_batches(corpus, RECIPE), Batches(Windows(corpus, 256), 4)
     assert mixed.mixture is not None
     seen = set()
     for step in range(4):
