@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from muse_attention.pretraining.chunked_loss import IGNORED, chunked_cross_entropy
+from muse_attention.pretraining.configuration import DecoderConfig
 from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.decoder import DecoderForCausalLM
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.sliding_window import sliding_window_attention
@@ -79,6 +82,20 @@ def test_chunked_loss(dtype: torch.dtype) -> None:
     )
     for one, other, truth in zip(found, theirs, exact, strict=True):
         assert_as_accurate_as_pytorch(one, other, truth)
+
+
+def test_layers_compile_into_one_graph_each() -> None:
+    model = DecoderForCausalLM(DecoderConfig.tiny(num_hidden_layers=6, attention="muse:QK8R1B64")).cuda().train()
+    ids = torch.randint(4096, (2, 600), device="cuda")
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("inductor")
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    for attention in ("muse:QK8R1B64", "exact", "moba:L64B16R1"):
+        model.set_attention(attention)
+        with torch.autocast("cuda", torch.bfloat16):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+    assert counter.frame_count == 4  # with a window, and without one for each attention
 
 
 @pytest.mark.parametrize("changes", [["precision=bfloat16"], ["precision=bfloat16", "compile=true", "recompute=true"]])

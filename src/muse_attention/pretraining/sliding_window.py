@@ -52,7 +52,7 @@ def sliding_window_attention(
 
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention serves these tensors, and may be used (`torch.backends.cuda.enable_flash_sdp`)."""
+    """Whether FlashAttention serves these tensors, and is not switched off (`torch.backends.cuda.enable_flash_sdp`)."""
     dim = query.shape[-1]
     return (
         query.device.type == "cuda"
@@ -60,9 +60,13 @@ def _has_flash(query: Tensor, value: Tensor) -> bool:
         and dim == value.shape[-1]
         and dim <= _WIDEST_FLASH
         and dim % _MULTIPLE_FLASH == 0
-        and torch.backends.cuda.flash_sdp_enabled()
-        and torch.backends.cuda.is_flash_attention_available()
+        and _may_use_flash()
     )
+
+
+@torch.compiler.assume_constant_result
+def _may_use_flash() -> bool:
+    return torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.is_flash_attention_available()
 
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:

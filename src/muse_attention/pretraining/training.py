@@ -362,7 +362,7 @@ def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, outp
 
 @contextlib.contextmanager
 def _determinism(wanted: bool) -> Iterator[None]:
-    """On CUDA: the same bits twice, where there is an algorithm that gives them."""
+    """On CUDA: the same bits twice. PyTorch's attention gives them only where all else must, so nothing is let pass."""
     if not wanted:
         yield
         return
@@ -370,10 +370,17 @@ def _determinism(wanted: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False
     try:
         yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise TrainingError(
+            f"{first_line}; with deterministic=false the run need not have the same bits twice"
+        ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = fill
