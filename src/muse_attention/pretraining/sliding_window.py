@@ -64,7 +64,7 @@ def _has_flash(query: Tensor, value: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _may_use_flash() -> bool:
     return torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.is_flash_attention_available()
 
