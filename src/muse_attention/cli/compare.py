@@ -131,8 +131,6 @@ def compare_runs(
     stored = open_runs(folders, data, on_refused=say)
     length = _length(stored, length)
     windows = open_windows(data, length)
-    if samples > len(windows):
-        say(f"the held-out split has {len(windows)} windows of {format_size(length)}, not {samples}: all are used")
     settings = Settings(
         corpus=data.manifest.source,
         fingerprint=data.fingerprint,
@@ -144,6 +142,8 @@ def compare_runs(
     )
     asked_for = attentions or [run.recipe.attention for run in stored]
     tested = list(dict.fromkeys([EXACT, *(full_name(name, length) for name in asked_for)]))
+    if samples > len(windows):
+        say(f"the held-out split has {len(windows)} windows of {format_size(length)}, not {samples}: all are used")
     make_folder(output)
     path = output / RESULTS
     results = start_results(settings, path, overwrite=overwrite)
@@ -178,6 +178,10 @@ def _length(runs: Sequence[StoredRun], asked_for: int | None) -> int:
             f"the runs were trained on {' and '.join(map(format_size, lengths))} tokens; choose one length by --length"
         )
     length = asked_for or lengths[0]
+    if length > lengths[0]:
+        raise ValueError(
+            f"the runs were trained on {' and '.join(map(format_size, lengths))} tokens; --length {length} is more"
+        )
     if length < SHORTEST:
         raise ValueError(f"--length {length} is too short for a curve; choose at least {SHORTEST}")
     return length

@@ -18,7 +18,7 @@ from muse_attention.evaluation.comparison import Cell, Results, Run, Settings, w
 from muse_attention.evaluation.loss import token_losses
 from muse_attention.evaluation.loss_curves import bins_of
 from muse_attention.evaluation.runs import StoredRun, choose_evenly, load_weights
-from muse_attention.evaluation.settings import OnStep, check_context, take_fingerprint
+from muse_attention.evaluation.settings import OnStep, take_fingerprint
 from muse_attention.pretraining.batches import Windows
 from muse_attention.pretraining.checkpoints import CheckpointError
 from muse_attention.pretraining.corpus import HELD_OUT, Corpus
@@ -78,7 +78,6 @@ def measure(
                     raise
                 on_refused(f"{error}; it is left out")
                 continue
-            check_context(model, settings.length)
             fingerprint = take_fingerprint(model, samples)
             _check_same_weights(results, run.name, step, fingerprint, path)
             if step == run.newest:
