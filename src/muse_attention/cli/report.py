@@ -9,13 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from muse_attention.cli.app import app, run_errors, say, user_errors
+from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
-from muse_attention.evaluation import layers, loss
+from muse_attention.evaluation import comparison, layers, loss
 
 _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = (
     (layers.read_results, write_fidelity_reports),
     (loss.read_results, write_loss_reports),
+    (comparison.read_results, write_comparison_reports),
 )
 """How each kind of results is read, and reported."""
 
@@ -23,7 +25,7 @@ _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = 
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Result files of muse fidelity and muse loss, or their folder.")
+        list[Path], typer.Argument(help="Result files of muse fidelity, loss and compare, or their folder.")
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything.
@@ -34,7 +36,7 @@ def report(
         found = list(_files(results))
         reported = [path for path in found if _write(path)]
         if not reported:
-            raise ValueError("none of these are results of muse fidelity or muse loss; give their .json files")
+            raise ValueError("none of these are results of muse fidelity, loss or compare; give their .json files")
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:

@@ -145,6 +145,11 @@ def run_recipe(output: Path) -> Recipe:
     return _recipe_of(_read_run(output), output / RUN)
 
 
+def run_corpus(output: Path) -> str:
+    """The fingerprint of the corpus that the run in a folder learns from."""
+    return str(_read_run(output).get("corpus"))
+
+
 def write_run(output: Path, recipe: Recipe, corpus: Corpus) -> None:
     with errors_naming(output):
         output.mkdir(parents=True, exist_ok=True)
