@@ -166,3 +166,22 @@ def test_mistakes(changes: dict[str, Any], message: str) -> None:
     hidden, weight, targets = inputs()
     with pytest.raises(ValueError, match=message):
         chunked_cross_entropy(**{"hidden": hidden, "weight": weight, "targets": targets, **changes})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_cuda.py")
+@pytest.mark.parametrize("vocabulary", [19, 64, 5000])
+def test_kernel_in_the_interpreter(vocabulary: int) -> None:
+    pytest.importorskip("triton")
+    from muse_attention.pretraining.loss_kernel import replace_by_gradients
+
+    logits = (8 * torch.randn(7, vocabulary)).requires_grad_()
+    targets = torch.randint(vocabulary, (7,))
+    targets[2], targets[3], targets[4] = IGNORED, 0, vocabulary - 1
+    expected = cross_entropy(logits.double(), targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    kept, replaced = logits.detach().clone(), logits.detach().clone()
+    for rows, differentiate in ((kept, False), (replaced, True)):
+        found = replace_by_gradients(rows, targets, ignore_index=IGNORED, differentiate=differentiate)
+        assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(kept, logits)
+    assert torch.allclose(replaced, gradient, rtol=1e-4, atol=1e-6)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 
 pytest.importorskip("transformers")
@@ -356,6 +357,19 @@ def test_compiles_into_one_graph(compiler: str, attention: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     for one, other in zip(gradients(model, lambda: compiled(ids, labels=ids).loss), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_layers_compile_into_one_graph_for_each_kind() -> None:
+    """However many layers there are: PyTorch gives up on a function after eight graphs."""
+    model, ids = tiny(num_hidden_layers=6, attention=COARSE).train(), token_ids(80)
+    torch.compiler.reset()
+    counter = CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    for attention in (COARSE, "exact"):
+        model.set_attention(attention)
+        model(ids, labels=ids).loss.backward()
+    assert counter.frame_count == 3  # with a window, and without one for each attention
 
 
 def test_autocast_keeps_the_residual_stream_in_float32() -> None:

@@ -241,6 +241,9 @@ def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bo
     """Whether the layer has no window. In a short input a window shows in no mask, so the layer itself is asked."""
     if others.get("sliding_window") is not None or getattr(module, "sliding_window", None) is not None:
         return False
+    kind = getattr(module, "layer_type", None)
+    if isinstance(kind, str):  # a compiled layer that asks for its index serves no other layer
+        return kind not in _WINDOWED
     types = getattr(getattr(module, "config", None), "layer_types", None) or []
     index = getattr(module, "layer_idx", None)
     return index is None or index >= len(types) or types[index] not in _WINDOWED

@@ -39,7 +39,11 @@ _LOOKS = {
 }
 """An attention named by its kind alone looks the same in every picture."""
 
+MEAN = "mean"
+"""The curve of all layers together."""
+
 _FONT_SIZE = 9
+_RUNS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 _OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SERIES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
 """Four sizes of one thing from light to dark, and what else there is."""
@@ -193,6 +197,74 @@ def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path:
     _save(figure, first, path)
 
 
+def plot_training(by_tokens: Mapping[str, Curve], by_seconds: Mapping[str, Curve], path: Path) -> None:
+    """Training loss of each run, against tokens and against seconds, with the same scale of losses."""
+    figure = _new_figure(width=8.2, height=3.6)
+    panels = {"tokens (millions)": by_tokens, "seconds of updates": by_seconds}
+    axes = _panels_beside(figure, list(panels))
+    for axis, (against, curves) in zip(axes, panels.items(), strict=True):
+        for number, (name, curve) in enumerate(curves.items()):
+            x, losses = zip(*curve, strict=True) if curve else ((), ())
+            axis.plot(x, losses, color=_RUNS[number % len(_RUNS)], linewidth=1.2, label=name)
+        axis.set_title("")
+        axis.set_xlabel(against)
+    axes[0].set_ylabel("training loss (nats)")
+    _save(figure, axes[0], path)
+
+
+def plot_loss_by_position(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Loss against position: one panel per run, one curve per checkpoint of it, the last one the darkest."""
+    figure = _new_figure(width=max(5.0, 3.3 * len(panels)), height=3.6)
+    axes = _panels_beside(figure, list(panels))
+    for axis, curves in zip(axes, panels.values(), strict=True):
+        for (label, curve), shade in zip(curves.items(), _shades(len(curves)), strict=True):
+            positions, losses = zip(*curve, strict=True)
+            axis.plot(positions, losses, color=shade, marker=".", label=label)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda position, _: format_size(round(position)))
+        axis.set_xlabel("position, up to")
+        axis.legend(frameon=False, fontsize=_FONT_SIZE)
+    axes[0].set_ylabel("held-out loss (nats)")
+    _write(figure, path)
+
+
+def plot_error_in_training(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Relative squared error against millions of tokens: one panel per run, one curve per layer, and their mean."""
+    figure = _new_figure(width=max(5.0, 3.3 * len(panels)), height=3.6)
+    axes = _panels_beside(figure, list(panels))
+    for axis, curves in zip(axes, panels.values(), strict=True):
+        layers = [label for label in curves if label != MEAN]
+        colours = dict(zip(layers, _shades(len(layers)), strict=True)) | {MEAN: "#D55E00"}
+        for label, curve in curves.items():
+            tokens, errors = zip(*curve, strict=True)
+            floored = [error if error > ROUNDING else float("nan") for error in errors]
+            axis.plot(
+                tokens, floored, color=colours[label], linewidth=2 if label == MEAN else 1, marker=".", label=label
+            )
+        axis.set_yscale("log")
+        axis.set_xlabel("tokens (millions)")
+        axis.legend(frameon=False, fontsize=_FONT_SIZE)
+    axes[0].set_ylabel("relative squared error")
+    _write(figure, path)
+
+
+def plot_scaling(points: Mapping[str, Curve], laws: Mapping[str, Curve], path: Path) -> None:
+    """Loss against parameters, both on log axes: a mark for each model, and a line for the law of each attention."""
+    figure = _new_figure(width=6.4, height=3.6)
+    axis = figure.add_subplot()
+    for number, (name, curve) in enumerate(points.items()):
+        colour = _RUNS[number % len(_RUNS)]
+        axis.plot(*zip(*curve, strict=True), color=colour, marker="o", linestyle="", label=name)
+        if name in laws:
+            axis.plot(*zip(*laws[name], strict=True), color=colour, linewidth=1)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("parameters")
+    axis.set_ylabel("held-out loss (nats)")
+    _tidy(axis)
+    _save(figure, axis, path)
+
+
 def plot_heat_map(errors: Sequence[Sequence[float]], rows: Sequence[int], path: Path) -> None:
     """Relative squared error of every head, on a logarithmic scale: a line for each of the layers `rows`."""
     from matplotlib.colors import LogNorm
@@ -218,6 +290,23 @@ def _new_figure(*, width: float, height: float) -> Figure:
     except ImportError as error:
         raise MatplotlibMissingError('a picture needs matplotlib: pip install "muse-attention[cli]"') from error
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def _panels_beside(figure: Figure, titles: Sequence[str]) -> list[Axes]:
+    """Which share their y axis."""
+    axes: list[Axes] = []
+    for column, title in enumerate(titles):
+        axes.append(figure.add_subplot(1, len(titles), column + 1, sharey=axes[0] if axes else None))
+        axes[-1].set_title(title)
+        _tidy(axes[-1])
+    return axes
+
+
+def _shades(number: int) -> list[tuple[float, ...]]:
+    """From light to dark."""
+    from matplotlib import colormaps
+
+    return [colormaps["Blues"](0.35 + 0.65 * (index + 1) / number) for index in range(number)]
 
 
 def _with_looks(curves: Mapping[str, Curve]) -> list[tuple[_Look, Curve]]:

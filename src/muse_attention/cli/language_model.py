@@ -62,13 +62,18 @@ def name_of(model: str) -> str:
 
 
 def load_quietly(model: str, place: Place) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Without the bars and remarks of transformers, which may be missing: a ValueError or ImportError says all."""
+    """Without the bars and remarks of transformers: a ValueError or ImportError says all."""
+    silence_transformers()
+    return load_model(model, dtype=DTYPES[place.dtype], device=place.device)
+
+
+def silence_transformers() -> None:
+    """No bars and remarks of its own; it may be missing."""
     with contextlib.suppress(ImportError):
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-    return load_model(model, dtype=DTYPES[place.dtype], device=place.device)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from muse_attention.cli.app import app, run_errors, say, user_errors
+from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
 from muse_attention.cli.needles import write_needle_reports
-from muse_attention.evaluation import layers, loss, needle_results
+from muse_attention.evaluation import comparison, layers, loss, needle_results
 
 _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = (
     (layers.read_results, write_fidelity_reports),
     (loss.read_results, write_loss_reports),
+    (comparison.read_results, write_comparison_reports),
     (needle_results.read_results, write_needle_reports),
 )
 """How each kind of results is read, and reported."""
@@ -26,7 +28,7 @@ _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = 
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(help="Result files of muse fidelity, muse loss and muse eval needles, or their folder."),
+        typer.Argument(help="Result files of muse fidelity, loss, compare and eval needles, or their folder."),
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything.
@@ -38,7 +40,7 @@ def report(
         reported = [path for path in found if _write(path)]
         if not reported:
             raise ValueError(
-                "none of these are results of muse fidelity, muse loss or muse eval needles; give their .json files"
+                "none of these are results of muse fidelity, loss, compare or eval needles; give their .json files"
             )
 
 

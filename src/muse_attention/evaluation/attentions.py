@@ -47,10 +47,12 @@ def settings_of(attention: str) -> dict[str, Any] | None:
     return None if config is None else asdict(config)
 
 
-def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
+def check_meaning(
+    attention: str, settings: dict[str, Any] | None, *, way_out: str = "drop --resume to start over"
+) -> None:
     """A ValueError if the name meant something else to who wrote it beside these settings: defaults can change."""
     if settings != settings_of(attention):
-        raise ValueError(f"{attention} was measured with other defaults than it has now; drop --resume to start over")
+        raise ValueError(f"{attention} was measured with other defaults than it has now; {way_out}")
 
 
 def in_words(attention: str) -> str:

@@ -28,6 +28,13 @@ class PowerLaw:
     def __call__(self, x: float) -> float:
         return self.factor * x**self.exponent
 
+    def r_squared(self, points: Sequence[tuple[float, float]]) -> float:
+        """The share of the variance of the logarithms that it explains."""
+        logarithms = np.log([y for _, y in points])
+        unexplained = logarithms - np.log([self(x) for x, _ in points])
+        variance = float(np.square(logarithms - logarithms.mean()).sum())
+        return 1 - float(np.square(unexplained).sum()) / variance if variance else 1.0
+
     def where(self, y: float) -> float:
         """The `x` at which it has the value `y`."""
         return float((y / self.factor) ** (1 / self.exponent))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from muse_attention.evaluation.attentions import muse_config
 from muse_attention.evaluation.fits import Decay
 from muse_attention.evaluation.loss import Results
+from muse_attention.evaluation.means import Mean
 
 SHORTEST = 64
 """Tokens of a sample, for there to be a curve to fit."""
@@ -20,14 +20,6 @@ _FIRST_POSITION = 32
 """Of a curve: earlier ones are ruled by how a text begins."""
 _POINTS = 200
 """Of a curve, at most; evenly spaced on a log axis."""
-
-
-class Gap(NamedTuple):
-    """Mean loss of an attention less that of exact attention, in nats."""
-
-    mean: float
-    standard_error: float | None
-    """over samples, of the difference in each; None where there is but one"""
 
 
 class Bin(NamedTuple):
@@ -53,20 +45,20 @@ def cumulative_mean(results: Results, attention: str) -> Tensor:
     return by_position.cumsum(0) / torch.arange(1, len(by_position) + 1)
 
 
-def gap(results: Results, attention: str) -> Gap:
-    """At the last position, where the cumulative mean is that of whole samples."""
-    both = zip(results.losses[attention].means, results.losses["exact"].means, strict=True)
-    differences = [mean - exact for mean, exact in both]
-    if len(differences) < 2:
-        return Gap(differences[0], None)
-    return Gap(statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences)))
+def gap(results: Results, attention: str) -> Mean:
+    """Mean loss of whole samples less that of exact attention, in nats."""
+    return Mean.of_differences(results.losses[attention].means, results.losses["exact"].means)
 
 
 def binned(results: Results, attention: str) -> list[Bin]:
     """The loss itself, not its cumulative mean, between powers of two of the position."""
-    by_position = results.losses[attention].by_position
-    firsts = [2**power for power in range(len(by_position).bit_length())]
-    lasts = [min(2 * first - 1, len(by_position)) for first in firsts]
+    return bins_of(results.losses[attention].by_position)
+
+
+def bins_of(by_position: Tensor) -> list[Bin]:
+    """The same of losses by position. Where the last position is a power of two, it is in the bin before."""
+    firsts = [2**power for power in range(max(1, (len(by_position) - 1).bit_length()))]
+    lasts = [*(first - 1 for first in firsts[1:]), len(by_position)]
     return [
         Bin(first, last, float(by_position[first - 1 : last].mean())) for first, last in zip(firsts, lasts, strict=True)
     ]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
 
 from muse_attention.evaluation.attentions import in_words
 from muse_attention.evaluation.loss import Results
 from muse_attention.evaluation.loss_curves import (
-    Gap,
     binned,
     cumulative_mean,
     doublings,
@@ -17,7 +15,7 @@ from muse_attention.evaluation.loss_curves import (
     gap,
     ratio_per_doubling,
 )
-from muse_attention.evaluation.page import Page, Table, markdown_table
+from muse_attention.evaluation.page import Page, Table, fenced, markdown_table
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size
 
@@ -27,7 +25,7 @@ _MEASURED = (
     "there are at least two. Every attention is exact inside the first block, which dilutes the gap: it is given for "
     "the positions from the last power of two on as well."
 )
-_LEAK = (
+LEAK = (
     "MuSe clusters the whole sequence, so a later token can move a centroid, and with it the approximation error of an "
     "earlier output. No value passes that way, but it is a path from the future, and every loss under MuSe is measured "
     "with that leak. Exact attention has none."
@@ -48,7 +46,7 @@ def summary_table(results: Results) -> Table:
         (
             name,
             f"{float(cumulative_mean(results, name)[-1]):.4f}",
-            "" if name == "exact" else format_gap(gap(results, name)),
+            "" if name == "exact" else gap(results, name).signed(),
             "" if name == "exact" else f"{binned(results, name)[-1].loss - last.loss:+.4f}",
             in_words(name),
         )
@@ -88,8 +86,8 @@ def paper_table(results: Results) -> Table:
 
 
 def markdown_report(results: Results, *, title: str) -> str:
-    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), _fenced(results.commands)]
-    parts += [markdown_table(*summary_table(results)), _MEASURED, _fit_in_words(results), _LEAK]
+    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), fenced(results.commands)]
+    parts += [markdown_table(*summary_table(results)), _MEASURED, _fit_in_words(results), LEAK]
     if doublings(results):
         parts += ["## Clusters doubled", markdown_table(*doubling_table(results))]
     parts += ["## The paper", markdown_table(*paper_table(results)), _PAPER]
@@ -108,7 +106,7 @@ def html_report(results: Results, *, title: str, picture: bytes | None) -> str:
     page.paragraph(_fit_in_words(results), is_note=True)
     page.section("Attentions")
     page.table(*summary_table(results))
-    for note in (_MEASURED, _LEAK):
+    for note in (_MEASURED, LEAK):
         page.paragraph(note, is_note=True)
     if doublings(results):
         page.section("Clusters doubled")
@@ -133,10 +131,6 @@ def as_csv(results: Results) -> str:
     return lines.getvalue()
 
 
-def format_gap(found: Gap) -> str:
-    return f"{found.mean:+.4f}" if found.standard_error is None else f"{found.mean:+.4f} ± {found.standard_error:.4f}"
-
-
 def _facts(results: Results) -> list[str]:
     settings = results.settings
     hardware, versions = machine_lines(results.machine)
@@ -159,7 +153,3 @@ def _fit_in_words(results: Results) -> str:
 
 def _bins_in_words() -> str:
     return "Not cumulative: the loss of exact attention between two positions, and what the others add to it."
-
-
-def _fenced(lines: Sequence[str]) -> str:
-    return "\n".join(["```", *lines, "```"])

@@ -81,6 +81,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def fenced(lines: Sequence[str]) -> str:
+    """Lines as they are, for Markdown."""
+    return "\n".join(["```", *lines, "```"])
+
+
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     columns = list(zip(header, *rows, strict=True))
     are_numbers = [any(cells[1:]) and all(map(_is_number, filter(None, cells[1:]))) for cells in columns]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,13 +74,21 @@ def check_context(model: PreTrainedModel, length: int) -> None:
         raise ValueError(f"the model's context is {longest} tokens, less than {length}; choose a smaller length")
 
 
+def describe_machine_and_versions() -> dict[str, Any]:
+    return {**describe_machine(), "transformers": importlib.metadata.version("transformers")}
+
+
+def differing(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What numbers may not differ in that stand in one table; the day is nothing to them."""
+    return [name for name, value in now.items() if name != "date" and earlier.get(name) != value]
+
+
 def machine_to_continue(path: Path, settings: object, earlier: _Measured | None) -> dict[str, Any]:
     """This machine; a ValueError if there are earlier results, measured otherwise than they would be now."""
-    machine = {**describe_machine(), "transformers": importlib.metadata.version("transformers")}
+    machine = describe_machine_and_versions()
     if earlier is None:
         return machine
-    differences = [name for name, setting in vars(settings).items() if getattr(earlier.settings, name) != setting]
-    differences += [name for name in machine if name != "date" and earlier.machine.get(name) != machine[name]]
+    differences = differing(vars(earlier.settings), vars(settings)) + differing(earlier.machine, machine)
     if differences:
         raise ValueError(
             f"cannot resume {path.name}: it was measured with other settings or on another machine "

@@ -168,15 +168,16 @@ def latest_good(folder: Path, on_refused: Callable[[str], None]) -> Checkpoint |
     return None
 
 
-def read_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor once, by name, its shards joined."""
+def read_tensors(checkpoint: Checkpoint, beginning: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor whose name begins so, once, its shards joined."""
     from safetensors import safe_open
 
     places: dict[str, list[str]] = {}
     for name in checkpoint.files:  # in the order of the ranks
         with safe_open(checkpoint.folder / name, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - no mapping
-                places.setdefault(key, []).append(name)
+                if key.startswith(beginning):
+                    places.setdefault(key, []).append(name)
     for key, names in places.items():
         shards = []
         for name in names:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muse_attention.backends import HAS_TRITON
 from muse_attention.operator import NAMESPACE
 from muse_attention.precision import compute_dtype
 
 CHUNK_SIZE = 2048
-"""Rows of logits at a time: 256 MiB of float32 with a vocabulary of 32768."""
+"""Rows of logits at a time: with a vocabulary of 32768 256 MiB in float32, half of that on CUDA in half precision."""
 IGNORED = -100
 """The target of a row that does not count."""
 
@@ -79,21 +80,37 @@ def _forward(
         output_weight = weight.to(dtype)
         for begin in range(0, hidden.shape[0], chunk_size):
             rows = slice(begin, begin + chunk_size)
-            states, counts = hidden[rows].to(dtype), targets[rows, None] != ignore_index
-            target = torch.where(counts, targets[rows, None], 0)
-            logits = (states @ output_weight.mT).to(wide)
-            lse = logits.logsumexp(-1, keepdim=True)
-            total += torch.where(counts, lse - logits.gather(1, target), 0).sum()
-            if not (needs_grad_hidden or needs_grad_weight):
-                continue
-            grad_logits = logits.sub_(lse).exp_()
-            grad_logits.scatter_add_(1, target, grad_logits.new_full((1, 1), -1).expand_as(target))
-            grad_logits = grad_logits.mul_(counts).to(dtype)
+            states = hidden[rows].to(dtype)
+            loss, grad_logits = _of_rows(
+                states @ output_weight.mT,
+                targets[rows],
+                ignore_index,
+                differentiate=needs_grad_hidden or needs_grad_weight,
+            )
+            total += loss
             if needs_grad_hidden:
                 grad_hidden[rows] = grad_logits @ output_weight
             if needs_grad_weight:
                 grad_weight += grad_logits.mT @ states
     return total, grad_hidden, grad_weight.to(weight.dtype)
+
+
+def _of_rows(logits: Tensor, targets: Tensor, ignore_index: int, *, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """The summed loss of some rows, and their gradients if they are wanted; the logits are gone afterwards."""
+    if logits.device.type == "cuda" and HAS_TRITON and logits.dtype != torch.float64:
+        from muse_attention.pretraining.loss_kernel import replace_by_gradients
+
+        losses = replace_by_gradients(logits, targets, ignore_index=ignore_index, differentiate=differentiate)
+        return losses.sum(), logits
+    dtype, counts = logits.dtype, targets[:, None] != ignore_index
+    target = torch.where(counts, targets[:, None], 0)
+    logits = logits.to(compute_dtype(dtype))
+    lse = logits.logsumexp(-1, keepdim=True)
+    loss = torch.where(counts, lse - logits.gather(1, target), 0).sum()
+    if differentiate:
+        logits.sub_(lse).exp_()
+        logits.scatter_add_(1, target, logits.new_full((1, 1), -1).expand_as(target)).mul_(counts)
+    return loss, logits.to(dtype)
 
 
 @_forward.register_fake

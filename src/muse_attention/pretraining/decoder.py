@@ -58,7 +58,8 @@ class SelfAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
+        self.layer_type = config.layer_types[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == SLIDING else None
         width = config.hidden_size
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, width, bias=False)

@@ -59,7 +59,8 @@ class Metrics:
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / FILE).read_text().splitlines()]
+    """Every line but one that is torn, as the last one of a run that was killed may be."""
+    return [json.loads(line) for line in _lines_until(output / FILE, None)]
 
 
 def check_tensorboard() -> None:
@@ -72,12 +73,14 @@ def check_tensorboard() -> None:
         ) from None
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
+def _lines_until(path: Path, step: int | None) -> list[str]:
+    """Of all steps up to this one, or of all."""
     kept = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                if json.loads(line)["step"] > step:
+                found = json.loads(line)["step"]
+                if step is not None and found > step:
                     break
             except (ValueError, KeyError, TypeError):
                 break  # torn: the last line of a run that was killed

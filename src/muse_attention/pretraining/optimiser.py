@@ -40,8 +40,17 @@ def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoi
     for parameter in model.parameters():
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
         optimiser.state[parameter] = {"step": torch.tensor(float(checkpoint.step)), **moments}
-    targets = dict(_named(model, optimiser))
-    for name, tensor in read_tensors(checkpoint):
+    _fill(dict(_named(model, optimiser)), checkpoint)
+
+
+def restore_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put those of a checkpoint into a model that is not trained any further; a CheckpointError if it is another."""
+    _fill({f"{WEIGHT}/{name}": parameter for name, parameter in model.named_parameters()}, checkpoint, f"{WEIGHT}/")
+
+
+def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, beginning: str = "") -> None:
+    """With all tensors of a checkpoint, or with those whose names begin so."""
+    for name, tensor in read_tensors(checkpoint, beginning):
         target = targets.pop(name, None)
         if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
             raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has another {name}")

@@ -59,7 +59,7 @@ class Recipe:
     recompute: bool = False
     """activations of a layer, in the backward pass, instead of keeping them"""
     deterministic: bool = True
-    """on CUDA, algorithms that give the same bits twice, where there are some"""
+    """on CUDA, only algorithms that give the same bits twice"""
     seed: int = 0
     """of the initial weights and of the order of samples"""
     mixture: str = "none"

@@ -1,8 +1,9 @@
 """Causal attention of each token to itself and the `window - 1` tokens before it, in linear memory.
 
-The sequence is cut into blocks of one window. What a block may see lies in itself and in the block before, always in
-the same band, so one (window, 2 window) mask serves all blocks in one call of `scaled_dot_product_attention`. The first
-block has none before it, and is plainly causal.
+On CUDA in half precision that is FlashAttention, which knows windows. Elsewhere the sequence is cut into blocks of one
+window. What a block may see lies in itself and in the block before, always in the same band, so one (window, 2 window)
+mask serves all blocks in one call of `scaled_dot_product_attention`. The first block has none before it, and is plainly
+causal.
 
 PyTorch's `flex_attention` would compute half as many logits, but has no backward pass on a CPU, and is dense unless it
 is compiled. These blocks run wherever `scaled_dot_product_attention` does, compiled or not. At 64k tokens and a window
@@ -17,6 +18,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from muse_attention.operator import cast_for_autocast
 from muse_attention.signature import check_arguments
+
+_WIDEST_FLASH, _MULTIPLE_FLASH = 256, 8
+"""Head dimensions that FlashAttention serves: multiples of the second, up to the first."""
 
 
 def sliding_window_attention(
@@ -43,8 +47,40 @@ def sliding_window_attention(
     query, key, value = cast_for_autocast(query, key, value)
     if key.shape[1] != query.shape[1]:  # with a mask, CUDA has no fused kernel for shared key heads
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    attend = _attend_by_flash if _has_flash(query, value) else _attend_in_blocks
+    return attend(query, key, value, window, factor)
+
+
+def _has_flash(query: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention serves these tensors, and is not switched off (`torch.backends.cuda.enable_flash_sdp`)."""
+    dim = query.shape[-1]
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and dim == value.shape[-1]
+        and dim <= _WIDEST_FLASH
+        and dim % _MULTIPLE_FLASH == 0
+        and _may_use_flash()
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _may_use_flash() -> bool:
+    return torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.is_flash_attention_available()
+
+
+def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
+    length = query.shape[2]
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(tensor.transpose(1, 2) for tensor in (query, key, value)), None, None, length, length, 0.0, False, False,
+        scale=scale, window_size_left=window - 1, window_size_right=0,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
     out = scaled_dot_product_attention(
-        query[:, :, :window], key[:, :, :window], value[:, :, :window], is_causal=True, scale=factor
+        query[:, :, :window], key[:, :, :window], value[:, :, :window], is_causal=True, scale=scale
     )
     if query.shape[2] <= window:
         return out
@@ -55,7 +91,7 @@ def sliding_window_attention(
         _with_previous(key_blocks).flatten(0, 1),
         _with_previous(value_blocks).flatten(0, 1),
         attn_mask=band,
-        scale=factor,
+        scale=scale,
     )
     later = later.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3)
     return torch.cat([out, later[:, :, : query.shape[2] - window]], dim=2)

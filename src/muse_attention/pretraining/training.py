@@ -138,7 +138,8 @@ def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch
     if recipe.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if recipe.compile:
-        model.compile()
+        for layer in model.model.layers:  # two kinds of layers are two short graphs, for any number of them
+            layer.compile()
     shard_model(model, model.model.layers, world)
     return make_optimiser(model, recipe)
 
@@ -150,6 +151,11 @@ def has_run(output: Path) -> bool:
 def run_recipe(output: Path) -> Recipe:
     """The recipe of the run in a folder."""
     return _recipe_of(_read_run(output), output / RUN)
+
+
+def run_corpus(output: Path) -> str:
+    """The fingerprint of the corpus that the run in a folder learns from."""
+    return str(_read_run(output).get("corpus"))
 
 
 def write_run(output: Path, recipe: Recipe, corpus: Corpus) -> None:
@@ -246,7 +252,7 @@ class _Run:
 
     def _probe(self, tokens: Tensor) -> dict[int, float]:
         """On the first sequence of each rank."""
-        with self._autocast(), gathered(self.model):
+        with self._autocast(), gathered(self.model), torch.compiler.set_stance("force_eager"):
             errors = relative_squared_errors(self.model, tokens[:1, :-1], self.recipe.attention)
         means = self.world.mean(torch.tensor(list(errors.values()), device=self.world.device))
         return dict(zip(errors, means.tolist(), strict=True))
@@ -369,7 +375,7 @@ def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, outp
 
 @contextlib.contextmanager
 def _determinism(wanted: bool) -> Iterator[None]:
-    """On CUDA: the same bits twice, where there is an algorithm that gives them."""
+    """On CUDA: the same bits twice. PyTorch's attention gives them only where all else must, so nothing is let pass."""
     if not wanted:
         yield
         return
@@ -377,10 +383,17 @@ def _determinism(wanted: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False
     try:
         yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise TrainingError(
+            f"{first_line}; with deterministic=false the run need not have the same bits twice"
+        ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = fill

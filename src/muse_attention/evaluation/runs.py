@@ -1,0 +1,111 @@
+"""Training runs on disk: their recipes and metrics, and the weights that they have kept.
+
+The newest weights are those of the finished model, or of the newest checkpoint that is whole. Checkpoints are verified
+before anything is read from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from muse_attention.evaluation.training_curves import TrainingCurves
+from muse_attention.pretrained import load_model
+from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.metrics import FILE, read_metrics
+from muse_attention.pretraining.optimiser import restore_weights
+from muse_attention.pretraining.recipes import Recipe
+from muse_attention.pretraining.training import CHECKPOINTS, MODEL, make_config, run_corpus, run_recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    folder: Path
+    name: str
+    recipe: Recipe
+    curves: TrainingCurves
+    newest: int
+    """updates that its newest weights have seen"""
+    earlier: tuple[int, ...]
+    """updates that its checkpoints before that have seen"""
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.folder / MODEL).is_dir()
+
+
+def open_runs(
+    folders: Sequence[Path], corpus: Corpus, *, on_refused: Callable[[str], None] = lambda message: None
+) -> list[StoredRun]:
+    """What there is in each folder; a ValueError if it is no run of this corpus, or has no weights yet.
+
+    `on_refused` hears of each checkpoint of an unfinished run that is not whole.
+    """
+    return [
+        _open_run(folder, name, corpus, on_refused)
+        for folder, name in zip(folders, _names([folder.expanduser().resolve() for folder in folders]), strict=True)
+    ]
+
+
+def load_weights(run: StoredRun, step: int, corpus: Corpus, device: str) -> PreTrainedModel:
+    """The model after so many updates, in float32, in evaluation mode; a ValueError if it is damaged."""
+    if run.is_finished and step == run.newest:
+        model, _ = load_model(run.folder / MODEL, device=device)
+        return model
+    checkpoint = checkpoints.verify(run.folder / CHECKPOINTS, step)
+    with torch.random.fork_rng(devices=[]):
+        trained: PreTrainedModel = DecoderForCausalLM(make_config(corpus, run.recipe)).eval()
+    restore_weights(trained, checkpoint)
+    return trained.to(device)
+
+
+def choose_evenly(steps: Sequence[int], number: int) -> list[int]:
+    """At most so many, from the first to the last; of one alone, the first."""
+    if number >= len(steps):
+        return list(steps)
+    if number <= 1:
+        return list(steps[:number])
+    return [steps[round(index * (len(steps) - 1) / (number - 1))] for index in range(number)]
+
+
+def _open_run(folder: Path, name: str, corpus: Corpus, on_refused: Callable[[str], None]) -> StoredRun:
+    recipe = run_recipe(folder)
+    if run_corpus(folder) != corpus.fingerprint:
+        raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
+    newest = recipe.steps
+    if not (folder / MODEL).is_dir():
+        found = checkpoints.latest_good(folder / CHECKPOINTS, on_refused)
+        if found is None:
+            raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
+        newest = found.step
+    earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
+    return StoredRun(folder, name, recipe, _read_curves(folder), newest, earlier)
+
+
+def _read_curves(folder: Path) -> TrainingCurves:
+    try:
+        return TrainingCurves.of(read_metrics(folder))
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        raise ValueError(f"{folder / FILE} is not of this version of muse train; move it away") from None
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, with the one before it where that does not tell them apart."""
+    last = [folder.name for folder in folders]
+    names = [
+        name if last.count(name) == 1 else f"{folder.parent.name}/{name}"
+        for folder, name in zip(folders, last, strict=True)
+    ]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two of the runs are called {name}; give each once, and rename one of two")
+    return names

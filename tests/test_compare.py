@@ -1,0 +1,569 @@
+"""`muse compare`: losses of trained models under attentions, what metrics say, its files, and one line for mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from muse_attention.cli import commands
+from muse_attention.evaluation import matrix
+from muse_attention.evaluation.comparison import Cell, Results, Run, Settings, read_results, start_results
+from muse_attention.evaluation.comparison_report import headline, html_report, markdown_report, warnings
+from muse_attention.evaluation.findings import difference, reference_of, scaling_laws, speedup, switching, unlike
+from muse_attention.evaluation.loss_curves import bins_of
+from muse_attention.evaluation.matrix import measure, open_windows, read_samples
+from muse_attention.evaluation.means import Mean
+from muse_attention.evaluation.runs import choose_evenly, load_weights, open_runs
+from muse_attention.evaluation.training_curves import POINTS, Speed, TrainingCurves
+from muse_attention.pretrained import load_model
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.metrics import read_metrics
+from muse_attention.pretraining.recipes import override, tiny
+from muse_attention.pretraining.training import train
+from tests.test_prepare import make
+from tests.test_training import SMALL, stop_at
+
+MUSE = "muse:Q4K4R1SP1B16"
+RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_every=2", "exact_tail=0"])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return make(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs on the same tokens, called exact and muse."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(corpus, override(RECIPE, ["attention=exact"]), folder / "exact")
+    train(corpus, RECIPE, folder / "muse")
+    return folder
+
+
+@pytest.fixture
+def copies(trained: Path, tmp_path: Path) -> Path:
+    """To be broken."""
+    shutil.copytree(trained, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def settings_of(corpus: Corpus, samples: int = 2) -> Settings:
+    windows = len(open_windows(corpus, 64))
+    return Settings("made up", corpus.fingerprint, 64, samples, windows, "cpu", "float32")
+
+
+def run_command(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(commands.app, ["compare", *map(str, arguments), "--device", "cpu"])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def assert_refused(outcome: tuple[int, str, str], message: str) -> None:
+    code, _, err = outcome
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+# What is measured
+
+
+def test_a_loss_is_that_of_the_logits_on_a_held_out_window(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    results = Results({}, settings_of(corpus))
+    measure(open_runs([trained / "muse"], corpus), corpus, ["exact", MUSE], results, tmp_path / "compare.json")
+    model, _ = load_model(trained / "muse" / "model")
+    windows = open_windows(corpus, 64)
+    for attention in ("exact", MUSE):
+        model.set_attention(attention)
+        cell = results.find("muse", 6, attention)
+        assert cell is not None
+        for sample, index in enumerate((0, len(windows) // 2)):
+            tokens = windows[index]
+            with torch.no_grad():
+                losses = cross_entropy(model(tokens[None, :-1]).logits[0], tokens[1:], reduction="none")
+            assert cell.means[sample] == pytest.approx(float(losses.mean()), rel=1e-5)
+            assert cell.bins[sample][3] == pytest.approx(float(losses[7:15].mean()), rel=1e-5)
+        assert cell.sizes == [1, 2, 4, 8, 16, 33]
+    assert results.runs["muse"].parameters == model.num_parameters()
+
+
+def test_samples_are_spread_over_all_windows_of_the_held_out_split(corpus: Corpus) -> None:
+    windows = open_windows(corpus, 64)
+    samples = read_samples(windows, len(windows))
+    assert samples.shape == (len(windows), 65)
+    assert torch.equal(read_samples(windows, 2), samples[[0, len(windows) // 2]])
+    held_out = [corpus.tokens(stream, 0, stream.tokens) for stream in corpus.streams("held-out")]
+    assert samples[0].tolist() == held_out[0][:65].tolist()
+    assert samples[-1, -1].item() in held_out[-1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65])
+def test_bins_have_every_position_once(length: int) -> None:
+    bins = bins_of(torch.arange(1, length + 1, dtype=torch.float64))
+    assert [part.first for part in bins] == [1, *(part.last + 1 for part in bins[:-1])]
+    assert bins[-1].last == length
+    assert all(part.loss == (part.first + part.last) / 2 for part in bins)
+    assert length == 1 or bins[-1].last > bins[-1].first
+
+
+def test_an_interrupted_comparison_goes_on_to_the_same_bits(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    runs = open_runs([trained / "exact", trained / "muse"], corpus)
+    settings = settings_of(corpus)
+
+    def go_on(path: Path, on_step: Callable[[str, int], None] = lambda description, finished: None) -> None:
+        results = start_results(settings, path, overwrite=False)
+        measure(runs, corpus, ["exact", MUSE], results, path, checkpoints=1, on_step=on_step)
+
+    def stop_before(number: int) -> Callable[[str, int], None]:
+        def stop(description: str, finished: int) -> None:
+            if finished == number:
+                raise KeyboardInterrupt
+
+        return stop
+
+    whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
+    go_on(whole)
+    for number in (1, 3, 4):
+        with pytest.raises(KeyboardInterrupt):
+            go_on(parted, stop_before(number))
+    assert sum(len(cell.bins) for cell in read_results(parted).cells) == 8
+    go_on(parted)
+    assert parted.read_bytes() == whole.read_bytes()
+
+
+def test_what_was_measured_is_not_measured_again(
+    corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "compare.json"
+    measured = []
+    original = matrix.token_losses
+    monkeypatch.setattr(matrix, "token_losses", lambda *given: measured.append(given[-1]) or original(*given))
+    results = start_results(settings_of(corpus), path, overwrite=False)
+    measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], results, path)
+    assert measured == ["exact"] * 2
+    results = start_results(settings_of(corpus), path, overwrite=False)
+    measure(open_runs([trained / "exact", trained / "muse"], corpus), corpus, ["exact", MUSE], results, path)
+    assert measured[2:] == [MUSE] * 2 + ["exact", MUSE] * 2
+    assert list(read_results(path).runs) == ["exact", "muse"]
+
+
+def test_other_weights_of_the_same_name_are_refused(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    path = tmp_path / "compare.json"
+    results = start_results(settings_of(corpus), path, overwrite=False)
+    measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], results, path)
+    shutil.copytree(trained / "muse", tmp_path / "exact")
+    with pytest.raises(ValueError, match=r"has losses of another run called exact; choose another --output"):
+        measure(open_runs([tmp_path / "exact"], corpus), corpus, ["exact"], results, path)
+
+
+def test_a_loss_that_is_no_number_is_refused(
+    corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "token_losses", lambda *arguments: torch.full((64,), torch.nan))
+    with pytest.raises(ValueError, match=r"loss of muse under exact is not a finite number; use --precision float32"):
+        measure(
+            open_runs([trained / "muse"], corpus), corpus, ["exact"], Results({}, settings_of(corpus)), tmp_path / "c"
+        )
+
+
+# Runs on disk
+
+
+def test_weights_are_those_of_the_checkpoint(corpus: Corpus, trained: Path) -> None:
+    (run,) = open_runs([trained / "muse"], corpus)
+    assert (run.newest, run.earlier) == (6, (2, 4))
+    for step in (2, 4):
+        stored = load_file(trained / "muse" / "checkpoints" / f"step-{step:08}" / "rank-00000-00000.safetensors")
+        model = load_weights(run, step, corpus, "cpu")
+        assert not model.training
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, stored[f"weight/{name}"])
+    final = load_weights(run, 6, corpus, "cpu")
+    assert torch.equal(
+        final.lm_head.weight, load_file(trained / "muse/model/model.safetensors")["model.embed_tokens.weight"]
+    )
+
+
+def test_an_unfinished_run_is_measured_at_its_newest_good_checkpoint(corpus: Corpus, copies: Path) -> None:
+    shutil.rmtree(copies / "muse" / "model")
+    flip_a_byte(next((copies / "muse" / "checkpoints" / "step-00000006").glob("*.safetensors")))
+    refused: list[str] = []
+    (run,) = open_runs([copies / "muse"], corpus, on_refused=refused.append)
+    assert (run.newest, run.earlier) == (4, (2,))
+    assert "step-00000006 is damaged" in refused[0]
+    results = Results({}, settings_of(corpus))
+    measure([run], corpus, ["exact"], results, copies / "compare.json")
+    assert warnings(results) == ["muse is not finished: its weights are those of update 4 of 6."]
+    assert "its newest checkpoint, of 6 updates" in markdown_report_of(results)
+
+
+def test_a_damaged_earlier_checkpoint_is_left_out_and_named(corpus: Corpus, copies: Path) -> None:
+    (copies / "muse" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    refused: list[str] = []
+    results = Results({}, settings_of(corpus))
+    runs = open_runs([copies / "muse"], corpus)
+    measure(runs, corpus, ["exact"], results, copies / "c.json", checkpoints=3, on_refused=refused.append)
+    assert results.steps(results.runs["muse"]) == [4, 6]
+    assert [message.endswith("it is left out") for message in refused] == [True]
+
+
+def test_a_run_that_has_learnt_nothing_yet_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, RECIPE, tmp_path / "run", on_step=stop_at(1))
+    with pytest.raises(ValueError, match="has neither a model nor a checkpoint yet; train it on with --resume"):
+        open_runs([tmp_path / "run"], corpus)
+
+
+@pytest.mark.parametrize(
+    ("steps", "number", "chosen"),
+    [([2, 4, 6, 8, 10], 3, [2, 6, 10]), ([2, 4], 3, [2, 4]), ([2, 4, 6], 1, [2]), ([2, 4], 0, []), ([], 3, [])],
+)
+def test_checkpoints_are_chosen_evenly(steps: list[int], number: int, chosen: list[int]) -> None:
+    assert choose_evenly(steps, number) == chosen
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_folders(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        shutil.copytree(trained / "muse", tmp_path / parent / "muse")
+    folders = [tmp_path / "a" / "muse", tmp_path / "b" / "muse", trained / "exact"]
+    assert [run.name for run in open_runs(folders, corpus)] == ["a/muse", "b/muse", "exact"]
+    with pytest.raises(ValueError, match="two of the runs are called a/muse; give each once"):
+        open_runs([folders[0], folders[0]], corpus)
+
+
+# What metrics say
+
+
+def step(number: int, loss: float, speed: float, attention: str = "muse", **others: Any) -> dict[str, Any]:
+    return {
+        "step": number,
+        "loss": loss,
+        "attention": attention,
+        "tokens": 100 * number,
+        "tokens_per_second": speed,
+        **others,
+    }
+
+
+def test_seconds_are_those_of_updates() -> None:
+    curves = TrainingCurves.of([step(1, 8.0, 100.0), step(2, 6.0, 50.0), step(3, 5.0, 200.0)])
+    assert [(point.tokens, point.seconds, point.loss) for point in curves.points] == [
+        (100, 1, 8),
+        (200, 3, 6),
+        (300, 3.5, 5),
+    ]
+    assert (curves.updates, curves.tokens, curves.seconds, curves.averaged) == (3, 300, 3.5, 1)
+
+
+def test_points_are_means_of_consecutive_updates_counted_from_the_last() -> None:
+    number = 2 * POINTS + 3  # three updates in a point, and two in the first: 131 = 43 * 3 + 2
+    curves = TrainingCurves.of([step(index, float(index), 100.0) for index in range(1, number + 1)])
+    assert curves.averaged == 3
+    assert len(curves.points) == math.ceil(number / 3) <= POINTS
+    assert curves.points[-1] == (100 * (number - 1), number - 1, number - 1)
+    assert curves.points[0] == (150, 1.5, 1.5)
+    assert curves.points[1].loss == 4
+    assert TrainingCurves.of([]).points == ()
+
+
+def test_speeds_are_medians_without_first_updates_and_probes() -> None:
+    speeds = [1.0, 1.0, 1.0, 100.0, 300.0, 200.0]
+    steps = [step(index + 1, 5.0, speed) for index, speed in enumerate(speeds)]
+    steps.append(step(7, 5.0, 7.0, rse={"1": 0.5, "3": 0.25}))
+    steps += [step(8 + index, 5.0, 40.0 + index, "exact") for index in range(4)]
+    steps += [step(12, 5.0, 1.0, "short")]
+    curves = TrainingCurves.of(steps)
+    assert curves.speeds == {"muse": Speed(200.0, 3), "exact": Speed(43.0, 1)}
+    (probe,) = curves.probes
+    assert (probe.tokens, probe.errors, probe.mean) == (700, {1: 0.5, 3: 0.25}, 0.375)
+
+
+def test_curves_survive_a_file(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    results = Results({}, settings_of(corpus))
+    path = tmp_path / "compare.json"
+    measure(open_runs([trained / "muse"], corpus), corpus, ["exact"], results, path)
+    read = read_results(path)
+    assert read == results
+    curves = read.runs["muse"].curves
+    steps = read_metrics(trained / "muse")
+    assert [point.loss for point in curves.points] == [line["loss"] for line in steps]
+    assert [probe.tokens for probe in curves.probes] == [512, 1024, 1536]
+    assert curves.probes[0].errors == {int(layer): error for layer, error in steps[1]["rse"].items()}
+
+
+def test_a_torn_last_line_of_metrics_is_left_out(corpus: Corpus, copies: Path) -> None:
+    path = copies / "muse" / "metrics.jsonl"
+    path.write_text(path.read_text()[:-20])
+    (run,) = open_runs([copies / "muse"], corpus)
+    assert run.curves.updates == 5
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl is not of this version of muse train"):
+        open_runs([copies / "muse"], corpus)
+
+
+# What follows
+
+
+def made_up(**runs: tuple[str, int, float, list[float]]) -> Results:
+    """Of each run: its attention, size, speed, and the losses of two samples under exact attention."""
+    results = Results({}, Settings("made up", "", 2, 2, 9, "cpu", "float32"))
+    for name, (attention, parameters, speed, losses) in runs.items():
+        recipe = override(tiny(), [f"attention={attention}", "length=64", "batch=2"])
+        curves = TrainingCurves.of([step(index, 5.0, speed, attention) for index in range(1, 9)])
+        results.runs[name] = Run(name, recipe, parameters, recipe.steps, curves)
+        # positions 1 and 2: an odd split, whose mean is the loss
+        bins = [[loss - 0.5, loss + 0.5] for loss in losses]
+        results.cells.append(Cell(name, recipe.steps, "", "exact", [1, 1], bins))
+    return results
+
+
+def test_differences_are_paired_and_relative_to_the_exact_run() -> None:
+    results = made_up(
+        muse=("muse:QK8R2B128", 10, 300.0, [2.02, 4.06]),
+        exact=("exact", 10, 150.0, [2.0, 4.0]),
+        odd=("exact", 9, 1.0, [1.0, 1.0]),
+    )
+    muse, exact, odd = results.runs.values()
+    assert reference_of(results, muse) is exact
+    assert reference_of(results, odd) is odd
+    found = difference(results, muse)
+    assert found is not None
+    assert found.reference == "exact"
+    assert tuple(found.nats) == pytest.approx((0.04, 0.02))
+    assert tuple(found.percent) == pytest.approx((0.04 / 3 * 100, 0.02 / 3 * 100))
+    assert difference(results, exact) is None
+    assert difference(results, odd) is None
+    assert speedup(results, muse) == pytest.approx(2.0)
+    assert speedup(results, exact) is None
+    (line,) = headline(results)
+    assert "within 1.33% of exact (+1.33 ± 0.67%), 2.00x its tokens per second" in line
+
+
+def test_without_an_exact_run_the_first_is_the_reference_and_no_speed_is_compared() -> None:
+    results = made_up(a=("muse:QK8R2B128", 10, 300.0, [2.0, 4.0]), b=("moba:L64B8R1", 10, 600.0, [1.0, 2.0]))
+    first, second = results.runs.values()
+    found = difference(results, second)
+    assert found is not None
+    assert (found.reference, found.percent.mean) == ("a", pytest.approx(-50.0))
+    assert speedup(results, second) is None
+    assert difference(results, first) is None
+
+
+def test_one_sample_has_no_standard_error() -> None:
+    assert Mean.of([2.0]) == (2.0, None)
+    assert (str(Mean.of([2.0])), Mean.of([2.0]).signed()) == ("2.0000", "+2.0000")
+    assert str(Mean.of([1.0, 2.0, 3.0])) == "2.0000 ± 0.5774"
+
+
+def test_switching_compares_one_model_with_itself() -> None:
+    results = made_up(muse=("muse:QK8R2B128", 10, 1.0, [2.0, 4.0]))
+    (run,) = results.runs.values()
+    assert switching(results, run, MUSE) is None
+    results.cells.append(Cell("muse", run.step, "", MUSE, [1, 1], [[2.1, 2.1], [4.3, 4.3]]))
+    found = switching(results, run, MUSE)
+    assert found is not None
+    assert tuple(found) == pytest.approx((0.2, 0.1))
+
+
+def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
+    results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:QK8R2B128", 10, 1.0, [1.0, 1.0]))
+    assert unlike(results, results.runs["muse"]) == []
+    muse = results.runs["muse"]
+    results.runs["muse"] = Run("muse", override(muse.recipe, ["seed=1", "steps=512"]), 10, 512, muse.curves)
+    assert unlike(results, results.runs["muse"]) == ["tokens", "seed", "steps"]
+    assert "muse differs from exact by more than its attention: tokens, seed, steps." in warnings(results)
+
+
+def law(parameters: int) -> list[float]:
+    return [9 * parameters**-0.17] * 2
+
+
+def test_scaling_laws_need_three_sizes() -> None:
+    results = made_up(
+        a=("exact", 10**8, 1.0, law(10**8)),
+        b=("exact", 10**7, 1.0, law(10**7)),
+        c=("exact", 10**9, 1.0, law(10**9)),
+        d=("muse:QK8R2B128", 10**7, 1.0, [1.0, 2.0]),
+        e=("muse:QK8R2B128", 10**8, 1.0, [1.0, 2.0]),
+    )
+    (found,) = scaling_laws(results).values()
+    assert (found.law.exponent, found.law.factor) == (pytest.approx(-0.17), pytest.approx(9))
+    assert found.r_squared == pytest.approx(1)
+    assert [parameters for parameters, _ in found.points] == [10**7, 10**8, 10**9]
+    report = markdown_report_of(results)
+    assert "| exact | 10.0M, 100.0M, 1,000.0M | -0.170 | 1.0000 |" in report
+    assert "muse:Q8K8R2SP1B128: 2 sizes of model, 1 fewer than a power law needs." in report
+
+
+def test_r_squared_falls_with_what_the_law_does_not_explain() -> None:
+    points = {"a": 1.0, "b": 0.7, "c": 0.75}
+    results = made_up(
+        **{name: ("exact", 10 ** (7 + n), 1.0, [loss] * 2) for n, (name, loss) in enumerate(points.items())}
+    )
+    (found,) = scaling_laws(results).values()
+    logarithms = torch.tensor(list(points.values()), dtype=torch.float64).log()
+    slope = (logarithms[2] - logarithms[0]) / 2
+    residuals = logarithms - logarithms.mean() - slope * torch.tensor([-1.0, 0.0, 1.0])
+    expected = 1 - residuals.square().sum() / (logarithms - logarithms.mean()).square().sum()
+    assert found.r_squared == pytest.approx(float(expected))
+    assert 0.5 < found.r_squared < 0.9
+
+
+def markdown_report_of(results: Results) -> str:
+    machine = {"cpu": "c", "cores": 2, "threads": 1, "memory_gib": 1, "gpu": None, "os": "o", "date": "d"}
+    return markdown_report(Results(machine, results.settings, [], results.runs, results.cells), title="t")
+
+
+def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
+    results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:QK8R2B128", 10, 1.0, [2.0]))
+    report = markdown_report_of(results)
+    assert "| exact | exact | 1.0000 ± 0.0000 |  |  |" in report
+    assert "| muse | muse:Q8K8R2SP1B128 |  |  |  |" in report
+    assert headline(results) == []
+    machine = {"cpu": "c", "cores": 2, "threads": 1, "memory_gib": 1, "gpu": None, "os": "o", "date": "d"}
+    page = html_report(Results(machine, results.settings, [], results.runs, results.cells), title="<t>", pictures={})
+    assert "&lt;t&gt;" in page
+    assert "<img" not in page
+
+
+# The command
+
+
+def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "compare"
+    asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", output, "--samples", 3)
+    code, out, err = run_command(*asked, "--checkpoints", 1)
+    assert code == 0, err
+    names = {"json", "md", "csv", "html"}
+    pictures = {"training", "positions", "errors"}
+    expected = {f"compare.{name}" for name in names} | {f"compare-{name}.png" for name in pictures}
+    assert {file.name for file in output.iterdir()} == expected
+    assert "muse, trained with muse:Q4K4R1SP1B16: held-out loss under exact attention within" in out
+    lines = (output / "compare.csv").read_text().splitlines()
+    assert [line.split(",")[:5] for line in lines[1:]] == [
+        [run, trained_with, parameters, updates, tested_with]
+        for run, trained_with in (("exact", "exact"), ("muse", MUSE))
+        for parameters in [lines[1].split(",")[2]]
+        for updates, tested_with in (("6", "exact"), ("6", MUSE), ("2", "exact"))
+    ]
+    page = (output / "compare.html").read_text()
+    for heading in ("Training attention against test attention", "Loss by position", "Scaling law"):
+        assert heading in page
+    assert page.count("<img") == 3
+    assert str(tmp_path) not in (output / "compare.json").read_text() + page
+
+    shutil.rmtree(copies)
+    for name in expected - {"compare.json"}:
+        (output / name).unlink()
+    result = CliRunner().invoke(commands.app, ["report", str(output)])
+    assert result.exit_code == 0, result.stderr
+    assert {file.name for file in output.iterdir()} == expected
+    assert (output / "compare.html").read_text() == page
+
+
+def test_one_run_and_an_attention_of_ones_own_choice(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    code, out, err = run_command(
+        *(trained / "muse", "--corpus", corpus.folder, "--output", tmp_path, "--samples", 999),
+        *("--checkpoints", 0, "--attention", "block_diagonal:16"),
+    )
+    assert code == 0, err
+    windows = len(open_windows(corpus, 64))
+    assert err == f"muse: the held-out split has {windows} windows of 64, not 999: all are used\n"
+    results = read_results(tmp_path / "compare.json")
+    assert [cell.attention for cell in results.cells] == ["exact", "block_diagonal:16"]
+    assert results.settings.samples == windows
+    assert "block_diagonal:16" in out
+
+
+def test_mistakes_are_one_line(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path / "out")
+    assert_refused(run_command(*asked, "--precision", "float16"), "must be one of float32, bfloat16")
+    assert_refused(run_command(*asked, "--samples", 0), "--samples must be at least 1")
+    assert_refused(run_command(*asked, "--length", "1k"), "the runs were trained on 64 tokens; --length 1024 is more")
+    assert_refused(run_command(*asked, "--attention", "nonsense"), "nonsense")
+    assert_refused(run_command(tmp_path, *asked[1:]), "there is no run in")
+    assert_refused(run_command(trained / "exact", "--corpus", tmp_path), "there is no corpus in")
+    other = make(tmp_path / "other", found={"a": {"a.py": "x = 1\n" * 400}, "b": {"a.py": "y = 2\n" * 400}})
+    assert_refused(
+        run_command(trained / "exact", "--corpus", other.folder),
+        "is of another corpus than",
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_of_two_lengths_need_a_choice(corpus: Corpus, copies: Path, tmp_path: Path) -> None:
+    path = copies / "muse" / "run.json"
+    document = json.loads(path.read_text())
+    document["recipe"]["length"] = 32
+    path.write_text(json.dumps(document))
+    asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", tmp_path / "out")
+    assert_refused(run_command(*asked), "trained on 32 and 64 tokens; choose one length by --length")
+
+
+def test_other_settings_are_not_continued(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path, "--checkpoints", 0)
+    assert run_command(*asked, "--samples", 1)[0] == 0
+    assert_refused(run_command(*asked, "--samples", 2), "(samples differ); choose another --output, or --overwrite it")
+    assert run_command(*asked, "--samples", 2, "--overwrite")[0] == 0
+    assert read_results(tmp_path / "compare.json").settings.samples == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "cut"])
+def test_a_file_that_holds_something_else_is_refused(
+    corpus: Corpus, trained: Path, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "compare.json"
+    measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], Results({}, settings_of(corpus)), path)
+    document = json.loads(path.read_text())
+    document["cells"][0]["bins"][0].pop()
+    path.write_text(json.dumps(document) if content == "cut" else content)
+    with pytest.raises(ValueError, match="does not hold the results of muse compare"):
+        read_results(path)
+
+
+def test_ctrl_c_says_how_to_go_on(
+    corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path, "--samples", 2, "--checkpoints", 0)
+    original = matrix.token_losses
+    calls: list[str] = []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append("")
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*given)
+
+    monkeypatch.setattr(matrix, "token_losses", interrupted)
+    code, _, err = run_command(*asked)
+    assert code == 130
+    assert "interrupted; what is finished is in" in err
+    command = err.partition("continue with: muse ")[2].split()
+    assert len(read_results(tmp_path / "compare.json").cells[0].bins) == 1
+    monkeypatch.setattr(matrix, "token_losses", original)
+    result = CliRunner().invoke(commands.app, command)
+    assert result.exit_code == 0, result.stderr
+    assert len(read_results(tmp_path / "compare.json").cells[0].bins) == 2
