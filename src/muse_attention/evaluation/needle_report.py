@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from muse_attention.evaluation.attentions import in_words
+from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.needle_results import Results
 from muse_attention.evaluation.needle_statistics import (
-    Difference,
     Measure,
     Share,
     against_exact,
@@ -25,7 +25,7 @@ from muse_attention.evaluation.needle_statistics import (
     token_means,
 )
 from muse_attention.evaluation.needles import BUCKETS, CANDIDATES, depth_of
-from muse_attention.evaluation.page import Page, Table, markdown_table
+from muse_attention.evaluation.page import Page, Table, fenced, markdown_table
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size
 
@@ -131,7 +131,7 @@ def failure_lines(results: Results) -> list[str]:
 
 
 def markdown_report(results: Results, *, title: str) -> str:
-    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), _fenced(results.commands)]
+    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), fenced(results.commands)]
     parts += [_TASK, markdown_table(*summary_table(results)), _MEASURED, _PREFILL]
     for name, measure in MEASURES.items():
         for length, kind in groups(results):
@@ -140,7 +140,7 @@ def markdown_report(results: Results, *, title: str) -> str:
                 markdown_table(*depth_table(results, length, kind, measure)),
             ]
     if failures(results):
-        parts += ["## Failed", _fenced(failure_lines(results))]
+        parts += ["## Failed", fenced(failure_lines(results))]
     parts += ["## The paper", markdown_table(*paper_table()), _PAPER_IN_WORDS]
     return "\n\n".join(parts) + "\n"
 
@@ -205,7 +205,7 @@ def _with_number(found: Share | None) -> str:
     return "" if found is None else f"{format_share(found)} of {found.number}"
 
 
-def _format(difference: Difference | None) -> str:
+def _format(difference: Mean | None) -> str:
     if difference is None:
         return ""
     error = "" if difference.standard_error is None else f" ± {100 * difference.standard_error:.1f}"
@@ -228,7 +228,3 @@ def _facts(results: Results) -> list[str]:
     if failed := failures(results):
         lines.append(f"Failed: {len(failed)} of {len(results.outcomes)} samples")
     return lines
-
-
-def _fenced(lines: Sequence[str]) -> str:
-    return "\n".join(["```", *lines, "```"])

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.needle_results import Outcome, Results, Task
 from muse_attention.evaluation.needle_scores import Answer
 from muse_attention.evaluation.needles import BUCKETS, KINDS
@@ -36,16 +37,6 @@ class Share(NamedTuple):
     def standard_error(self) -> float:
         """Binomial, as the paper's: 0 where all are right or none is."""
         return math.sqrt(self.value * (1 - self.value) / self.number)
-
-
-class Difference(NamedTuple):
-    """Share of an attention less that of exact attention, on the same samples."""
-
-    mean: float
-    standard_error: float | None
-    """over samples, of the difference in each; None where there is but one"""
-    number: int
-    """of samples"""
 
 
 class Tokens(NamedTuple):
@@ -92,23 +83,19 @@ def by_depth(results: Results, length: int, kind: str, attention: str, measure: 
     return [share(answers(results, length, kind, attention, bucket), measure) for bucket in range(BUCKETS)]
 
 
-def against_exact(results: Results, length: int, kind: str, attention: str, measure: Measure) -> Difference | None:
-    """Paired: on the samples that both have answered; None if there is no such sample."""
+def against_exact(results: Results, length: int, kind: str, attention: str, measure: Measure) -> Mean | None:
+    """Share of an attention less that of exact attention, over the samples that both have answered; None of nothing."""
     exact = {
         (task.bucket, task.number): outcome
         for task, outcome in _outcomes(results, length, kind, "exact")
         if outcome.answers
     }
-    differences = []
+    shares: list[tuple[float, float]] = []
     for task, outcome in _outcomes(results, length, kind, attention):
         other = exact.get((task.bucket, task.number))
         if other is not None and outcome.answers:
-            pairs = zip(outcome.answers, other.answers, strict=True)
-            differences.append(statistics.fmean(measure(own) - measure(its) for own, its in pairs))
-    if not differences:
-        return None
-    deviation = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
-    return Difference(statistics.fmean(differences), deviation, len(differences))
+            shares.append((_mean(outcome, measure), _mean(other, measure)))
+    return Mean.of_differences(*zip(*shares, strict=True)) if shares else None
 
 
 def token_means(found: Iterable[Answer]) -> Tokens | None:
@@ -128,3 +115,7 @@ def _outcomes(results: Results, length: int, kind: str, attention: str) -> list[
         for task, outcome in results.outcomes.items()
         if (task.length, task.kind, task.attention) == (length, kind, attention)
     ]
+
+
+def _mean(outcome: Outcome, measure: Measure) -> float:
+    return statistics.fmean(map(measure, outcome.answers))
