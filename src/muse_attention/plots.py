@@ -165,7 +165,7 @@ def plot_share_by_depth(
         axis.set_ylim(-0.04, 1.04)
         axis.set_xticks([0.05, 0.25, 0.45, 0.65, 0.85])
         axis.set_title(title)
-        if number // columns == rows - 1 or number + columns >= len(panels):
+        if number + columns >= len(panels):
             axis.set_xlabel("depth of the definition")
         if number % columns == 0:
             axis.set_ylabel(measure)

@@ -62,14 +62,8 @@ def attentions(results: Results, length: int, kind: str) -> list[str]:
     )
 
 
-def answers(results: Results, length: int, kind: str, attention: str, bucket: int | None = None) -> list[Answer]:
-    """Those about definitions in a bucket, or in all."""
-    return [
-        answer
-        for _, outcome in _outcomes(results, length, kind, attention)
-        for answer in outcome.answers
-        if bucket is None or answer.bucket == bucket
-    ]
+def answers(results: Results, length: int, kind: str, attention: str) -> list[Answer]:
+    return [answer for _, outcome in _outcomes(results, length, kind, attention) for answer in outcome.answers]
 
 
 def share(found: Iterable[Answer], measure: Measure) -> Share | None:
@@ -79,8 +73,9 @@ def share(found: Iterable[Answer], measure: Measure) -> Share | None:
 
 
 def by_depth(results: Results, length: int, kind: str, attention: str, measure: Measure) -> list[Share | None]:
-    """Of each bucket."""
-    return [share(answers(results, length, kind, attention, bucket), measure) for bucket in range(BUCKETS)]
+    """Of the definitions in each bucket."""
+    found = answers(results, length, kind, attention)
+    return [share((answer for answer in found if answer.bucket == bucket), measure) for bucket in range(BUCKETS)]
 
 
 def against_exact(results: Results, length: int, kind: str, attention: str, measure: Measure) -> Mean | None:
