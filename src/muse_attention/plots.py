@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muse_attention.files import replace_file
 from muse_attention.sizes import format_size
@@ -47,6 +47,7 @@ _RUNS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B
 _OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SERIES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
 """Four sizes of one thing from light to dark, and what else there is."""
+_DISTINCT = ("#0072B2", "#D55E00", *_OTHER_COLOURS)
 
 
 def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path, *, against: str = "sequence length") -> None:
@@ -133,6 +134,45 @@ def plot_loss(curves: Mapping[str, Curve], path: Path, *, exact: str) -> None:
     axis.set_ylabel("cumulative mean loss less irreducible loss (nats)")
     _tidy(axis)
     _save(figure, axis, path)
+
+
+def plot_share_by_depth(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float]]]], path: Path, *, measure: str, exact: str
+) -> None:
+    """Share of right answers against depth, of (depth, share, standard error): one panel per title, three in a row.
+
+    The curve named `exact` is black.
+    """
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = _new_figure(width=max(4.2, 3.0 * columns), height=0.8 + 2.3 * rows)
+    others = [name for name in dict.fromkeys(name for curves in panels.values() for name in curves) if name != exact]
+    looks: dict[str, Any] = {}
+    first: Axes | None = None
+    for number, (title, curves) in enumerate(panels.items()):
+        axis = figure.add_subplot(rows, columns, number + 1, sharex=first, sharey=first)
+        first = first or axis
+        for name, curve in curves.items():
+            if not curve:
+                continue
+            depths, shares, errors = zip(*curve, strict=True)
+            colour = "#000000" if name == exact else _DISTINCT[others.index(name) % len(_DISTINCT)]
+            drawn = axis.errorbar(
+                depths, shares, errors, color=colour, marker="o", markersize=3, capsize=2, linewidth=1.2, label=name
+            )
+            looks.setdefault(name, drawn)
+        axis.set_xlim(0, 0.9)
+        axis.set_ylim(-0.04, 1.04)
+        axis.set_xticks([0.05, 0.25, 0.45, 0.65, 0.85])
+        axis.set_title(title)
+        if number + columns >= len(panels):
+            axis.set_xlabel("depth of the definition")
+        if number % columns == 0:
+            axis.set_ylabel(measure)
+        _tidy(axis)
+    if first is None:
+        raise ValueError("there is no panel to draw")
+    _write_with_legend(figure, list(looks.values()), list(looks), path)
 
 
 def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
@@ -286,7 +326,10 @@ def _tidy(axis: Axes) -> None:
 
 def _save(figure: Figure, axis: Axes, path: Path) -> None:
     """With one legend for all panels, outside of them, from the curves of one."""
-    curves, labels = axis.get_legend_handles_labels()
+    _write_with_legend(figure, *axis.get_legend_handles_labels(), path)
+
+
+def _write_with_legend(figure: Figure, curves: Sequence[Any], labels: Sequence[str], path: Path) -> None:
     columns = min(4, len(curves))
     figure.legend(curves, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=_FONT_SIZE)
     _write(figure, path)

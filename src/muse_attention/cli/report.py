@@ -12,12 +12,14 @@ from muse_attention.cli.app import app, run_errors, say, user_errors
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
-from muse_attention.evaluation import comparison, layers, loss
+from muse_attention.cli.needles import write_needle_reports
+from muse_attention.evaluation import comparison, layers, loss, needle_results
 
 _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = (
     (layers.read_results, write_fidelity_reports),
     (loss.read_results, write_loss_reports),
     (comparison.read_results, write_comparison_reports),
+    (needle_results.read_results, write_needle_reports),
 )
 """How each kind of results is read, and reported."""
 
@@ -25,7 +27,8 @@ _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = 
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Result files of muse fidelity, loss and compare, or their folder.")
+        list[Path],
+        typer.Argument(help="Result files of muse fidelity, loss, compare and eval needles, or their folder."),
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything.
@@ -36,7 +39,9 @@ def report(
         found = list(_files(results))
         reported = [path for path in found if _write(path)]
         if not reported:
-            raise ValueError("none of these are results of muse fidelity, loss or compare; give their .json files")
+            raise ValueError(
+                "none of these are results of muse fidelity, loss, compare or eval needles; give their .json files"
+            )
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:

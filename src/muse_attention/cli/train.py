@@ -39,6 +39,10 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
     ] = False,
+    train_mixture: Annotated[
+        str | None,
+        typer.Option(help="niah: a share of needle documents; the same as mixture=niah.", show_default="none"),
+    ] = None,
     device: Device = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write metrics for TensorBoard too.")] = False,
 ) -> None:
@@ -60,10 +64,11 @@ def train(
 
         place = device or default_device()
         check_device(place)
+        wanted = [*(changes or []), *([] if train_mixture is None else [f"mixture={train_mixture}"])]
         if resume and recipe is None and has_run(output):
-            chosen = override(run_recipe(output), changes or [])
+            chosen = override(run_recipe(output), wanted)
         else:
-            chosen = override(get_recipe(recipe or "tiny"), changes or [])
+            chosen = override(get_recipe(recipe or "tiny"), wanted)
         data = read_corpus(corpus)
         make_folder(output)
     command = f"muse train {shlex.quote(str(corpus))} --output {shlex.quote(str(output))} --resume"

@@ -43,7 +43,7 @@ OnStep = Callable[[str, int], None]
 
 class _Measured(Protocol):
     machine: dict[str, Any]
-    settings: Settings
+    settings: Any
 
 
 def describe_model(name: str, model: PreTrainedModel) -> str:
@@ -83,7 +83,7 @@ def differing(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [name for name, value in now.items() if name != "date" and earlier.get(name) != value]
 
 
-def machine_to_continue(path: Path, settings: Settings, earlier: _Measured | None) -> dict[str, Any]:
+def machine_to_continue(path: Path, settings: object, earlier: _Measured | None) -> dict[str, Any]:
     """This machine; a ValueError if there are earlier results, measured otherwise than they would be now."""
     machine = describe_machine_and_versions()
     if earlier is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,15 +36,10 @@ def read_samples(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], leng
     """
     if length < 2 or number < 1:
         raise ValueError(f"{number} samples of {length} tokens are nothing to measure: at least 1 of 2 is")
-    files = list(_files(paths)) if paths else _standard_library()
     begin: list[int] = tokenizer("").input_ids
     fresh = length - len(begin)
     tokens: list[int] = []
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise ValueError(f"cannot read {file}: {error.strerror}") from None
+    for _, text in read_texts(paths):
         tokens += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if len(tokens) >= number * fresh:
             break
@@ -54,28 +49,43 @@ def read_samples(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], leng
             "give more text, fewer samples or a smaller length"
         )
     samples = [begin + tokens[start : start + fresh] for start in range(0, number * fresh, fresh)]
-    return Samples(torch.tensor(samples), _in_words(paths))
+    return Samples(torch.tensor(samples), describe_texts(paths))
 
 
-def _files(paths: Iterable[Path]) -> Iterable[Path]:
+def read_texts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """The (path, text) of some files, and of those in some folders, or of the standard library if there are none.
+
+    A path is given below its folder.
+    """
+    for folder, file in list(_files(paths)) if paths else _standard_library():
+        try:
+            yield file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from None
+
+
+def describe_texts(paths: Sequence[Path]) -> str:
+    if not paths:
+        return f"the source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
+    return ", ".join(path.name for path in paths)
+
+
+def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+    """Folders and files in them."""
     for path in paths:
         if path.is_dir():
-            yield from sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+            files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+            yield from ((path, file) for file in files)
         elif path.is_file():
-            yield path
+            yield path.parent, path
         else:
             raise ValueError(f"there is no text {str(path)!r}; give files, or folders of {', '.join(_SUFFIXES)} files")
 
 
-def _standard_library() -> list[Path]:
+def _standard_library() -> list[tuple[Path, Path]]:
     """Its modules in alphabetical order, without its tests."""
     folder = Path(sysconfig.get_path("stdlib"))
-    return sorted(
+    files = sorted(
         file for file in folder.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(folder).parts)
     )
-
-
-def _in_words(paths: Sequence[Path]) -> str:
-    if not paths:
-        return f"the source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
-    return ", ".join(path.name for path in paths)
+    return [(folder, file) for file in files]

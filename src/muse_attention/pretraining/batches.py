@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.pretraining.corpus import TRAIN, Corpus
+from muse_attention.pretraining.mixture import NeedleDocuments
 
 _ROUNDS = 6
 
@@ -63,6 +64,8 @@ class Batches:
     """windows of a step, over all ranks"""
     seed: int = 0
     ranks: int = 1
+    mixture: NeedleDocuments | None = None
+    """what stands in the place of some windows"""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.batch < 1 or self.batch % self.ranks:
@@ -70,15 +73,24 @@ class Batches:
 
     def read(self, step: int, rank: int = 0) -> Tensor:
         """(batch / ranks, length + 1) int64"""
-        return torch.stack([self.windows[index] for index in self.indices(step, rank)])
+        return torch.stack([self._sample(number) for number in self._numbers(step, rank)])
 
     def indices(self, step: int, rank: int = 0) -> list[int]:
-        """The windows of one rank."""
+        """The windows of one rank, those in whose place the mixture stands included."""
+        return [self._index(number) for number in self._numbers(step, rank)]
+
+    def _numbers(self, step: int, rank: int) -> range:
+        """Which samples of the whole run they are."""
         if step < 0 or not 0 <= rank < self.ranks:
             raise ValueError(f"there is no step {step} of rank {rank} of {self.ranks}")
         share = self.batch // self.ranks
         first = step * self.batch + rank * share
-        return [self._index(number) for number in range(first, first + share)]
+        return range(first, first + share)
+
+    def _sample(self, number: int) -> Tensor:
+        if self.mixture is not None and self.mixture.replaces(number):
+            return self.mixture.make(number)
+        return self.windows[self._index(number)]
 
     def epoch(self, step: int) -> float:
         """How often every window was taken before this step, on average."""

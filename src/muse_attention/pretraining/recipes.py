@@ -19,6 +19,7 @@ PAPER_ATTENTION = "muse:Q128K128R8SP1B8k"
 PAPER_TOKENS = {3: 2.0e9, 4: 4.0e9, 5: 7.5e9, 6: 12.9e9, 8: 23.6e9}
 """by scale"""
 PRECISIONS = ("float32", "bfloat16")
+MIXTURES = ("none", "niah")
 FREE = ("checkpoint_every", "keep", "probe_every")
 """Fields that do not change what is learnt: a run may go on with others."""
 
@@ -61,6 +62,10 @@ class Recipe:
     """on CUDA, only algorithms that give the same bits twice"""
     seed: int = 0
     """of the initial weights and of the order of samples"""
+    mixture: str = "none"
+    """what is mixed into the corpus: nothing, or needle documents"""
+    mixture_share: float = 0.25
+    """of the sequences, if something is"""
     probe_every: int = 500
     """updates between two measurements of the attention's error; 0 for none"""
     checkpoint_every: int = 500
@@ -74,7 +79,7 @@ class Recipe:
             _check(self, name, lambda value: value >= 0, "at least 0")
         for name in ("peak_rate", "epsilon", "clip"):
             _check(self, name, lambda value: value > 0, "above 0")
-        for name in ("exact_tail", "final_rate"):
+        for name in ("exact_tail", "final_rate", "mixture_share"):
             _check(self, name, lambda value: 0 <= value <= 1, "between 0 and 1")
         for name in ("beta1", "beta2"):
             _check(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
@@ -86,6 +91,8 @@ class Recipe:
             raise ValueError(f"batch={self.batch} is no multiple of micro_batch={self.micro_batch}; choose one that is")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
+        if self.mixture not in MIXTURES:
+            raise ValueError(f"mixture={self.mixture!r} must be one of {', '.join(MIXTURES)}")
         get_attention(self.attention)
 
     @property

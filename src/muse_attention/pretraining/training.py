@@ -39,6 +39,7 @@ from muse_attention.pretraining.configuration import DecoderConfig
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.decoder import DecoderForCausalLM
 from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
+from muse_attention.pretraining.mixture import NeedleDocuments
 from muse_attention.pretraining.optimiser import learnt, make_optimiser, restore, set_learning_rate
 from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
 from muse_attention.pretraining.probe import relative_squared_errors
@@ -71,7 +72,7 @@ def train(
         on_refused: told why a checkpoint is not used
     """
     world = world or World(torch.device("cpu"))
-    batches = Batches(Windows(corpus, recipe.length), recipe.batch, recipe.seed, world.ranks)
+    batches = make_batches(corpus, recipe, world.ranks)
     if recipe.batch // world.ranks % recipe.micro_batch:
         raise ValueError(
             f"micro_batch={recipe.micro_batch} does not divide the {recipe.batch // world.ranks} sequences of a rank"
@@ -106,6 +107,13 @@ def train(
             if metrics is not None:
                 metrics.close()
     return _write_model(model, corpus, recipe, output, world)
+
+
+def make_batches(corpus: Corpus, recipe: Recipe, ranks: int = 1) -> Batches:
+    mixture = None
+    if recipe.mixture == "niah":
+        mixture = NeedleDocuments(corpus, recipe.length, share=recipe.mixture_share, seed=recipe.seed)
+    return Batches(Windows(corpus, recipe.length), recipe.batch, recipe.seed, ranks, mixture)
 
 
 def make_config(corpus: Corpus, recipe: Recipe) -> DecoderConfig:

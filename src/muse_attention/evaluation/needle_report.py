@@ -1,0 +1,230 @@
+"""The results of `muse eval needles` for people: one HTML page, Markdown, and CSV, with the paper's numbers beside."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping
+
+from muse_attention.evaluation.attentions import in_words
+from muse_attention.evaluation.means import Mean
+from muse_attention.evaluation.needle_results import Results
+from muse_attention.evaluation.needle_statistics import (
+    Measure,
+    Share,
+    against_exact,
+    answers,
+    attentions,
+    by_depth,
+    failures,
+    groups,
+    is_exact,
+    is_preferred,
+    share,
+    token_means,
+)
+from muse_attention.evaluation.needles import BUCKETS, CANDIDATES, depth_of
+from muse_attention.evaluation.page import Page, Table, fenced, markdown_table
+from muse_attention.machine import machine_lines
+from muse_attention.sizes import format_size
+
+MEASURES: dict[str, Measure] = {"exact match": is_exact, f"right of {CANDIDATES}": is_preferred}
+_TASK = (
+    "Somewhere in a repository a file defines a function whose name ends in a random uid of eight digits; the last "
+    "file imports it, and the model completes the uid. Depth is where the definition is, as a share of the context: "
+    "each of nine buckets is a tenth of it, named by its middle. multi-key has 2 or 4 other definitions; multi-query "
+    "asks for 2 or 4, one after another, each right answer being fed before the next question."
+)
+_MEASURED = (
+    "Exact match: greedy generation gives all tokens of the uid. Right of 8: the uid is more probable than each of "
+    "seven others, those of the prompt and random ones, so chance is 12.5%. n counts questions; ± is the binomial "
+    "standard error, as in the paper, which is 0 where all are right or none is, and takes the questions of one sample "
+    "for independent. Against exact: the difference in percentage points on the same samples, ± its standard error "
+    "over samples. Log-probability is that of the uid, in nats. Tokens right and rank are of the uid's tokens, each "
+    "given the right ones before it; a rank of 0 is the most probable token."
+)
+_PREFILL = (
+    "The attention reads the prompt, and predicts the first token of the first uid. What follows attends exactly to "
+    "the keys and values that it left."
+)
+_PAPER: dict[str, tuple[str, str, str]] = {
+    "single": ("2547", "97.80 ± 0.29%", "98.35 ± 0.25%"),
+    "multi-key-2": ("2475", "92.73 ± 0.52%", "98.46 ± 0.25%"),
+    "multi-key-4": ("2421", "81.50 ± 0.79%", "97.36 ± 0.33%"),
+    "multi-query-2": ("538", "88.48 ± 1.38%", "98.70 ± 0.49%"),
+    "multi-query-4": ("1060", "83.58 ± 1.14%", "98.77 ± 0.34%"),
+}
+_PAPER_IN_WORDS = (
+    "The paper's are models of 1B parameters at 64k, trained with exact attention or with MuSe, and all evaluated with "
+    "exact attention. Its prompt is not printed, so these are not the same questions."
+)
+
+
+def summary_table(results: Results) -> Table:
+    """Of every length, kind and attention."""
+    header = (
+        *("attention", "length", "kind", "n", "exact match", "against exact"),
+        *(f"right of {CANDIDATES}", "against exact", "log-probability", "tokens right", "rank", "failed"),
+    )
+    failed = [(task.length, task.kind, task.attention) for task, _ in failures(results)]
+    rows = []
+    for length, kind in groups(results):
+        for attention in attentions(results, length, kind):
+            found = answers(results, length, kind, attention)
+            tokens = token_means(found)
+            shares = []
+            for measure in MEASURES.values():
+                difference = against_exact(results, length, kind, attention, measure)
+                shares += [format_share(share(found, measure)), "" if attention == "exact" else _format(difference)]
+            rows.append(
+                (
+                    *(attention, format_size(length), kind, str(len(found)), *shares),
+                    f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
+                    "" if tokens is None else f"{tokens.right:.1%}",
+                    "" if tokens is None else f"{tokens.rank:.1f}",
+                    str(failed.count((length, kind, attention)) or ""),
+                )
+            )
+    return header, rows
+
+
+def depth_table(results: Results, length: int, kind: str, measure: Measure) -> Table:
+    names = attentions(results, length, kind)
+    columns = [by_depth(results, length, kind, name, measure) for name in names]
+    rows = [
+        (f"{depth_of(bucket):.2f}", *(_with_number(column[bucket]) for column in columns)) for bucket in range(BUCKETS)
+    ]
+    return ("depth", *names), rows
+
+
+def depth_curves(results: Results, measure: Measure) -> dict[str, dict[str, list[tuple[float, float, float]]]]:
+    """(depth, share, standard error) of each attention, for each length and kind by its title."""
+    return {
+        _title(length, kind): {
+            name: [
+                (depth_of(bucket), found.value, found.standard_error)
+                for bucket, found in enumerate(by_depth(results, length, kind, name, measure))
+                if found is not None
+            ]
+            for name in attentions(results, length, kind)
+        }
+        for length, kind in groups(results)
+    }
+
+
+def words_table(results: Results) -> Table:
+    names = dict.fromkeys(task.attention for task in results.outcomes)
+    return ("attention", "in words"), [(name, in_words(name)) for name in names]
+
+
+def paper_table() -> Table:
+    return ("kind", "n", "exact-trained", "MuSe-trained"), [(kind, *cells) for kind, cells in _PAPER.items()]
+
+
+def failure_lines(results: Results) -> list[str]:
+    return [
+        f"{task.attention}, {_title(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, sample {task.number}: "
+        f"{error}"
+        for task, error in failures(results)
+    ]
+
+
+def markdown_report(results: Results, *, title: str) -> str:
+    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), fenced(results.commands)]
+    parts += [_TASK, markdown_table(*summary_table(results)), _MEASURED, _PREFILL]
+    for name, measure in MEASURES.items():
+        for length, kind in groups(results):
+            parts += [
+                f"## {name}: {_title(length, kind)}",
+                markdown_table(*depth_table(results, length, kind, measure)),
+            ]
+    if failures(results):
+        parts += ["## Failed", fenced(failure_lines(results))]
+    parts += ["## The paper", markdown_table(*paper_table()), _PAPER_IN_WORDS]
+    return "\n\n".join(parts) + "\n"
+
+
+def html_report(results: Results, *, title: str, pictures: Mapping[str, bytes]) -> str:
+    """`pictures` are those there are, by the name of the measure."""
+    page = Page(title)
+    for fact in _facts(results):
+        page.paragraph(fact, is_note=True)
+    page.code("\n".join(results.commands))
+    page.paragraph(_TASK)
+    page.section("Attentions")
+    page.table(*summary_table(results))
+    page.paragraph(_MEASURED, is_note=True)
+    page.paragraph(_PREFILL, is_note=True)
+    page.table(*words_table(results))
+    for name, measure in MEASURES.items():
+        page.section(f"{name} by depth".capitalize())
+        if name in pictures:
+            page.picture(
+                pictures[name], f"{name} against depth, one panel per kind and length, one curve per attention"
+            )
+        page.tables_beside(
+            *((_title(length, kind), *depth_table(results, length, kind, measure)) for length, kind in groups(results))
+        )
+    if failures(results):
+        page.section("Failed")
+        page.code("\n".join(failure_lines(results)))
+    page.section("The paper")
+    page.table(*paper_table())
+    page.paragraph(_PAPER_IN_WORDS, is_note=True)
+    return page.html()
+
+
+def as_csv(results: Results) -> str:
+    """A line for every question, and for every sample that failed."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(
+        [
+            *("length", "kind", "attention", "bucket", "number", "question", "depth", "uid", "generated"),
+            *("exact", "preferred", "log_probability", "margin", "ranks", "error"),
+        ]
+    )
+    for task, outcome in results.outcomes.items():
+        sample = [task.length, task.kind, task.attention, task.bucket, task.number]
+        for question, answer in enumerate(outcome.answers):
+            asked = [question, f"{depth_of(answer.bucket):.2f}", answer.uid, answer.generated]
+            scores = [int(answer.is_exact), int(answer.is_preferred), f"{answer.log_probability:.5g}"]
+            ranks = " ".join(map(str, answer.ranks))
+            writer.writerow([*sample, *asked, *scores, f"{answer.margin:.5g}", ranks, ""])
+        if outcome.error:
+            writer.writerow([*sample, *[""] * 9, outcome.error])
+    return lines.getvalue()
+
+
+def format_share(found: Share | None) -> str:
+    return "" if found is None else f"{100 * found.value:.1f} ± {100 * found.standard_error:.1f}%"
+
+
+def _with_number(found: Share | None) -> str:
+    return "" if found is None else f"{format_share(found)} of {found.number}"
+
+
+def _format(difference: Mean | None) -> str:
+    if difference is None:
+        return ""
+    error = "" if difference.standard_error is None else f" ± {100 * difference.standard_error:.1f}"
+    return f"{100 * difference.mean:+.1f}{error}"
+
+
+def _title(length: int, kind: str) -> str:
+    return f"{kind}, {format_size(length)}"
+
+
+def _facts(results: Results) -> list[str]:
+    settings = results.settings
+    hardware, versions = machine_lines(results.machine)
+    lines = [
+        f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
+        f"Haystack: {settings.haystack}; seed {settings.seed}",
+        f"Machine: {hardware}",
+        f"Versions: {versions}",
+    ]
+    if failed := failures(results):
+        lines.append(f"Failed: {len(failed)} of {len(results.outcomes)} samples")
+    return lines

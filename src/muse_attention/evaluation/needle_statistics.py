@@ -1,0 +1,116 @@
+"""What the answers of needle samples say: shares with their standard errors, by depth, and against exact attention."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from muse_attention.evaluation.means import Mean
+from muse_attention.evaluation.needle_results import Outcome, Results, Task
+from muse_attention.evaluation.needle_scores import Answer
+from muse_attention.evaluation.needles import BUCKETS, KINDS
+
+Measure = Callable[[Answer], bool]
+
+
+def is_exact(answer: Answer) -> bool:
+    return answer.is_exact
+
+
+def is_preferred(answer: Answer) -> bool:
+    return answer.is_preferred
+
+
+class Share(NamedTuple):
+    """Of questions that were answered right."""
+
+    right: int
+    number: int
+
+    @property
+    def value(self) -> float:
+        return self.right / self.number
+
+    @property
+    def standard_error(self) -> float:
+        """Binomial, as the paper's: 0 where all are right or none is."""
+        return math.sqrt(self.value * (1 - self.value) / self.number)
+
+
+class Tokens(NamedTuple):
+    """Means over the tokens of uids, each given the right ones before it."""
+
+    right: float
+    """share of those that are the most probable"""
+    rank: float
+    """how many tokens are more probable"""
+
+
+def groups(results: Results) -> list[tuple[int, str]]:
+    """The (length, kind) there are, in order."""
+    found = {(task.length, task.kind) for task in results.outcomes}
+    order = list(KINDS)
+    return sorted(found, key=lambda group: (group[0], order.index(group[1])))
+
+
+def attentions(results: Results, length: int, kind: str) -> list[str]:
+    """In the order in which they were measured."""
+    return list(
+        dict.fromkeys(task.attention for task in results.outcomes if (task.length, task.kind) == (length, kind))
+    )
+
+
+def answers(results: Results, length: int, kind: str, attention: str) -> list[Answer]:
+    return [answer for _, outcome in _outcomes(results, length, kind, attention) for answer in outcome.answers]
+
+
+def share(found: Iterable[Answer], measure: Measure) -> Share | None:
+    """None of nothing."""
+    rights = [measure(answer) for answer in found]
+    return Share(sum(rights), len(rights)) if rights else None
+
+
+def by_depth(results: Results, length: int, kind: str, attention: str, measure: Measure) -> list[Share | None]:
+    """Of the definitions in each bucket."""
+    found = answers(results, length, kind, attention)
+    return [share((answer for answer in found if answer.bucket == bucket), measure) for bucket in range(BUCKETS)]
+
+
+def against_exact(results: Results, length: int, kind: str, attention: str, measure: Measure) -> Mean | None:
+    """Share of an attention less that of exact attention, over the samples that both have answered; None of nothing."""
+    exact = {
+        (task.bucket, task.number): outcome
+        for task, outcome in _outcomes(results, length, kind, "exact")
+        if outcome.answers
+    }
+    shares: list[tuple[float, float]] = []
+    for task, outcome in _outcomes(results, length, kind, attention):
+        other = exact.get((task.bucket, task.number))
+        if other is not None and outcome.answers:
+            shares.append((_mean(outcome, measure), _mean(other, measure)))
+    return Mean.of_differences(*zip(*shares, strict=True)) if shares else None
+
+
+def token_means(found: Iterable[Answer]) -> Tokens | None:
+    ranks = [rank for answer in found for rank in answer.ranks]
+    if not ranks:
+        return None
+    return Tokens(statistics.fmean(rank == 0 for rank in ranks), statistics.fmean(ranks))
+
+
+def failures(results: Results) -> list[tuple[Task, str]]:
+    return [(task, outcome.error) for task, outcome in results.outcomes.items() if outcome.error]
+
+
+def _outcomes(results: Results, length: int, kind: str, attention: str) -> list[tuple[Task, Outcome]]:
+    return [
+        (task, outcome)
+        for task, outcome in results.outcomes.items()
+        if (task.length, task.kind, task.attention) == (length, kind, attention)
+    ]
+
+
+def _mean(outcome: Outcome, measure: Measure) -> float:
+    return statistics.fmean(map(measure, outcome.answers))
