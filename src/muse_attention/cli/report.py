@@ -11,11 +11,14 @@ import typer
 from muse_attention.cli.app import app, run_errors, say, user_errors
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
+from muse_attention.cli.tasks import write_tasks_reports
 from muse_attention.evaluation import layers, loss
+from muse_attention.evaluation import tasks as standard_tasks
 
 _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = (
     (layers.read_results, write_fidelity_reports),
     (loss.read_results, write_loss_reports),
+    (standard_tasks.read_results, write_tasks_reports),
 )
 """How each kind of results is read, and reported."""
 
@@ -23,7 +26,7 @@ _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = 
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Result files of muse fidelity and muse loss, or their folder.")
+        list[Path], typer.Argument(help="Result files of muse fidelity, muse loss and muse eval, or their folder.")
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything.
@@ -34,7 +37,9 @@ def report(
         found = list(_files(results))
         reported = [path for path in found if _write(path)]
         if not reported:
-            raise ValueError("none of these are results of muse fidelity or muse loss; give their .json files")
+            raise ValueError(
+                "none of these are results of muse fidelity, muse loss or muse eval; give their .json files"
+            )
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:

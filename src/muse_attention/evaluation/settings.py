@@ -43,7 +43,8 @@ OnStep = Callable[[str, int], None]
 
 class _Measured(Protocol):
     machine: dict[str, Any]
-    settings: Settings
+    settings: Any
+    """a dataclass"""
 
 
 def describe_model(name: str, model: PreTrainedModel) -> str:
@@ -74,7 +75,7 @@ def check_context(model: PreTrainedModel, length: int) -> None:
         raise ValueError(f"the model's context is {longest} tokens, less than {length}; choose a smaller length")
 
 
-def machine_to_continue(path: Path, settings: Settings, earlier: _Measured | None) -> dict[str, Any]:
+def machine_to_continue(path: Path, settings: object, earlier: _Measured | None) -> dict[str, Any]:
     """This machine; a ValueError if there are earlier results, measured otherwise than they would be now."""
     machine = {**describe_machine(), "transformers": importlib.metadata.version("transformers")}
     if earlier is None:
