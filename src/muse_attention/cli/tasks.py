@@ -44,7 +44,6 @@ from muse_attention.evaluation.tasks_report import (
     html_report,
     markdown_report,
     mean_score,
-    samples_in_words,
 )
 from muse_attention.files import replace_file
 from muse_attention.pretrained import DEFAULT_MODEL
@@ -181,8 +180,8 @@ def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _scores_table(results: Results) -> Table:
-    table = new_table(f"{results.settings.model}\n{results.settings.harness}", "task", "score", "gap to exact")
-    table.add_column("samples", overflow="fold")
+    headers = ("task", "score", "gap to exact", "of those\npublished")
+    table = new_table(f"{results.settings.model}\n{results.settings.harness}", *headers)
     for cell in results.cells.values():
         for attention in cell.answers:
             for metric in cell.benchmark.metrics:
@@ -191,7 +190,8 @@ def _scores_table(results: Results) -> Table:
                 words += [metric] if len(cell.benchmark.metrics) > 1 else []
                 score = format_score(mean_score(cell.scored(attention), metric), signed=False)
                 gap = "" if attention == "exact" else format_score(gap_to_exact(cell, attention, metric), signed=True)
-                table.add_row(attention, " ".join(words), score, gap, samples_in_words(cell, attention))
+                samples = f"{len(cell.scored(attention))} of {cell.benchmark.published}"
+                table.add_row(attention, " ".join(words), score, gap, samples)
     return table
 
 
