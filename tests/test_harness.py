@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.evaluation.standard_tasks import BENCHMARKS
 from muse_attention.pretrained import load_model
+from muse_attention.pretraining.configuration import DecoderConfig
+from muse_attention.pretraining.decoder import DecoderForCausalLM
 from tests.models import tiny_llama
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -85,10 +87,14 @@ def _without_network() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer of characters that has an end of text."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
     torch.manual_seed(0)
-    tiny_llama(vocab_size=len(CHARACTERS), pad_token_id=None, eos_token_id=0).save_pretrained(folder)
+    model = tiny_llama(vocab_size=len(CHARACTERS), pad_token_id=None, eos_token_id=0)
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny", model)
+
+
+def write_folder(folder: Path, model: PreTrainedModel) -> Path:
+    """With a tokenizer of characters that has an end of text."""
+    model.save_pretrained(folder)
     characters = Tokenizer(models.BPE({character: index for index, character in enumerate(CHARACTERS)}, []))
     PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<end>").save_pretrained(folder)
     return folder
@@ -158,7 +164,7 @@ def test_choices_are_scored_by_hand(harness: Harness, data: Path, scripted: Scri
         ("Question: Which is the answer?\nAnswer:", " bbbb"),
         ("Question: Which is the answer?\nAnswer:", " cc"),
     ]
-    assert answer.tokens == len("Question: Which is the answer?\nAnswer: bbbb")
+    assert answer.tokens == len("Question: Which is the answer?\nAnswer: bbb")  # the last is not read
     assert not answer.is_cut
     scripted.responses = [(-1.0, True), (-2.0, False), (-3.0, False), (-4.0, False)]
     assert harness.answer(opened, 1, "exact").scores == {"acc": 1.0, "acc_norm": 1.0}
@@ -262,6 +268,26 @@ def test_the_attention_is_used_in_prefill(harness: Harness) -> None:
     assert 512 < exact.tokens <= 1024 - 128
     assert exact.response is not None
     assert len(exact.response) <= 128
+
+
+@pytest.mark.filterwarnings("ignore::muse_attention.huggingface.ExactAttentionWarning")
+def test_a_model_of_muse_train_answers_alike(tmp_path: Path) -> None:
+    config = DecoderConfig.tiny(
+        vocab_size=len(CHARACTERS),
+        hidden_size=64,
+        head_dim=16,
+        sliding_window=16,
+        initializer_range=0.2,
+        max_position_embeddings=1024,
+        eos_token_id=0,
+    )
+    harness = Harness(*load_model(write_folder(tmp_path / "model", DecoderForCausalLM(config))))
+    opened = harness.open(BENCHMARKS["niah_multikey_2"], 1024, None, 1)
+    exact, muse, whole = (
+        harness.answer(opened, 0, attention).response for attention in ("exact", "muse:QK2R1B32", "muse:QK2R1B1k")
+    )
+    assert exact == whole
+    assert muse != exact
 
 
 def test_a_prompt_beyond_the_context_is_said_to_be_cut(

@@ -95,8 +95,10 @@ class Harness:
         )
 
     def _tokens(self, prompt: str, rest: str | dict[str, Any]) -> int:
-        """Of what goes through the model at once."""
-        return len(self._wrapped.tok_encode(prompt + rest if isinstance(rest, str) else prompt))
+        """That go through the model at once: of a choice, all but the last."""
+        if isinstance(rest, str):
+            return len(self._wrapped.tok_encode(prompt + rest)) - 1
+        return len(self._wrapped.tok_encode(prompt))
 
     def _open_ruler(
         self, benchmark: Benchmark, length: int, folder: Path | None, limit: int | None
@@ -170,7 +172,7 @@ def _check_finite(responses: list[str] | list[tuple[float, bool]]) -> None:
 
 
 def _generated(options: str | dict[str, Any]) -> int:
-    """Tokens that are generated after a prompt; none of a choice, which is part of what the model reads."""
+    """Tokens for which there must be room after the prompt; none where a choice was read with it."""
     return 0 if isinstance(options, str) else int(options["max_gen_toks"])
 
 
