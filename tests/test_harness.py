@@ -319,6 +319,11 @@ def test_a_task_without_its_data_is_refused(harness: Harness, tmp_path: Path) ->
         harness.open(BENCHMARKS["niah_single_2"], 1024, tmp_path, 1)
 
 
+def test_a_length_without_room_is_one_line(harness: Harness) -> None:
+    with pytest.raises(ValueError, match="niah_single_1 has no samples of 256 tokens; choose another length"):
+        harness.open(BENCHMARKS["niah_single_1"], 256, None, 1)
+
+
 def test_a_tokenizer_without_an_end_is_refused(model_folder: Path) -> None:
     model, tokenizer = load_model(model_folder)
     tokenizer.eos_token = None

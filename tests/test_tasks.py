@@ -387,7 +387,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], scripted: S
     files = sorted((tmp_path / "out").iterdir())
     assert [file.name for file in files] == ["tasks.csv", "tasks.html", "tasks.json", "tasks.md"]
     assert len(scripted.asked) == 2 * 2 * 2 * 2
-    for expected in ("niah_single_1 64", MUSE, "2 of 500", "wrote", "tasks.html"):
+    for expected in ("niah_single_1 64", "muse:Q4K4", "2 of 500", "wrote", "tasks.html"):
         assert expected in out
     document = json.loads((tmp_path / "out" / "tasks.json").read_text())
     assert document["commands"] == [
@@ -419,6 +419,12 @@ def test_the_command_resumes(asked: list[object], scripted: Scripted, tmp_path: 
     assert parted["tasks"] == whole["tasks"]
     (tmp_path / "out" / "whole.json").write_text("{")
     assert_refused(run(*asked, "--name", "whole", "--resume"), "does not hold the results of muse eval tasks")
+
+
+def test_without_a_command_there_is_help() -> None:
+    result = CliRunner().invoke(commands.app, ["eval"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "tasks" in result.stdout
 
 
 def test_a_failure_is_one_line_and_the_exit_code(asked: list[object], scripted: Scripted) -> None:

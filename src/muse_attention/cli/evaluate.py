@@ -6,5 +6,11 @@ import typer
 
 from muse_attention.cli.app import app
 
-evaluations = typer.Typer(no_args_is_help=True, help="What a model can do, under any attention.")
+evaluations = typer.Typer(help="What a model can do, under any attention.")
 app.add_typer(evaluations, name="eval")
+
+
+@evaluations.callback(invoke_without_command=True)
+def evaluate(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

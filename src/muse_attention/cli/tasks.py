@@ -99,23 +99,16 @@ def tasks(
         path = output / f"{file_stem(name)}.json"
         if resume and path.exists():
             read_results(path)  # what is broken should be known before a model is loaded
-    words = ["--task", ",".join(benchmark.name for benchmark in benchmarks)]
-    if any(benchmark.has_lengths for benchmark in benchmarks):
-        words += ["--length", ",".join(map(format_size, lengths))]
-    for asked in attention or ["exact"]:
-        words += ["--attention", asked]
-    if limit is not None:
-        words += ["--limit", str(limit)]
-    words += ["--device", place.device, "--dtype", place.dtype, "--name", name]
-    command = shlex.join(["muse", "eval", "tasks", name_of(model), *words])
+    options = _spell_options(benchmarks, lengths, attention or ["exact"], limit, place, name)
+    command = shlex.join(["muse", "eval", "tasks", name_of(model), *options])
     local = [] if data is None else ["--data", str(data)]
-    again = shlex.join(["muse", "eval", "tasks", model, *words, *local, "--output", str(output), "--resume"])
+    again = shlex.join(["muse", "eval", "tasks", model, *options, *local, "--output", str(output), "--resume"])
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
         from muse_attention.evaluation.harness import Harness, import_harness
 
         harness_name = import_harness()
         loaded, tokenizer = load_quietly(model, place)
-        if any(benchmark.has_lengths for benchmark in benchmarks):
+        if any(benchmark.is_ruler for benchmark in benchmarks):
             check_context(loaded, max(lengths))
         settings = TaskSettings(
             model=describe_model(name_of(model), loaded),
@@ -139,6 +132,25 @@ def tasks(
             raise typer.Exit(1)
 
 
+def _spell_options(
+    benchmarks: Sequence[Benchmark],
+    lengths: Sequence[int],
+    attentions: Sequence[str],
+    limit: int | None,
+    place: Place,
+    name: str,
+) -> list[str]:
+    """Every setting of the command, save the model and the folders."""
+    words = ["--task", ",".join(benchmark.name for benchmark in benchmarks)]
+    if any(benchmark.is_ruler for benchmark in benchmarks):
+        words += ["--length", ",".join(map(format_size, lengths))]
+    for attention in attentions:
+        words += ["--attention", attention]
+    if limit is not None:
+        words += ["--limit", str(limit)]
+    return [*words, "--device", place.device, "--dtype", place.dtype, "--name", name]
+
+
 def _with_data(benchmarks: Sequence[Benchmark], folder: Path | None, *, needed: Sequence[str]) -> list[Benchmark]:
     """Those that can run; a ValueError if one of the `needed` cannot, and if none can. The others are told."""
     if folder is not None and not folder.is_dir():
@@ -156,7 +168,7 @@ def _with_data(benchmarks: Sequence[Benchmark], folder: Path | None, *, needed: 
 
 def _parts(benchmark: Benchmark, lengths: Sequence[int], attentions: Sequence[str]) -> list[Part]:
     """Exact attention first: the others are compared with it."""
-    if not benchmark.has_lengths:
+    if not benchmark.is_ruler:
         return [Part(benchmark, None, _each_once([_checked(attention) for attention in attentions]))]
     return [
         Part(benchmark, length, _each_once([full_name(attention, length) for attention in attentions]))

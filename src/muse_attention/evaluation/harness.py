@@ -105,8 +105,15 @@ class Harness:
     ) -> tuple[Any, Data]:
         config = _read_ruler_config(benchmark)
         config["metadata"] |= {"max_seq_lengths": [length], "tokenizer": self._tokenizer.name_or_path}
-        with _ruler_from(benchmark, folder, min(limit or benchmark.published, benchmark.published), config):
-            task = _new_task(config)
+        samples = min(limit or benchmark.published, benchmark.published)
+        try:
+            with _ruler_from(benchmark, folder, samples, config):
+                task = _new_task(config)
+        except ValueError as error:
+            line = " ".join(str(error).split())
+            raise ValueError(
+                f"{benchmark.name} has no samples of {length} tokens; choose another length ({line})"
+            ) from None
         source = "made by lm-eval" if benchmark.data is None else f"made by lm-eval from {benchmark.data.published_as}"
         return task, describe_made(list(task.eval_docs), source)
 
@@ -129,7 +136,8 @@ def _open_file(benchmark: Benchmark, folder: Path) -> tuple[Any, Data]:
     config = _read_config(benchmark)
     if "edit_similarity" in benchmark.metrics:
         rows = [{**row, "question": row["input"]} for row in rows]  # as in the copy of LongBench that lm-eval reads
-        config |= {"process_results": _score_code, "metric_list": [{"metric": "edit_similarity", **_MEAN}]}
+        metric = {"metric": "edit_similarity", "aggregation": "mean", "higher_is_better": True}
+        config |= {"process_results": _score_code, "metric_list": [metric]}
     used = ["question" if field == "input" else field for field in benchmark.data.fields]
     try:
         kept = Dataset.from_list([{field: row[field] for field in used} for row in rows])
@@ -142,9 +150,6 @@ def _open_file(benchmark: Benchmark, folder: Path) -> tuple[Any, Data]:
 
 def _score_code(row: dict[str, Any], responses: list[str]) -> dict[str, float]:
     return {"edit_similarity": edit_similarity(responses[0], row["answers"])}
-
-
-_MEAN = {"aggregation": "mean", "higher_is_better": True}
 
 
 def _read_config(benchmark: Benchmark) -> dict[str, Any]:

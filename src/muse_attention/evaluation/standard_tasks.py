@@ -44,11 +44,8 @@ class Benchmark:
     """samples, of each length where there are lengths"""
     data: DataSet | None = None
     """None if the samples are made from nothing"""
-    has_lengths: bool = False
-
-    @property
-    def is_ruler(self) -> bool:
-        return self.name.startswith("niah_")
+    is_ruler: bool = False
+    """whether samples are made, at any length"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ _SENTENCES = "nltk_data/tokenizers/punkt_tab"
 
 def _needles(name: str, *, in_essays: bool) -> Benchmark:
     data = _ESSAYS if in_essays else None
-    return Benchmark(name, f"ruler/{name}.yaml", ("string_match_all",), 500, data, has_lengths=True)
+    return Benchmark(name, f"ruler/{name}.yaml", ("string_match_all",), 500, data, is_ruler=True)
 
 
 def _code(name: str) -> Benchmark:

@@ -16,6 +16,7 @@ from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import machine_to_continue
 from muse_attention.evaluation.standard_tasks import BENCHMARKS, Benchmark, Data
 from muse_attention.files import replace_file
+from muse_attention.sizes import format_size
 
 _SECONDS_BETWEEN_WRITES = 2.0
 
@@ -122,7 +123,7 @@ class Part:
     attentions: tuple[str, ...]
 
     def __str__(self) -> str:
-        return self.benchmark.name if self.length is None else f"{self.benchmark.name} at {self.length}"
+        return self.benchmark.name if self.length is None else f"{self.benchmark.name} at {format_size(self.length)}"
 
 
 class AnswersTasks(Protocol):
