@@ -1,4 +1,4 @@
-"""`muse eval`: its commands are in files of their own."""
+"""`muse eval`: the group of commands that ask a language model for answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 
 from muse_attention.cli.app import app
 
-evaluations = typer.Typer(help="What a model can do, under any attention.")
+evaluations = typer.Typer(help="Ask a language model for answers, under any attention.")
 app.add_typer(evaluations, name="eval")
 
 
