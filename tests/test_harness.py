@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import random
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -207,6 +210,8 @@ def test_needles_are_scored_by_hand(harness: Harness, data: Path, scripted: Scri
     prompt, _ = scripted.requests[0].args
     assert all(prompt.count(value) == 1 for value in values)
     assert "The moon is far. The moon is far." in prompt
+    essays = data / "paul_graham_essays" / "train.jsonl"
+    assert hashlib.sha256(essays.read_bytes()).hexdigest() in opened.data.source
     scripted.responses = ["I do not know"]
     assert harness.answer(opened, 0, "exact").scores == {"string_match_all": 0.0}
 
@@ -319,8 +324,24 @@ def test_a_task_without_its_data_is_refused(harness: Harness, tmp_path: Path) ->
         harness.open(BENCHMARKS["niah_single_2"], 1024, tmp_path, 1)
 
 
+def test_broken_data_of_ruler_are_one_line(harness: Harness, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english")
+    (tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english").mkdir()
+    tokenizer_of_sentences = importlib.import_module("nltk.tokenize")
+    tokenizer_of_sentences._get_punkt_tokenizer.cache_clear()
+    with pytest.raises(ValueError, match="lm-eval cannot make niah_single_2 of 1024 tokens: ") as caught:
+        harness.open(BENCHMARKS["niah_single_2"], 1024, tmp_path, 1)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "paul_graham_essays" / "train.jsonl").write_text('{"essay": ""}')
+    with pytest.raises(ValueError, match="has no field 'text'"):
+        harness.open(BENCHMARKS["niah_single_2"], 1024, tmp_path, 1)
+
+
 def test_a_length_without_room_is_one_line(harness: Harness) -> None:
-    with pytest.raises(ValueError, match="niah_single_1 has no samples of 256 tokens; choose another length"):
+    with pytest.raises(
+        ValueError, match="lm-eval cannot make niah_single_1 of 256 tokens: Could not generate any sample"
+    ):
         harness.open(BENCHMARKS["niah_single_1"], 256, None, 1)
 
 

@@ -103,24 +103,28 @@ class Harness:
     def _open_ruler(
         self, benchmark: Benchmark, length: int, folder: Path | None, limit: int | None
     ) -> tuple[Any, Data]:
+        source, essays = "made by lm-eval", []
+        if benchmark.data is not None:
+            assert folder is not None
+            rows, data = read_rows(benchmark.data, folder)
+            essays = [str(row["text"]) for row in rows]
+            source = f"made by lm-eval from {data.source}, SHA-256 {data.sha256}"
         config = _read_ruler_config(benchmark)
-        config["metadata"] |= {"max_seq_lengths": [length], "tokenizer": self._tokenizer.name_or_path}
+        config["metadata"] |= {"max_seq_lengths": [length]}
         samples = min(limit or benchmark.published, benchmark.published)
         try:
-            with _ruler_from(benchmark, folder, samples, config):
+            with _ruler_made_here(config["custom_dataset"].__module__, samples, self._tokenizer, essays, folder):
                 task = _new_task(config)
-        except ValueError as error:
+        except (LookupError, OSError, ValueError) as error:
             line = " ".join(str(error).split())
-            raise ValueError(
-                f"{benchmark.name} has no samples of {length} tokens; choose another length ({line})"
-            ) from None
-        source = "made by lm-eval" if benchmark.data is None else f"made by lm-eval from {benchmark.data.published_as}"
+            raise ValueError(f"lm-eval cannot make {benchmark.name} of {length} tokens: {line}") from error
         return task, describe_made(list(task.eval_docs), source)
 
 
 def import_harness() -> str:
     """Its name and version; an ImportError of one line if it is not there."""
     try:
+        import lm_eval.models.huggingface
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
         raise ImportError(f"standard tasks need lm-eval: {_INSTALL} ({' '.join(str(error).split())})") from None
@@ -194,11 +198,13 @@ def _read_ruler_config(benchmark: Benchmark) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _ruler_from(benchmark: Benchmark, folder: Path | None, samples: int, config: dict[str, Any]) -> Iterator[None]:
-    """lm-eval makes RULER's samples in here: as many as are asked for, always the same, from local essays, silently.
+def _ruler_made_here(
+    module: str, samples: int, tokenizer: PreTrainedTokenizerBase, essays: list[str], folder: Path | None
+) -> Iterator[None]:
+    """lm-eval makes RULER's samples in here: as many as are asked for, always the same, from these essays, silently.
 
     By itself it makes 500 whatever is asked for, goes on from whatever random numbers were drawn before, and looks for
-    essays on the network.
+    essays on the network. `module` has the functions that make them.
     """
     import datasets
     import nltk
@@ -207,21 +213,15 @@ def _ruler_from(benchmark: Benchmark, folder: Path | None, samples: int, config:
     def generate(*arguments: Any, **options: Any) -> Any:
         return prepare_niah.generate_samples(*arguments, **{**options, "num_samples": samples})
 
-    def essays(*arguments: Any, **options: Any) -> dict[str, list[str]]:
-        assert benchmark.data is not None
-        assert folder is not None
-        rows, _ = read_rows(benchmark.data, folder)
-        return {"text": [row["text"] for row in rows]}
-
     places = [str(folder / "nltk_data"), *nltk.data.path] if folder is not None else nltk.data.path
     state = random.getstate()
     random.seed(_SEED)
     prepare_niah.get_haystack.cache_clear()
     try:
         with (
-            _replaced(sys.modules[config["custom_dataset"].__module__], generate_samples=generate),
+            _replaced(sys.modules[module], generate_samples=generate, get_tokenizer=lambda name: tokenizer),
             _replaced(prepare_niah, tqdm=lambda steps, **options: steps),
-            _replaced(datasets, load_dataset=essays),
+            _replaced(datasets, load_dataset=lambda *arguments, **options: {"text": essays}),
             _replaced(nltk.data, path=places),
         ):
             yield
