@@ -106,6 +106,7 @@ def muse_attention(
             )
         out, lse = result.out.to(query.dtype), result.lse
     else:
+        query, key, value = operator.laid_out((query, key, value), chosen)
         if query.shape[2] <= settings.block_size:
             clusters = operator.single_cluster(query, key)
         elif clusters is None:

@@ -21,6 +21,11 @@ from muse_attention.structures import Clusters, Partial, Selection
 NAMESPACE = "muse_attention"
 
 
+def laid_out(tensors: tuple[Tensor, ...], backend: str) -> tuple[Tensor, ...]:
+    """As the backend reads them. Here a copy is made once, and `torch.compile` makes it part of what comes before."""
+    return tuple(tensor.contiguous() for tensor in tensors) if backend == "triton" else tensors
+
+
 def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
     return Clusters(*_cluster(query.detach(), key.detach(), str(config), scale, backend))
 
@@ -49,6 +54,7 @@ def attend(
 ) -> tuple[Partial, Selection]:
     """Output and lse, differentiable, and the selection behind them."""
     _refuse_other_derivatives(query, key, value)
+    query, key, value = laid_out((query, key, value), backend)
     out, lse, opened, retrieved, _ = _forward(
         query,
         key,
@@ -225,6 +231,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them then, and only then
     if grad_out is None:
         grad_out = torch.zeros_like(saved[-3])
+    (grad_out,) = laid_out((grad_out,), ctx.settings[-1])
     return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 9)
 
 

@@ -1,6 +1,19 @@
 """All commands of `muse`, each in its file: importing them is what adds them to the application."""
 
-from muse_attention.cli import bench, compare, demo, evaluate, fidelity, info, loss, needles, prepare, report, train
+from muse_attention.cli import (
+    bench,
+    compare,
+    demo,
+    evaluate,
+    fidelity,
+    info,
+    loss,
+    needles,
+    prepare,
+    report,
+    tasks,
+    train,
+)
 from muse_attention.cli.app import app
 
 __all__ = [
@@ -15,5 +28,6 @@ __all__ = [
     "needles",
     "prepare",
     "report",
+    "tasks",
     "train",
 ]

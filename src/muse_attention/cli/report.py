@@ -13,13 +13,16 @@ from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
 from muse_attention.cli.needles import write_needle_reports
+from muse_attention.cli.tasks import write_tasks_reports
 from muse_attention.evaluation import comparison, layers, loss, needle_results
+from muse_attention.evaluation import tasks as standard_tasks
 
 _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = (
     (layers.read_results, write_fidelity_reports),
     (loss.read_results, write_loss_reports),
     (comparison.read_results, write_comparison_reports),
     (needle_results.read_results, write_needle_reports),
+    (standard_tasks.read_results, write_tasks_reports),
 )
 """How each kind of results is read, and reported."""
 
@@ -27,8 +30,7 @@ _KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = 
 @app.command()
 def report(
     results: Annotated[
-        list[Path],
-        typer.Argument(help="Result files of muse fidelity, loss, compare and eval needles, or their folder."),
+        list[Path], typer.Argument(help="Result files of muse fidelity, loss, compare and eval, or their folder.")
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything.
@@ -40,7 +42,7 @@ def report(
         reported = [path for path in found if _write(path)]
         if not reported:
             raise ValueError(
-                "none of these are results of muse fidelity, loss, compare or eval needles; give their .json files"
+                "none of these are results of muse fidelity, loss, compare or eval; give their .json files"
             )
 
 

@@ -1,1 +1,1 @@
-"""Measurements of language models under any attention: fidelity of every head, loss, and needles in haystacks."""
+"""Measurements of language models under any attention: fidelity of every head, loss, needles, and standard tasks."""

@@ -44,6 +44,7 @@ OnStep = Callable[[str, int], None]
 class _Measured(Protocol):
     machine: dict[str, Any]
     settings: Any
+    """a dataclass"""
 
 
 def describe_model(name: str, model: PreTrainedModel) -> str:

@@ -16,8 +16,8 @@ from muse_attention.backends import HAS_TRITON
 from muse_attention.operator import NAMESPACE
 from muse_attention.precision import compute_dtype
 
-CHUNK_SIZE = 2048
-"""Rows of logits at a time: with a vocabulary of 32768 256 MiB in float32, half of that on CUDA in half precision."""
+CHUNK_BYTES = 1 << 28
+"""Of the logits that are in memory at the same time: with a vocabulary of 32768, 2048 rows in float32."""
 IGNORED = -100
 """The target of a row that does not count."""
 
@@ -31,7 +31,7 @@ def chunked_cross_entropy(
     *,
     ignore_index: int = IGNORED,
     reduction: str = "mean",
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T, targets)`, in nats, with the softmax in at least float32.
 
@@ -40,12 +40,14 @@ def chunked_cross_entropy(
         weight: (vocabulary, d)
         targets: (N) integers below the vocabulary, or `ignore_index`
         reduction: "mean", over the rows that count (nan if there are none), or "sum"
-        chunk_size: rows whose logits are in memory at the same time
+        chunk_size: rows whose logits are in memory at the same time; None is as many as `CHUNK_BYTES` hold
     """
     _check_arguments(hidden, weight, targets, reduction, chunk_size)
     dtype = hidden.dtype
     if dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
+    if chunk_size is None:
+        chunk_size = max(1, CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
     differentiate = torch.is_grad_enabled()
     total, _, _ = _forward(
         hidden,
@@ -173,7 +175,7 @@ def _refuse_double_backward(ctx: Any, *_: Any) -> Any:
 _backward.register_autograd(_refuse_double_backward)
 
 
-def _check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str, chunk_size: int) -> None:
+def _check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str, chunk_size: int | None) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}; they must be (N, d) and "
@@ -187,5 +189,5 @@ def _check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, reduction:
         raise ValueError(f"hidden has dtype {hidden.dtype}, weight {weight.dtype}; convert them to one dtype")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} must be one of {', '.join(_REDUCTIONS)}")
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size!r} must be an integer of at least 1")
