@@ -1,6 +1,6 @@
 """All commands of `muse`, each in its file: importing them is what adds them to the application."""
 
-from muse_attention.cli import bench, compare, demo, fidelity, info, loss, prepare, report, train
+from muse_attention.cli import bench, compare, demo, errors, fidelity, info, loss, prepare, report, train
 from muse_attention.cli.app import app
 
-__all__ = ["app", "bench", "compare", "demo", "fidelity", "info", "loss", "prepare", "report", "train"]
+__all__ = ["app", "bench", "compare", "demo", "errors", "fidelity", "info", "loss", "prepare", "report", "train"]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from muse_attention.cli.app import (
     Device,
@@ -98,9 +97,7 @@ def compare(
             overwrite=overwrite,
             command=command,
         )
-        console.print(comparison_table(results))
-        for line in [*headline(results), *warnings(results)]:
-            typer.echo(line)
+        show_comparison(results)
         write_comparison_reports(results, path)
 
 
@@ -160,15 +157,17 @@ def compare_runs(
     return results
 
 
-def comparison_table(results: Results) -> Table:
-    """The matrix, for a terminal: an attention in each row, as names are long."""
+def show_comparison(results: Results) -> None:
+    """The matrix, with an attention in each row, as their names are long, and what it says."""
     settings = results.settings
     title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"
     table = new_table(f"{title}; rows: tested with, columns: run", *results.runs)
     header, rows = matrix_table(results)
     for number, name in enumerate(results.attentions, start=header.index(f"tested: {EXACT}")):
         table.add_row(name, *(row[number] for row in rows))
-    return table
+    console.print(table)
+    for line in [*headline(results), *warnings(results)]:
+        typer.echo(line)
 
 
 def _length(runs: Sequence[StoredRun], asked_for: int | None) -> int:
