@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from muse_attention.cli.app import Device, app, make_folder, phases_bar, run_errors, say, user_errors
-from muse_attention.cli.compare import RESULTS, compare_runs, show_comparison
+from muse_attention.cli.compare import RESULTS, Request, compare_runs, show_comparison
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.language_model import Place, short_warnings
 from muse_attention.cli.train import training_progress
@@ -86,18 +86,8 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
 
 def _compare(output: Path, place: Place) -> None:
     typer.echo(f"{_count(len(_RUNS) + 2)}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
-    results = compare_runs(
-        [output / name for name in _RUNS],
-        output / "corpus",
-        output / "compare",
-        attentions=[],
-        samples=_SAMPLES,
-        length=None,
-        checkpoints=3,
-        place=place,
-        overwrite=False,
-        command=lambda names: f"muse demo --device {place.device}",
-    )
+    request = Request([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
+    results = compare_runs(request, output / "compare", command=f"muse demo --device {place.device}")
     show_comparison(results)
     run = results.runs["muse"]
     typer.echo(

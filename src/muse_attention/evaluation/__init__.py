@@ -1,1 +1,1 @@
-"""Measurements of language models under any attention of the library: fidelity of every head, and loss."""
+"""Measurements of language models under any attention of the library: fidelity of every head, loss, training runs."""
