@@ -278,7 +278,7 @@ def test_seconds_are_those_of_updates() -> None:
 
 
 def test_points_are_means_of_consecutive_updates_counted_from_the_last() -> None:
-    number = 2 * POINTS + 3  # three updates in a point, and two in the first: 131 = 43 * 3 + 2
+    number = 2 * POINTS + 4  # three updates in a point, and two in the first: 68 = 22 * 3 + 2
     curves = TrainingCurves.of([step(index, float(index), 100.0) for index in range(1, number + 1)])
     assert curves.averaged == 3
     assert len(curves.points) == math.ceil(number / 3) <= POINTS
@@ -484,6 +484,15 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     assert result.exit_code == 0, result.stderr
     assert {file.name for file in output.iterdir()} == expected
     assert (output / "compare.html").read_text() == page
+
+
+def test_a_run_that_has_lost_its_metrics_is_compared_all_the_same(corpus: Corpus, copies: Path, tmp_path: Path) -> None:
+    (copies / "muse" / "metrics.jsonl").unlink()
+    asked = (copies / "muse", "--corpus", corpus.folder, "--output", tmp_path / "out", "--samples", 1)
+    code, _, err = run_command(*asked, "--checkpoints", 0)
+    assert code == 0, err
+    assert not (tmp_path / "out" / "compare-training.png").exists()
+    assert "| run | attention of the update |" in (tmp_path / "out" / "compare.md").read_text()
 
 
 def test_one_run_and_an_attention_of_ones_own_choice(corpus: Corpus, trained: Path, tmp_path: Path) -> None:

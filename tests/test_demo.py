@@ -110,7 +110,8 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
             patch.setattr(demo, part, replacement)
             code, out, err = run(tmp_path)
         assert code == 130
-        assert err == f"muse: interrupted; what is finished is kept; continue with: muse demo --output {tmp_path}\n"
+        again = f"muse demo --device cpu --output {tmp_path}"
+        assert err == f"muse: interrupted; what is finished is kept; continue with: {again}\n"
         assert out.count("is there already") == finished
     code, out, err = run(tmp_path)
     assert code == 0, err

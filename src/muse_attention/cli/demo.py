@@ -45,7 +45,7 @@ def demo(
 
         place = Place.choose(device, "float32")
         make_folder(output)
-    again = shlex.join(["muse", "demo", "--output", str(output)])
+    again = shlex.join(["muse", "demo", "--device", place.device, "--output", str(output)])
     try:
         with run_errors(lambda: f"what is finished is kept; continue with: {again}"), user_errors(), short_warnings():
             corpus = _prepare(output / "corpus")
