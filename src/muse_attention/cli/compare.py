@@ -23,7 +23,7 @@ from muse_attention.cli.app import (
 )
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.language_model import Place, how_to_continue, name_of, short_warnings, silence_transformers
-from muse_attention.evaluation.attentions import full_name
+from muse_attention.evaluation.attentions import forward_name
 from muse_attention.evaluation.comparison import Results, Settings, start_results
 from muse_attention.evaluation.comparison_report import (
     headline,
@@ -147,7 +147,7 @@ def compare_runs(request: Request, output: Path, *, overwrite: bool = False, com
         precision=request.place.dtype,
     )
     asked_for = request.attentions or [run.recipe.attention for run in runs]
-    attentions = list(dict.fromkeys([EXACT, *(full_name(name, length) for name in asked_for)]))
+    attentions = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
     if request.samples > len(windows):
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
     make_folder(output)
