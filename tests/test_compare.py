@@ -482,8 +482,12 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
         (output / name).unlink()
     result = CliRunner().invoke(commands.app, ["report", str(output)])
     assert result.exit_code == 0, result.stderr
-    assert {file.name for file in output.iterdir()} == expected
+    assert {file.name for file in output.iterdir()} == {*expected, "index.html"}
     assert (output / "compare.html").read_text() == page
+    contents = (output / "index.html").read_text()
+    assert '<a href="compare.html">compare</a>' in contents
+    assert "Training runs" in contents
+    assert "Needles" not in contents
 
 
 def test_a_run_that_has_lost_its_metrics_is_compared_all_the_same(corpus: Corpus, copies: Path, tmp_path: Path) -> None:

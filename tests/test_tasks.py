@@ -400,7 +400,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], scripted: S
     for file in files:
         if file.suffix != ".json":
             file.unlink()
-    assert CliRunner().invoke(commands.app, ["report", str(tmp_path / "out")]).exit_code == 0
+    assert CliRunner().invoke(commands.app, ["report", str(tmp_path / "out" / "tasks.json")]).exit_code == 0
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,15 +17,30 @@ from muse_attention.cli.needles import write_needle_reports
 from muse_attention.cli.tasks import write_tasks_reports
 from muse_attention.evaluation import comparison, layers, loss, needle_results
 from muse_attention.evaluation import tasks as standard_tasks
+from muse_attention.evaluation.page import Page
+from muse_attention.files import replace_file
+from muse_attention.machine import machine_lines
 
-_KINDS: tuple[tuple[Callable[[Path], Any], Callable[[Any, Path], None]], ...] = (
-    (layers.read_results, write_fidelity_reports),
-    (loss.read_results, write_loss_reports),
-    (comparison.read_results, write_comparison_reports),
-    (needle_results.read_results, write_needle_reports),
-    (standard_tasks.read_results, write_tasks_reports),
-)
+CONTENTS = "index.html"
+"""Beside the reports of a folder: what there is."""
+
+_KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Path], None]]] = {
+    "Fidelity": (layers.read_results, write_fidelity_reports),
+    "Loss": (loss.read_results, write_loss_reports),
+    "Training runs": (comparison.read_results, write_comparison_reports),
+    "Needles": (needle_results.read_results, write_needle_reports),
+    "Standard tasks": (standard_tasks.read_results, write_tasks_reports),
+}
 """How each kind of results is read, and reported."""
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """Results that have their reports beside them."""
+
+    kind: str
+    path: Path
+    results: Any
 
 
 @app.command()
@@ -33,13 +49,18 @@ def report(
         list[Path], typer.Argument(help="Result files of muse fidelity, loss, compare and eval, or their folder.")
     ],
 ) -> None:
-    """Write the reports of results anew, without measuring anything.
+    """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
 
     Of an interrupted run, what was measured to its end is reported.
     """
     with user_errors(), run_errors(lambda: "the results themselves are as they were"):
         found = list(_files(results))
-        reported = [path for path in found if _write(path)]
+        reported = [done for path in found if (done := _write(path)) is not None]
+        for folder in filter(Path.is_dir, results):
+            inside = [done for done in reported if done.path.is_relative_to(folder)]
+            if inside:
+                replace_file(folder / CONTENTS, _contents(folder, inside))
+                typer.echo(f"wrote {folder / CONTENTS}")
         if not reported:
             raise ValueError(
                 "none of these are results of muse fidelity, loss, compare or eval; give their .json files"
@@ -56,9 +77,9 @@ def _files(paths: list[Path]) -> Iterator[Path]:
             raise ValueError(f"there is no file or folder {str(path)!r}")
 
 
-def _write(path: Path) -> bool:
-    """Whether these were results of a kind that is known, with something to report."""
-    for read, write in _KINDS:
+def _write(path: Path) -> _Reported | None:
+    """None if these are no results of a kind that is known, or there is nothing to report."""
+    for kind, (read, write) in _KINDS.items():
         try:
             results = read(path)
         except ValueError:
@@ -67,6 +88,22 @@ def _write(path: Path) -> bool:
             write(results, path)
         except ValueError as error:
             say(f"{path.name}: {error}")
-            return False
-        return True
-    return False
+            return None
+        return _Reported(kind, path, results)
+    return None
+
+
+def _contents(folder: Path, reported: list[_Reported]) -> str:
+    page = Page(f"Reports in {folder.resolve().name}")
+    for kind in _KINDS:
+        of_kind = [done for done in reported if done.kind == kind]
+        if of_kind:
+            page.section(kind)
+        for done in of_kind:
+            address = done.path.with_suffix(".html").relative_to(folder)
+            page.link(str(address.with_suffix("")), address.as_posix())
+            for line in machine_lines(done.results.machine):
+                page.paragraph(line, is_note=True)
+            for command in done.results.commands:
+                page.code(command)
+    return page.html()

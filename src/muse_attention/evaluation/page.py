@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from html import escape
+from urllib.parse import quote
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Header and rows."""
@@ -50,6 +51,9 @@ class Page:
 
     def paragraph(self, text: str, *, is_note: bool = False) -> None:
         self._parts.append(f'<p class="note">{escape(text)}</p>' if is_note else f"<p>{escape(text)}</p>")
+
+    def link(self, text: str, address: str) -> None:
+        self._parts.append(f'<p><a href="{escape(quote(address))}">{escape(text)}</a></p>')
 
     def code(self, text: str) -> None:
         self._parts.append(f"<pre>{escape(text)}</pre>")
