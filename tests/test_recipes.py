@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from muse_attention.pretraining.recipes import RECIPES, override, tiny
+from muse_attention.pretraining.recipes import RECIPES, override, read_recipe, tiny
 from muse_attention.pretraining.schedule import attention_at, exact_steps, learning_rate
 
 
@@ -55,6 +55,15 @@ def test_mistakes_in_a_recipe(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         override(tiny(), [change])
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["compile", "recompute", "deterministic"])
+@pytest.mark.parametrize("value", ["false", 0, None])
+def test_a_truth_that_is_read_back_is_one(name: str, value: object) -> None:
+    document = dataclasses.asdict(tiny())
+    assert read_recipe(document) == tiny()
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be true or false"):
+        read_recipe({**document, name: value})
 
 
 def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
