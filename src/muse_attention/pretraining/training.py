@@ -220,9 +220,8 @@ class _Run:
                 "start again from its recipe with a lower peak_rate"
             )
         seconds = time.perf_counter() - began
-        errors = (
-            self._probe(tokens) if self._is_probed(step) else {}
-        )  # FSDP refuses it before its first own forward pass
+        # Of the weights that the loss is of; before the first forward pass of the whole model, FSDP runs no part of it.
+        errors = self._probe(tokens) if self._is_probed(step) else {}
         began = time.perf_counter()
         self.optimiser.step()
         seconds += time.perf_counter() - began
