@@ -824,13 +824,10 @@ def test_a_run_is_known_before_anything_else_is_done(
     output = tmp_path / "out"
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
     monkeypatch.setattr("muse_attention.pretraining.parallel.open_world", open_world)
-    monkeypatch.setattr(training, "make_batches", interrupt)
-    code, _, err = run(*asked)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(training, "make_batches", interrupt)
+        code, _, err = run(*asked)
     assert (code, err) == (130, "muse: interrupted; nothing is written yet: start again\n")
-    monkeypatch.undo()
-
-    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
-    monkeypatch.setattr("muse_attention.pretraining.parallel.open_world", open_world)
     monkeypatch.setattr(training, "make_model", interrupt)
     code, _, err = run(*asked, "--tensorboard")
     assert code == 130

@@ -87,7 +87,7 @@ def train(
 
     def how_to_save_memory() -> str:
         less = " ".join(change for change in _LESS_MEMORY if override(chosen, [change]) != chosen)
-        if not less:
+        if not less or not has_run(output):
             return how_to_continue()
         if has_learnt(output):
             return f"{how_to_continue()}, or try {less} in another output"

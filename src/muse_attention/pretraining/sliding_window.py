@@ -1,9 +1,9 @@
 """Causal attention of each token to itself and the `window - 1` tokens before it, in linear memory.
 
-On CUDA in half precision that is FlashAttention, which knows windows. Elsewhere the sequence is cut into blocks of one
-window. What a block may see lies in itself and in the block before, always in the same band, so one (window, 2 window)
-mask serves all blocks in one call of `scaled_dot_product_attention`. The first block has none before it, and is plainly
-causal.
+On CUDA in half precision that is FlashAttention, which knows windows, on GPUs that have it. Elsewhere the sequence is
+cut into blocks of one window. What a block may see lies in itself and in the block before, always in the same band, so
+one (window, 2 window) mask serves all blocks in one call of `scaled_dot_product_attention`. The first block has none
+before it, and is plainly causal.
 
 PyTorch's `flex_attention` would compute half as many logits, but has no backward pass on a CPU, and is dense unless it
 is compiled. These blocks run wherever `scaled_dot_product_attention` does, compiled or not. At 64k tokens and a window
@@ -79,7 +79,7 @@ def _may_use_flash(gpu: int) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _serves_widest(gpu: int) -> bool:
-    """A100 and H100 have enough shared memory for it."""
+    """Its backward pass takes the shared memory of an A100 or H100."""
     return torch.cuda.get_device_capability(gpu) in ((8, 0), (9, 0))
 
 
