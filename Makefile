@@ -6,7 +6,9 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test lint format bench clean
 
-demo: $(READY)  ## MuSe, MoBA and block-diagonal attention against exact attention at 16k, on this machine
+# A thread that waits leaves its core to others: on a busy machine, one that spins is in its own way.
+demo: export OMP_WAIT_POLICY = PASSIVE
+demo: $(READY)  ## pretrain a tiny model with exact attention and with MuSe, and compare the two (minutes; goes on if stopped)
 	$(BIN)/muse demo
 
 test: $(READY)  ## the tests that need no GPU

@@ -40,7 +40,7 @@ def assert_refused(outcome: tuple[int, str, str], message: str) -> None:
 def test_without_a_command_the_help_is_shown() -> None:
     code, out, _ = run()
     assert code == 0
-    for command in ("info", "bench", "demo"):
+    for command in ("info", "bench", "errors", "demo"):
         assert command in out
 
 
@@ -161,8 +161,8 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
         ),
         (("bench", "--sweep", "heads", "--attention", "muse"), "leave out --attention"),
         (("bench", "--sweep", "block-size", "--lengths", "2k"), "needs a length above 2k"),
-        (("demo", "--length", "256"), "too few blocks"),
-        (("demo", "--heads", "0"), "heads is 0"),
+        (("errors", "--length", "256"), "too few blocks"),
+        (("errors", "--heads", "0"), "heads is 0"),
         (("dance",), "dance"),
     ],
 )
@@ -184,18 +184,18 @@ def test_cuda_without_a_device_is_refused() -> None:
     assert_refused(run("bench", "--device", "cuda"), "PyTorch finds none here")
 
 
-def test_demo_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
+def test_errors_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    code, out, err = run("demo", "--device", "cpu", "--length", "1k", "--heads", "1", "--output", tmp_path / "demo")
+    code, out, err = run("errors", "--device", "cpu", "--length", "1k", "--heads", "1", "--output", tmp_path / "out")
     assert code == 0, err
-    assert sorted(file.name for file in (tmp_path / "demo").iterdir()) == ["demo.json", "error_by_position.png"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["error_by_position.png", "errors.json"]
     assert "error_by_position.png" in out
-    demo = json.loads((tmp_path / "demo" / "demo.json").read_text())
-    lines = {line["kind"]: line for line in demo["lines"]}
+    found = json.loads((tmp_path / "out" / "errors.json").read_text())
+    lines = {line["kind"]: line for line in found["lines"]}
     assert list(lines) == ["exact", "muse", "block_diagonal", "moba"]
     for line in lines.values():
         assert line["attention"] in out
-        assert len(line["error_by_position"]) == len(demo["bin_centres"]) == 128
+        assert len(line["error_by_position"]) == len(found["bin_centres"]) == 128
     assert lines["exact"]["relative_squared_error"] == lines["exact"]["future_influence"] == 0
     assert 0 < lines["muse"]["relative_squared_error"] < lines["block_diagonal"]["relative_squared_error"]
     assert max(lines["muse"]["error_by_position"][:32]) < 1e-9  # the first of four blocks is exact

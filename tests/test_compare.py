@@ -278,7 +278,7 @@ def test_seconds_are_those_of_updates() -> None:
 
 
 def test_points_are_means_of_consecutive_updates_counted_from_the_last() -> None:
-    number = 2 * POINTS + 3  # three updates in a point, and two in the first: 131 = 43 * 3 + 2
+    number = 2 * POINTS + 4  # three updates in a point, and two in the first: 68 = 22 * 3 + 2
     curves = TrainingCurves.of([step(index, float(index), 100.0) for index in range(1, number + 1)])
     assert curves.averaged == 3
     assert len(curves.points) == math.ceil(number / 3) <= POINTS
@@ -473,7 +473,9 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     for heading in ("Training attention against test attention", "Loss by position", "Scaling law"):
         assert heading in page
     assert page.count("<img") == 3
-    assert str(tmp_path) not in (output / "compare.json").read_text() + page
+    written = (output / "compare.json").read_text() + page
+    assert str(tmp_path) not in written
+    assert str(corpus.folder.parent) not in written
 
     shutil.rmtree(copies)
     for name in expected - {"compare.json"}:
@@ -484,6 +486,15 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     assert (output / "compare.html").read_text() == page
 
 
+def test_a_run_that_has_lost_its_metrics_is_compared_all_the_same(corpus: Corpus, copies: Path, tmp_path: Path) -> None:
+    (copies / "muse" / "metrics.jsonl").unlink()
+    asked = (copies / "muse", "--corpus", corpus.folder, "--output", tmp_path / "out", "--samples", 1)
+    code, _, err = run_command(*asked, "--checkpoints", 0)
+    assert code == 0, err
+    assert not (tmp_path / "out" / "compare-training.png").exists()
+    assert "| run | attention of the update |" in (tmp_path / "out" / "compare.md").read_text()
+
+
 def test_one_run_and_an_attention_of_ones_own_choice(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     code, out, err = run_command(
         *(trained / "muse", "--corpus", corpus.folder, "--output", tmp_path, "--samples", 999),
@@ -491,7 +502,7 @@ def test_one_run_and_an_attention_of_ones_own_choice(corpus: Corpus, trained: Pa
     )
     assert code == 0, err
     windows = len(open_windows(corpus, 64))
-    assert err == f"muse: the held-out split has {windows} windows of 64, not 999: all are used\n"
+    assert err == f"muse: the held-out split has {windows} windows of 64: all of them are used\n"
     results = read_results(tmp_path / "compare.json")
     assert [cell.attention for cell in results.cells] == ["exact", "block_diagonal:16"]
     assert results.settings.samples == windows

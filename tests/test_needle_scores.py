@@ -476,7 +476,7 @@ def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> 
         (["--kind", "triple"], "unknown kind 'triple'; use one of single"),
         (["--length", "far"], "cannot read the size 'far'"),
         (["--length", "4k"], "the model's context is 2048 tokens, less than 4096"),
-        (["--length", "64"], "a context of 64 tokens has no room for needles"),
+        (["--length", "64"], "a tenth of 64 tokens has no room for the needles of single"),
         (["--attention", "sparse"], "unknown attention 'sparse'"),
         (["--samples-per-depth", "0"], "--samples-per-depth 0 measures nothing"),
         (["--corpus", "nowhere"], "a haystack is either a corpus or texts"),

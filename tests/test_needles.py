@@ -18,9 +18,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
 
 from tokenizers import Tokenizer, models
+from typer.testing import CliRunner
 
+from muse_attention.cli import commands
 from muse_attention.evaluation.needles import BUCKETS, CANDIDATES, KINDS, NeedleSamples, Sample, depth_of
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus
@@ -32,7 +36,7 @@ from muse_attention.pretraining.prepare import Settings, prepare
 from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.sources import texts_in
 from muse_attention.pretraining.tokenizer import read_tokenizer
-from muse_attention.pretraining.training import make_batches, train
+from muse_attention.pretraining.training import make_batches, run_recipe, train
 from tests.needle_models import needle_haystack, needle_tokenizer, texts
 from tests.test_prepare import make, source, sources
 from tests.test_training import assert_same_run, stop_at
@@ -221,8 +225,8 @@ def test_long_samples_are_fast(tokenizer: Tokenizer) -> None:
     [
         ("triple", LENGTH, 0, "unknown kind 'triple'; use one of single, multi-key-2"),
         ("single", 10**7, 0, "fewer than 10000000: give more text, or a smaller length"),
-        ("single", 64, 0, "a context of 64 tokens has no room for needles of"),
-        ("multi-query-4", 512, 0, "a context of 512 tokens has no room for needles of"),
+        ("single", 64, 0, "a tenth of 64 tokens has no room for the needles of single; choose at least"),
+        ("multi-query-4", 512, 0, "a tenth of 512 tokens has no room for the needles of multi-query-4"),
         ("single", LENGTH, 9, "there is no depth bucket 9; they are 0 to 8"),
     ],
 )
@@ -232,11 +236,16 @@ def test_mistakes(samples: NeedleSamples, kind: str, length: int, bucket: int, m
     assert "\n" not in str(raised.value)
 
 
-def test_the_length_that_an_error_names_is_enough(samples: NeedleSamples) -> None:
-    with pytest.raises(ValueError, match="choose at least") as raised:
-        samples.make("single", 64, 8, 0)
-    enough = int(str(raised.value).rsplit(maxsplit=1)[1])
-    assert len(samples.make("single", enough, 8, 0).tokens) == enough
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shortest_length_is_enough_for_every_sample(samples: NeedleSamples, kind: str) -> None:
+    shortest = samples.shortest(kind)
+    for bucket in range(BUCKETS):
+        for number in range(20):
+            sample = samples.make(kind, shortest + number, bucket, number)
+            assert len(sample.tokens) == shortest + number
+            assert sample.tokens.size - sample.questions[0].answer.start < shortest // 10 + 3
+    with pytest.raises(ValueError, match=f"choose at least {shortest}"):
+        samples.make(kind, shortest - 1, 0, 0)
 
 
 # Tokenizers
@@ -269,6 +278,14 @@ def test_all_uids_have_the_same_number_of_tokens(tokenizer: Tokenizer) -> None:
     assert {len(writer.uid(Needle("amber_river", uid))) for uid in uids} == {writer.tokens_per_uid}
     lengths = {len(tokenizer.encode(str(uid)).ids) for uid in range(10**7, 10**8, 10**6 + 1)}
     assert len(lengths) > 1, "else there is nothing to choose from"
+
+
+def test_no_needle_is_longer_than_the_longest(tokenizer: Tokenizer) -> None:
+    writer = NeedleWriter(tokenizer)
+    needles = writer.draw(random.Random(0), EVALUATION, 2000)
+    lengths = [len(writer.definition(needle)) for needle in needles]
+    assert max(lengths) <= len(writer.definition(writer.longest))
+    assert min(lengths) < max(lengths)
 
 
 @pytest.mark.parametrize(
@@ -456,3 +473,16 @@ def test_too_short_a_length_is_known_before_training(corpus: Corpus, tmp_path: P
     with pytest.raises(ValueError, match="needle documents of 32 tokens have no room for needles; choose more"):
         train(corpus, override(RECIPE, ["length=32"]), tmp_path / "short")
     assert not (tmp_path / "short").exists()
+
+
+def test_the_mixture_is_an_option_of_the_command(corpus: Corpus, tmp_path: Path) -> None:
+    def run(*options: str) -> Any:
+        fields = ["steps=1", "length=256", "batch=2", "warmup=1", "attention=exact", "probe_every=0"]
+        arguments = ["train", str(corpus.folder), *fields, "--output", str(tmp_path), "--device", "cpu", *options]
+        return CliRunner().invoke(commands.app, arguments)
+
+    refused = run("--train-mixture", "ruler")
+    assert refused.exit_code == 2
+    assert refused.stderr == "muse: mixture='ruler' must be one of none, niah\n"
+    assert run("--train-mixture", "niah").exit_code == 0
+    assert run_recipe(tmp_path).mixture == "niah"

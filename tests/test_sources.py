@@ -23,7 +23,13 @@ from muse_attention.pretraining.contents import open_contents
 from muse_attention.pretraining.datasets import dolma_documents, stack_repositories
 from muse_attention.pretraining.filters import is_python, read_code, read_text
 from muse_attention.pretraining.repositories import BrokenSourceError, File, Repository, SkippedFileError
-from muse_attention.pretraining.sources import project_name, python_libraries, repositories_in, texts_in
+from muse_attention.pretraining.sources import (
+    project_name,
+    python_libraries,
+    repositories_in,
+    standard_library,
+    texts_in,
+)
 
 LARGEST = 10_000
 TREE = {"a.py": "import b\n", "package/b.py": "x = 1\n", "README.md": "read me\n"}
@@ -124,6 +130,13 @@ def test_python_is_there_on_every_machine() -> None:
     assert library.name.startswith("python-3.")
     assert "json/decoder.py" in {file.path for file in library.files}
     assert "pytest/__init__.py" in {file.path for file in found["pytest"].files}
+
+
+def test_the_standard_library_is_a_repository_for_each_package_and_module() -> None:
+    found = {repository.name: [file.path for file in repository.files] for repository in standard_library()}
+    assert found["argparse"] == ["argparse.py"]
+    assert {"json/__init__.py", "json/decoder.py"} <= set(found["json"])
+    assert not {"site-packages", "pytest"} & found.keys()
 
 
 # Filters

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from muse_attention.cli.app import (
     Device,
@@ -23,8 +22,8 @@ from muse_attention.cli.app import (
     user_errors,
 )
 from muse_attention.cli.compare_reports import write_comparison_reports
-from muse_attention.cli.language_model import Place, how_to_continue, short_warnings, silence_transformers
-from muse_attention.evaluation.attentions import full_name
+from muse_attention.cli.language_model import Place, how_to_continue, name_of, short_warnings, silence_transformers
+from muse_attention.evaluation.attentions import forward_name
 from muse_attention.evaluation.comparison import Results, Settings, start_results
 from muse_attention.evaluation.comparison_report import (
     headline,
@@ -75,100 +74,118 @@ def compare(
     Writes compare.json after every sample, goes on from it where it was interrupted, and writes reports at the end.
     """
     with user_errors():
-        place = Place.choose(device, precision)
-        if place.dtype not in PRECISIONS:
-            raise ValueError(f"--precision {place.dtype} must be one of {', '.join(PRECISIONS)}")
-        if samples < 1 or checkpoints < 0:
-            raise ValueError("--samples must be at least 1, and --checkpoints at least 0")
-        window = None if length is None else parse_size(length)
-        chosen = list(attention or [])
-    command = functools.partial(_spell, corpus, window, chosen, samples, checkpoints, place)
-    path = output / RESULTS
-    again = f"{command(map(str, runs))} --output {shlex.quote(str(output))}"
-    with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
-        results = compare_runs(
+        request = Request(
             runs,
             corpus,
-            output,
-            attentions=chosen,
+            Place.choose(device, precision),
+            attentions=attention or [],
             samples=samples,
-            length=window,
+            length=None if length is None else parse_size(length),
             checkpoints=checkpoints,
-            place=place,
-            overwrite=overwrite,
-            command=command,
         )
-        console.print(comparison_table(results))
-        for line in [*headline(results), *warnings(results)]:
-            typer.echo(line)
+    path = output / RESULTS
+    again = f"{request.spell(map(str, runs), str(corpus))} --output {shlex.quote(str(output))}"
+    with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
+        results = compare_runs(request, output, overwrite=overwrite)
+        show_comparison(results)
         write_comparison_reports(results, path)
 
 
-def compare_runs(
-    folders: Sequence[Path],
-    corpus: Path,
-    output: Path,
-    *,
-    attentions: Sequence[str],
-    samples: int,
-    length: int | None,
-    checkpoints: int,
-    place: Place,
-    overwrite: bool,
-    command: Callable[[Iterable[str]], str],
-) -> Results:
+@dataclass(frozen=True)
+class Request:
+    """What is to be compared, and how."""
+
+    runs: Sequence[Path]
+    corpus: Path
+    place: Place
+    attentions: Sequence[str] = ()
+    """besides exact attention; those that the runs were trained with, if there are none"""
+    samples: int = 16
+    length: int | None = None
+    """that of the runs, if None"""
+    checkpoints: int = 3
+
+    def __post_init__(self) -> None:
+        if self.place.dtype not in PRECISIONS:
+            raise ValueError(f"--precision {self.place.dtype} must be one of {', '.join(PRECISIONS)}")
+        if self.samples < 1 or self.checkpoints < 0:
+            raise ValueError("--samples must be at least 1, and --checkpoints at least 0")
+
+    def spell(self, runs: Iterable[str], corpus: str) -> str:
+        """The command that asks for it, save the folder of the results."""
+        words = ["muse", "compare", *runs, "--corpus", corpus, "--samples", str(self.samples)]
+        if self.length is not None:
+            words += ["--length", format_size(self.length)]
+        for name in self.attentions:
+            words += ["--attention", name]
+        words += ["--checkpoints", str(self.checkpoints)]
+        return shlex.join([*words, "--device", self.place.device, "--precision", self.place.dtype])
+
+
+def compare_runs(request: Request, output: Path, *, overwrite: bool = False, command: str | None = None) -> Results:
     """Measure what is missing, with a bar; a ValueError if something cannot be.
 
     Args:
-        command: spells the command that this is, given the names of the runs
+        command: what the user has called, if it is not `muse compare`
     """
     import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
     from muse_attention.evaluation.matrix import attentions_of, measure, open_windows, weights_to_measure
     from muse_attention.evaluation.runs import open_runs
 
     silence_transformers()
-    data = read_corpus(corpus)
-    stored = open_runs(folders, data, on_refused=say)
-    length = _length(stored, length)
-    windows = open_windows(data, length)
+    corpus = read_corpus(request.corpus)
+    runs = open_runs(request.runs, corpus, on_refused=say)
+    length = _length(runs, request.length)
+    windows = open_windows(corpus, length)
     settings = Settings(
-        corpus=data.manifest.source,
-        fingerprint=data.fingerprint,
+        corpus=corpus.manifest.source,
+        fingerprint=corpus.fingerprint,
         length=length,
-        samples=min(samples, len(windows)),
+        samples=min(request.samples, len(windows)),
         windows=len(windows),
-        device=place.device,
-        precision=place.dtype,
+        device=request.place.device,
+        precision=request.place.dtype,
     )
-    asked_for = attentions or [run.recipe.attention for run in stored]
-    tested = list(dict.fromkeys([EXACT, *(full_name(name, length) for name in asked_for)]))
-    if samples > len(windows):
-        say(f"the held-out split has {len(windows)} windows of {format_size(length)}, not {samples}: all are used")
+    asked_for = request.attentions or [run.recipe.attention for run in runs]
+    attentions = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
+    if request.samples > len(windows):
+        say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
     make_folder(output)
     path = output / RESULTS
     results = start_results(settings, path, overwrite=overwrite)
     missing = sum(
-        len(results.missing(run.name, step, attentions_of(run, step, tested)))
-        for run in stored
-        for step in weights_to_measure(run, checkpoints)
+        len(results.missing(run.name, step, attentions_of(run, step, attentions)))
+        for run in runs
+        for step in weights_to_measure(run, request.checkpoints)
     )
-    spelled = command(run.name for run in stored)
-    if missing and spelled not in results.commands:
-        results.commands.append(spelled)
+    command = command or request.spell((run.name for run in runs), name_of(str(request.corpus)))
+    if missing and command not in results.commands:
+        results.commands.append(command)
     with progress_bar(missing) as on_step:
-        measure(stored, data, tested, results, path, checkpoints=checkpoints, on_step=on_step, on_refused=say)
+        measure(
+            runs,
+            corpus,
+            attentions,
+            results,
+            path,
+            checkpoints=request.checkpoints,
+            on_step=on_step,
+            on_refused=say,
+        )
     return results
 
 
-def comparison_table(results: Results) -> Table:
-    """The matrix, for a terminal: an attention in each row, as names are long."""
+def show_comparison(results: Results) -> None:
+    """The matrix, with an attention in each row, as their names are long, and what it says."""
     settings = results.settings
     title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"
     table = new_table(f"{title}; rows: tested with, columns: run", *results.runs)
     header, rows = matrix_table(results)
     for number, name in enumerate(results.attentions, start=header.index(f"tested: {EXACT}")):
         table.add_row(name, *(row[number] for row in rows))
-    return table
+    console.print(table)
+    for line in [*headline(results), *warnings(results)]:
+        typer.echo(line)
 
 
 def _length(runs: Sequence[StoredRun], asked_for: int | None) -> int:
@@ -180,27 +197,9 @@ def _length(runs: Sequence[StoredRun], asked_for: int | None) -> int:
     length = asked_for or lengths[0]
     if length > lengths[0]:
         raise ValueError(
-            f"the runs were trained on {' and '.join(map(format_size, lengths))} tokens; --length {length} is more"
+            f"the runs were trained on {' and '.join(map(format_size, lengths))} tokens; --length {length} is more, "
+            f"choose at most {format_size(lengths[0])}"
         )
     if length < SHORTEST:
         raise ValueError(f"--length {length} is too short for a curve; choose at least {SHORTEST}")
     return length
-
-
-def _spell(
-    corpus: Path,
-    length: int | None,
-    attentions: Sequence[str],
-    samples: int,
-    checkpoints: int,
-    place: Place,
-    runs: Iterable[str],
-) -> str:
-    """The command, save the folder of the results."""
-    words = ["muse", "compare", *runs, "--corpus", str(corpus), "--samples", str(samples)]
-    if length is not None:
-        words += ["--length", format_size(length)]
-    for name in attentions:
-        words += ["--attention", name]
-    words += ["--checkpoints", str(checkpoints)]
-    return shlex.join([*words, "--device", place.device, "--precision", place.dtype])

@@ -2,81 +2,109 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from muse_attention.benchmark.tables import format_error, format_ratio
-from muse_attention.cli.app import (
-    Device,
-    app,
-    console,
-    default_device,
-    is_out_of_memory,
-    make_folder,
-    new_table,
-    progress_bar,
-    report_written,
-    say,
-    user_errors,
-)
-from muse_attention.demo import STEPS, Demo, DemoSettings, run_demo
-from muse_attention.machine import machine_lines
-from muse_attention.plots import plot_error_by_position
-from muse_attention.sizes import format_size, parse_size
+from muse_attention.cli.app import Device, app, make_folder, phases_bar, run_errors, say, user_errors
+from muse_attention.cli.compare import RESULTS, Request, compare_runs, show_comparison
+from muse_attention.cli.compare_reports import write_comparison_reports
+from muse_attention.cli.language_model import Place, short_warnings
+from muse_attention.cli.train import training_progress
+from muse_attention.pretraining.corpus import MANIFEST, Corpus, read_corpus
+from muse_attention.pretraining.documents import Buckets
+from muse_attention.pretraining.prepare import Settings, prepare
+from muse_attention.pretraining.recipes import Recipe, tiny
+from muse_attention.pretraining.schedule import EXACT
+from muse_attention.pretraining.sources import standard_library
+from muse_attention.sizes import format_size
+
+_STEPS = 192
+_SAMPLES = 16
+_CORPUS = Settings(vocabulary=4096, buckets=Buckets(1024, 2**18), held_out=0.1, sample_bytes=2**22)
+"""Small enough for minutes: a few million tokens, a tenth of the packages held out."""
+_RUNS = ("exact", "muse")
 
 
 @app.command()
 def demo(
-    length: Annotated[str, typer.Option(help="Sequence length; k means 1024.")] = "16k",
-    heads: Annotated[int, typer.Option(help="Heads.")] = 2,
     device: Device = None,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/demo"),
+    output: Annotated[Path, typer.Option(help="Folder of all of it.")] = Path("out/demo"),
 ) -> None:
-    """Compare MuSe, MoBA and block-diagonal attention of equal sparsity with exact attention, on synthetic data."""
+    """Pretrain a tiny model with exact attention and with MuSe on the same tokens, and compare the two.
+
+    What is done already is not done again: after an interruption, run it again.
+    """
     with user_errors():
-        settings = DemoSettings(parse_size(length), heads=heads, device=device or default_device())
+        import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
+        from muse_attention.pretraining.training import TrainingError
+
+        place = Place.choose(device, "float32")
         make_folder(output)
+    again = shlex.join(["muse", "demo", "--device", place.device, "--output", str(output)])
     try:
-        with progress_bar(STEPS) as on_step:
-            result = run_demo(settings, on_step=on_step)
-    except KeyboardInterrupt:
-        say("interrupted; nothing was written")
-        raise typer.Exit(130) from None
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        say("out of memory; choose a smaller --length or fewer --heads")
+        with run_errors(lambda: f"what is finished is kept; continue with: {again}"), user_errors(), short_warnings():
+            corpus = _prepare(output / "corpus")
+            for number, name in enumerate(_RUNS, start=2):
+                _train(corpus, demo_recipe(name), output / name, place, number)
+            _compare(output, place)
+    except TrainingError as error:
+        say(str(error))
         raise typer.Exit(1) from None
-    console.print(_demo_table(result))
-    path = output / "demo.json"
-    result.write(path)
-    report_written([path], output / "error_by_position.png", lambda picture: _plot_error(result, picture))
 
 
-def _demo_table(demo: Demo) -> Table:
-    settings = demo.settings
-    hardware, _ = machine_lines(demo.machine)
-    title = f"{hardware}\ncausal, length {format_size(settings.length)}, {settings.heads} heads, on {settings.device}"
-    table = new_table(title, "forward +\nbackward", "speed-up", "RSE", "cosine", "future\ninfluence")
-    for line in demo.lines:
-        table.add_row(
-            line.attention,
-            f"{line.forward_backward_seconds * 1000:,.0f} ms",
-            format_ratio(line.speedup),
-            format_error(line.relative_squared_error),
-            f"{line.cosine:.4f}",
-            format_error(line.future_influence),
-        )
-    return table
+def demo_recipe(name: str) -> Recipe:
+    """The recipe tiny, shortened, with all its checkpoints, and with exact attention throughout or MuSe's."""
+    recipe = dataclasses.replace(tiny(), steps=_STEPS, keep=_STEPS)
+    return dataclasses.replace(recipe, attention=EXACT) if name == "exact" else recipe
 
 
-def _plot_error(demo: Demo, path: Path) -> None:
-    curves = {
-        line.kind: list(zip(demo.bin_centres, line.error_by_position, strict=True))
-        for line in demo.lines
-        if line.kind != "exact"
-    }
-    plot_error_by_position(curves, path, length=demo.settings.length, block_size=demo.settings.block_size)
+def _prepare(folder: Path) -> Corpus:
+    version = f"Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
+    if _is_done(1, f"preparing {version}", folder, folder / MANIFEST):
+        return read_corpus(folder)
+    with phases_bar() as on_step:
+        return prepare(standard_library(), folder, _CORPUS, source=version, on_step=on_step)
+
+
+def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: int) -> None:
+    import torch
+
+    from muse_attention.pretraining.parallel import World
+    from muse_attention.pretraining.training import MODEL, train
+
+    what = f"training on {recipe.steps * recipe.tokens_per_step:,} tokens with {recipe.attention}"
+    if not _is_done(number, what, output, output / MODEL):
+        with training_progress(recipe) as on_step:
+            world = World(torch.device(place.device))
+            train(corpus, recipe, output, resume=True, world=world, on_step=on_step, on_refused=say)
+
+
+def _compare(output: Path, place: Place) -> None:
+    typer.echo(f"{_count(len(_RUNS) + 2)}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
+    request = Request([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
+    results = compare_runs(request, output / "compare", command=f"muse demo --device {place.device}")
+    show_comparison(results)
+    run = results.runs["muse"]
+    typer.echo(
+        f"That is {run.tokens / run.parameters:.1f} tokens for each parameter, where the paper has 20, in sequences "
+        f"of {format_size(run.recipe.length)}, for which MuSe is not meant: it says how the two begin to learn."
+    )
+    path = output / "compare" / RESULTS
+    write_comparison_reports(results, path)
+    typer.echo(f"the report: {path.with_suffix('.html')}")
+
+
+def _is_done(number: int, what: str, folder: Path, sign: Path) -> bool:
+    """Whether a part is there already; a line says what begins."""
+    is_done = sign.exists()
+    typer.echo(f"{_count(number)}: {what}" + (f": {folder} is there already" if is_done else ""))
+    return is_done
+
+
+def _count(number: int) -> str:
+    return f"{number} of {len(_RUNS) + 2}"

@@ -101,7 +101,7 @@ def train(
             open_world(place) as world,
         ):
             quiet = contextlib.nullcontext(lambda step: None)
-            with _progress(chosen) if world.is_first else quiet as on_step:
+            with training_progress(chosen) if world.is_first else quiet as on_step:
                 model = train_model(
                     data,
                     chosen,
@@ -120,7 +120,7 @@ def train(
 
 
 @contextlib.contextmanager
-def _progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
+def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
     """A line with the loss, the speed and the time left: moving on a terminal, else one now and then on stdout."""
     speed, error, said = 0.0, None, time.monotonic()
     with phases_bar() as on_phase:

@@ -1,1 +1,1 @@
-"""Measurements of language models under any attention: fidelity of every head, loss, needles, and standard tasks."""
+"""Measurements of language models under any attention: fidelity, loss, needles, standard tasks, and training runs."""

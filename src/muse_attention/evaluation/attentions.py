@@ -35,6 +35,13 @@ def full_name(attention: str, length: int) -> str:
     return f"muse:{MuSeConfig.parse(settings) if settings else MuSeConfig.for_length(length)}"
 
 
+def forward_name(attention: str, length: int) -> str:
+    """The full name without what gradients alone depend on: attentions that compute the same share it."""
+    name = full_name(attention, length)
+    config = muse_config(name)
+    return name if config is None else f"muse:{config.replace(differentiable_aggregation=True)}"
+
+
 def muse_config(attention: str) -> MuSeConfig | None:
     """What a full name says of MuSe; None for other attentions."""
     kind, _, settings = attention.partition(":")

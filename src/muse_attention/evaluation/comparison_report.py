@@ -47,8 +47,8 @@ _TOKENS = (
     "begin to learn, not where they end."
 )
 _SECONDS = (
-    "Seconds are those of the updates alone, without probes of the attention's error, checkpoints and pauses, on "
-    "whatever machine trained the run. Tokens per second are medians; updates with a probe "
+    "Seconds are those of the updates alone, without checkpoints and pauses, on whatever machine trained the run; probes "
+    "of the attention's error count only in runs from before 0.2. Tokens per second are medians; updates with a probe "
     f"and the first {UNSETTLED} after a change of the attention are left out."
 )
 _SPEED_OF_THE_PAPER = (

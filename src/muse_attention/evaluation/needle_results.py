@@ -124,9 +124,10 @@ def _attempt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples
         sample = samples.make(task.kind, task.length, task.bucket, task.number)
         return Outcome(answer(model, tokenizer, sample, task.attention))
     except Exception as error:  # one sample of many: whatever it is, the others go on
-        if model.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return Outcome(error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # too little memory may be what it was
+    return Outcome(error=message)
 
 
 def write_results(results: Results, path: Path) -> None:

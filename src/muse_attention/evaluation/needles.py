@@ -98,11 +98,23 @@ class NeedleSamples:
         check_enough(self._haystack, length)
         if not 0 <= bucket < BUCKETS:
             raise ValueError(f"there is no depth bucket {bucket}; they are 0 to {BUCKETS - 1}")
+        shortest = self.shortest(kind)
+        if length < shortest:
+            raise ValueError(
+                f"a tenth of {length} tokens has no room for the needles of {kind}; choose at least {shortest}"
+            )
         rng = random.Random(f"{self._seed}/{EVALUATION}/{kind}/{length}/{bucket}/{number}")
         while True:
             sample = self._draw(rng, kind, length, bucket, number)
             if _is_unambiguous(sample):  # else the haystack has one of the uids by chance
                 return sample
+
+    def shortest(self, kind: str) -> int:
+        """The length whose tenths, cut to whole tokens, have room for any definition and for all questions."""
+        longest = self._writer.longest
+        definition = len(self._opening) + len(self._writer.definition(longest))
+        questions = self._writer.questions([longest] * KINDS[kind].asked).answers[-1].stop
+        return 10 * (max(definition, questions) + 1)
 
     def _draw(self, rng: random.Random, kind: str, length: int, bucket: int, number: int) -> Sample:
         asked, distractors = KINDS[kind].asked, KINDS[kind].distractors
@@ -116,8 +128,6 @@ class NeedleSamples:
         file = self._writer.questions([needles[index] for index in order])
         last = file.tokens[: file.answers[-1].stop]
         start = length - len(last)
-        if start * 10 < BUCKETS * length:
-            raise ValueError(_too_short(length, len(last)))
         inserted = [(0, self._opening), *sorted((position, tokens) for position, tokens, _ in placed), (start, last)]
         tokens = bury(self._haystack, rng.randrange(len(self._haystack)), length, inserted)
         questions = tuple(
@@ -136,8 +146,6 @@ class NeedleSamples:
         """Anywhere in the bucket where the whole of a definition is inside it."""
         lowest = max(-(-bucket * length // 10), len(self._opening))
         highest = (bucket + 1) * length // 10 - size
-        if highest < lowest:
-            raise ValueError(_too_short(length, size + len(self._opening)))
         return rng.randint(lowest, highest)
 
     def _candidates(self, rng: random.Random, needle: Needle, needles: Sequence[Needle]) -> Tokens:
@@ -166,9 +174,3 @@ def _is_unambiguous(sample: Sample) -> bool:
         if counts != expected:
             return False
     return True
-
-
-def _too_short(length: int, size: int) -> str:
-    return (
-        f"a context of {length} tokens has no room for needles of {size} in a tenth of it; choose at least {10 * size}"
-    )

@@ -16,13 +16,15 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; m
 h1 { font-size: 1.6rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top: 1px solid #ddd; padding-top: 1rem; }
 h3 { font-size: .95rem; font-weight: 600; margin: .3rem 0; }
-p { max-width: 52rem; }
+p { max-width: 52rem; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .25rem .6rem; text-align: left; border-bottom: 1px solid #eee; vertical-align: top; }
 th { border-bottom: 2px solid #888; font-weight: 600; vertical-align: bottom; }
-.number { text-align: right; white-space: nowrap; }
-td { max-width: 28rem; }
+.number { text-align: right; }
+td.number { white-space: nowrap; }
+th { min-width: 5rem; max-width: 12rem; overflow-wrap: anywhere; }
+td { min-width: 5rem; max-width: 24rem; overflow-wrap: anywhere; }
 .beside { display: flex; flex-wrap: wrap; gap: 1.5rem 2.5rem; align-items: flex-start; }
 .beside > div { min-width: 0; max-width: 100%; }
 .beside > div + div h3 { max-width: 24rem; }

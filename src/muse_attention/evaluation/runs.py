@@ -35,12 +35,10 @@ class StoredRun:
     curves: TrainingCurves
     newest: int
     """updates that its newest weights have seen"""
+    is_finished: bool
+    """whether its newest weights are those of the model, and not of a checkpoint"""
     earlier: tuple[int, ...]
     """updates that its checkpoints before that have seen"""
-
-    @property
-    def is_finished(self) -> bool:
-        return (self.folder / MODEL).is_dir()
 
 
 def open_runs(
@@ -81,14 +79,14 @@ def _open_run(folder: Path, name: str, corpus: Corpus, on_refused: Callable[[str
     recipe = run_recipe(folder)
     if run_corpus(folder) != corpus.fingerprint:
         raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
-    newest = recipe.steps
-    if not (folder / MODEL).is_dir():
+    newest, is_finished = recipe.steps, (folder / MODEL).is_dir()
+    if not is_finished:
         found = checkpoints.latest_good(folder / CHECKPOINTS, on_refused)
         if found is None:
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
         newest = found.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
-    return StoredRun(folder, name, recipe, _read_curves(folder), newest, earlier)
+    return StoredRun(folder, name, recipe, _read_curves(folder), newest, is_finished, earlier)
 
 
 def _read_curves(folder: Path) -> TrainingCurves:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-POINTS = 64
+POINTS = 32
 """Of a curve, at most."""
 UNSETTLED = 3
 """Updates that say nothing of the speed, after the attention has changed: memory is found, kernels are compiled."""

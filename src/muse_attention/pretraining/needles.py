@@ -55,6 +55,7 @@ _SECOND_WORDS = (
     "rabbit ribbon river rocket saddle salmon shadow shelter spider squirrel stable summit temple thunder timber "
     "tunnel turtle valley village violin walnut window"
 )
+_WORDS = (_FIRST_WORDS, _SECOND_WORDS)
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class NeedleWriter:
         rng = random.Random(0)
         lengths = [len(self._encode(_random_uid(rng))) for _ in range(_UIDS_LOOKED_AT)]
         self.tokens_per_uid = collections.Counter(lengths).most_common(1)[0][0]
+        self.longest = self._find_longest(self.draw_uids(rng, EVALUATION, 1)[0])
+        """the needle that has the most tokens"""
 
     def draw(self, rng: random.Random, purpose: str, number: int) -> list[Needle]:
         """So many with different names and uids, and different words too while there are enough of them.
@@ -87,7 +90,7 @@ class NeedleWriter:
         Those of another `purpose` are never drawn.
         """
         uids = self.draw_uids(rng, purpose, number)
-        firsts, seconds = _FIRST_WORDS.split(), _SECOND_WORDS.split()
+        firsts, seconds = (words.split() for words in _WORDS)
         names: list[str] = []
         while len(names) < number:
             rng.shuffle(firsts)
@@ -136,6 +139,16 @@ class NeedleWriter:
         """As it is in a question."""
         asked = self.questions([needle])
         return asked.tokens[asked.answers[0].start : asked.answers[0].stop]
+
+    def _find_longest(self, uid: str) -> Needle:
+        firsts, seconds = (words.split() for words in _WORDS)
+
+        def size(needle: Needle) -> int:
+            return len(self.definition(needle))
+
+        longest = max((Needle(f"{first}_{seconds[0]}", uid) for first in firsts), key=size)
+        first = longest.name.partition("_")[0]
+        return max((Needle(f"{first}_{second}", uid) for second in seconds), key=size)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -30,12 +30,12 @@ def python_libraries() -> Iterator[Repository]:
     library = Path(sysconfig.get_path("stdlib"))
     yield Repository(f"python-{sys.version_info.major}.{sys.version_info.minor}", _files_in(library, is_python))
     for folder in sorted({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}):
-        for entry in _listing(folder):
-            path = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and _has_sources(entry.name):
-                yield Repository(entry.name, _files_in(path, is_python, inside=f"{entry.name}/"))
-            elif entry.is_file(follow_symlinks=False) and is_python(entry.name):
-                yield Repository(path.stem, [_file(path, entry.name)])
+        yield from _packages_in(folder)
+
+
+def standard_library() -> Iterator[Repository]:
+    """Each package and module of it for itself, so that some can be held out."""
+    return _packages_in(Path(sysconfig.get_path("stdlib")))
 
 
 def repositories_in(paths: Sequence[Path], *, largest: int) -> Iterator[Repository]:
@@ -75,6 +75,16 @@ def project_name(archive: str) -> str:
     stem = archive.removesuffix(next((suffix for suffix in ARCHIVE_SUFFIXES if archive.endswith(suffix)), ""))
     match = _ARCHIVE_NAME.fullmatch(stem)
     return match["project"] if match else stem
+
+
+def _packages_in(folder: Path) -> Iterator[Repository]:
+    """Each package and module of a folder that Python imports from."""
+    for entry in _listing(folder):
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False) and _has_sources(entry.name):
+            yield Repository(entry.name, _files_in(path, is_python, inside=f"{entry.name}/"))
+        elif entry.is_file(follow_symlinks=False) and is_python(entry.name):
+            yield Repository(path.stem, [_file(path, entry.name)])
 
 
 def _archive(path: Path, largest: int) -> Repository:

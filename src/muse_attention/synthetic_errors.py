@@ -1,4 +1,4 @@
-"""A minute's look at the method: what MuSe and two baselines of equal sparsity cost, and where they err."""
+"""What MuSe and two baselines of equal sparsity cost on synthetic data, and where they err."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 1 + REPEATS + 1 + len(MATCHED_KINDS)
 
 
 @dataclass(frozen=True)
-class DemoSettings:
+class Settings:
     length: int = 16384
     heads: int = 2
     head_dim: int = 64
@@ -52,7 +52,7 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class Line:
-    """One attention in the demo."""
+    """Of one attention."""
 
     kind: str
     attention: str
@@ -69,9 +69,9 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Demo:
+class Errors:
     machine: dict[str, Any]
-    settings: DemoSettings
+    settings: Settings
     bin_centres: list[float]
     lines: list[Line]
 
@@ -79,9 +79,9 @@ class Demo:
         replace_file(path, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def run_demo(
-    settings: DemoSettings, *, on_step: Callable[[str, int], None] = lambda description, finished: None
-) -> Demo:
+def measure_errors(
+    settings: Settings, *, on_step: Callable[[str, int], None] = lambda description, finished: None
+) -> Errors:
     """Compare causal attentions with exact attention on clustered synthetic data, in float32."""
     length = settings.length
     work = Workload.create(
@@ -125,7 +125,7 @@ def run_demo(
             )
         )
     centres = _mean_in_bins(torch.arange(length).double(), bins)
-    return Demo(describe_machine(), settings, centres, lines)
+    return Errors(describe_machine(), settings, centres, lines)
 
 
 def _mean_in_bins(series: Tensor, bins: Tensor) -> list[float]:
