@@ -171,6 +171,15 @@ def test_every_implementation_of_transformers() -> None:
         model.set_attention("exact")
 
 
+def test_an_attention_that_transformers_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so in its log alone, and goes on with the one before."""
+    model = tiny()
+    monkeypatch.setattr(DecoderForCausalLM, "_can_set_attn_implementation", lambda *_: False)
+    with pytest.raises(ValueError, match=f"leaves DecoderForCausalLM at 'muse_attention.exact' .* '{COARSE}'"):
+        model.set_attention(COARSE)
+    assert model.config.attention == "exact"
+
+
 def test_registered_attention() -> None:
     model, ids = tiny(), token_ids(100)
     exact = logits(model, ids)

@@ -438,7 +438,7 @@ def test_the_order_is_the_same_for_any_number_of_workers(corpus: Corpus, workers
 
 def test_impossible_batches_are_refused(corpus: Corpus) -> None:
     windows = Windows(corpus, 50)
-    with pytest.raises(ValueError, match="3 samples cannot be shared by 2 ranks"):
+    with pytest.raises(ValueError, match="batch=3 cannot be shared by 2 ranks; choose a multiple, like batch=2"):
         Batches(windows, 3, ranks=2)
     with pytest.raises(ValueError, match="there is no step 0 of rank 1 of 1"):
         Batches(windows, 3).read(0, 1)

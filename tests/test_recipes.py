@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from muse_attention.pretraining.recipes import RECIPES, override, tiny
+from muse_attention.pretraining.recipes import RECIPES, override, read_recipe, tiny
 from muse_attention.pretraining.schedule import attention_at, exact_steps, learning_rate
 
 
@@ -28,7 +28,8 @@ def test_a_recipe_is_overridden_field_by_field() -> None:
     recipe = override(tiny(), ["length=2k", "peak_rate=1e-4", "compile=true", "attention=exact", "probe_every=0"])
     assert (recipe.length, recipe.peak_rate, recipe.compile, recipe.attention) == (2048, 1e-4, True, "exact")
     assert recipe.probe_every == 0
-    assert dataclasses.replace(recipe, length=1024, peak_rate=3e-3, compile=False) != tiny()
+    before = {name: getattr(tiny(), name) for name in ("length", "peak_rate", "compile", "attention", "probe_every")}
+    assert dataclasses.replace(recipe, **before) == tiny()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,15 @@ def test_mistakes_in_a_recipe(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         override(tiny(), [change])
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["compile", "recompute", "deterministic"])
+@pytest.mark.parametrize("value", ["false", 0, None])
+def test_a_truth_that_is_read_back_is_one(name: str, value: object) -> None:
+    document = dataclasses.asdict(tiny())
+    assert read_recipe(document) == tiny()
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be true or false"):
+        read_recipe({**document, name: value})
 
 
 def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:

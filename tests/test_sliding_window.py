@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
+from muse_attention.pretraining import sliding_window
 from muse_attention.pretraining.sliding_window import sliding_window_attention
 from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
 
@@ -88,6 +90,36 @@ def test_cuda_has_a_fused_kernel_for_the_band() -> None:
     copies = (torch.cuda.max_memory_allocated() - before) / (low[0].numel() * low[0].element_size())
     assert copies < 24
     assert (found.double().cpu() - exact).square().mean() < 1e-4 * exact.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "by_flash"),
+    [
+        ((7, 5), 64, False),
+        ((8, 0), 64, True),
+        ((8, 0), 60, False),
+        ((8, 0), 256, True),
+        ((8, 0), 264, False),
+        ((8, 9), 192, True),
+        ((8, 9), 200, False),
+        ((9, 0), 256, True),
+        ((12, 0), 192, True),
+        ((12, 0), 256, False),
+    ],
+)
+def test_flash_attention_is_for_gpus_that_have_it(
+    capability: tuple[int, int], head_dim: int, by_flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turing has none, and most GPUs have no backward pass above 192."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(sliding_window, "_attend_by_flash", lambda *_: "flash")
+    monkeypatch.setattr(sliding_window, "_attend_in_blocks", lambda *_: "blocks")
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 64, head_dim, dtype=torch.bfloat16, device="cuda:0")
+        found = sliding_window_attention(query, query, query, is_causal=True, window=16)
+    assert found == ("flash" if by_flash else "blocks")
 
 
 def test_compiles_into_one_graph() -> None:

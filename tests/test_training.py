@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -30,15 +32,26 @@ pytest.importorskip("rich")
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from muse_attention import huggingface
 from muse_attention.cli import commands
 from muse_attention.evaluation.loss import position_losses
 from muse_attention.pretrained import load_model
-from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining import checkpoints, training
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus, read_corpus
-from muse_attention.pretraining.metrics import Metrics, read_metrics
+from muse_attention.pretraining.decoder import DecoderLayer
+from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
+from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, override, tiny
-from muse_attention.pretraining.training import TrainingError, make_model, train
+from muse_attention.pretraining.training import (
+    TrainingError,
+    describe_last_good,
+    determinism,
+    make_model,
+    make_ready,
+    run_recipe,
+    train,
+)
 from tests.test_prepare import contents, make
 
 STEPS = 8
@@ -127,6 +140,54 @@ def test_metrics_have_a_line_for_every_step(whole_run: Path) -> None:
         assert set(step.get("rse", "13")) == {"1", "3"}
 
 
+def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the layers call, as the weights of so small a run are about the same under any attention."""
+    called: list[str] = []
+    updates: list[list[str]] = []
+    muse, exact = huggingface.muse_attention, huggingface.sdpa_attention_forward
+
+    def spy_on_muse(*arguments: Any, config: str, **others: Any) -> Any:
+        called.append(f"muse:{config}")
+        return muse(*arguments, config=config, **others)
+
+    def spy_on_exact(*arguments: Any, **others: Any) -> Any:
+        called.append("exact")
+        return exact(*arguments, **others)
+
+    def note(done: Step) -> None:
+        updates.append(list(called))
+        called.clear()
+
+    monkeypatch.setattr(huggingface, "muse_attention", spy_on_muse)
+    monkeypatch.setattr(huggingface, "sdpa_attention_forward", spy_on_exact)
+    train(corpus, override(SMALL, ["probe_every=0"]), tmp_path, on_step=note)
+    calls = 2 * 2  # global layers, and parts of a batch
+    assert updates == [["muse:QK4R1B16"] * calls] * 6 + [["exact"] * calls] * 2
+
+
+def test_the_speed_is_that_of_the_update_without_its_probe(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0
+
+    def tick() -> int:
+        nonlocal now
+        now += 1
+        return now
+
+    def probe(*_: object) -> dict[int, float]:
+        nonlocal now
+        now += 1000
+        return {1: 0.5}
+
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(training, "relative_squared_errors", probe)
+    train(corpus, override(SMALL, ["steps=2", "probe_every=2"]), tmp_path)
+    first, second = read_metrics(tmp_path)
+    assert (first.get("rse"), second.get("rse")) == (None, {"1": 0.5})
+    assert first["tokens_per_second"] == second["tokens_per_second"] > 1
+
+
 def test_the_probe_changes_nothing(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     train(corpus, override(SMALL, ["probe_every=0"]), tmp_path)
     assert losses(tmp_path) == losses(whole_run)
@@ -177,6 +238,21 @@ def test_metrics_behind_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
     assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3, 4]
     Metrics(tmp_path, 2).close()
     assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_an_error_that_is_not_finite_is_no_number_of_json(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    step = Step(1, 2.0, 0.1, 1.0, "muse", 64, 10.0, rse={1: math.inf, 3: 0.5})
+    metrics = Metrics(tmp_path, 0)
+    metrics.add(step)
+    metrics.add(dataclasses.replace(step, step=2, rse={1: math.nan}))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line, parse_constant=refuse) for line in lines)
+    assert first["rse"] == {"3": 0.5}
+    assert "rse" not in second
+    assert (second["step"], second["loss"]) == (2, 2.0)
 
 
 def test_tensorboard_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +345,18 @@ def test_another_run_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path)
         train(corpus, SMALL, foreign, resume=True)
 
 
+def test_a_run_that_has_learnt_nothing_may_become_another(corpus: Corpus, tmp_path: Path) -> None:
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            train(corpus, override(SMALL, [f"seed={1 + resume}"]), tmp_path, resume=resume, on_step=stop_at(1))
+        assert run_recipe(tmp_path).seed == 1 + resume
+    (tmp_path / "run.json").write_text("of something else")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"run.json is not of muse train; choose another output"):
+            train(corpus, SMALL, tmp_path, resume=resume)
+    assert (tmp_path / "run.json").read_text() == "of something else"
+
+
 # Checkpoints
 
 
@@ -331,6 +419,75 @@ def test_no_whole_checkpoint_is_an_error(corpus: Corpus, tmp_path: Path) -> None
     flip(tmp_path / "checkpoints" / "step-00000002" / TENSORS, -1)
     with pytest.raises(ValueError, match=r"none of the checkpoints in .* is whole"):
         train(corpus, SMALL, tmp_path, resume=True)
+    assert "is whole; start again with another output" in describe_last_good(tmp_path / "checkpoints")
+
+
+def test_a_damaged_checkpoint_is_not_among_those_that_are_kept(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, SMALL, tmp_path, on_step=stop_at(7))
+    flip(tmp_path / "checkpoints" / "step-00000006" / TENSORS, -1)
+    train(corpus, override(SMALL, ["checkpoint_every=5"]), tmp_path, resume=True)
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [5, 8]
+
+
+def test_checkpoints_that_cannot_be_listed_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    assert describe_last_good(tmp_path) == "there is no checkpoint yet"
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert describe_last_good(tmp_path) == f"the checkpoints in {tmp_path} cannot be read: Permission denied"
+
+
+def test_what_has_its_name_is_on_the_disk(
+    corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics before the checkpoint behind them, and all files of a checkpoint and a model before they are renamed."""
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+    shutil.rmtree(output / "checkpoints" / "step-00000008")
+    synced: set[tuple[int, int]] = set()
+    synced_before: dict[str, set[tuple[int, int]]] = {}
+    sync, rename = os.fsync, os.rename
+
+    def note_sync(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(identify(descriptor))
+
+    def note_rename(source: Path, target: Path) -> None:
+        synced_before[target.name] = set(synced)
+        rename(source, target)
+
+    def identify(place: int | Path) -> tuple[int, int]:
+        found = os.stat(place)
+        return found.st_ino, found.st_size
+
+    monkeypatch.setattr("os.fsync", note_sync)
+    monkeypatch.setattr("os.rename", note_rename)
+    train(corpus, SMALL, output, resume=True)
+    assert identify(output / "metrics.jsonl") in synced_before["step-00000008"]
+    for folder in (output / "checkpoints" / "step-00000008", output / "model"):
+        files = sorted(folder.iterdir())
+        assert len(files) >= 2
+        assert {identify(file) for file in (folder, *files)} <= synced_before[folder.name]
+        assert os.stat(folder.parent).st_ino in {inode for inode, _ in synced}
+
+
+def test_no_half_of_a_model_is_left(
+    corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", fail)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        train(corpus, SMALL, output, resume=True)
+    assert raised.value.filename == str(output / "model")
+    assert not (output / "model.tmp").exists()
+    assert contents(output / "model") == contents(whole_run / "model")
 
 
 def test_what_is_half_written_or_half_removed_is_no_checkpoint(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
@@ -451,15 +608,21 @@ def assert_close_runs(output: Path, expected: Path) -> None:
         for name in ("loss", "gradient_norm", "learning_rate"):
             assert found[name] == pytest.approx(other[name], rel=1e-3), (found["step"], name)
     tensors, others = learnt(output), learnt(expected)
-    assert {name: tensor.shape for name, tensor in tensors.items()} == {n: other.shape for n, other in others.items()}
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, others[name], atol=1e-5, rtol=1e-4)
 
 
-def test_two_processes_learn_what_one_does(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    """And a checkpoint of theirs is for any number of processes: for two bit for bit, for one to rounding."""
-    recipe = override(SMALL, ["micro_batch=1"])
-    two, again, one = tmp_path / "two", tmp_path / "again", tmp_path / "one"
+def test_two_processes_learn_what_one_does(corpus: Corpus, tmp_path: Path) -> None:
+    """And a checkpoint of theirs is for any number of processes: for two bit for bit, for one to rounding.
+
+    The first update is probed, after a start and after going on.
+    """
+    recipe = override(SMALL, ["micro_batch=1", "probe_every=1"])
+    alone, two, again, one = (tmp_path / name for name in ("alone", "two", "again", "one"))
+    train(corpus, recipe, alone)
     train_together(corpus, recipe, two)
-    assert_close_runs(two, whole_run)
+    assert_close_runs(two, alone)
     files = sorted(path.name for path in (two / "checkpoints" / "step-00000008").iterdir())
     assert files == ["manifest.json", TENSORS, "rank-00001-00000.safetensors"]
     for copy in (again, one):
@@ -469,6 +632,70 @@ def test_two_processes_learn_what_one_does(corpus: Corpus, whole_run: Path, tmp_
     assert_same_run(again, two)
     train(corpus, recipe, one, resume=True)
     assert_close_runs(one, two)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_the_same_with_all_that_saves_time_and_memory(
+    corpus: Corpus, whole_run: Path, tmp_path: Path
+) -> None:
+    changes = ["micro_batch=1", "probe_every=1", "compile=true", "recompute=true", "precision=bfloat16"]
+    train_together(corpus, override(SMALL, changes), tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(whole_run), rel=0.02)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(8, 6), (6, 8)])
+def test_ranks_that_find_other_checkpoints_do_not_go_on(
+    mine: int, theirs: int, corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a network's folder is listed before all of it is there."""
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+    if mine < STEPS:
+        shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
+    before = contents(output)
+
+    def reduce(number: torch.Tensor, operation: object) -> None:
+        choose = min if operation == torch.distributed.ReduceOp.MIN else max
+        number.fill_(choose(int(number), theirs))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    world = World(torch.device("cpu"), ranks=2, mesh=cast(Any, object()))
+    with pytest.raises(TrainingError, match="some ranks would go on from step 6 and some from step 8"):
+        train(corpus, SMALL, output, resume=True, world=world)
+    assert contents(output) == before
+
+
+# The same bits twice
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_determinism_is_for_cuda_and_restores_what_was(device: str) -> None:
+    with determinism(tiny(), torch.device(device)):
+        assert torch.are_deterministic_algorithms_enabled() == (device == "cuda")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_is_not_deterministic_says_how_to_go_on() -> None:
+    """But a mishap of the trainer keeps its own words, whatever folder it names."""
+    cuda = torch.device("cuda")
+    with (
+        pytest.raises(TrainingError, match=r"^that is not deterministic; with deterministic=f"),
+        determinism(tiny(), cuda),
+    ):
+        raise RuntimeError("that is not deterministic\nand more")
+    with pytest.raises(TrainingError, match=r"^deterministic/ is empty$"), determinism(tiny(), cuda):
+        raise TrainingError("deterministic/ is empty")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_deterministic_run_lets_no_compiler_choose_by_time(
+    deterministic: bool, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(DecoderLayer, "compile", lambda layer, options: found.append(options))
+    recipe = override(SMALL, ["compile=true", f"deterministic={deterministic}"])
+    make_ready(make_model(corpus, recipe), recipe, World(torch.device("cpu")))
+    assert found == [{"deterministic": True} if deterministic else None] * 4
 
 
 # Mishaps
@@ -555,6 +782,64 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     assert_same_run(tmp_path / "out", whole_run)
 
 
+def test_too_little_memory_is_one_line_that_says_what_to_try(
+    asked: list[object], corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    output, other = tmp_path / "out", tmp_path / "other"
+    shutil.copytree(whole_run, other)
+    shutil.rmtree(other / "checkpoints" / "step-00000008")
+    monkeypatch.setattr(training._Run, "_update", fail)
+    less = "micro_batch=1 recompute=true"
+    command = f"muse train {corpus.folder} --output {output} --device cpu --resume {less}"
+    for _ in range(2):  # a run that has learnt nothing is in nobody's way
+        code, _, err = run(*asked)
+        assert (code, err) == (1, f"muse: out of memory; there is no checkpoint yet; try {less}: {command}\n")
+    code, _, err = run("train", corpus.folder, "--output", other, "--resume")
+    assert code == 1
+    assert err.endswith(
+        f"continue with: muse train {corpus.folder} --output {other} --resume, or try {less} in another output\n"
+    )
+    monkeypatch.undo()
+    code, _, err = run(*shlex.split(command)[1:])
+    assert (code, err) == (0, "")
+    assert run_recipe(output) == override(SMALL, less.split())
+    assert losses(output) == pytest.approx(losses(whole_run), rel=1e-4)
+
+
+def test_a_run_is_known_before_anything_else_is_done(
+    asked: list[object], corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the line that says how to go on has all that is not in its recipe."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def open_world(device: str) -> Iterator[World]:
+        yield World(torch.device(device))
+
+    output = tmp_path / "out"
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    monkeypatch.setattr("muse_attention.pretraining.parallel.open_world", open_world)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(training, "make_batches", interrupt)
+        code, _, err = run(*asked)
+    assert (code, err) == (130, "muse: interrupted; nothing is written yet: start again\n")
+    monkeypatch.setattr(training, "make_model", interrupt)
+    code, _, err = run(*asked, "--tensorboard")
+    assert code == 130
+    options = f"train {corpus.folder} --output {output} --device cpu --tensorboard --resume"
+    assert err == f"muse: interrupted; there is no checkpoint yet; continue with: muse {options}\n"
+    assert run_recipe(output) == SMALL
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run(*shlex.split(options))
+    assert err.endswith(f"; continue with: torchrun ... -m muse_attention.cli {options}\n")
+    assert run_recipe(output) == SMALL
+
+
 def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     for error, code in ((KeyboardInterrupt(), 130), (TrainingError("the loss of step 3 is nan"), 1)):
 
@@ -562,7 +847,7 @@ def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: p
             raise error
 
         monkeypatch.setattr("muse_attention.pretraining.training._Run._update", fail)
-        found, _, err = run(*asked, "--resume")
+        found, _, err = run(*asked, "--recipe", "tiny", "--resume")
         assert found == code
         assert len(err.splitlines()) == 1
         assert ("there is no checkpoint yet; continue with: muse train" in err) == (code == 130)
@@ -574,6 +859,7 @@ def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: p
     [
         (["attention=sparse"], "unknown attention 'sparse'; the kinds are"),
         (["--recipe", "huge"], "unknown recipe 'huge'; use one of tiny, s3, s4, s5, s6, s8"),
+        (["--resume"], "to go on with; name a --recipe to start one"),
         (["length=64k"], "none has a sample of 65536 + 1"),
         (["--device", "abacus"], "abacus"),
         (["--tensorboard"], "TensorBoard is not installed"),

@@ -1,9 +1,10 @@
-"""Files that are whole or absent: written beside, then renamed."""
+"""Files and folders that are whole or absent: written beside, then renamed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,36 @@ def replace_file(path: Path, content: str | bytes) -> None:
             os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def replace_folder(unfinished: Path, folder: Path) -> None:
+    """Put a folder of files, written aside, where `folder` is; what it holds is on the disk before it has that name."""
+    with errors_naming(folder):
+        for file in unfinished.iterdir():
+            sync(file)
+        sync(unfinished)
+        remove_folder(folder)
+        os.rename(unfinished, folder)
+        sync(folder.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Its name goes first: what is half removed must not look whole. One that is not there is no error."""
+    removed = folder.with_name(f"{folder.name}.old.tmp")
+    with errors_naming(folder):
+        shutil.rmtree(removed, ignore_errors=True)
+        if folder.exists():
+            os.rename(folder, removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the list of a folder's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

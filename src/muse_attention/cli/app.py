@@ -131,7 +131,9 @@ def phases_bar() -> Iterator[Callable[[str, int, int | None], None]]:
 
 
 @contextlib.contextmanager
-def run_errors(how_to_continue: Callable[[], str]) -> Iterator[None]:
+def run_errors(
+    how_to_continue: Callable[[], str], how_to_save_memory: Callable[[], str] | None = None
+) -> Iterator[None]:
     """While a run measures and writes: one line for Ctrl-C, a full disk and too little memory says how to go on."""
     try:
         yield
@@ -146,7 +148,7 @@ def run_errors(how_to_continue: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        say(f"out of memory; {how_to_continue()}")
+        say(f"out of memory; {(how_to_save_memory or how_to_continue)()}")
         raise typer.Exit(1) from None
 
 

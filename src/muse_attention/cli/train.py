@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_LINES = 30.0
 _SMOOTHING = 0.9
+_LESS_MEMORY = ("micro_batch=1", "recompute=true")
 
 
 @app.command()
@@ -37,7 +38,8 @@ def train(
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder of checkpoints, metrics and the model.")] = Path("out/train"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
+        bool,
+        typer.Option("--resume", help="Go on with the run in the folder; with --recipe, start it if there is none."),
     ] = False,
     train_mixture: Annotated[
         str | None,
@@ -48,15 +50,16 @@ def train(
 ) -> None:
     """Pretrain a language model with any attention in its global layers.
 
-    On several GPUs: torchrun --nproc-per-node 8 -m muse_attention.cli train ...
+    On several GPUs: torchrun --nproc-per-node 2 -m muse_attention.cli train ...
     """
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-        from muse_attention.pretraining.parallel import open_world
+        from muse_attention.pretraining.parallel import has_launcher, open_world
         from muse_attention.pretraining.training import (
             CHECKPOINTS,
             TrainingError,
             describe_last_good,
+            has_learnt,
             has_run,
             run_recipe,
         )
@@ -65,19 +68,38 @@ def train(
         place = device or default_device()
         check_device(place)
         wanted = [*(changes or []), *([] if train_mixture is None else [f"mixture={train_mixture}"])]
-        if resume and recipe is None and has_run(output):
+        if resume and recipe is None:
+            if not has_run(output):
+                raise ValueError(f"there is no run in {output} to go on with; name a --recipe to start one")
             chosen = override(run_recipe(output), wanted)
         else:
             chosen = override(get_recipe(recipe or "tiny"), wanted)
         data = read_corpus(corpus)
         make_folder(output)
-    command = f"muse train {shlex.quote(str(corpus))} --output {shlex.quote(str(output))} --resume"
+    program = "torchrun ... -m muse_attention.cli" if has_launcher() else "muse"
+    options = ["--output", str(output), *(["--device", device] if device else []), *["--tensorboard"] * tensorboard]
+    command = f"{program} train {shlex.join([str(corpus), *options])} --resume"
 
     def how_to_continue() -> str:
+        if not has_run(output):
+            return "nothing is written yet: start again"
         return f"{describe_last_good(output / CHECKPOINTS)}; continue with: {command}"
 
+    def how_to_save_memory() -> str:
+        less = " ".join(change for change in _LESS_MEMORY if override(chosen, [change]) != chosen)
+        if not less or not has_run(output):
+            return how_to_continue()
+        if has_learnt(output):
+            return f"{how_to_continue()}, or try {less} in another output"
+        return f"there is no checkpoint yet; try {less}: {command} {less}"
+
     try:
-        with run_errors(how_to_continue), user_errors(), short_warnings(), open_world(place) as world:
+        with (
+            run_errors(how_to_continue, how_to_save_memory),
+            user_errors(),
+            short_warnings(),
+            open_world(place) as world,
+        ):
             quiet = contextlib.nullcontext(lambda step: None)
             with training_progress(chosen) if world.is_first else quiet as on_step:
                 model = train_model(

@@ -47,9 +47,9 @@ _TOKENS = (
     "begin to learn, not where they end."
 )
 _SECONDS = (
-    "Seconds are those of the updates alone, with the probes of the attention's error among them, and without "
-    "checkpoints and pauses, on whatever machine trained the run. Tokens per second are medians; updates with a probe "
-    f"and the first {UNSETTLED} after a change of the attention are left out."
+    "Seconds are those of the updates alone, without checkpoints and pauses, on whatever machine trained the run; "
+    "probes of the attention's error count only in runs from before 0.2. Tokens per second are medians; updates with a "
+    f"probe and the first {UNSETTLED} after a change of the attention are left out."
 )
 _SPEED_OF_THE_PAPER = (
     "The paper's: 88.9k tokens/s with MuSe and 65.3k with cuDNN's exact attention, 1.36x, for the 1B model at 64k on "

@@ -45,7 +45,7 @@ class TrainingCurves:
     updates: int
     tokens: int
     seconds: float
-    """of all updates, probes included; not of checkpoints, nor of pauses"""
+    """of all updates; not of probes, checkpoints and pauses"""
     averaged: int
     """updates behind a point; fewer behind the first"""
     points: tuple[Point, ...]

@@ -69,7 +69,9 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.batch < 1 or self.batch % self.ranks:
-            raise ValueError(f"{self.batch} samples cannot be shared by {self.ranks} ranks; choose a multiple")
+            raise ValueError(
+                f"batch={self.batch} cannot be shared by {self.ranks} ranks; choose a multiple, like batch={self.ranks}"
+            )
 
     def read(self, step: int, rank: int = 0) -> Tensor:
         """(batch / ranks, length + 1) int64"""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muse_attention.files import errors_naming, replace_file
+from muse_attention.files import errors_naming, remove_folder, replace_file, replace_folder
 from muse_attention.pretraining.shards import hash_file
 
 MANIFEST = "manifest.json"
@@ -104,12 +103,7 @@ def finish(folder: Path, step: int, about: dict[str, Any], *, ranks: int = 1) ->
             path.unlink()
     document = {"format": _FORMAT, "step": step, "about": about, "files": files}
     replace_file(unfinished / MANIFEST, json.dumps({**document, "sha256": _own_hash(document)}, indent=2) + "\n")
-    with errors_naming(finished):
-        _sync_folder(unfinished)
-        if finished.exists():  # a damaged one, that another has replaced
-            _remove(finished)
-        os.rename(unfinished, finished)
-        _sync_folder(folder)
+    replace_folder(unfinished, finished)
     return finished
 
 
@@ -117,8 +111,14 @@ def prune(folder: Path, step: int, keep: int) -> None:
     """Remove the checkpoints before `step`, which is durable, but for the newest `keep - 1`."""
     older = [found for found in steps_in(folder) if found < step]
     for found in older[: max(0, len(older) - (keep - 1))]:
-        with errors_naming(folder_of(folder, found)):
-            _remove(folder_of(folder, found))
+        remove_folder(folder_of(folder, found))
+
+
+def clear_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints after `step`, where a run goes on: they were refused, and must not count as kept."""
+    for found in steps_in(folder):
+        if found > step:
+            remove_folder(folder_of(folder, found))
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -209,19 +209,3 @@ def _list_path(unfinished: Path, rank: int) -> Path:
 
 def _own_hash(document: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _remove(path: Path) -> None:
-    """Its name goes first: what is half removed must not look like a checkpoint."""
-    removed = path.with_name(f"{path.name}.old{_UNFINISHED}")
-    shutil.rmtree(removed, ignore_errors=True)
-    os.rename(path, removed)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -138,7 +138,13 @@ class DecoderPreTrainedModel(PreTrainedModel):
 
         `save_pretrained` keeps it.
         """
-        self.set_attn_implementation(register_attention(attention))
+        name = register_attention(attention)
+        self.set_attn_implementation(name)
+        if self.config._attn_implementation != name:  # transformers refuses by a line of its log
+            raise ValueError(
+                f"transformers leaves {type(self).__name__} at {self.config._attn_implementation!r} and does not set "
+                f"{attention!r}; make a model with that attention instead"
+            )
         self.config.attention = attention
 
     @torch.no_grad()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muse_attention.files import errors_naming, replace_file
+from muse_attention.files import errors_naming, replace_file, sync
 
 FILE = "metrics.jsonl"
 
@@ -36,7 +37,10 @@ class Step:
 
 
 class Metrics:
-    """Lines of steps after `step`, as of a run that was killed behind it, are forgotten."""
+    """Lines of steps after `step`, as of a run that was killed behind it, are forgotten.
+
+    JSON has no number for an error that is not finite, as behind exact attention that is zero: it is left out.
+    """
 
     def __init__(self, output: Path, step: int, *, tensorboard: bool = False) -> None:
         self._path = output / FILE
@@ -44,14 +48,23 @@ class Metrics:
         self._board = _open_board(output / "tensorboard", step) if tensorboard else None
 
     def add(self, step: Step) -> None:
-        values = {name: value for name, value in asdict(step).items() if name != "rse" or value}
+        values = asdict(step)
+        values["rse"] = {layer: error for layer, error in step.rse.items() if math.isfinite(error)}
+        if not values["rse"]:
+            del values["rse"]
         with errors_naming(self._path), open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(json.dumps(values, allow_nan=False) + "\n")
         if self._board is not None:
             for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
                 self._board.add_scalar(name, values[name], step.step)
             for layer, error in step.rse.items():
                 self._board.add_scalar(f"rse/layer {layer}", error, step.step)
+
+    def sync(self) -> None:
+        """Return when all lines are on the disk."""
+        with errors_naming(self._path):
+            sync(self._path)
+            sync(self._path.parent)
 
     def close(self) -> None:
         if self._board is not None:

@@ -49,11 +49,25 @@ class World:
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
+    def range_of(self, number: int) -> tuple[int, int]:
+        """The least and the greatest of all ranks' numbers. Nobody goes on before everybody is here."""
+        if self.mesh is None:
+            return number, number
+        least, greatest = (torch.tensor(number, device=self.device) for _ in range(2))
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(greatest, dist.ReduceOp.MAX)
+        return int(least), int(greatest)
+
+
+def has_launcher() -> bool:
+    """Whether `torchrun` has started more processes than this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
 
 @contextlib.contextmanager
 def open_world(device: str) -> Iterator[World]:
     """The processes of `torchrun`, which says by environment variables who this one is; this one alone without it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not has_launcher():
         yield World(torch.device(device))
         return
     place = torch.device(device)

@@ -83,6 +83,9 @@ class Recipe:
             _check(self, name, lambda value: 0 <= value <= 1, "between 0 and 1")
         for name in ("beta1", "beta2"):
             _check(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        for name in ("compile", "recompute", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if self.scale and self.scale not in PAPER_TOKENS:
             raise ValueError(f"scale={self.scale} must be 0 or one of the paper's: {', '.join(map(str, PAPER_TOKENS))}")
         if self.warmup > self.steps:

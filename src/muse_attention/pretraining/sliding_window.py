@@ -1,9 +1,9 @@
 """Causal attention of each token to itself and the `window - 1` tokens before it, in linear memory.
 
-On CUDA in half precision that is FlashAttention, which knows windows. Elsewhere the sequence is cut into blocks of one
-window. What a block may see lies in itself and in the block before, always in the same band, so one (window, 2 window)
-mask serves all blocks in one call of `scaled_dot_product_attention`. The first block has none before it, and is plainly
-causal.
+On CUDA in half precision that is FlashAttention, which knows windows, on GPUs that have it. Elsewhere the sequence is
+cut into blocks of one window. What a block may see lies in itself and in the block before, always in the same band, so
+one (window, 2 window) mask serves all blocks in one call of `scaled_dot_product_attention`. The first block has none
+before it, and is plainly causal.
 
 PyTorch's `flex_attention` would compute half as many logits, but has no backward pass on a CPU, and is dense unless it
 is compiled. These blocks run wherever `scaled_dot_product_attention` does, compiled or not. At 64k tokens and a window
@@ -19,8 +19,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from muse_attention.operator import cast_for_autocast
 from muse_attention.signature import check_arguments
 
-_WIDEST_FLASH, _MULTIPLE_FLASH = 256, 8
-"""Head dimensions that FlashAttention serves: multiples of the second, up to the first."""
+_MULTIPLE_FLASH = 8
+"""Head dimensions that FlashAttention serves are multiples of it."""
+_WIDE_FLASH, _WIDEST_FLASH = 192, 256
+"""The largest of them on any GPU that has it, and on those whose backward pass serves more."""
 
 
 def sliding_window_attention(
@@ -52,21 +54,33 @@ def sliding_window_attention(
 
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention serves these tensors, and is not switched off (`torch.backends.cuda.enable_flash_sdp`)."""
+    """Whether FlashAttention serves these tensors on their GPU, gradients included."""
     dim = query.shape[-1]
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
         and dim == value.shape[-1]
-        and dim <= _WIDEST_FLASH
         and dim % _MULTIPLE_FLASH == 0
-        and _may_use_flash()
+        and dim <= _WIDEST_FLASH
+        and _may_use_flash(query.device.index)
+        and (dim <= _WIDE_FLASH or _serves_widest(query.device.index))
     )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _may_use_flash() -> bool:
-    return torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.is_flash_attention_available()
+def _may_use_flash(gpu: int) -> bool:
+    """Whether the GPU has it, and it is not switched off (`torch.backends.cuda.enable_flash_sdp`)."""
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(gpu) >= (8, 0)
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _serves_widest(gpu: int) -> bool:
+    """Its backward pass takes the shared memory of an A100 or H100."""
+    return torch.cuda.get_device_capability(gpu) in ((8, 0), (9, 0))
 
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:

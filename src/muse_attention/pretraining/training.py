@@ -8,7 +8,7 @@
 What is learnt lies in checkpoints, and nothing else is to be remembered: a run that was killed at any moment goes on
 from its newest checkpoint that is whole, and computes the same bits as if nothing had happened.
 
-    run.json         recipe and corpus, written first
+    run.json         recipe and corpus, written first; alone it is a run that has learnt nothing, and may become another
     checkpoints/     see checkpoints.py
     metrics.jsonl    see metrics.py
     model/           written last: the model, as transformers reads it, with its tokenizer
@@ -32,7 +32,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 import muse_attention
-from muse_attention.files import errors_naming, replace_file
+from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.configuration import DecoderConfig
@@ -83,22 +83,27 @@ def train(
     checkpoint = None
     if resume:
         checkpoint = _find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
-    elif has_run(output):
-        raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
-    world.all_succeed(True)  # all have looked before the first one writes
-    with _determinism(recipe.deterministic and world.device.type == "cuda"):
+    else:
+        _check_may_start(output)
+    step = 0 if checkpoint is None else checkpoint.step
+    lowest, highest = world.range_of(step)  # all have looked before the first one writes
+    if lowest != highest:
+        raise TrainingError(
+            f"some ranks would go on from step {lowest} and some from step {highest}: not all of them see all files in "
+            f"{folder} yet; resume again in a minute"
+        )
+    if world.is_first:
+        write_run(output, recipe, corpus)
+        checkpoints.clear_unfinished(folder)
+        checkpoints.clear_after(folder, step)
+    with determinism(recipe, world.device):
         model = make_model(corpus, recipe).to(world.device)
         optimiser = make_ready(model, recipe, world)
         if checkpoint is not None:
             restore(model, optimiser, checkpoint)
-        step = 0 if checkpoint is None else checkpoint.step
-        metrics = None
-        if world.is_first:
-            checkpoints.clear_unfinished(folder)
-            write_run(output, recipe, corpus)
-            metrics = Metrics(output, step, tensorboard=tensorboard)
+        metrics = Metrics(output, step, tensorboard=tensorboard) if world.is_first else None
         try:
-            run = _Run(model, optimiser, recipe, batches, world, folder, corpus.fingerprint)
+            run = _Run(model, optimiser, recipe, batches, world, folder, corpus.fingerprint, metrics)
             for done in run.steps(step):
                 if metrics is not None:
                     metrics.add(done)
@@ -138,14 +143,21 @@ def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch
     if recipe.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if recipe.compile:
+        # By options, as the backward pass is compiled later: no kernel is chosen by its time, where that changes bits.
+        options = {"deterministic": True} if recipe.deterministic else None
         for layer in model.model.layers:  # two kinds of layers are two short graphs, for any number of them
-            layer.compile()
+            layer.compile(options=options)
     shard_model(model, model.model.layers, world)
     return make_optimiser(model, recipe)
 
 
 def has_run(output: Path) -> bool:
     return (output / RUN).exists()
+
+
+def has_learnt(output: Path) -> bool:
+    """Whether there is anything of a run in a folder that another one must not overwrite."""
+    return bool(checkpoints.steps_in(output / CHECKPOINTS)) or (output / MODEL).exists()
 
 
 def run_recipe(output: Path) -> Recipe:
@@ -175,21 +187,21 @@ class _Run:
     """of the checkpoints"""
     fingerprint: str
     """of the corpus"""
+    metrics: Metrics | None
+    """on the first rank"""
 
     def steps(self, first: int) -> Iterator[Step]:
         """Every update from `first` on, and a checkpoint behind those that are to have one."""
         recipe = self.recipe
         for step in range(first, recipe.steps):
-            began = time.perf_counter()
             done = self._update(step)
-            seconds = time.perf_counter() - began
-            # The step is known before its checkpoint is: a line too many is forgotten when the run goes on.
-            yield dataclasses.replace(done, tokens_per_second=round(recipe.tokens_per_step / seconds, 3))
+            yield done  # before its checkpoint: a line too many is forgotten when the run goes on
             if done.step % recipe.checkpoint_every == 0 or done.step == recipe.steps:
                 self._save(done.step)
 
     def _update(self, step: int) -> Step:
         recipe, model = self.recipe, self.model
+        began = time.perf_counter()
         tokens = self._read(step)
         attention = _attention_of(recipe, step)
         if model.config.attention != attention:
@@ -198,7 +210,6 @@ class _Run:
             step, steps=recipe.steps, warmup=recipe.warmup, peak=recipe.peak_rate, final=recipe.final_rate
         )
         set_learning_rate(self.optimiser, rate)
-        errors = self._probe(tokens) if self._is_probed(step) else {}
         self.optimiser.zero_grad()
         loss = self.world.mean(self._differentiate(tokens)).item()
         norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)).item()
@@ -208,7 +219,12 @@ class _Run:
                 f"the {what} of step {step + 1} is {value}; {describe_last_good(self.folder)}; "
                 "start again from its recipe with a lower peak_rate"
             )
+        seconds = time.perf_counter() - began
+        # Of the weights that the loss is of; before the first forward pass of the whole model, FSDP runs no part of it.
+        errors = self._probe(tokens) if self._is_probed(step) else {}
+        began = time.perf_counter()
         self.optimiser.step()
+        seconds += time.perf_counter() - began
         return Step(
             step=step + 1,
             loss=loss,
@@ -216,7 +232,7 @@ class _Run:
             gradient_norm=norm,
             attention=attention,
             tokens=(step + 1) * recipe.tokens_per_step,
-            tokens_per_second=0.0,
+            tokens_per_second=round(recipe.tokens_per_step / seconds, 3),
             rse=errors,
         )
 
@@ -264,6 +280,8 @@ class _Run:
         world, folder = self.world, self.folder
 
         def finish() -> None:
+            if self.metrics is not None:
+                self.metrics.sync()  # a run that goes on from this checkpoint has all lines before it
             checkpoints.finish(folder, step, _describe(self.recipe, self.fingerprint), ranks=world.ranks)
             checkpoints.prune(folder, step, self.recipe.keep)
 
@@ -289,11 +307,13 @@ class _Run:
 
 def describe_last_good(folder: Path) -> str:
     """The newest checkpoint that is whole, in words."""
-    with contextlib.suppress(checkpoints.CheckpointError):
+    try:
         found = checkpoints.latest_good(folder, lambda message: None)
-        if found is not None:
-            return f"the last good checkpoint is {found.folder}"
-    return "there is no checkpoint yet"
+    except checkpoints.CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"the checkpoints in {folder} cannot be read: {error.strerror}"
+    return "there is no checkpoint yet" if found is None else f"the last good checkpoint is {found.folder}"
 
 
 def _attention_of(recipe: Recipe, step: int) -> str:
@@ -341,12 +361,21 @@ def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: C
         raise ValueError(f"{where} is of another corpus than {corpus.folder}; give that one, or choose another output")
 
 
+def _check_may_start(output: Path) -> None:
+    if has_learnt(output):
+        raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
+    if has_run(output):
+        _read_run(output)  # a file that is of something else is not overwritten
+
+
 def _find_checkpoint(
     output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
 ) -> checkpoints.Checkpoint | None:
     """Where the run in a folder goes on; None is its beginning."""
     if has_run(output):
-        _check_same(_read_run(output), output / RUN, recipe, corpus)
+        document = _read_run(output)
+        if has_learnt(output):
+            _check_same(document, output / RUN, recipe, corpus)
     found = checkpoints.latest_good(output / CHECKPOINTS, on_refused)
     if found is not None:
         _check_same(found.about, found.folder, recipe, corpus)
@@ -355,28 +384,34 @@ def _find_checkpoint(
 
 def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, output: Path, world: World) -> Path:
     """As transformers reads it, with the attention of the last step; all ranks give their weights, the first writes."""
-    weights = {name: whole(parameter).detach().cpu() for name, parameter in model.named_parameters()}
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weight = whole(parameter).detach()
+        if world.is_first:
+            weights[name] = weight.cpu()
     folder, unfinished = output / MODEL, output / f"{MODEL}.tmp"
     if world.is_first:
         config = make_config(corpus, recipe)
         config.attention = _attention_of(recipe, recipe.steps - 1)
         config.architectures = [DecoderForCausalLM.__name__]
-        with errors_naming(folder):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            config.save_pretrained(unfinished)
-            replace_file(unfinished / "model.safetensors", save(weights, metadata={"format": "pt"}))
-            for name in corpus.manifest.files:
-                shutil.copyfile(corpus.folder / name, unfinished / name)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(unfinished, folder)
+        try:
+            with errors_naming(folder):
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                config.save_pretrained(unfinished)
+                replace_file(unfinished / "model.safetensors", save(weights, metadata={"format": "pt"}))
+                for name in corpus.manifest.files:
+                    shutil.copyfile(corpus.folder / name, unfinished / name)
+                replace_folder(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
     return folder
 
 
 @contextlib.contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
+def determinism(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """On CUDA: the same bits twice. PyTorch's attention gives them only where all else must, so nothing is let pass."""
-    if not wanted:
+    if not (recipe.deterministic and device.type == "cuda"):
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first product is made
@@ -387,6 +422,8 @@ def _determinism(wanted: bool) -> Iterator[None]:
     settings.fill_uninitialized_memory = False
     try:
         yield
+    except TrainingError:
+        raise
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
