@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_EVALUATION := $(VENV)/.ready-evaluation
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-evaluation lint format bench clean
 
 # A thread that waits leaves its core to others: on a busy machine, one that spins is in its own way.
 demo: export OMP_WAIT_POLICY = PASSIVE
@@ -13,6 +14,9 @@ demo: $(READY)  ## pretrain a tiny model with exact attention and with MuSe, and
 
 test: $(READY)  ## the tests that need no GPU
 	$(BIN)/python -m pytest -n 2 -q
+
+test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks, which need lm-eval: 620 MB
+	$(BIN)/python -m pytest -q tests/test_harness.py
 
 lint: $(READY)  ## formatting, lint, types, and the direction of imports
 	$(BIN)/ruff format --check
@@ -36,3 +40,7 @@ $(READY): requirements-dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
+
+$(READY_EVALUATION): requirements-evaluation.txt $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-evaluation.txt
+	touch $(READY_EVALUATION)
