@@ -99,3 +99,10 @@ def test_other_json_files_of_a_folder_are_passed_over(good: Path, content: str) 
     code, _, lines = report(good.parent)
     assert code == 2
     assert "none of these are results" in lines[0]
+
+
+def test_nothing_is_written_if_something_is_not_there(good: Path) -> None:
+    code, out, lines = report(good, good.with_name("missing.json"))
+    assert (code, out) == (2, "")
+    assert "there is no file or folder" in lines[0]
+    assert not good.with_suffix(".html").exists()

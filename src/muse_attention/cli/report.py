@@ -66,7 +66,7 @@ def report(
     with user_errors(), run_errors(lambda: "the results themselves are as they were"):
         reported: list[_Reported] = []
         are_left_out = False
-        for path in _files(results):
+        for path in list(_files(results)):  # one that is not there is known before anything is written
             try:
                 kind = _find_kind(path)
                 if kind is not None:
