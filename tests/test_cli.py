@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,23 @@ def test_without_the_extra_one_line_says_what_to_install(
         main()
     assert exit_.value.code == 1
     assert capsys.readouterr().err == 'muse: typer is not installed: pip install "muse-attention[cli]"\n'
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_commands_start_without_what_only_models_need(is_installed: bool) -> None:
+    """Not only where it is missing: importing it takes longer than most of what `muse info` does."""
+    heavy = ("transformers", "tokenizers", "huggingface_hub", "lm_eval", "torch._dynamo")
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+if not {is_installed}:
+    sys.modules.update(dict.fromkeys({heavy[:-1]}))
+from muse_attention.cli.commands import app
+for words in (["--help"], ["prepare", "--help"], ["eval", "tasks", "--help"], ["info"]):
+    app(words, standalone_mode=False)
+found = [name for name in {heavy} if name not in before and sys.modules.get(name) is not None]
+sys.exit(f"imported {{found}}" if found else 0)
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "--vocabulary" in finished.stdout

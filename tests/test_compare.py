@@ -24,7 +24,13 @@ from typer.testing import CliRunner
 from muse_attention.cli import commands
 from muse_attention.evaluation import matrix
 from muse_attention.evaluation.comparison import Cell, Results, Run, Settings, read_results, start_results
-from muse_attention.evaluation.comparison_report import headline, html_report, markdown_report, warnings
+from muse_attention.evaluation.comparison_report import (
+    headline,
+    html_report,
+    markdown_report,
+    positions_table,
+    warnings,
+)
 from muse_attention.evaluation.findings import difference, reference_of, scaling_laws, speedup, switching, unlike
 from muse_attention.evaluation.loss_curves import bins_of
 from muse_attention.evaluation.matrix import measure, open_windows, read_samples
@@ -392,8 +398,32 @@ def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
     assert unlike(results, results.runs["muse"]) == []
     muse = results.runs["muse"]
     results.runs["muse"] = Run("muse", override(muse.recipe, ["seed=1", "steps=512"]), 10, 512, muse.curves)
-    assert unlike(results, results.runs["muse"]) == ["tokens", "seed", "steps"]
-    assert "muse differs from exact by more than its attention: tokens, seed, steps." in warnings(results)
+    assert unlike(results, results.runs["muse"]) == ["tokens", "steps", "seed"]
+    assert "muse differs from exact by more than its attention: tokens, steps, seed." in warnings(results)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "remark"),
+    [
+        (["exact_tail=0.5", "keep=9", "probe_every=0", "checkpoint_every=1"], [], ""),
+        (["mixture=niah"], ["mixture"], ""),
+        (["weight_decay=0.5", "clip=2"], ["weight_decay", "clip"], ""),
+        (["deterministic=false"], ["deterministic"], " (deterministic differs)"),
+        (
+            ["micro_batch=1", "precision=bfloat16", "compile=true", "seed=1"],
+            ["micro_batch", "precision", "compile", "seed"],
+            " (micro_batch, precision, compile differ)",
+        ),
+    ],
+)
+def test_whatever_changes_learning_or_speed_is_said(changes: list[str], named: list[str], remark: str) -> None:
+    results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:QK8R2B128", 10, 300.0, [2.0, 4.0]))
+    muse = results.runs["muse"]
+    results.runs["muse"] = Run("muse", override(muse.recipe, changes), 10, muse.step, muse.curves)
+    assert unlike(results, results.runs["muse"]) == named
+    (line,) = headline(results)
+    assert line.endswith(f", 2.00x its tokens per second{remark}")
+    assert f"| 2.00x{remark} |" in markdown_report_of(results)
 
 
 def law(parameters: int) -> list[float]:
@@ -436,12 +466,24 @@ def markdown_report_of(results: Results) -> str:
     return markdown_report(Results(machine, results.settings, [], results.runs, results.cells), title="t")
 
 
+def test_losses_by_position_are_less_those_of_a_reference_that_is_measured() -> None:
+    results = made_up(exact=("exact", 10, 1.0, [1.0, 3.0]), muse=("muse:QK8R2B128", 10, 1.0, [2.0, 2.5]))
+    header, rows = positions_table(results)
+    assert header == ["positions", "exact", "muse less exact"]
+    assert rows == [["1", "1.5000", "+0.2500"], ["2", "2.5000", "+0.2500"]]
+    results.cells[0].bins.pop()
+    header, rows = positions_table(results)
+    assert header == ["positions", "muse"]
+    assert rows == [["1", "1.7500"], ["2", "2.7500"]]
+
+
 def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
     results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:QK8R2B128", 10, 1.0, [2.0]))
     report = markdown_report_of(results)
     assert "| exact | exact | 1.0000 ± 0.0000 |  |  |" in report
     assert "| muse | muse:Q8K8R2SP1B128 |  |  |  |" in report
     assert headline(results) == []
+    assert positions_table(results) == (["positions", "exact"], [["1", "0.5000"], ["2", "1.5000"]])
     machine = {"cpu": "c", "cores": 2, "threads": 1, "memory_gib": 1, "gpu": None, "os": "o", "date": "d"}
     page = html_report(Results(machine, results.settings, [], results.runs, results.cells), title="<t>", pictures={})
     assert "&lt;t&gt;" in page

@@ -132,6 +132,31 @@ def test_a_corpus_of_another_demo_is_refused_in_one_line(whole: Path, tmp_path: 
     assert "is of another corpus than" in err
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ('"muse_attention": "', '"muse_attention": "0.0.', "(muse_attention differ)"),
+        ('"fingerprint": "', '"fingerprint": "0', "(fingerprint differ)"),
+        ('"cells"', '"sells"', "does not hold the results of muse compare"),
+    ],
+)
+def test_results_of_another_version_say_which_folder_to_remove(
+    whole: Path, tmp_path: Path, before: str, after: str, reason: str
+) -> None:
+    output = tmp_path / "whole"
+    shutil.copytree(whole, output)
+    path = output / "compare" / "compare.json"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after, 1))
+    code, _, err = run(output)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert reason in line
+    assert line.endswith(f"; remove the folder {output / 'compare'} to measure it anew")
+    shutil.rmtree(output / "compare")
+    assert run(output)[0] == 0
+
+
 def test_both_runs_of_the_real_demo_see_the_same_tokens() -> None:
     exact, muse = map(REAL_RECIPE, demo._RUNS)
     assert exact.attention == EXACT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import random
 import shutil
 import socket
@@ -28,7 +29,7 @@ from tests.models import tiny_llama
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 pytest.importorskip("accelerate", reason="lm-eval's models need accelerate")
 
-from muse_attention.evaluation.harness import Harness
+from muse_attention.evaluation.harness import Harness, import_harness
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -83,6 +84,8 @@ def _without_network() -> Iterator[None]:
         raise AssertionError("the network was asked for")
 
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            patch.setenv(name, "1")  # which importing the harness does, and who comes after this module may not expect
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
         yield
@@ -253,13 +256,18 @@ def test_answers_are_those_of_lm_eval(harness: Harness, data: Path) -> None:
     opened = [
         harness.open(BENCHMARKS["arc_easy"], None, data, None),
         harness.open(BENCHMARKS["lcc"], None, data, None),
+        harness.open(BENCHMARKS["niah_multikey_2"], 1024, None, 2),
     ]
     found = evaluate(lm=harness._wrapped, task_dict={one.benchmark.name: one.task for one in opened}, bootstrap_iters=0)
     for one in opened:
         answers = [harness.answer(one, index, "exact") for index in range(one.samples)]
+        if answers[0].response is not None:  # what a random model generates scores little, but is the same text
+            theirs = sorted(found["samples"][one.benchmark.name], key=lambda sample: sample["doc_id"])
+            assert [answer.response for answer in answers] == [sample["resps"][0][0] for sample in theirs]
         for metric in one.benchmark.metrics:
             mean = sum(answer.scores[metric] for answer in answers) / len(answers)
-            assert mean == pytest.approx(found["results"][one.benchmark.name][f"{metric},none"])
+            called = str(one.length) if one.benchmark.is_ruler else metric
+            assert mean == pytest.approx(found["results"][one.benchmark.name][f"{called},none"])
 
 
 @pytest.mark.filterwarnings("ignore::muse_attention.huggingface.ExactAttentionWarning")
@@ -310,6 +318,26 @@ def test_a_prompt_beyond_the_context_is_said_to_be_cut(
 # What is not there, or not right
 
 
+def test_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where it was imported, and in use, before lm-eval was asked for."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with pytest.raises(AssertionError, match="the network was asked for"):
+        huggingface_hub.HfApi().model_info("gpt2")
+    import_harness()
+    assert os.environ["HF_HUB_OFFLINE"] == os.environ["HF_DATASETS_OFFLINE"] == "1"
+    with pytest.raises(OfflineModeIsEnabled):
+        huggingface_hub.HfApi().model_info("gpt2")
+    with pytest.raises(ConnectionError, match=r"[Oo]ffline"):
+        datasets.load_dataset("nobody/nothing")  # which no cache has
+
+
 def test_rows_of_another_shape_are_one_line(harness: Harness, tmp_path: Path) -> None:
     (tmp_path / "arc_easy").mkdir()
     row = {**ARC[0], "choices": ["a", "b"]}
@@ -352,11 +380,8 @@ def test_a_tokenizer_without_an_end_is_refused(model_folder: Path) -> None:
         Harness(model, tokenizer)
 
 
-def test_the_command_runs_tasks_of_every_kind(
-    model_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+@pytest.mark.filterwarnings("ignore::muse_attention.huggingface.ExactAttentionWarning")
+def test_the_command_runs_tasks_of_every_kind(model_folder: Path, data: Path, tmp_path: Path) -> None:
     arguments = ["eval", "tasks", model_folder, "--task", "arc_easy,lcc,niah_single_1,niah_single_2", "--length", "1k"]
     arguments += ["--attention", "muse:QK2R1B64", "--limit", "1", "--data", data, "--device", "cpu"]
     finished = CliRunner().invoke(commands.app, [*map(str, arguments), "--output", str(tmp_path)])

@@ -356,8 +356,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """Stands where lm-eval does in the command."""
     harness = Scripted()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setattr("muse_attention.evaluation.harness.import_harness", lambda: "lm-eval 0")
     monkeypatch.setattr("muse_attention.evaluation.harness.Harness", lambda model, tokenizer: harness)
     return harness
@@ -442,6 +440,48 @@ def test_a_failure_is_one_line_and_the_exit_code(asked: list[object], scripted: 
     assert len(scripted.asked) == 4
 
 
+def test_failures_that_were_not_asked_again_do_not_count(asked: list[object], scripted: Scripted) -> None:
+    scripted.fails_on = (1, MUSE)
+    assert run(*asked, "--length", "64")[0] == 1
+    scripted.fails_on = None
+    code, _, err = run(*asked, "--length", "128", "--resume")
+    assert (code, err) == (0, "")
+    scripted.fails_on = (0, "exact")
+    code, _, err = run(*asked, "--length", "64,128,256", "--resume")
+    assert code == 1
+    assert "muse: 2 samples failed" in err.splitlines()[-1]  # of two tasks at the one new length
+
+
+def test_broken_data_are_known_before_anything_is_answered(
+    asked: list[object], scripted: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(tmp_path / "arc_easy" / "test.jsonl", ARC_ROWS)
+    write_lines(tmp_path / "longbench" / "lcc.jsonl", [{"context": "", "input": ""}])
+    monkeypatch.setattr("muse_attention.cli.tasks.load_quietly", lambda *given: pytest.fail("a model was loaded"))
+    outcome = run(*asked, "--task", "arc_easy,lcc", "--data", tmp_path)
+    assert_refused(outcome, f"row 1 of {tmp_path}/longbench/lcc.jsonl has no field 'answers'")
+    assert scripted.asked == []
+
+
+def test_a_task_that_cannot_be_opened_says_how_to_continue(
+    asked: list[object], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = scripted.open
+
+    def refuse(benchmark: Benchmark, length: int | None, *others: Any) -> Any:
+        if length == 128:
+            raise ValueError("lm-eval cannot make it")
+        return opened(benchmark, length, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scripted, "open", refuse)
+        outcome = run(*asked)
+    assert_refused(outcome, "lm-eval cannot make it; what is finished is in ")
+    assert {(task, length) for task, length, *_ in scripted.asked} == {("niah_single_1", 64)}
+    assert run(*outcome[2].rstrip().partition("continue with: muse eval tasks ")[2].split())[0] == 0
+    assert len(scripted.asked) == len(set(scripted.asked)) == 16
+
+
 def test_ruler_runs_what_has_data_and_says_what_has_not(
     asked: list[object], scripted: Scripted, tmp_path: Path
 ) -> None:
@@ -485,6 +525,7 @@ def test_a_full_disk_leaves_what_was_whole(
         (("--limit", "0"), "--limit 0 leaves nothing to answer"),
         (("--device", "abacus"), "unknown device 'abacus'"),
         (("--name", "a/b"), "plain file name"),
+        (("--name", "Index"), "--name Index would be overwritten by index.html of muse report"),
         (("--loudly",), "--loudly"),
     ],
 )

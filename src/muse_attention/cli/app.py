@@ -50,6 +50,9 @@ app = typer.Typer(
 )
 console = Console()
 
+CONTENTS = "index.html"
+"""What `muse report` writes beside the reports of a folder: what there is."""
+
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
 
 
@@ -66,6 +69,8 @@ def default_device() -> str:
 def file_stem(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ValueError(f"--name {name!r} must be a plain file name: letters, digits, '_', '-' and '.'")
+    if name.lower() == Path(CONTENTS).stem:
+        raise ValueError(f"--name {name} would be overwritten by {CONTENTS} of muse report; choose another name")
     return name
 
 

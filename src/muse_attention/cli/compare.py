@@ -24,7 +24,7 @@ from muse_attention.cli.app import (
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.language_model import Place, how_to_continue, name_of, short_warnings, silence_transformers
 from muse_attention.evaluation.attentions import forward_name
-from muse_attention.evaluation.comparison import Results, Settings, start_results
+from muse_attention.evaluation.comparison import WAY_OUT, Results, Settings, start_results
 from muse_attention.evaluation.comparison_report import (
     headline,
     matrix_table,
@@ -122,11 +122,19 @@ class Request:
         return shlex.join([*words, "--device", self.place.device, "--precision", self.place.dtype])
 
 
-def compare_runs(request: Request, output: Path, *, overwrite: bool = False, command: str | None = None) -> Results:
+def compare_runs(
+    request: Request,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    command: str | None = None,
+    way_out: str = WAY_OUT,
+) -> Results:
     """Measure what is missing, with a bar; a ValueError if something cannot be.
 
     Args:
         command: what the user has called, if it is not `muse compare`
+        way_out: what to do with results that cannot be continued
     """
     import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
     from muse_attention.evaluation.matrix import attentions_of, measure, open_windows, weights_to_measure
@@ -152,7 +160,7 @@ def compare_runs(request: Request, output: Path, *, overwrite: bool = False, com
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
     make_folder(output)
     path = output / RESULTS
-    results = start_results(settings, path, overwrite=overwrite)
+    results = start_results(settings, path, overwrite=overwrite, way_out=way_out)
     missing = sum(
         len(results.missing(run.name, step, attentions_of(run, step, attentions)))
         for run in runs
@@ -171,6 +179,7 @@ def compare_runs(request: Request, output: Path, *, overwrite: bool = False, com
             checkpoints=request.checkpoints,
             on_step=on_step,
             on_refused=say,
+            way_out=way_out,
         )
     return results
 

@@ -87,14 +87,16 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
 def _compare(output: Path, place: Place) -> None:
     typer.echo(f"{_count(len(_RUNS) + 2)}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
     request = Request([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
-    results = compare_runs(request, output / "compare", command=f"muse demo --device {place.device}")
+    folder = output / "compare"
+    command = f"muse demo --device {place.device}"
+    results = compare_runs(request, folder, command=command, way_out=f"remove the folder {folder} to measure it anew")
     show_comparison(results)
     run = results.runs["muse"]
     typer.echo(
         f"That is {run.tokens / run.parameters:.1f} tokens for each parameter, where the paper has 20, in sequences "
         f"of {format_size(run.recipe.length)}, for which MuSe is not meant: it says how the two begin to learn."
     )
-    path = output / "compare" / RESULTS
+    path = folder / RESULTS
     write_comparison_reports(results, path)
     typer.echo(f"the report: {path.with_suffix('.html')}")
 

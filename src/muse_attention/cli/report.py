@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from muse_attention.cli.app import app, run_errors, say, user_errors
+from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
@@ -21,24 +22,32 @@ from muse_attention.evaluation.page import Page
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
 
-CONTENTS = "index.html"
-"""Beside the reports of a folder: what there is."""
 
-_KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Path], None]]] = {
-    "Fidelity": (layers.read_results, write_fidelity_reports),
-    "Loss": (loss.read_results, write_loss_reports),
-    "Training runs": (comparison.read_results, write_comparison_reports),
-    "Needles": (needle_results.read_results, write_needle_reports),
-    "Standard tasks": (standard_tasks.read_results, write_tasks_reports),
-}
-"""How each kind of results is read, and reported."""
+@dataclass(frozen=True)
+class _Kind:
+    """Of results: how their files are known, read and reported."""
+
+    title: str
+    key: str
+    """that no other kind has"""
+    read: Callable[[Path], Any]
+    write: Callable[[Any, Path], None]
+
+
+_KINDS = (
+    _Kind("Fidelity", "measured", layers.read_results, write_fidelity_reports),
+    _Kind("Loss", "losses", loss.read_results, write_loss_reports),
+    _Kind("Training runs", "runs", comparison.read_results, write_comparison_reports),
+    _Kind("Needles", "needles", needle_results.read_results, write_needle_reports),
+    _Kind("Standard tasks", "tasks", standard_tasks.read_results, write_tasks_reports),
+)
 
 
 @dataclass(frozen=True)
 class _Reported:
     """Results that have their reports beside them."""
 
-    kind: str
+    kind: _Kind
     path: Path
     results: Any
 
@@ -51,20 +60,35 @@ def report(
 ) -> None:
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
 
-    Of an interrupted run, what was measured to its end is reported.
+    Of an interrupted run, what was measured to its end is reported. Results that cannot be are named with the reason,
+    and the exit code is 1; it is 2 if nothing is reported.
     """
     with user_errors(), run_errors(lambda: "the results themselves are as they were"):
-        found = list(_files(results))
-        reported = [done for path in found if (done := _write(path)) is not None]
+        reported: list[_Reported] = []
+        are_left_out = False
+        for path in list(_files(results)):  # one that is not there is known before anything is written
+            try:
+                kind = _find_kind(path)
+                if kind is not None:
+                    found = kind.read(path)
+                    kind.write(found, path)
+                    reported.append(_Reported(kind, path, found))
+                elif path in results:
+                    raise ValueError("it holds no results of muse fidelity, loss, compare or eval")
+            except ValueError as error:
+                say(f"{path} is left out: {_reason(error)}")
+                are_left_out = True
         for folder in filter(Path.is_dir, results):
             inside = [done for done in reported if done.path.is_relative_to(folder)]
             if inside:
                 replace_file(folder / CONTENTS, _contents(folder, inside))
                 typer.echo(f"wrote {folder / CONTENTS}")
-        if not reported:
+        if not reported and not are_left_out:
             raise ValueError(
                 "none of these are results of muse fidelity, loss, compare or eval; give their .json files"
             )
+    if are_left_out:
+        raise typer.Exit(1 if reported else 2)
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
@@ -77,28 +101,31 @@ def _files(paths: list[Path]) -> Iterator[Path]:
             raise ValueError(f"there is no file or folder {str(path)!r}")
 
 
-def _write(path: Path) -> _Reported | None:
-    """None if these are no results of a kind that is known, or there is nothing to report."""
-    for kind, (read, write) in _KINDS.items():
-        try:
-            results = read(path)
-        except ValueError:
-            continue
-        try:
-            write(results, path)
-        except ValueError as error:
-            say(f"{path.name}: {error}")
-            return None
-        return _Reported(kind, path, results)
-    return None
+def _find_kind(path: Path) -> _Kind | None:
+    """None for what else ends in .json: data, recipes, benchmarks. A ValueError for results that are torn."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        document = json.loads(text)
+    except ValueError:
+        if '"machine"' in text:  # with which all results begin
+            raise ValueError("it is not whole; copy it again") from None
+        return None
+    if not isinstance(document, dict) or not {"machine", "settings"} <= document.keys():
+        return None
+    return next((kind for kind in _KINDS if kind.key in document), None)
+
+
+def _reason(error: ValueError) -> str:
+    """Without what to do about it: that is for who measures."""
+    return str(error).partition(";")[0]
 
 
 def _contents(folder: Path, reported: list[_Reported]) -> str:
     page = Page(f"Reports in {folder.resolve().name}")
     for kind in _KINDS:
-        of_kind = [done for done in reported if done.kind == kind]
+        of_kind = [done for done in reported if done.kind is kind]
         if of_kind:
-            page.section(kind)
+            page.section(kind.title)
         for done in of_kind:
             address = done.path.with_suffix(".html").relative_to(folder)
             page.link(str(address.with_suffix("")), address.as_posix())

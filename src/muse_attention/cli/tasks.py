@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +34,16 @@ from muse_attention.cli.language_model import (
 )
 from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
-from muse_attention.evaluation.standard_tasks import Benchmark, choose, what_is_missing
-from muse_attention.evaluation.tasks import Part, Results, TaskSettings, measure, read_results, start_results
+from muse_attention.evaluation.standard_tasks import Benchmark, choose, read_rows, what_is_missing
+from muse_attention.evaluation.tasks import (
+    Part,
+    Results,
+    TaskNotOpenedError,
+    TaskSettings,
+    measure,
+    read_results,
+    start_results,
+)
 from muse_attention.evaluation.tasks_report import (
     as_csv,
     format_score,
@@ -51,8 +58,6 @@ from muse_attention.sizes import format_size, parse_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 @evaluations.command()
@@ -87,11 +92,11 @@ def tasks(
 
     Writes NAME.json while samples are answered, and NAME.md, NAME.csv and NAME.html at the end. Nothing is downloaded.
     """
-    os.environ.update(dict.fromkeys(_OFFLINE, "1"))  # read when lm-eval and transformers are imported
     with user_errors():
         place = Place.choose(device, dtype)
         asked_for = [word.strip() for words in task or ["ruler"] for word in words.split(",")]
         benchmarks = _with_data(choose(asked_for), data, needed=[word for word in asked_for if word != "ruler"])
+        _check_data(benchmarks, data)
         lengths = parse_sizes(length)
         parts = [part for benchmark in benchmarks for part in _parts(benchmark, lengths, attention or [])]
         if limit is not None and limit < 1:
@@ -123,12 +128,15 @@ def tasks(
         results = start_results(settings, path, resume=resume)
         if command not in results.commands:
             results.commands.append(command)
-        with phases_bar() as on_step:
-            measure(harness, parts, data, results, path, on_step=on_step, on_failure=say)
+        try:
+            with phases_bar() as on_step:
+                measure(harness, parts, data, results, path, on_step=on_step, on_failure=say)
+        except TaskNotOpenedError as error:
+            raise ValueError(f"{error}; {how_to_continue(path, again)}") from error
         console.print(_scores_table(results))
         write_tasks_reports(results, path)
-        if results.failed:
-            say(f"{results.failed} samples failed, and count in no score; ask them again with: {again}")
+        if failed := results.failed_in(parts):
+            say(f"{failed} samples failed, and count in no score; ask them again with: {again}")
             raise typer.Exit(1)
 
 
@@ -164,6 +172,14 @@ def _with_data(benchmarks: Sequence[Benchmark], folder: Path | None, *, needed: 
         names = ", ".join(benchmark.name for benchmark in left_out)
         say(f"left out: {names}; to run them, {missing[left_out[0]]}")
     return [benchmark for benchmark in benchmarks if benchmark not in left_out]
+
+
+def _check_data(benchmarks: Sequence[Benchmark], folder: Path | None) -> None:
+    """Read all data once: what is broken should be known before a model is loaded, or other tasks were answered."""
+    for data in dict.fromkeys(benchmark.data for benchmark in benchmarks):
+        if data is not None:
+            assert folder is not None
+            read_rows(data, folder)
 
 
 def _parts(benchmark: Benchmark, lengths: Sequence[int], attentions: Sequence[str]) -> list[Part]:

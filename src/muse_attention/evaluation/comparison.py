@@ -19,6 +19,9 @@ from muse_attention.files import replace_file
 from muse_attention.pretraining.recipes import Recipe, read_recipe
 from muse_attention.pretraining.schedule import EXACT
 
+WAY_OUT = "choose another --output, or --overwrite it"
+"""What a user of `muse compare` can do with a file that cannot be continued."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -127,17 +130,17 @@ class Results:
         return sorted(step for step in steps if self.whole(run, EXACT, step))
 
 
-def start_results(settings: Settings, path: Path, *, overwrite: bool) -> Results:
-    """Those of the file if there is one, else empty ones; a ValueError if they cannot be continued."""
+def start_results(settings: Settings, path: Path, *, overwrite: bool, way_out: str = WAY_OUT) -> Results:
+    """Those of the file if there is one, else empty ones; a ValueError with the way out if they cannot be continued."""
     machine = describe_machine_and_versions()
     if overwrite or not path.exists():
         return Results(machine, settings)
-    earlier = read_results(path)
+    earlier = read_results(path, way_out=way_out)
     differences = differing(vars(earlier.settings), vars(settings)) + differing(earlier.machine, machine)
     if differences:
         raise ValueError(
             f"{path} was measured with other settings or on another machine ({', '.join(differences)} differ); "
-            "choose another --output, or --overwrite it"
+            f"{way_out}"
         )
     return earlier
 
@@ -153,7 +156,7 @@ def write_results(results: Results, path: Path) -> None:
     replace_file(path, json.dumps(document) + "\n")
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path, *, way_out: str = WAY_OUT) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -175,9 +178,7 @@ def read_results(path: Path) -> Results:
             if any(len(losses) != len(cell.sizes) for losses in cell.bins):
                 raise ValueError("the bins are not those of a sample")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not hold the results of muse compare; choose another --output, or --overwrite it"
-        ) from error
+        raise ValueError(f"{path} does not hold the results of muse compare; {way_out}") from error
     for attention, meaning in meanings:
-        check_meaning(attention, meaning, way_out="--overwrite it")
+        check_meaning(attention, meaning, way_out=way_out)
     return results

@@ -20,6 +20,7 @@ from muse_attention.evaluation.findings import (
     speedup,
     switching,
     unlike,
+    unlike_in_speed,
 )
 from muse_attention.evaluation.loss_report import LEAK
 from muse_attention.evaluation.means import Mean
@@ -128,7 +129,7 @@ def speed_table(results: Results) -> Table:
                     full_name(attention, run.recipe.length),
                     f"{speed.tokens_per_second:,.0f}",
                     f"{speed.updates:,}",
-                    f"{ratio:.2f}x" if is_its_own and ratio is not None else "",
+                    f"{ratio:.2f}x{_speed_remark(results, run)}" if is_its_own and ratio is not None else "",
                     str(datetime.timedelta(seconds=round(run.curves.seconds))) if is_its_own else "",
                 )
             )
@@ -151,23 +152,24 @@ def probe_table(results: Results) -> Table:
 
 
 def positions_table(results: Results) -> Table:
-    """The loss of references between powers of two of the position, and what the other runs add to it."""
+    """The loss of references between powers of two of the position, and what the other runs add to it.
+
+    A run whose reference is not measured yet has its own loss.
+    """
     runs = [run for run in results.runs.values() if results.whole(run, EXACT)]
-    columns = [[loss for _, loss in losses_by_position(results, run)] for run in runs]
-    header = ["positions"]
-    for run in runs:
-        reference = reference_of(results, run)
-        header.append(run.name if reference is run else f"{run.name} less {reference.name}")
+    columns = {run.name: [loss for _, loss in losses_by_position(results, run)] for run in runs}
+    references = {run.name: reference_of(results, run).name for run in runs}
+    less = {name: other for name, other in references.items() if other != name and other in columns}
+    header = ["positions", *(f"{name} less {less[name]}" if name in less else name for name in columns)]
     rows = []
     first = 1
     for number, size in enumerate(_sizes(results)):
         cells = [f"{first}" if size == 1 else f"{first} to {first + size - 1}"]
-        for run, column in zip(runs, columns, strict=True):
-            reference = reference_of(results, run)
-            if reference is run or reference not in runs:
-                cells.append(f"{column[number]:.4f}")
+        for name, column in columns.items():
+            if name in less:
+                cells.append(f"{column[number] - columns[less[name]][number]:+.4f}")
             else:
-                cells.append(f"{column[number] - columns[runs.index(reference)][number]:+.4f}")
+                cells.append(f"{column[number]:.4f}")
         rows.append(cells)
         first += size
     return header, rows
@@ -211,7 +213,8 @@ def headline(results: Results) -> list[str]:
             f"{abs(found.percent.mean):.2f}% of {found.reference} ({_percent(found)})"
         )
         ratio = speedup(results, run)
-        lines.append(f"{line}, {ratio:.2f}x its tokens per second" if ratio is not None else line)
+        speed = "" if ratio is None else f", {ratio:.2f}x its tokens per second{_speed_remark(results, run)}"
+        lines.append(f"{line}{speed}")
     return lines
 
 
@@ -327,6 +330,11 @@ def _facts(results: Results) -> list[str]:
 def _tail(run: Run) -> str:
     share = run.recipe.exact_tail
     return f", exact for the last {100 * share:g}%" if share and run.attention != EXACT else ""
+
+
+def _speed_remark(results: Results, run: Run) -> str:
+    names = unlike_in_speed(results, run)
+    return f" ({', '.join(names)} {'differs' if len(names) == 1 else 'differ'})" if names else ""
 
 
 def _percent(found: Difference) -> str:

@@ -9,12 +9,15 @@ from typing import NamedTuple
 from muse_attention.evaluation.comparison import Results, Run
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.means import Mean
+from muse_attention.pretraining.recipes import differences
 from muse_attention.pretraining.schedule import EXACT
 
 SIZES_OF_A_LAW = 3
 """Models of so many sizes are needed: a power law goes through any two points."""
-_SAME_LEARNING = ("length", "batch", "seed", "peak_rate", "warmup", "steps")
-"""Fields of a recipe in which runs must agree to differ by their attention alone."""
+_OF_THE_ATTENTION = ("attention", "exact_tail")
+"""Fields of a recipe in which runs may differ that differ by their attention alone."""
+_OF_THE_SPEED = ("length", "batch", "micro_batch", "precision", "compile", "recompute", "deterministic")
+"""Fields that change the tokens per second, whatever the attention."""
 
 
 class Difference(NamedTuple):
@@ -77,8 +80,13 @@ def speedup(results: Results, run: Run) -> float | None:
 def unlike(results: Results, run: Run) -> list[str]:
     """In what, besides its attention, a run differs from its reference."""
     reference = reference_of(results, run)
-    names = [name for name in _SAME_LEARNING if getattr(run.recipe, name) != getattr(reference.recipe, name)]
+    names = [name for name in differences(run.recipe, reference.recipe) if name not in _OF_THE_ATTENTION]
     return names if run.tokens == reference.tokens else ["tokens", *names]
+
+
+def unlike_in_speed(results: Results, run: Run) -> list[str]:
+    """Those of them that have a share in its speed-up."""
+    return [name for name in unlike(results, run) if name in _OF_THE_SPEED]
 
 
 def sizes(results: Results) -> dict[str, list[tuple[float, float]]]:

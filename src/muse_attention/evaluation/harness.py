@@ -1,7 +1,7 @@
 """Standard tasks through lm-eval, one sample at a time, with any attention of the library in prefill.
 
 Prompts, stop rules and scores are lm-eval's own; only the data come from this machine, and the similarity of code is
-computed by `edit_similarity`. lm-eval is asked for only when a task is opened, and never reaches the network.
+computed by `edit_similarity`. Once lm-eval is imported, nothing in this process reaches the Hugging Face hub any more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.metadata
 import io
 import logging
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from muse_attention.evaluation.edit_similarity import edit_similarity
 from muse_attention.evaluation.standard_tasks import Benchmark, Data, describe_made, read_rows, what_is_missing
 from muse_attention.evaluation.tasks import Answer
-from muse_attention.huggingface import use_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _INSTALL = "pip install 'muse-attention[evaluation]'"
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _SEED = 0
 """lm-eval's own: a task of RULER that is run alone there has these samples."""
 
@@ -73,6 +74,8 @@ class Harness:
 
     def answer(self, opened: OpenTask, index: int, attention: str) -> Answer:
         """Of a sample: what the model says under an attention, and its scores."""
+        from muse_attention.huggingface import use_attention
+
         task = opened.task
         row = task.eval_docs[index]
         prompt = task.fewshot_context(row, num_fewshot=0, gen_prefix=task.doc_to_prefix(row))
@@ -122,12 +125,17 @@ class Harness:
 
 
 def import_harness() -> str:
-    """Its name and version; an ImportError of one line if it is not there."""
+    """Its name and version; an ImportError of one line if it is not there. From here on the hub is out of reach."""
+    os.environ.update(dict.fromkeys(_OFFLINE, "1"))
     try:
+        import datasets.config
+        import huggingface_hub.constants
         import lm_eval.models.huggingface
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
         raise ImportError(f"standard tasks need lm-eval: {_INSTALL} ({' '.join(str(error).split())})") from None
+    # The environment is heeded by what is imported after it; these two may have been imported long ago.
+    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return f"lm-eval {importlib.metadata.version('lm-eval')}"
 

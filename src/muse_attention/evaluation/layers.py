@@ -20,9 +20,8 @@ from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
-from muse_attention.capture import visit_layers
 from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.settings import OnStep, Settings, machine_to_continue
+from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
 from muse_attention.fidelity import compare
 from muse_attention.files import replace_file
 
@@ -122,6 +121,8 @@ def _measure(
     path: Path,
     on_step: OnStep,
 ) -> None:
+    from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
+
     finished, written = 0, time.monotonic()
     for length in sorted({request.length for request in requests}, reverse=True):
         attentions = [request.attention for request in dict.fromkeys(requests) if request.length == length]
@@ -181,9 +182,7 @@ def _rounded(numbers: Tensor) -> list[float]:
 
 def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
     """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    earlier = read_results(path) if resume and path.exists() else None
-    machine = machine_to_continue(path, settings, earlier)
-    return earlier or Results(machine, settings)
+    return start_or_continue(settings, path, resume=resume, empty=Results, read=read_results)
 
 
 def write_results(results: Results, path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.settings import OnStep, Settings, machine_to_continue
+from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
 from muse_attention.files import replace_file
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ class Results:
 
 def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
     """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    earlier = read_results(path) if resume and path.exists() else None
-    machine = machine_to_continue(path, settings, earlier)
-    return earlier or Results(machine, settings)
+    return start_or_continue(settings, path, resume=resume, empty=Results, read=read_results)
 
 
 def measure(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muse_attention.evaluation.comparison import Cell, Results, Run, Settings, write_results
+from muse_attention.evaluation.comparison import WAY_OUT, Cell, Results, Run, Settings, write_results
 from muse_attention.evaluation.loss import token_losses
 from muse_attention.evaluation.loss_curves import bins_of
 from muse_attention.evaluation.runs import StoredRun, choose_evenly, load_weights
@@ -58,12 +58,14 @@ def measure(
     checkpoints: int = 0,
     on_step: OnStep = lambda description, finished: None,
     on_refused: Callable[[str], None] = lambda message: None,
+    way_out: str = WAY_OUT,
 ) -> None:
     """Fill `results` with what is missing of `attentions`, by full names, of the newest weights of each run.
 
     Args:
         checkpoints: earlier ones of each run, at most, that are measured under exact attention
         on_refused: told why a checkpoint is left out
+        way_out: what to do where the file has losses of other weights
     """
     settings = results.settings
     samples = read_samples(open_windows(corpus, settings.length), settings.samples)
@@ -79,7 +81,7 @@ def measure(
                 on_refused(f"{error}; it is left out")
                 continue
             fingerprint = take_fingerprint(model, samples)
-            _check_same_weights(results, run.name, step, fingerprint, path)
+            _check_same_weights(results, run.name, step, fingerprint, path, way_out)
             if step == run.newest:
                 results.runs[run.name] = Run(run.name, run.recipe, model.num_parameters(), step, run.curves)
                 write_results(results, path)
@@ -110,9 +112,7 @@ def _add(results: Results, run: str, step: int, fingerprint: str, attention: str
     cell.bins.append([part.loss for part in bins])
 
 
-def _check_same_weights(results: Results, run: str, step: int, fingerprint: str, path: Path) -> None:
+def _check_same_weights(results: Results, run: str, step: int, fingerprint: str, path: Path, way_out: str) -> None:
     for cell in results.cells:
         if (cell.run, cell.step) == (run, step) and cell.fingerprint != fingerprint:
-            raise ValueError(
-                f"{path} has losses of another run called {run}; choose another --output, or --overwrite it"
-            )
+            raise ValueError(f"{path} has losses of another run called {run}; {way_out}")

@@ -17,7 +17,7 @@ import torch
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.needle_scores import Answer, answer
 from muse_attention.evaluation.needles import BUCKETS, KINDS, NeedleSamples
-from muse_attention.evaluation.settings import OnStep, machine_to_continue
+from muse_attention.evaluation.settings import OnStep, start_or_continue
 from muse_attention.files import replace_file
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ def plan(attentions: Mapping[int, Sequence[str]], kinds: Sequence[str], samples_
 
 def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
     """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    earlier = read_results(path) if resume and path.exists() else None
-    machine = machine_to_continue(path, settings, earlier)
-    return earlier or Results(machine, settings)
+    return start_or_continue(settings, path, resume=resume, empty=Results, read=read_results)
 
 
 def measure(

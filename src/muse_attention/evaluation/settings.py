@@ -7,7 +7,7 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class _Measured(Protocol):
     """a dataclass"""
 
 
+AnySettings = TypeVar("AnySettings")
+AnyResults = TypeVar("AnyResults", bound=_Measured)
+
+
 def describe_model(name: str, model: PreTrainedModel) -> str:
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -84,15 +88,26 @@ def differing(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [name for name, value in now.items() if name != "date" and earlier.get(name) != value]
 
 
-def machine_to_continue(path: Path, settings: object, earlier: _Measured | None) -> dict[str, Any]:
-    """This machine; a ValueError if there are earlier results, measured otherwise than they would be now."""
+def start_or_continue(
+    settings: AnySettings,
+    path: Path,
+    *,
+    resume: bool,
+    empty: Callable[[dict[str, Any], AnySettings], AnyResults],
+    read: Callable[[Path], AnyResults],
+) -> AnyResults:
+    """Empty results of this machine, or with `resume` those of the file if there is one.
+
+    A ValueError if these were measured otherwise than they would be now.
+    """
     machine = describe_machine_and_versions()
-    if earlier is None:
-        return machine
+    if not resume or not path.exists():
+        return empty(machine, settings)
+    earlier = read(path)
     differences = differing(vars(earlier.settings), vars(settings)) + differing(earlier.machine, machine)
     if differences:
         raise ValueError(
             f"cannot resume {path.name}: it was measured with other settings or on another machine "
             f"({', '.join(differences)} differ); choose another --name, or drop --resume to start over"
         )
-    return machine
+    return earlier

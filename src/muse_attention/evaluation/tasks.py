@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.settings import machine_to_continue
+from muse_attention.evaluation.settings import start_or_continue
 from muse_attention.evaluation.standard_tasks import BENCHMARKS, Benchmark, Data
 from muse_attention.files import replace_file
 from muse_attention.sizes import format_size
@@ -99,6 +99,11 @@ class Results:
         """Samples, over all tasks and attentions."""
         return sum(len(cell.failed(attention)) for cell in self.cells.values() for attention in cell.answers)
 
+    def failed_in(self, parts: Sequence[Part]) -> int:
+        """Those of some parts alone."""
+        cells = ((self.cells[part.benchmark.name, part.length], part.attentions) for part in parts)
+        return sum(len(cell.failed(attention)) for cell, attentions in cells for attention in attentions)
+
     def is_finished(self, task: str, length: int | None, attentions: Sequence[str]) -> bool:
         cell = self.cells.get((task, length))
         return cell is not None and not cell.missing(attentions)
@@ -126,6 +131,10 @@ class Part:
         return self.benchmark.name if self.length is None else f"{self.benchmark.name} at {format_size(self.length)}"
 
 
+class TaskNotOpenedError(ValueError):
+    """The samples of a task cannot be read or made."""
+
+
 class AnswersTasks(Protocol):
     """A model behind a harness: opens a task, and answers one sample of what it opened."""
 
@@ -139,9 +148,7 @@ OnStep = Callable[[str, int, int | None], None]
 
 def start_results(settings: TaskSettings, path: Path, *, resume: bool) -> Results:
     """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    earlier = read_results(path) if resume and path.exists() else None
-    machine = machine_to_continue(path, settings, earlier)
-    return earlier or Results(machine, settings)
+    return start_or_continue(settings, path, resume=resume, empty=Results, read=read_results)
 
 
 def measure(
@@ -157,7 +164,7 @@ def measure(
     """Fill `results` with what is missing of `parts`, and write the file every few seconds, and whenever it ends.
 
     A sample that fails is recorded, and asked again when the run is resumed; `on_failure` is told of each way to fail
-    once for a task and an attention.
+    once for a task and an attention. A task that cannot be opened is a TaskNotOpenedError.
     """
     written = time.monotonic()
     told: set[tuple[Part, str, str]] = set()
@@ -188,7 +195,10 @@ def _missing(
         if results.is_finished(part.benchmark.name, part.length, part.attentions):
             continue
         on_step(f"data of {part}", 0, None)
-        opened = harness.open(part.benchmark, part.length, folder, results.settings.limit)
+        try:
+            opened = harness.open(part.benchmark, part.length, folder, results.settings.limit)
+        except (ImportError, ValueError) as error:
+            raise TaskNotOpenedError(str(error)) from error
         cell = results.open_cell(part.benchmark.name, part.length, opened.data, opened.samples)
         missing = cell.missing(part.attentions)
         for finished, (index, attention) in enumerate(missing):

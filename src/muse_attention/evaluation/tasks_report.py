@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import math
-import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from muse_attention.config import MuSeConfig
 from muse_attention.evaluation.attentions import in_words, muse_config
-from muse_attention.evaluation.page import Page, Table, markdown_table
+from muse_attention.evaluation.means import Mean
+from muse_attention.evaluation.page import Page, Table, fenced, markdown_table
 from muse_attention.evaluation.standard_tasks import RULER
 from muse_attention.evaluation.tasks import Answer, Cell, Results
 from muse_attention.machine import machine_lines
@@ -34,24 +32,18 @@ _DATA = (
 )
 
 
-class Score(NamedTuple):
-    mean: float
-    standard_error: float | None
-    """over samples; None where there is but one"""
-
-
-def mean_score(answers: Sequence[Answer], metric: str) -> Score | None:
+def mean_score(answers: Sequence[Answer], metric: str) -> Mean | None:
     """None if nothing was answered."""
-    return _mean([answer.scores[metric] for answer in answers])
+    return Mean.of([answer.scores[metric] for answer in answers]) if answers else None
 
 
-def gap_to_exact(cell: Cell, attention: str, metric: str) -> Score | None:
+def gap_to_exact(cell: Cell, attention: str, metric: str) -> Mean | None:
     """Over the samples that both answered; None if there are none, and for exact attention itself."""
     if attention == "exact":
         return None
     exact = {answer.index: answer.scores[metric] for answer in cell.scored("exact")}
-    both = [answer for answer in cell.scored(attention) if answer.index in exact]
-    return _mean([answer.scores[metric] - exact[answer.index] for answer in both])
+    own = {answer.index: answer.scores[metric] for answer in cell.scored(attention) if answer.index in exact}
+    return Mean.of_differences(list(own.values()), [exact[index] for index in own]) if own else None
 
 
 def longer_than_a_block(cell: Cell, attention: str) -> int | None:
@@ -136,7 +128,7 @@ def markdown_report(results: Results, *, title: str) -> str:
     parts = [
         f"# {title}",
         "\n".join(f"- {line}" for line in _facts(results)),
-        "\n".join(["```", *results.commands, "```"]),
+        fenced(results.commands),
     ]
     parts += [markdown_table(*scores_table(results)), *_notes(results)]
     if results.failed:
@@ -179,18 +171,11 @@ def as_csv(results: Results) -> str:
     return lines.getvalue()
 
 
-def format_score(score: Score | None, *, signed: bool) -> str:
+def format_score(score: Mean | None, *, signed: bool) -> str:
     if score is None:
         return "-"
     mean = f"{score.mean:+.3f}" if signed else f"{score.mean:.3f}"
     return mean if score.standard_error is None else f"{mean} ± {score.standard_error:.3f}"
-
-
-def _mean(values: Sequence[float]) -> Score | None:
-    if not values:
-        return None
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Score(statistics.fmean(values), error)
 
 
 def _notes(results: Results) -> list[str]:

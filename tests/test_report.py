@@ -1,0 +1,108 @@
+"""`muse report`: which results are reported, and which are left out, with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_attention.cli import commands
+from tests.test_tasks import MUSE, PARTS, Scripted, run_parts
+
+
+def report(*paths: Path) -> tuple[int, str, list[str]]:
+    """Exit code, stdout and the lines of stderr."""
+    result = CliRunner().invoke(commands.app, ["report", *map(str, paths)])
+    return result.exit_code, result.stdout, result.stderr.splitlines()
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.json"
+    run_parts(path, Scripted(), parts=PARTS[:1])
+    return path
+
+
+def spoilt(good: Path, spoil: Callable[[Any], Any]) -> str:
+    document = json.loads(good.read_text())
+    spoil(document)
+    return json.dumps(document)
+
+
+def with_other_defaults(document: Any) -> None:
+    (named,) = (named for named in document["tasks"][0]["attentions"] if named["attention"] == MUSE)
+    named["config"]["key_clusters"] += 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda good: good.read_text()[:-100], "it is not whole"),
+        (
+            lambda good: spoilt(good, with_other_defaults),
+            f"{MUSE} was measured with other defaults than it has now",
+        ),
+        (
+            lambda good: spoilt(good, lambda document: document["settings"].pop("model")),
+            "{bad} does not hold the results of muse eval tasks",
+        ),
+        (lambda good: spoilt(good, lambda document: document["tasks"].clear()), "no sample has been answered yet"),
+    ],
+)
+def test_results_that_cannot_be_reported_are_named(good: Path, spoil: Callable[[Path], str], reason: str) -> None:
+    bad = good.with_name("bad.json")
+    bad.write_text(spoil(good))
+    line = f"muse: {bad} is left out: {reason.format(bad=bad)}"
+    code, out, lines = report(good.parent)
+    assert (code, lines) == (1, [line])
+    assert "good.html" in out
+    contents = (good.parent / "index.html").read_text()
+    assert "good.html" in contents
+    assert "bad" not in contents
+    good.unlink()
+    code, out, lines = report(good.parent)
+    assert (code, out, lines) == (2, "", [line])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[1]",
+        '{"steps": 4}',
+        '{"needles": []}',
+        '{"machine": {}, "settings": {}, "commands": [], "cases": []}',  # of muse bench
+    ],
+)
+def test_other_json_files_of_a_folder_are_passed_over(good: Path, content: str) -> None:
+    other = good.with_name("other.json")
+    other.write_text(content)
+    code, out, lines = report(good.parent)
+    assert (code, lines) == (0, [])
+    assert "other.json" not in out
+    code, _, lines = report(good, other)  # but not where they are asked for
+    assert (code, lines) == (
+        1,
+        [f"muse: {other} is left out: it holds no results of muse fidelity, loss, compare or eval"],
+    )
+    good.unlink()
+    code, _, lines = report(good.parent)
+    assert code == 2
+    assert "none of these are results" in lines[0]
+
+
+def test_nothing_is_written_if_something_is_not_there(good: Path) -> None:
+    code, out, lines = report(good, good.with_name("missing.json"))
+    assert (code, out) == (2, "")
+    assert "there is no file or folder" in lines[0]
+    assert not good.with_suffix(".html").exists()
