@@ -49,7 +49,7 @@ _TOKENS = (
 )
 _SECONDS = (
     "Seconds are those of the updates alone, without checkpoints and pauses, on whatever machine trained the run; "
-    "probes of the attention's error count only in runs from before 0.2. Tokens per second are medians; updates with a "
+    "probes of the attention's error may count in runs from before 0.2.0. Tokens per second are medians; updates with a "
     f"probe and the first {UNSETTLED} after a change of the attention are left out."
 )
 _SPEED_OF_THE_PAPER = (
