@@ -49,8 +49,8 @@ _TOKENS = (
 )
 _SECONDS = (
     "Seconds are those of the updates alone, without checkpoints and pauses, on whatever machine trained the run; "
-    "probes of the attention's error may count in runs from before 0.2.0. Tokens per second are medians; updates with a "
-    f"probe and the first {UNSETTLED} after a change of the attention are left out."
+    "probes of the attention's error may count in runs from before 0.2.0. Tokens per second are medians; updates with "
+    f"a probe and the first {UNSETTLED} after a change of the attention are left out."
 )
 _SPEED_OF_THE_PAPER = (
     "The paper's: 88.9k tokens/s with MuSe and 65.3k with cuDNN's exact attention, 1.36x, for the 1B model at 64k on "
