@@ -1,18 +1,22 @@
 """Needles: functions whose names carry a uid, the files that define them, and the files that import and call them.
 
     <filename>toolbox/amber_river.py
-    def amber_river_48213975():
+    def amber_river48213975():
         return "amber river"
 
     <filename>check_toolbox.py
-    from toolbox.amber_river import amber_river_48213975
+    from toolbox.amber_river import amber_river48213975
 
-    amber_river_48213975()
+    amber_river48213975()
 
 The words are the key, the uid is the value: a model that has read the first file can complete the uid in the second,
-and no other can. A uid is eight decimal digits between an underscore and what is no digit. Tokenizers keep digits apart
-from both, so a prompt that ends before the uid has the tokens it would have in one text with it; a tokenizer that does
-otherwise is refused. Every text is encoded as a whole, and cut at the uid. All uids have the same number of tokens.
+and no other can. The token before a uid is the last one of a word, not an underscore that stands before every uid: a
+model that looks up what came after the same token before has the answer. That is the first thing that a model learns to
+do over a distance, and with words of one token, each in one name, it is all that is needed.
+
+A uid is eight decimal digits between a letter and what is no digit. Tokenizers keep digits apart from both, so a prompt
+that ends before the uid has the tokens it would have in one text with it; a tokenizer that does otherwise is refused.
+Every text is encoded as a whole, and cut at the uid. All uids are split into tokens at the same places.
 
 Names and uids are either for training or for evaluation, by a hash of theirs: none is for both.
 """
@@ -30,6 +34,7 @@ import numpy as np
 
 from muse_attention.pretraining.documents import REPOSITORY_MARK
 from muse_attention.pretraining.haystacks import Tokens, file_mark
+from muse_attention.pretraining.words import words_for
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,25 +42,14 @@ if TYPE_CHECKING:
 TRAINING, EVALUATION = "training", "evaluation"
 PACKAGE = "toolbox"
 
+VERSION = 2
+"""Of these texts: what was measured with others cannot be continued."""
+
 _DIGITS = 8
-_UIDS_LOOKED_AT = 64
-"""To find how many tokens a uid has with a tokenizer, most often."""
-_FIRST_WORDS = (
-    "amber ancient autumn bitter blazing brave bright broken calm clever coastal copper coral crimson crystal curious "
-    "distant dusty eager early emerald endless faded fierce frozen gentle golden hidden hollow humble iron ivory "
-    "jagged lively lonely marble mellow misty narrow noble northern olive orange patient polished proud purple quiet "
-    "rapid restless royal rustic sandy scarlet secret shady silent silver simple sleepy slender smooth solemn southern "
-    "steady stormy sturdy sunny swift tidy velvet violet wandering western wild winter wooden yellow"
-)
-_SECOND_WORDS = (
-    "anchor arrow badger bakery barrel basket beacon bridge bucket button candle canyon castle cellar chapel cherry "
-    "circle citadel compass cottage desert dolphin eagle engine falcon feather fiddle forest fountain garden glacier "
-    "hammer harbour harvest helmet horizon island jungle kettle ladder lantern library lizard lobster marsh meadow "
-    "mirror monkey mountain needle orchard otter paddle palace pebble pepper pigeon pillow planet pocket prairie "
-    "rabbit ribbon river rocket saddle salmon shadow shelter spider squirrel stable summit temple thunder timber "
-    "tunnel turtle valley village violin walnut window"
-)
-_WORDS = (_FIRST_WORDS, _SECOND_WORDS)
+_UIDS_LOOKED_AT = 2048
+"""To find how a tokenizer splits most uids."""
+_TRIES = 64
+"""To find a uid with one first token, before the next one is taken."""
 
 
 @dataclass(frozen=True)
@@ -78,37 +72,53 @@ class NeedleWriter:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        rng = random.Random(0)
-        lengths = [len(self._encode(_random_uid(rng))) for _ in range(_UIDS_LOOKED_AT)]
-        self.tokens_per_uid = collections.Counter(lengths).most_common(1)[0][0]
-        self.longest = self._find_longest(self.draw_uids(rng, EVALUATION, 1)[0])
+        self.words = words_for(tokenizer)
+        self.most = len(self.words) * (len(self.words) - 1) // 4
+        """needles that can be drawn at once: half of the names there are for each purpose"""
+        self._pieces = self._find_pieces(random.Random(0))
+        self.tokens_per_uid = len(self._pieces)
+        self.longest = self._find_longest()
         """the needle that has the most tokens"""
 
     def draw(self, rng: random.Random, purpose: str, number: int) -> list[Needle]:
-        """So many with different names and uids, and different words too while there are enough of them.
+        """So many with different names and uids. While there are enough words, none is in two names.
 
         Those of another `purpose` are never drawn.
         """
+        assert number <= self.most, "there are not as many names"
         uids = self.draw_uids(rng, purpose, number)
-        firsts, seconds = (words.split() for words in _WORDS)
-        names: list[str] = []
+        names: dict[str, None] = {}
+        deck: list[str] = []
         while len(names) < number:
-            rng.shuffle(firsts)
-            rng.shuffle(seconds)
-            pairs = map("_".join, zip(firsts, seconds, strict=False))
-            names += [name for name in pairs if _is_for(purpose, name) and name not in names]
-        return [Needle(name, uid) for name, uid in zip(names, uids, strict=False)]
+            if len(deck) < 2:
+                deck = rng.sample(self.words, len(self.words))
+            first = deck.pop()
+            for second in deck:
+                name = f"{first}_{second}"
+                if _is_for(purpose, name) and name not in names:
+                    names[name] = None
+                    deck.remove(second)
+                    break
+        return [Needle(name, uid) for name, uid in zip(names, uids, strict=True)]
 
     def draw_uids(self, rng: random.Random, purpose: str, number: int, *, but: Collection[str] = ()) -> list[str]:
-        """So many different ones, and none of `but`."""
-        found: list[str] = []
+        """So many different ones, and none of `but`. All are split alike, and first tokens differ while there are any.
+
+        They are put together from pieces, as most random numbers are not split as these are.
+        """
+        found: dict[str, None] = {}
+        firsts: list[str] = []
         while len(found) < number:
-            uid = _random_uid(rng)
-            if uid in found or uid in but or not _is_for(purpose, uid):
-                continue
-            if len(self._encode(uid)) == self.tokens_per_uid:
-                found.append(uid)
-        return found
+            if not firsts:
+                firsts = rng.sample(self._pieces[0], len(self._pieces[0]))
+            first = firsts.pop()
+            for _ in range(_TRIES):
+                pieces = (first, *map(rng.choice, self._pieces[1:]))
+                uid = "".join(pieces)
+                if uid not in found and uid not in but and _is_for(purpose, uid) and self._split(uid) == pieces:
+                    found[uid] = None
+                    break
+        return list(found)
 
     def opening(self) -> Tokens:
         """How a repository begins; nothing where the tokenizer has no such delimiter."""
@@ -120,7 +130,7 @@ class NeedleWriter:
         return _array(
             self._encode(
                 f"{file_mark(self._tokenizer)}{PACKAGE}/{needle.name}.py\n"
-                f'def {needle.name}_{needle.uid}():\n    return "{words}"\n'
+                f'def {needle.name}{needle.uid}():\n    return "{words}"\n'
             )
         )
 
@@ -128,10 +138,10 @@ class NeedleWriter:
         text = f"{file_mark(self._tokenizer)}check_{PACKAGE}.py\n"
         places = []
         for needle in needles:
-            text += f"from {PACKAGE}.{needle.name} import {needle.name}_"
+            text += f"from {PACKAGE}.{needle.name} import {needle.name}"
             places.append((len(text), len(text) + len(needle.uid)))
             text += f"{needle.uid}\n"
-        text += "\n" + "".join(f"{needle.name}_{needle.uid}()\n" for needle in needles)
+        text += "\n" + "".join(f"{needle.name}{needle.uid}()\n" for needle in needles)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return Questions(_array(encoding.ids), tuple(_span(encoding.offsets, *place) for place in places))
 
@@ -140,15 +150,31 @@ class NeedleWriter:
         asked = self.questions([needle])
         return asked.tokens[asked.answers[0].start : asked.answers[0].stop]
 
-    def _find_longest(self, uid: str) -> Needle:
-        firsts, seconds = (words.split() for words in _WORDS)
+    def _find_pieces(self, rng: random.Random) -> tuple[tuple[str, ...], ...]:
+        """What the first token of a uid may be, the second, and so on, in the split that most uids have."""
+        splits = collections.defaultdict(list)
+        for _ in range(_UIDS_LOOKED_AT):
+            pieces = self._split(str(rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS)))
+            splits[tuple(map(len, pieces))].append(pieces)
+        alike = max(splits.values(), key=len)
+        return tuple(tuple(sorted(set(place))) for place in zip(*alike, strict=True))
+
+    def _split(self, uid: str) -> tuple[str, ...]:
+        """The tokens of a uid behind a word."""
+        encoding = self._tokenizer.encode(f"{PACKAGE}{uid}\n", add_special_tokens=False)
+        start = len(PACKAGE)
+        tokens = _span(encoding.offsets, start, start + len(uid))
+        return tuple(uid[first - start : last - start] for first, last in encoding.offsets[tokens.start : tokens.stop])
+
+    def _find_longest(self) -> Needle:
+        (uid,) = self.draw_uids(random.Random(0), EVALUATION, 1)
 
         def size(needle: Needle) -> int:
             return len(self.definition(needle))
 
-        longest = max((Needle(f"{first}_{seconds[0]}", uid) for first in firsts), key=size)
+        longest = max((Needle(f"{first}_{self.words[0]}", uid) for first in self.words), key=size)
         first = longest.name.partition("_")[0]
-        return max((Needle(f"{first}_{second}", uid) for second in seconds), key=size)
+        return max((Needle(f"{first}_{second}", uid) for second in self.words), key=size)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -161,10 +187,6 @@ def occurrences(tokens: Tokens, run: Tokens) -> int:
     for offset in range(1, len(run)):
         starts = starts[tokens[starts + offset] == run[offset]]
     return len(starts)
-
-
-def _random_uid(rng: random.Random) -> str:
-    return str(rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS))
 
 
 def _is_for(purpose: str, text: str) -> bool:
