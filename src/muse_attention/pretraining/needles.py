@@ -23,12 +23,13 @@ Names and uids are either for training or for evaluation, by a hash of theirs: n
 
 from __future__ import annotations
 
+import bisect
 import collections
 import hashlib
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,8 @@ VERSION = 2
 """Of these texts: what was measured with others cannot be continued."""
 
 _DIGITS = 8
+_LETTER = "x"
+"""Stands before a uid, as the last one of a name does."""
 _UIDS_LOOKED_AT = 2048
 """To find how a tokenizer splits most uids."""
 _TRIES = 64
@@ -65,6 +68,13 @@ class Questions:
 
     tokens: Tokens
     answers: tuple[range, ...]
+
+
+class _Piece(NamedTuple):
+    """One of the tokens of a uid."""
+
+    text: str
+    token: int
 
 
 class NeedleWriter:
@@ -102,20 +112,17 @@ class NeedleWriter:
         return [Needle(name, uid) for name, uid in zip(names, uids, strict=True)]
 
     def draw_uids(self, rng: random.Random, purpose: str, number: int, *, but: Collection[str] = ()) -> list[str]:
-        """So many different ones, and none of `but`. All are split alike, and first tokens differ while there are any.
-
-        They are put together from pieces, as most random numbers are not split as these are.
-        """
+        """So many different ones, and none of `but`. First tokens differ while there are enough."""
         found: dict[str, None] = {}
-        firsts: list[str] = []
+        firsts: list[_Piece] = []
         while len(found) < number:
             if not firsts:
                 firsts = rng.sample(self._pieces[0], len(self._pieces[0]))
             first = firsts.pop()
-            for _ in range(_TRIES):
+            for _ in range(_TRIES):  # what is put together from pieces may be split into others
                 pieces = (first, *map(rng.choice, self._pieces[1:]))
-                uid = "".join(pieces)
-                if uid not in found and uid not in but and _is_for(purpose, uid) and self._split(uid) == pieces:
+                uid = "".join(piece.text for piece in pieces)
+                if uid not in found and uid not in but and _is_for(purpose, uid) and self._is_split_into(uid, pieces):
                     found[uid] = None
                     break
         return list(found)
@@ -150,21 +157,24 @@ class NeedleWriter:
         asked = self.questions([needle])
         return asked.tokens[asked.answers[0].start : asked.answers[0].stop]
 
-    def _find_pieces(self, rng: random.Random) -> tuple[tuple[str, ...], ...]:
+    def _find_pieces(self, rng: random.Random) -> tuple[tuple[_Piece, ...], ...]:
         """What the first token of a uid may be, the second, and so on, in the split that most uids have."""
         splits = collections.defaultdict(list)
         for _ in range(_UIDS_LOOKED_AT):
-            pieces = self._split(str(rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS)))
-            splits[tuple(map(len, pieces))].append(pieces)
+            text = f"{_LETTER}{rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS)}"
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            tokens = _span(encoding.offsets, len(_LETTER), len(text))
+            places = [encoding.offsets[token] for token in tokens]
+            pieces = [
+                _Piece(text[start:stop], encoding.ids[token])
+                for token, (start, stop) in zip(tokens, places, strict=True)
+            ]
+            splits[tuple(places)].append(pieces)
         alike = max(splits.values(), key=len)
         return tuple(tuple(sorted(set(place))) for place in zip(*alike, strict=True))
 
-    def _split(self, uid: str) -> tuple[str, ...]:
-        """The tokens of a uid behind a word."""
-        encoding = self._tokenizer.encode(f"{PACKAGE}{uid}\n", add_special_tokens=False)
-        start = len(PACKAGE)
-        tokens = _span(encoding.offsets, start, start + len(uid))
-        return tuple(uid[first - start : last - start] for first, last in encoding.offsets[tokens.start : tokens.stop])
+    def _is_split_into(self, uid: str, pieces: Sequence[_Piece]) -> bool:
+        return self._encode(_LETTER + uid)[-len(pieces) :] == [piece.token for piece in pieces]
 
     def _find_longest(self) -> Needle:
         (uid,) = self.draw_uids(random.Random(0), EVALUATION, 1)
@@ -196,10 +206,11 @@ def _is_for(purpose: str, text: str) -> bool:
 
 def _span(offsets: Sequence[tuple[int, int]], start: int, stop: int) -> range:
     """The tokens that are the characters from `start` to `stop`, and nothing else."""
-    inside = [token for token, (first, last) in enumerate(offsets) if first < stop and last > start]
-    if not inside or offsets[inside[0]][0] != start or offsets[inside[-1]][1] != stop:
+    first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
+    last = bisect.bisect_left(offsets, stop, key=lambda token: token[0]) - 1
+    if first > last or offsets[first][0] != start or offsets[last][1] != stop:
         raise ValueError("the tokenizer joins digits with what is around them; needles need one that does not")
-    return range(inside[0], inside[-1] + 1)
+    return range(first, last + 1)
 
 
 def _array(ids: Sequence[int]) -> Tokens:
