@@ -198,7 +198,7 @@ def _with_room(samples: NeedleSamples, lengths: Sequence[int], kinds: Sequence[s
     shortest = {kind: samples.shortest(kind) for kind in kinds}
     found = {length: [kind for kind in kinds if shortest[kind] <= length] for length in lengths}
     if not any(found.values()):
-        samples.make(min(kinds, key=shortest.__getitem__), max(lengths), 0, 0)
+        samples.make(min(kinds, key=shortest.__getitem__), max(lengths), 0, 0)  # raises, and says what it needs
     left_out = [
         f"{kind} at {format_size(length)}, which needs {shortest[kind]} tokens"
         for length in lengths

@@ -19,15 +19,9 @@ def words_for(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Those of one token, with a space before them and without; if they are few, longer ones like `amber` instead."""
     plain = tuple(_PLAIN.split())
     words = (*plain, *_OF_PROGRAMMERS.split())
-    for before in ("/", "def "):
-        encodings = tokenizer.encode_batch([f"{before}{word}_" for word in words], add_special_tokens=False)
-        tokens = [set(encoding.offsets) for encoding in encodings]
-        starts = {len(before), len(before.rstrip())}  # a space belongs to the word, or is a token of its own
-        words = tuple(
-            word
-            for word, spans in zip(words, tokens, strict=True)
-            if spans & {(start, len(before) + len(word)) for start in starts}
-        )
+    for before in ("", " "):
+        encodings = tokenizer.encode_batch([before + word for word in words], add_special_tokens=False)
+        words = tuple(word for word, encoding in zip(words, encodings, strict=True) if len(encoding.ids) == 1)
     return words if len(words) >= ENOUGH else plain
 
 
