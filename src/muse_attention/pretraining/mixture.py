@@ -1,10 +1,10 @@
 """Needle documents among the samples of a corpus, so that even a small model learns to retrieve.
 
-Such a document is half files of the training split, half definitions and questions among them. A file of questions
-asks for one, two or four needles, and the answers are learnt from as any other text is. How far back each is defined is
-drawn first, evenly on a logarithmic scale from 64 tokens to the whole document: a model learns to look back at what is
-near, and then further. A quarter of the documents are as in evaluation: their last tenth is questions, and definitions
-are anywhere before. The names and uids are none of those that evaluation draws.
+Such a document is files of the training split, with definitions and questions among them that are two thirds of it. A
+file of questions asks for one needle most often, or for two or four, and the answers are learnt from as any other text
+is. How far back each is defined is drawn first, evenly on a logarithmic scale from 64 tokens to the whole document: a
+model learns to look back at what is near, and then further. A quarter of the documents are as in evaluation: their last
+tenth is questions, and definitions are anywhere before. The names and uids are none of those that evaluation draws.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from muse_attention.pretraining.haystacks import CorpusHaystack, Tokens, bury, c
 from muse_attention.pretraining.needles import TRAINING, Needle, NeedleWriter
 from muse_attention.pretraining.tokenizer import read_tokenizer
 
-_FILLED = 1 / 2
+_FILLED = 2 / 3
 """Share of a document that is needles."""
 _ASKED_AT_THE_END = 1 / 4
 """Share of the documents whose questions are all at the end."""
@@ -30,7 +30,8 @@ _END = 1 / 10
 """Share of such a document that is questions."""
 _NEAREST = 64
 """Tokens, about, from a definition to its question."""
-_ASKED_TOGETHER = (1, 2, 4)
+_ASKED_TOGETHER = {1: 6, 2: 1, 4: 1}
+"""Needles that a file asks for, and how often. A single call is always as far behind its import: easy to copy."""
 
 
 class NeedleDocuments:
@@ -93,8 +94,8 @@ class NeedleDocuments:
             room = self._length * _FILLED
             costs = {size: tokens + size * self._definition for size, tokens in self._questions.items()}
         sizes: list[int] = []
-        while len(sizes) * max(_ASKED_TOGETHER) < self._writer.most:
-            fitting = [size for size in _ASKED_TOGETHER if costs[size] <= room]
+        while sum(sizes) + max(_ASKED_TOGETHER) <= self._writer.most:
+            fitting = [size for size, often in _ASKED_TOGETHER.items() if costs[size] <= room for _ in range(often)]
             if not fitting:
                 break
             sizes.append(rng.choice(fitting))
