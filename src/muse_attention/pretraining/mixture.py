@@ -1,9 +1,9 @@
-"""Needle documents among the samples of a corpus, so that even a small model learns to retrieve.
+"""Needle documents among the samples of a corpus, made for a model to learn retrieval from.
 
 Such a document is files of the training split, with definitions and questions among them that are two thirds of it. A
 file of questions asks for one needle most often, or for two or four, and the answers are learnt from as any other text
-is. How far back each is defined is drawn first, evenly on a logarithmic scale from 64 tokens to the whole document: a
-model learns to look back at what is near, and then further. A quarter of the documents are as in evaluation: their last
+is. How far back each is defined is drawn first, evenly on a logarithmic scale from 64 tokens to the whole document: some
+are near, and some as far as evaluation asks. A quarter of the documents are as in evaluation: their last
 tenth is questions, and definitions are anywhere before. The names and uids are none of those that evaluation draws.
 """
 
@@ -31,7 +31,7 @@ _END = 1 / 10
 _NEAREST = 64
 """Tokens, about, from a definition to its question."""
 _ASKED_TOGETHER = {1: 6, 2: 1, 4: 1}
-"""Needles that a file asks for, and how often. A single call is always as far behind its import: easy to copy."""
+"""Needles that a file asks for, and how often. A single call is always as far behind its import."""
 
 
 class NeedleDocuments:

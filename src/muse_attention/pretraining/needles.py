@@ -11,8 +11,7 @@
 
 The words are the key, the uid is the value: a model that has read the first file can complete the uid in the second,
 and no other can. The token before a uid is the last one of a word, not an underscore that stands before every uid: a
-model that looks up what came after the same token before has the answer. That is the first thing that a model learns to
-do over a distance, and with words of one token, each in one name, it is all that is needed.
+model that looks up what came after the same token before has the answer, if words are one token, each in one name.
 
 A uid is eight decimal digits between a letter and what is no digit. Tokenizers keep digits apart from both, so a prompt
 that ends before the uid has the tokens it would have in one text with it; a tokenizer that does otherwise is refused.
