@@ -507,7 +507,7 @@ def test_distances_are_even_on_a_logarithmic_scale(corpus: Corpus, decode: Any) 
 
 
 def test_needle_documents_are_fast(corpus: Corpus) -> None:
-    """One of 16k tokens takes some 20 ms."""
+    """One of 16k tokens takes some 30 ms."""
     documents = NeedleDocuments(corpus, 16383, share=1.0)
 
     def seconds() -> float:
@@ -516,7 +516,7 @@ def test_needle_documents_are_fast(corpus: Corpus) -> None:
             documents.make(number)
         return (time.process_time() - began) / 4
 
-    assert min(seconds() for _ in range(3)) < 0.1
+    assert min(seconds() for _ in range(3)) < 0.15
 
 
 def test_needle_documents_are_a_pure_function(corpus: Corpus) -> None:

@@ -2,9 +2,9 @@
 
 Such a document is files of the training split, with definitions and questions among them that are two thirds of it. A
 file of questions asks for one needle most often, or for two or four, and the answers are learnt from as any other text
-is. How far back each is defined is drawn first, evenly on a logarithmic scale from 64 tokens to the whole document: some
-are near, and some as far as evaluation asks. A quarter of the documents are as in evaluation: their last
-tenth is questions, and definitions are anywhere before. The names and uids are none of those that evaluation draws.
+is. How far back each is defined is drawn first, evenly on a logarithmic scale from 64 tokens to the whole document. A
+quarter of the documents are as in evaluation: their last tenth is questions, and definitions are anywhere before. The
+names and uids are none of those that evaluation draws.
 """
 
 from __future__ import annotations
