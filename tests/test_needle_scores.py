@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.evaluation import needle_results, needle_scores
-from muse_attention.evaluation.needle_report import as_csv, depth_table, markdown_report, summary_table
+from muse_attention.evaluation.needle_report import as_csv, depth_table, html_report, markdown_report, summary_table
 from muse_attention.evaluation.needle_results import Outcome, Results, Settings, Task, measure, plan, read_results
 from muse_attention.evaluation.needle_scores import Answer, answer
 from muse_attention.evaluation.needle_statistics import (
@@ -121,10 +123,11 @@ def test_generation_is_that_of_transformers(tokenizer: Tokenizer, words: Any, sa
     assert not found.is_exact
 
 
+@pytest.mark.parametrize("make_model", [needle_llama, decoder])
 def test_the_first_token_is_predicted_by_the_attention_under_test(
-    tokenizer: Tokenizer, words: Any, samples: NeedleSamples, monkeypatch: pytest.MonkeyPatch
+    make_model: Any, tokenizer: Tokenizer, words: Any, samples: NeedleSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, sample = needle_llama(tokenizer), samples.make("single", LENGTH, 3, 0)
+    model, sample = make_model(tokenizer), samples.make("single", LENGTH, 3, 0)
     seen: list[Tensor] = []
     inner = needle_scores._answer
     monkeypatch.setattr(needle_scores, "_answer", lambda *given: seen.append(given[3]) or inner(*given))
@@ -136,12 +139,13 @@ def test_the_first_token_is_predicted_by_the_attention_under_test(
 
 
 @pytest.mark.filterwarnings("ignore::muse_attention.huggingface.ExactAttentionWarning")
+@pytest.mark.parametrize("make_model", [needle_llama, decoder])
 @pytest.mark.parametrize("name", ["muse:QK4R1B2k", "muse:QK4R4SP8B128"])
 def test_muse_that_attends_to_everything_answers_the_same(
-    name: str, tokenizer: Tokenizer, words: Any, samples: NeedleSamples
+    make_model: Any, name: str, tokenizer: Tokenizer, words: Any, samples: NeedleSamples
 ) -> None:
     """In one block, or because every bucket is retrieved."""
-    model, sample = needle_llama(tokenizer), samples.make("multi-query-2", LENGTH, 3, 0)
+    model, sample = make_model(tokenizer), samples.make("multi-query-2", LENGTH, 3, 0)
     for found, expected in zip(answer(model, words, sample, name), answer(model, words, sample, "exact"), strict=True):
         assert found.ranks == expected.ranks
         assert found.log_probability == pytest.approx(expected.log_probability, rel=1e-9)
@@ -205,6 +209,25 @@ def test_a_model_that_takes_one_needle_for_another(
     assert found.generated == words.decode(question.candidates[1])
     assert max(found.ranks) == 1
     assert all(other.is_exact for other in others), "each right answer is fed before the next question"
+
+
+@pytest.mark.parametrize(("widths", "is_right"), [((1, 1, 2, 4), True), ((1, 1, 1, 1), False)])
+def test_the_digits_count_and_not_their_tokens(
+    widths: tuple[int, ...], is_right: bool, tokenizer: Tokenizer, samples: NeedleSamples
+) -> None:
+    """As many tokens as the uid has: in another split they are all of its digits, or too few."""
+    sample = samples.make("single", LENGTH, 3, 0)
+    (question,) = sample.questions
+    uid, ends = question.needle.uid, list(itertools.accumulate(widths))
+    pieces = [uid[end - width : end] for width, end in zip(widths, ends, strict=True)]
+    other = Tokenizer.from_str(tokenizer.to_str())
+    other.add_tokens(pieces)
+    script = torch.from_numpy(sample.tokens.copy())
+    script[list(question.answer)] = torch.tensor(list(map(other.token_to_id, pieces)))
+    (found,) = answer(scripted(other, script), PreTrainedTokenizerFast(tokenizer_object=other), sample, "exact")
+    assert found.generated == "".join(pieces)
+    assert found.is_exact == is_right
+    assert max(found.ranks) == 1
 
 
 def test_a_model_that_is_indifferent_prefers_nothing(tokenizer: Tokenizer, words: Any, samples: NeedleSamples) -> None:
@@ -294,6 +317,16 @@ def test_tables() -> None:
     assert "depth 0.55, sample 9: RuntimeError: no" in report
 
 
+def test_reports_say_where_muse_was_exact() -> None:
+    results = hand_made()
+    report = markdown_report(results, title="Needles")
+    assert "MuSe is exact attention" not in report
+    for length in (4096, 2048, 8192):
+        results.outcomes[Task(0, length, "single", 0, "muse:QK4R1B4k")] = Outcome((made_up(0, True),))
+    assert "MuSe is exact attention: muse:QK4R1B4k at 2k, 4k\n" in markdown_report(results, title="Needles")
+    assert "MuSe is exact attention" in html_report(results, title="Needles", pictures={})
+
+
 def test_csv_has_a_line_for_every_question() -> None:
     rows = list(csv.DictReader(io.StringIO(as_csv(hand_made()))))
     assert len(rows) == 10
@@ -306,17 +339,18 @@ def test_csv_has_a_line_for_every_question() -> None:
 
 
 def test_any_part_of_a_run_is_a_fair_comparison() -> None:
-    tasks = plan({1024: ["exact", COARSE], 2048: ["exact"]}, ["single"], 2)
-    assert len(tasks) == len(set(tasks)) == 2 * 9 * 3
+    tasks = plan({1024: ["exact", COARSE], 2048: ["exact"]}, {1024: ["single"], 2048: ["single", "multi-key-2"]}, 2)
+    assert len(tasks) == len(set(tasks)) == 2 * 9 * 4
     assert tasks[:2] == [Task(0, 1024, "single", 0, "exact"), Task(0, 1024, "single", 0, COARSE)]
-    assert {task.number for task in tasks[:27]} == {0}
+    assert {task.number for task in tasks[:36]} == {0}
+    assert {task.length for task in tasks if task.kind == "multi-key-2"} == {2048}
 
 
 def test_a_sample_that_fails_is_kept_and_tried_again(
     tokenizer: Tokenizer, words: Any, samples: NeedleSamples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, path = needle_llama(tokenizer), tmp_path / "needles.json"
-    tasks = plan({LENGTH: ["exact"]}, ["single"], 1)[:3]
+    tasks = plan({LENGTH: ["exact"]}, {LENGTH: ["single"]}, 1)[:3]
     results = Results({}, SETTINGS)
 
     def fail(model: Any, words: Any, sample: Sample, attention: str) -> Any:
@@ -338,7 +372,7 @@ def test_a_run_can_be_interrupted_anywhere(
     tokenizer: Tokenizer, words: Any, samples: NeedleSamples, tmp_path: Path
 ) -> None:
     model = needle_llama(tokenizer)
-    tasks = plan({LENGTH: ["exact", COARSE]}, ["single"], 1)[:4]
+    tasks = plan({LENGTH: ["exact", COARSE]}, {LENGTH: ["single"]}, 1)[:4]
     whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
     measure(model, words, samples, tasks, Results({}, SETTINGS), whole)
 
@@ -422,6 +456,38 @@ def test_results_are_resumed_and_extended(folder: Path, measured: Path, options:
     assert "seed" in err
 
 
+@pytest.mark.parametrize("change", ["version", "haystack"])
+def test_results_of_other_samples_are_not_continued(
+    change: str, folder: Path, measured: Path, options: list[object], tmp_path: Path
+) -> None:
+    """Of another version of the texts, or with another last file in the haystack."""
+    shutil.copytree(measured, tmp_path / "out")
+    shutil.copytree(folder / "texts", tmp_path / "texts")
+    arguments = [tmp_path / "texts" if option == folder / "texts" else option for option in options]
+    assert run(*arguments, "--output", tmp_path / "out", "--resume")[0] == 0
+    if change == "version":
+        file = tmp_path / "out" / "tiny.json"
+        document = json.loads(file.read_text())
+        del document["settings"]["version"]
+        file.write_text(json.dumps(document))
+    else:
+        last = sorted((tmp_path / "texts").rglob("*.py"))[-1]
+        last.write_text(last.read_text()[:-1] + "?")
+    code, _, err = run(*arguments, "--output", tmp_path / "out", "--resume")
+    assert code == 2
+    assert "cannot resume tiny.json" in err
+    assert ("version differ" if change == "version" else "fingerprint differ") in err
+
+
+def test_kinds_without_room_are_left_out(options: list[object], tmp_path: Path) -> None:
+    code, _, err = run(*options, "--output", tmp_path, "--length", "640,1k", "--kind", "single,multi-query-4")
+    assert code == 0
+    assert re.search(r"^muse: left out: multi-query-4 at 640, which needs \d{3} tokens$", err, re.MULTILINE)
+    results = read_results(tmp_path / "tiny.json")
+    found = {(task.length, task.kind) for task in results.outcomes}
+    assert found == {(640, "single"), (1024, "single"), (1024, "multi-query-4")}
+
+
 def test_an_interruption_says_how_to_go_on(
     options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,9 +517,12 @@ def test_failures_are_counted_and_the_rest_is_reported(
 
     monkeypatch.setattr(needle_results, "answer", fail)
     code, _, err = run(*options, "--output", tmp_path)
-    assert code == 0
+    assert code == 1
     assert "18 samples failed" in err
+    assert err.rstrip().endswith("--resume")
     assert "RuntimeError: no luck" in (tmp_path / "tiny.html").read_text()
+    code, _, _ = run(*options, "--output", tmp_path, "--resume")
+    assert code == 1, "what is asked for has failed again"
     monkeypatch.setattr(needle_results, "answer", lambda *given: 1 / 0)
     code, _, err = run(*options, "--output", tmp_path)
     assert code == 1

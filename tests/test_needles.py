@@ -35,15 +35,16 @@ from muse_attention.pretraining.needles import EVALUATION, TRAINING, Needle, Nee
 from muse_attention.pretraining.prepare import Settings, prepare
 from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.sources import texts_in
-from muse_attention.pretraining.tokenizer import read_tokenizer
+from muse_attention.pretraining.tokenizer import read_tokenizer, train_tokenizer
 from muse_attention.pretraining.training import make_batches, run_recipe, train
+from muse_attention.pretraining.words import ENOUGH, words_for
 from tests.needle_models import needle_haystack, needle_tokenizer, texts
 from tests.test_prepare import make, source, sources
 from tests.test_training import assert_same_run, stop_at
 
 LENGTH = 2048
-DEFINITION = re.compile(r"<filename>toolbox/(\w+)\.py\ndef (\w+)_(\d{8})\(\):\n")
-QUESTION = re.compile(r"from toolbox\.(\w+) import (\w+)_(\d{8})")
+DEFINITION = re.compile(r"<filename>toolbox/(\w+)\.py\ndef (\w+?)(\d{8})\(\):\n")
+QUESTION = re.compile(r"from toolbox\.(\w+) import (\w+?)(\d{8})")
 RECIPE: Recipe = override(
     tiny(),
     [
@@ -111,10 +112,10 @@ def test_every_needle_is_defined_once_and_its_uid_is_nowhere_else(samples: Needl
 
 def test_a_prompt_ends_right_before_its_uid(samples: NeedleSamples, decode: Any) -> None:
     for sample in all_samples(samples):
-        assert decode(sample.prompt).endswith(f"import {sample.questions[0].needle.name}_")
+        assert decode(sample.prompt).endswith(f"import {sample.questions[0].needle.name}")
         for question in sample.questions:
             before, answer = sample.tokens[: question.answer.start], sample.tokens[list(question.answer)]
-            assert decode(before).endswith(f"from toolbox.{question.needle.name} import {question.needle.name}_")
+            assert decode(before).endswith(f"from toolbox.{question.needle.name} import {question.needle.name}")
             assert decode(answer) == question.needle.uid
 
 
@@ -185,7 +186,8 @@ def test_a_sample_is_a_pure_function(haystack: Haystack, tokenizer: Tokenizer) -
     assert tokens() == first
     others = [tokens(kind="multi-key-2"), tokens(length=1024), tokens(bucket=5), tokens(number=1), tokens(seed=1)]
     assert all(other != first for other in others)
-    uids = [NeedleSamples(tokenizer, haystack).make("single", LENGTH, 4, n).questions[0].needle.uid for n in range(30)]
+    samples = NeedleSamples(tokenizer, haystack)
+    uids = [samples.make("single", LENGTH, 4, number).questions[0].needle.uid for number in range(30)]
     assert len(set(uids)) == 30
 
 
@@ -206,16 +208,20 @@ def test_a_uid_that_the_haystack_has_is_not_asked_for(tokenizer: Tokenizer) -> N
     assert uid in tokenizer.decode(sample.prompt.tolist())
 
 
-def test_long_samples_are_fast(tokenizer: Tokenizer) -> None:
-    """More than 20 of 64k tokens in a second."""
-    haystack = TextHaystack("repeated", needle_haystack(tokenizer).files * 20)
+@pytest.mark.parametrize("of_a_corpus", [False, True])
+def test_long_samples_are_fast(of_a_corpus: bool, tokenizer: Tokenizer, corpus: Corpus) -> None:
+    """More than 20 of 64k tokens in a second of a processor."""
+    haystack: Haystack = TextHaystack("repeated", needle_haystack(tokenizer).files * 20)
+    if of_a_corpus:
+        haystack = CorpusHaystack(corpus, HELD_OUT)
+        haystack.tokens = 65536  # its files are read again and again
     samples = NeedleSamples(tokenizer, haystack)
 
     def seconds() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         for number, kind in enumerate(KINDS):
             samples.make(kind, 65536, number, number)
-        return (time.perf_counter() - began) / len(KINDS)
+        return (time.process_time() - began) / len(KINDS)
 
     assert min(seconds() for _ in range(3)) < 1 / 20
 
@@ -253,10 +259,11 @@ def test_the_shortest_length_is_enough_for_every_sample(samples: NeedleSamples, 
 
 def test_a_tokenizer_that_joins_digits_with_their_neighbours_is_refused() -> None:
     letters = {chr(code): number for number, code in enumerate((10, *range(32, 127)))}
-    joined = {**letters, **{f"_{digit}": len(letters) + digit for digit in range(10)}}
-    tokenizer = Tokenizer(models.BPE(joined, [("_", str(digit)) for digit in range(10)]))
-    with pytest.raises(ValueError, match="joins digits with what is around them"):
-        NeedleWriter(tokenizer).questions([Needle("amber_river", "12345678")])
+    for joined in (("x", "4"), ("4", "\n")):
+        vocabulary = {**letters, "".join(joined): len(letters)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, [joined]))
+        with pytest.raises(ValueError, match="joins digits with what is around them"):
+            NeedleWriter(tokenizer).questions([Needle("amber_river", "12345674")])
     plain = NeedleWriter(Tokenizer(models.BPE(letters, [])))
     assert plain.tokens_per_uid == 8
 
@@ -268,16 +275,58 @@ def test_without_delimiters_a_path_is_a_comment() -> None:
     sample = NeedleSamples(tokenizer, haystack).make("single", 4096, 3, 0)
     text = "".join(tokenizer.id_to_token(token) for token in sample.tokens)
     needle = sample.questions[0].needle
-    assert f"\n\n# toolbox/{needle.name}.py\ndef {needle.name}_{needle.uid}():\n" in text
+    assert f"\n\n# toolbox/{needle.name}.py\ndef {needle.name}{needle.uid}():\n" in text
     assert text.startswith("\n\n# package/module")
 
 
-def test_all_uids_have_the_same_number_of_tokens(tokenizer: Tokenizer) -> None:
+def test_words_are_one_token_each_where_there_are_enough() -> None:
+    plain = words_for(train_tokenizer(["x"], 300))
+    assert len(set(plain)) == len(plain) > ENOUGH
+    assert {"amber", "river"} <= set(plain)
+
+    def trained(words: tuple[str, ...]) -> Tokenizer:
+        return train_tokenizer([f" {word}/{word}" for word in words] * 3, 4000)
+
+    tokenizer = trained(plain[: ENOUGH + 20])
+    known = words_for(tokenizer)
+    assert set(known) >= set(plain[:ENOUGH])
+    for word in known:
+        assert len(tokenizer.encode(word).ids) == len(tokenizer.encode(f" {word}").ids) == 1
+    assert words_for(trained(plain[: ENOUGH // 2])) == plain
+    assert words_for(train_tokenizer([f"/{word}" for word in plain] * 3, 4000)) == plain, "not behind a space"
+
+
+def test_no_word_is_in_two_names_while_there_are_enough(tokenizer: Tokenizer) -> None:
+    writer = NeedleWriter(tokenizer)
+    supply = len(writer.words) // 2
+    for purpose in (TRAINING, EVALUATION):
+        needles = writer.draw(random.Random(0), purpose, 3 * supply)
+        words = [word for needle in needles[: supply - 10] for word in needle.name.split("_")]
+        assert len(set(words)) == len(words)
+        assert set(words) <= set(writer.words)
+        assert len({needle.name for needle in needles}) == 3 * supply
+
+
+def test_all_uids_are_split_alike_and_begin_with_different_tokens(tokenizer: Tokenizer) -> None:
     writer = NeedleWriter(tokenizer)
     uids = writer.draw_uids(random.Random(0), EVALUATION, 50)
-    assert {len(writer.uid(Needle("amber_river", uid))) for uid in uids} == {writer.tokens_per_uid}
-    lengths = {len(tokenizer.encode(str(uid)).ids) for uid in range(10**7, 10**8, 10**6 + 1)}
-    assert len(lengths) > 1, "else there is nothing to choose from"
+    written = [writer.uid(Needle("amber_river", uid)) for uid in uids]
+    assert {len(tokens) for tokens in written} == {writer.tokens_per_uid}
+    assert len({tuple(len(tokenizer.decode([token])) for token in tokens) for tokens in written}) == 1
+    assert len({int(tokens[0]) for tokens in written}) == 50
+    splits = {
+        tuple(last - first for first, last in tokenizer.encode(str(uid)).offsets)
+        for uid in range(10**7, 10**8, 10**6 + 1)
+    }
+    assert len(splits) > 1, "else there is nothing to choose from"
+
+
+def test_first_tokens_repeat_evenly_when_there_are_no_others() -> None:
+    letters = {chr(code): number for number, code in enumerate((10, *range(32, 127)))}
+    uids = NeedleWriter(Tokenizer(models.BPE(letters, []))).draw_uids(random.Random(0), TRAINING, 27)
+    firsts = [uid[0] for uid in uids]
+    assert sorted(firsts) == sorted("123456789" * 3)
+    assert len(set(uids)) == 27
 
 
 def test_no_needle_is_longer_than_the_longest(tokenizer: Tokenizer) -> None:
@@ -374,14 +423,14 @@ def test_training_and_evaluation_have_no_name_in_common(tokenizer: Tokenizer) ->
     training, evaluation = (
         {needle.name for needle in writer.draw(random.Random(0), purpose, 1500)} for purpose in (TRAINING, EVALUATION)
     )
-    assert len(training) == len(evaluation) == 1500, "of 6,500 names: without a rule there would be hundreds in both"
+    assert len(training) == len(evaluation) == 1500, "of 27,000 names: without a rule there would be dozens in both"
     assert not training & evaluation
 
 
 def test_training_and_evaluation_have_no_uid_in_common(tokenizer: Tokenizer) -> None:
     class FewNumbers(random.Random):
-        def randrange(self, *limits: Any) -> int:  # type: ignore[override]
-            return 12345600 + super().randrange(400)
+        def choice(self, pieces: Any) -> Any:
+            return super().choice(pieces[:3])
 
     writer = NeedleWriter(tokenizer)
     training, evaluation = (set(writer.draw_uids(FewNumbers(0), purpose, 30)) for purpose in (TRAINING, EVALUATION))
@@ -389,24 +438,85 @@ def test_training_and_evaluation_have_no_uid_in_common(tokenizer: Tokenizer) -> 
     assert not training & evaluation
 
 
+def asked_in(text: str) -> list[tuple[str, int, int]]:
+    """The name, where it is defined and where it is asked for, of every question, in characters."""
+    defined = {(match[1], match[3]): match.start() for match in DEFINITION.finditer(text)}
+    return [(match[1], defined[match[1], match[3]], match.start()) for match in QUESTION.finditer(text)]
+
+
+def is_asked_at_the_end(text: str) -> bool:
+    return text.rindex("\ndef ") < text.index("<filename>check_toolbox.py")
+
+
 def test_needle_documents_ask_for_what_was_defined_before(corpus: Corpus, decode: Any) -> None:
     documents = NeedleDocuments(corpus, 4095, share=1.0)
-    distances, together = set(), set()
+    together = set()
     for number in range(20):
         tokens = documents.make(number)
         assert tokens.shape == (4096,)
         text = decode(tokens)
-        defined = {(match[1], match[3]): match.start() for match in DEFINITION.finditer(text)}
-        asked = list(QUESTION.finditer(text))
-        assert len(asked) == len(defined) == 15
-        for question in asked:
-            assert question[1] == question[2]
-            distances.add((question.start() - defined[question[1], question[3]]) // 1000)
-            assert question.start() > defined[question[1], question[3]]
-            assert text.count(f"{question[2]}_{question[3]}()") == 2, "defined, and called behind the import"
+        asked = asked_in(text)
+        assert len({name for name, _, _ in asked}) == len(asked) == len(DEFINITION.findall(text)) > 10
+        for name, defined, question in asked:
+            assert defined < question
+            assert len(re.findall(rf"{name}\d{{8}}\(\)", text)) == 2, "defined, and called behind the import"
         together |= {file.count("import ") for file in re.findall(r"<filename>check_toolbox\.py\n[^<]*", text)}
-    assert together == {1, 2, 3, 4} or together == {1, 2, 4}
-    assert len(distances) > 4
+    assert together == {1, 2, 4}
+
+
+def test_needles_fill_two_thirds_of_a_document(corpus: Corpus, tokenizer: Tokenizer, decode: Any) -> None:
+    documents = NeedleDocuments(corpus, 4095, share=1.0)
+    mark, own = tokenizer.token_to_id("<filename>"), re.compile(r"<filename>(toolbox/|check_toolbox)")
+    for number in range(20):
+        tokens = documents.make(number).numpy()
+        files = np.split(tokens, np.flatnonzero(tokens == mark))
+        filled = sum(len(file) for file in files if own.match(decode(file))) / 4096
+        assert is_asked_at_the_end(decode(tokens)) or 0.55 < filled <= 2 / 3
+
+
+def test_the_questions_of_a_quarter_of_the_documents_are_in_their_last_tenth(corpus: Corpus, decode: Any) -> None:
+    documents = NeedleDocuments(corpus, 2047, share=1.0)
+    at_the_end, depths = 0, []
+    for number in range(120):
+        tokens = documents.make(number)
+        text = decode(tokens)
+        if is_asked_at_the_end(text):
+            at_the_end += 1
+            assert text.index("<filename>check_toolbox.py") >= len(decode(tokens[: int(0.9 * 2048)]))
+            depths += [defined / len(text) for _, defined, _ in asked_in(text)]
+    assert abs(at_the_end - 30) < 5 * (120 * 0.25 * 0.75) ** 0.5
+    assert min(depths) < 0.1
+    assert max(depths) > 0.8
+    assert 0.35 < sum(depths) / len(depths) < 0.55, "anywhere before"
+
+
+def test_distances_are_even_on_a_logarithmic_scale(corpus: Corpus, decode: Any) -> None:
+    """Of 8k tokens, from 64 on: seven doublings, each with as many questions as the others, about."""
+    documents = NeedleDocuments(corpus, 8191, share=1.0)
+    distances = []
+    for number in range(40):
+        text = decode(documents.make(number))
+        if not is_asked_at_the_end(text):
+            distances += [(question - defined) * 8192 / len(text) for _, defined, question in asked_in(text)]
+    # Definition and question are next to a distance, and within it: near ones are longer than they were drawn.
+    octaves = np.histogram(distances, [0, 256, 512, 1024, 2048, 4096, 8192])[0] / len(distances)
+    assert (octaves[1:] > 0.07).all()
+    assert 0.15 < octaves[0] < 0.45
+    assert min(distances) < 150
+    assert max(distances) > 7000
+
+
+def test_needle_documents_are_fast(corpus: Corpus) -> None:
+    """One of 16k tokens takes some 30 ms."""
+    documents = NeedleDocuments(corpus, 16383, share=1.0)
+
+    def seconds() -> float:
+        began = time.process_time()
+        for number in range(4):
+            documents.make(number)
+        return (time.process_time() - began) / 4
+
+    assert min(seconds() for _ in range(3)) < 0.15
 
 
 def test_needle_documents_are_a_pure_function(corpus: Corpus) -> None:
@@ -470,9 +580,15 @@ def test_mistakes_in_a_recipe(change: str, message: str) -> None:
 
 
 def test_too_short_a_length_is_known_before_training(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needle documents of 32 tokens have no room for needles; choose more"):
+    with pytest.raises(ValueError, match="needle documents of 32 tokens have no room for needles; choose a") as raised:
         train(corpus, override(RECIPE, ["length=32"]), tmp_path / "short")
     assert not (tmp_path / "short").exists()
+    shortest = int(str(raised.value).rsplit(maxsplit=1)[-1])
+    documents = NeedleDocuments(corpus, shortest, share=1.0)
+    for number in range(200):
+        assert documents.make(number).shape == (shortest + 1,)
+    with pytest.raises(ValueError, match=f"at least {shortest}"):
+        NeedleDocuments(corpus, shortest - 1, share=1.0)
 
 
 def test_the_mixture_is_an_option_of_the_command(corpus: Corpus, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import torch
 import typer
 from rich.table import Table
@@ -48,6 +49,7 @@ from muse_attention.evaluation.needle_report import (
 from muse_attention.evaluation.needle_results import (
     Results,
     Settings,
+    Task,
     measure,
     plan,
     read_results,
@@ -61,7 +63,8 @@ from muse_attention.files import replace_file
 from muse_attention.plots import plot_share_by_depth
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.pretraining.corpus import HELD_OUT, read_corpus
-from muse_attention.pretraining.haystacks import CorpusHaystack, Haystack, TextHaystack, bury, check_enough
+from muse_attention.pretraining.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
+from muse_attention.pretraining.needles import VERSION
 from muse_attention.pretraining.tokenizer import read_tokenizer
 from muse_attention.sizes import format_size, parse_sizes
 
@@ -71,8 +74,6 @@ if TYPE_CHECKING:
 
 _TEXT_TOKENS = 2**20
 """Of a haystack of texts, unless four times the longest context is more."""
-_HAYSTACK_LOOKED_AT = 2**16
-"""Tokens, for the fingerprint."""
 
 
 @evaluations.command()
@@ -130,16 +131,19 @@ def needles(
         subject = _open(model, corpus, texts, lengths, kinds, seed, place)
         make_folder(output)
         results = start_results(subject.settings, path, resume=resume)
-        tasks = plan(attentions, kinds, samples_per_depth)
+        tasks = plan(attentions, subject.kinds, samples_per_depth)
         missing = results.missing(tasks)
         command = spell(name_of(model), corpus and Path(corpus.name), [Path(file.name) for file in texts])
         if missing and command not in results.commands:
             results.commands.append(command)
         with progress_bar(len(missing)) as on_step:
             measure(subject.model, subject.tokenizer, subject.samples, tasks, results, path, on_step=on_step)
-        _tell_failures(results)
-        console.print(_table(results))
-        write_needle_reports(results, path)
+        failed = _tell_failures(results, tasks, again)
+        if any(not outcome.error for outcome in results.outcomes.values()):
+            console.print(_table(results))
+            write_needle_reports(results, path)
+        if failed:
+            raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,8 @@ class _Subject:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     samples: NeedleSamples
+    kinds: dict[int, list[str]]
+    """that have room, by length"""
     settings: Settings
 
 
@@ -173,19 +179,35 @@ def _open(
         haystack = _corpus_haystack(backend, corpus)
     check_enough(haystack, max(lengths))
     samples = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids, seed=seed)
-    for tokens in lengths:
-        for kind in kinds:
-            samples.make(kind, tokens, 0, 0)  # what there is no room for should be known before anything is measured
-    looked_at = torch.from_numpy(bury(haystack, 0, min(_HAYSTACK_LOOKED_AT, haystack.tokens), ()))
+    # The words for a corpus have its fingerprint; those for texts do not say what is in them.
+    looked_at = np.concatenate(haystack.files) if isinstance(haystack, TextHaystack) else np.empty(0, np.int64)
     settings = Settings(
         model=describe_model(name_of(model), loaded),
         haystack=haystack.source,
         seed=seed,
         device=place.device,
         dtype=place.dtype,
-        fingerprint=take_fingerprint(loaded, looked_at),
+        fingerprint=take_fingerprint(loaded, torch.from_numpy(looked_at)),
+        version=VERSION,
     )
-    return _Subject(loaded, tokenizer, samples, settings)
+    return _Subject(loaded, tokenizer, samples, _with_room(samples, lengths, kinds), settings)
+
+
+def _with_room(samples: NeedleSamples, lengths: Sequence[int], kinds: Sequence[str]) -> dict[int, list[str]]:
+    """The kinds that can be made at each length. The others are told; a ValueError if there are no other ones."""
+    shortest = {kind: samples.shortest(kind) for kind in kinds}
+    found = {length: [kind for kind in kinds if shortest[kind] <= length] for length in lengths}
+    if not any(found.values()):
+        samples.make(min(kinds, key=shortest.__getitem__), max(lengths), 0, 0)  # raises, and says what it needs
+    left_out = [
+        f"{kind} at {format_size(length)}, which needs {shortest[kind]} tokens"
+        for length in lengths
+        for kind in kinds
+        if kind not in found[length]
+    ]
+    if left_out:
+        say(f"left out: {'; '.join(left_out)}")
+    return found
 
 
 def _text_haystack(tokenizer: Tokenizer, texts: Sequence[Path], enough: int) -> Haystack:
@@ -249,13 +271,16 @@ def _table(results: Results) -> Table:
     return table
 
 
-def _tell_failures(results: Results) -> None:
-    failed = failures(results)
+def _tell_failures(results: Results, tasks: Sequence[Task], again: str) -> bool:
+    """Whether there are any among the samples that were asked for."""
+    failed = [task for task in tasks if results.outcomes[task].error]
     if failed:
-        task, error = failed[0]
-        say(f"{len(failed)} samples failed, one of {task.length} tokens under {task.attention} among them: {error}")
-    if len(failed) == len(results.outcomes):
-        raise typer.Exit(1)
+        task, error = failed[0], results.outcomes[failed[0]].error
+        say(
+            f"{len(failed)} samples failed, one of {task.length} tokens under {task.attention} among them: {error}; "
+            f"ask them again with: {again}"
+        )
+    return bool(failed)
 
 
 def write_needle_reports(results: Results, path: Path) -> None:

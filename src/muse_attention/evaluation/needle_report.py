@@ -7,7 +7,7 @@ import io
 import statistics
 from collections.abc import Mapping
 
-from muse_attention.evaluation.attentions import in_words
+from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.needle_results import Results
 from muse_attention.evaluation.needle_statistics import (
@@ -37,7 +37,7 @@ _TASK = (
     "asks for 2 or 4, one after another, each right answer being fed before the next question."
 )
 _MEASURED = (
-    "Exact match: greedy generation gives all tokens of the uid. Right of 8: the uid is more probable than each of "
+    "Exact match: greedy generation gives the uid. Right of 8: the uid is more probable than each of "
     "seven others, those of the prompt and random ones, so chance is 12.5%. n counts questions; ± is the binomial "
     "standard error, as in the paper, which is 0 where all are right or none is, and takes the questions of one sample "
     "for independent. Against exact: the difference in percentage points on the same samples, ± its standard error "
@@ -225,6 +225,18 @@ def _facts(results: Results) -> list[str]:
         f"Machine: {hardware}",
         f"Versions: {versions}",
     ]
+    if same := _exact_in_one_block(results):
+        lines.append(f"One block is the whole context, so MuSe is exact attention: {'; '.join(same)}")
     if failed := failures(results):
         lines.append(f"Failed: {len(failed)} of {len(results.outcomes)} samples")
     return lines
+
+
+def _exact_in_one_block(results: Results) -> list[str]:
+    """MuSe and the lengths at which it approximates nothing."""
+    lengths: dict[str, list[int]] = {}
+    for attention, length in sorted({(task.attention, task.length) for task in results.outcomes}):
+        config = muse_config(attention)
+        if config is not None and config.block_size >= length:
+            lengths.setdefault(attention, []).append(length)
+    return [f"{attention} at {', '.join(map(format_size, found))}" for attention, found in lengths.items()]

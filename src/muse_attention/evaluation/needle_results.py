@@ -39,6 +39,8 @@ class Settings:
     dtype: str
     fingerprint: str = ""
     """of the weights and the haystack: models and texts that words do not tell apart"""
+    version: int = 1
+    """of the texts of needles"""
 
 
 @dataclass(frozen=True, order=True)
@@ -73,8 +75,10 @@ class Results:
         return [task for task in tasks if task not in self.outcomes or self.outcomes[task].error]
 
 
-def plan(attentions: Mapping[int, Sequence[str]], kinds: Sequence[str], samples_per_depth: int) -> list[Task]:
-    """Every kind at every length and depth, under the attentions of that length.
+def plan(
+    attentions: Mapping[int, Sequence[str]], kinds: Mapping[int, Sequence[str]], samples_per_depth: int
+) -> list[Task]:
+    """Every length and depth, in the kinds and under the attentions of that length.
 
     All of them see a sample before the next, and all depths have one before any has two: any part is a fair comparison.
     """
@@ -82,7 +86,7 @@ def plan(attentions: Mapping[int, Sequence[str]], kinds: Sequence[str], samples_
         Task(number, length, kind, bucket, attention)
         for number in range(samples_per_depth)
         for length, names in attentions.items()
-        for kind in kinds
+        for kind in kinds[length]
         for bucket in range(BUCKETS)
         for attention in names
     ]

@@ -7,6 +7,7 @@ uid is fed, whatever the model would have said, and the next question follows.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ class Answer:
     generated: str
     """greedily, as many tokens as the uid has"""
     is_exact: bool
-    """whether all of these are the uid's"""
+    """whether the digits that this begins with are the uid, in whatever tokens"""
     is_preferred: bool
     """whether the uid is more probable than every other candidate"""
     log_probability: float
@@ -85,18 +86,22 @@ def _answer(
         raise ValueError(f"a probability is not a finite number in {model.dtype}; use another dtype")
     right, uid = parts[0][0], candidates[0]
     ranks = (right > right.gather(1, uid[:, None])).sum(1).tolist()
-    generated = _generate(model, right, uid, cache)
+    generated = tokenizer.decode(_generate(model, right, uid, cache))
     margin = float(totals[0] - totals[1:].max())
     return Answer(
         bucket=question.bucket,
         uid=question.needle.uid,
-        generated=tokenizer.decode(generated),
-        is_exact=generated == uid.tolist(),
+        generated=generated,
+        is_exact=_leading_digits(generated) == question.needle.uid,
         is_preferred=margin > 0,
         log_probability=float(totals[0]),
         margin=margin,
         ranks=tuple(ranks),
     )
+
+
+def _leading_digits(text: str) -> str:
+    return "".join(itertools.takewhile(str.isdecimal, text))
 
 
 def _log_probabilities(model: PreTrainedModel, candidates: Tensor, last: Tensor, cache: DynamicCache) -> Tensor:

@@ -98,8 +98,7 @@ class NeedleSamples:
         check_enough(self._haystack, length)
         if not 0 <= bucket < BUCKETS:
             raise ValueError(f"there is no depth bucket {bucket}; they are 0 to {BUCKETS - 1}")
-        shortest = self.shortest(kind)
-        if length < shortest:
+        if length < (shortest := self.shortest(kind)):
             raise ValueError(
                 f"a tenth of {length} tokens has no room for the needles of {kind}; choose at least {shortest}"
             )

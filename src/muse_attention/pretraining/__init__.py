@@ -9,7 +9,8 @@ Data, from sources to samples:
 4. `shards.py`: tokens on disk. `corpus.py`: the manifest, and reading what it lists.
 5. `prepare.py`: all of that, in order.
 6. `batches.py`: samples of a corpus, each a pure function of the seed, the step and the rank.
-7. `mixture.py`: needle documents among them, of `needles.py` hidden in files of `haystacks.py`.
+7. `mixture.py`: needle documents among them, of `needles.py` hidden in files of `haystacks.py`; `words.py`: their
+   names.
 
 The model: `decoder.py`, with `configuration.py`, `sliding_window.py` and `chunked_loss.py`.
 

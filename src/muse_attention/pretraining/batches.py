@@ -77,10 +77,6 @@ class Batches:
         """(batch / ranks, length + 1) int64"""
         return torch.stack([self._sample(number) for number in self._numbers(step, rank)])
 
-    def indices(self, step: int, rank: int = 0) -> list[int]:
-        """The windows of one rank, those in whose place the mixture stands included."""
-        return [self._index(number) for number in self._numbers(step, rank)]
-
     def _numbers(self, step: int, rank: int) -> range:
         """Which samples of the whole run they are."""
         if step < 0 or not 0 <= rank < self.ranks:
@@ -93,10 +89,6 @@ class Batches:
         if self.mixture is not None and self.mixture.replaces(number):
             return self.mixture.make(number)
         return self.windows[self._index(number)]
-
-    def epoch(self, step: int) -> float:
-        """How often every window was taken before this step, on average."""
-        return step * self.batch / len(self.windows)
 
     def _index(self, number: int) -> int:
         epoch, position = divmod(number, len(self.windows))

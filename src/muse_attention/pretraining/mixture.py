@@ -1,26 +1,37 @@
-"""Needle documents among the samples of a corpus, so that even a small model learns to retrieve.
+"""Needle documents among the samples of a corpus, made for a model to learn retrieval from.
 
-Such a document is files of the training split with many definitions and many questions among them, one of each for
-every 256 tokens, but at most 64. A file of questions asks for one, two or four needles, defined anywhere before it, and
-the answers are learnt from as any other text is. The names and uids are none of those that evaluation draws.
+Such a document is files of the training split, with definitions and questions among them that are two thirds of it. A
+file of questions asks for one needle most often, or for two or four, and the answers are learnt from as any other text
+is. How far back each is defined is drawn first, evenly on a logarithmic scale from 64 tokens to the whole document. A
+quarter of the documents are as in evaluation: their last tenth is questions, and definitions are anywhere before. The
+names and uids are none of those that evaluation draws.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from muse_attention.pretraining.corpus import TRAIN, Corpus
 from muse_attention.pretraining.haystacks import CorpusHaystack, Tokens, bury, check_enough
-from muse_attention.pretraining.needles import TRAINING, NeedleWriter
+from muse_attention.pretraining.needles import TRAINING, Needle, NeedleWriter
 from muse_attention.pretraining.tokenizer import read_tokenizer
 
-_TOKENS_PER_NEEDLE = 256
-_MOST_NEEDLES = 64
-_ASKED_TOGETHER = (1, 2, 4)
+_FILLED = 2 / 3
+"""Share of a document that is needles."""
+_ASKED_AT_THE_END = 1 / 4
+"""Share of the documents whose questions are all at the end."""
+_END = 1 / 10
+"""Share of such a document that is questions."""
+_NEAREST = 64
+"""Tokens, about, from a definition to its question."""
+_ASKED_TOGETHER = {1: 6, 2: 1, 4: 1}
+"""Needles that a file asks for, and how often. A single call is always as far behind its import."""
 
 
 class NeedleDocuments:
@@ -33,7 +44,15 @@ class NeedleDocuments:
         self._share = share
         self._seed = seed
         check_enough(self._haystack, length)
-        self.make(0)  # too short a length is known before training begins
+        longest = self._writer.longest
+        self._definition = len(self._writer.definition(longest))
+        self._questions = {number: len(self._writer.questions([longest] * number).tokens) for number in _ASKED_TOGETHER}
+        """the most tokens of a file that asks for so many"""
+        shortest = len(self._writer.opening()) + self._definition + self._questions[1]
+        if length < shortest:
+            raise ValueError(
+                f"needle documents of {length} tokens have no room for needles; choose a length of at least {shortest}"
+            )
 
     def replaces(self, number: int) -> bool:
         """Whether this sample of the run is a needle document: so is `share` of them, by chance."""
@@ -44,10 +63,8 @@ class NeedleDocuments:
         """(length + 1,) int64, a pure function of the seed and the number."""
         rng = random.Random(f"{self._seed}/{TRAINING}/{self._length}/{number}")
         opening = self._writer.opening()
-        events = self._events(rng)
+        events = sorted(self._events(rng), key=lambda event: event[0])
         free = self._length + 1 - len(opening) - sum(len(tokens) for _, tokens in events)
-        if free < 0:
-            raise ValueError(f"needle documents of {self._length} tokens have no room for needles; choose more")
         placed, done = [(0, opening)], len(opening)
         for point, tokens in events:
             placed.append((done + int(point * free), tokens))
@@ -55,18 +72,38 @@ class NeedleDocuments:
         first = rng.randrange(len(self._haystack))
         return torch.from_numpy(bury(self._haystack, first, self._length + 1, placed))
 
-    def _events(self, rng: random.Random) -> list[tuple[float, Tokens]]:
-        """Definitions and questions, each at a share of the haystack, in order."""
-        number = min(max(1, self._length // _TOKENS_PER_NEEDLE), _MOST_NEEDLES)
-        needles = self._writer.draw(rng, TRAINING, number)
-        events = []
-        while needles:
-            together = needles[: rng.choice(_ASKED_TOGETHER)]
-            del needles[: len(together)]
-            *definitions, question = sorted(rng.random() for _ in range(len(together) + 1))
-            events += [
-                (point, self._writer.definition(needle)) for point, needle in zip(definitions, together, strict=True)
-            ]
-            asked = rng.sample(together, len(together))
-            events.append((question, self._writer.questions(asked).tokens))
-        return sorted(events, key=lambda event: event[0])
+    def _events(self, rng: random.Random) -> Iterator[tuple[float, Tokens]]:
+        """Definitions and questions, each at a share of the haystack."""
+        is_asked_at_the_end = rng.random() < _ASKED_AT_THE_END
+        for group in self._draw_groups(rng, is_asked_at_the_end):
+            if is_asked_at_the_end:
+                question, points = 1.0, [rng.random() for _ in group]
+            else:
+                distances = [self._draw_distance(rng) for _ in group]
+                question = rng.uniform(max(distances), 1)
+                points = [question - distance for distance in distances]
+            for point, needle in zip(points, group, strict=True):
+                yield point, self._writer.definition(needle)
+            yield question, self._writer.questions(rng.sample(group, len(group))).tokens
+
+    def _draw_groups(self, rng: random.Random, is_asked_at_the_end: bool) -> list[list[Needle]]:
+        """Needles that are asked for together, one group for each file of questions."""
+        if is_asked_at_the_end:
+            room, costs = self._length * _END, self._questions
+        else:
+            room = self._length * _FILLED
+            costs = {size: tokens + size * self._definition for size, tokens in self._questions.items()}
+        sizes: list[int] = []
+        while sum(sizes) + max(_ASKED_TOGETHER) <= self._writer.most:
+            fitting = [size for size, often in _ASKED_TOGETHER.items() if costs[size] <= room for _ in range(often)]
+            if not fitting:
+                break
+            sizes.append(rng.choice(fitting))
+            room -= costs[sizes[-1]]
+        sizes = sizes or [1]
+        needles = iter(self._writer.draw(rng, TRAINING, sum(sizes)))
+        return [[next(needles) for _ in range(size)] for size in sizes]
+
+    def _draw_distance(self, rng: random.Random) -> float:
+        """From a definition to its question, as a share of the document."""
+        return math.exp(rng.uniform(math.log(min(1.0, _NEAREST / self._length)), 0))

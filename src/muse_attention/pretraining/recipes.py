@@ -64,7 +64,7 @@ class Recipe:
     """of the initial weights and of the order of samples"""
     mixture: str = "none"
     """what is mixed into the corpus: nothing, or needle documents"""
-    mixture_share: float = 0.25
+    mixture_share: float = 0.5
     """of the sequences, if something is"""
     probe_every: int = 500
     """updates between two measurements of the attention's error; 0 for none"""

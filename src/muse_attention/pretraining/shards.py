@@ -1,4 +1,4 @@
-"""Tokens on disk: a stream of documents, cut into files of equal length that can be mapped into memory."""
+"""Tokens on disk: a stream of documents, cut into files of equal length."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class StreamWriter:
 
 
 def read_tokens(folder: Path, stream: Stream, start: int, stop: int, dtype: str) -> NDArray[Any]:
-    """Tokens from `start` to `stop` of the stream, through memory-mapped shards."""
+    """Tokens from `start` to `stop` of the stream."""
     if not 0 <= start <= stop <= stream.tokens:
         raise ValueError(f"there are no tokens {start} to {stop} in a stream of {stream.tokens}")
     little_endian = np.dtype(dtype).newbyteorder("<")
@@ -127,7 +127,8 @@ def read_tokens(folder: Path, stream: Stream, start: int, stop: int, dtype: str)
     for shard in stream.shards:
         low, high = max(start - first, 0), min(stop - first, shard.tokens)
         if low < high:
-            parts.append(np.memmap(folder / shard.file, little_endian, mode="r", shape=(shard.tokens,))[low:high])
+            offset = low * little_endian.itemsize
+            parts.append(np.fromfile(folder / shard.file, little_endian, high - low, offset=offset))
         first += shard.tokens
     return np.concatenate(parts)
 
