@@ -127,8 +127,11 @@ def read_tokens(folder: Path, stream: Stream, start: int, stop: int, dtype: str)
     for shard in stream.shards:
         low, high = max(start - first, 0), min(stop - first, shard.tokens)
         if low < high:
-            offset = low * little_endian.itemsize
-            parts.append(np.fromfile(folder / shard.file, little_endian, high - low, offset=offset))
+            path, offset = folder / shard.file, low * little_endian.itemsize
+            tokens = np.fromfile(path, little_endian, high - low, offset=offset)
+            if len(tokens) < high - low:
+                raise ValueError(f"{path} was cut short")
+            parts.append(tokens)
         first += shard.tokens
     return np.concatenate(parts)
 
