@@ -24,8 +24,10 @@ th, td { padding: .25rem .6rem; text-align: left; border-bottom: 1px solid #eee;
 th { border-bottom: 2px solid #888; font-weight: 600; vertical-align: bottom; }
 .number { text-align: right; }
 td.number { white-space: nowrap; }
-th { min-width: 5rem; max-width: 12rem; overflow-wrap: anywhere; }
-td { min-width: 5rem; max-width: 24rem; overflow-wrap: anywhere; }
+th { max-width: 12rem; overflow-wrap: anywhere; }
+td { max-width: 24rem; overflow-wrap: anywhere; }
+th:not(.number), td:not(.number) { min-width: 5rem; }
+th.number { min-width: 3.5rem; }
 .beside { display: flex; flex-wrap: wrap; gap: 1.5rem 2.5rem; align-items: flex-start; }
 .beside > div { min-width: 0; max-width: 100%; }
 .beside > div + div h3 { max-width: 24rem; }
