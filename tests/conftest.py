@@ -1,9 +1,16 @@
-"""Every test starts from the same seed, and leaves the other core to the other worker."""
+"""Every test starts from one seed, and leaves the other core to the other worker; what is slow to make is shared."""
+
+from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from muse_attention.pretraining.corpus import Corpus
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -13,3 +20,22 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A small one, which nobody may change."""
+    from tests.test_prepare import make
+
+    return make(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def whole_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `tests.training_runs.SMALL` that nothing has disturbed, and nobody may."""
+    from muse_attention.pretraining.training import train
+    from tests.training_runs import SMALL
+
+    output = tmp_path_factory.mktemp("whole")
+    train(corpus, SMALL, output)
+    return output

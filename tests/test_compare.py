@@ -43,7 +43,7 @@ from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import override, tiny
 from muse_attention.pretraining.training import train
 from tests.test_prepare import make
-from tests.test_training import SMALL, stop_at
+from tests.training_runs import SMALL, stop_at
 
 MUSE = "muse:Q4K4R1SP1B16"
 RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_every=2", "exact_tail=0"])

@@ -25,7 +25,7 @@ from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.schedule import EXACT
 from tests.test_prepare import SMALL as SMALL_CORPUS
 from tests.test_prepare import as_repositories, contents, sources
-from tests.test_training import SMALL
+from tests.training_runs import SMALL
 
 REAL_RECIPE = demo.demo_recipe
 

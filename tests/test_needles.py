@@ -40,7 +40,7 @@ from muse_attention.pretraining.training import make_batches, run_recipe, train
 from muse_attention.pretraining.words import ENOUGH, words_for
 from tests.needle_models import needle_haystack, needle_tokenizer, texts
 from tests.test_prepare import make, source, sources
-from tests.test_training import assert_same_run, stop_at
+from tests.training_runs import assert_same_run, stop_at
 
 LENGTH = 2048
 DEFINITION = re.compile(r"<filename>toolbox/(\w+)\.py\ndef (\w+?)(\d{8})\(\):\n")

@@ -23,17 +23,11 @@ from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.sliding_window import sliding_window_attention
 from muse_attention.pretraining.training import train
 from tests.closeness import assert_as_accurate_as_pytorch
-from tests.test_prepare import make
 from tests.test_sliding_window import dense, inputs
-from tests.test_training import SMALL, assert_same_run, losses, stop_at
+from tests.training_runs import SMALL, assert_same_run, losses, stop_at
 
 pytestmark = pytest.mark.gpu
 HALVES = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return make(tmp_path_factory.mktemp("corpus"))
 
 
 def with_gradients(out: Tensor, weights: Tensor, tensors: list[Tensor]) -> list[Tensor]:

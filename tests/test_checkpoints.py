@@ -1,0 +1,325 @@
+"""Checkpoints: a run goes on from them bit for bit, and one that is damaged or half written is never used."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+
+from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.recipes import override
+from muse_attention.pretraining.training import (
+    describe_last_good,
+    run_recipe,
+    train,
+)
+from tests.test_prepare import contents
+from tests.training_runs import SMALL, assert_same_run, losses, stop_at
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 7, 8])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(step: int, corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, SMALL, tmp_path, on_step=stop_at(step))
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [made for made in (2, 4, 6) if made < step][-2:]
+    train(corpus, SMALL, tmp_path, resume=True)
+    assert_same_run(tmp_path, whole_run)
+    train(corpus, SMALL, tmp_path, resume=True)
+    assert_same_run(tmp_path, whole_run)
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    """`kill -9` at random moments, until a run comes to its end."""
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(SMALL).items()]
+    command = [sys.executable, "-m", "muse_attention.cli", "train", str(corpus.folder), *fields, "--device", "cpu"]
+    command += ["--recipe", "tiny", "--output", str(tmp_path), "--resume"]
+    draw, kills = random.Random(0), 0
+    metrics = tmp_path / "metrics.jsonl"
+    for _ in range(5):
+        before = metrics.stat().st_ino if metrics.exists() else None
+        process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        if kills < 4:
+            while process.poll() is None and (not metrics.exists() or metrics.stat().st_ino == before):
+                time.sleep(0.001)  # the file is replaced when training starts
+            steps = len(metrics.read_text().splitlines()) + draw.choice([0, 1, 2])
+            while process.poll() is None and len(metrics.read_text().splitlines()) <= steps:
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 0.05))
+            process.send_signal(signal.SIGKILL)
+        _, err = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, err.decode()
+        kills += 1
+    assert kills >= 2
+    assert_same_run(tmp_path, whole_run)
+
+
+def test_what_changes_nothing_may_change(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, SMALL, tmp_path, on_step=stop_at(5))
+    train(corpus, override(SMALL, ["checkpoint_every=3", "keep=1", "probe_every=0"]), tmp_path, resume=True)
+    assert losses(tmp_path) == losses(whole_run)
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [8]
+
+
+def test_another_run_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"already; resume it, or choose another output"):
+        train(corpus, SMALL, whole_run)
+    with pytest.raises(ValueError, match=r"has peak_rate=0.003, not 0.1: it would not be the same run"):
+        train(corpus, override(SMALL, ["peak_rate=0.1"]), whole_run, resume=True)
+    with pytest.raises(ValueError, match="is of another corpus than"):
+        train(dataclasses.replace(corpus, fingerprint="0"), SMALL, whole_run, resume=True)
+    foreign = tmp_path / "foreign"
+    train(corpus, override(SMALL, ["seed=1"]), foreign)
+    shutil.copy(whole_run / "run.json", foreign / "run.json")
+    with pytest.raises(ValueError, match=r"step-00000008 has seed=1, not 0"):
+        train(corpus, SMALL, foreign, resume=True)
+
+
+def test_a_run_that_has_learnt_nothing_may_become_another(corpus: Corpus, tmp_path: Path) -> None:
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            train(corpus, override(SMALL, [f"seed={1 + resume}"]), tmp_path, resume=resume, on_step=stop_at(1))
+        assert run_recipe(tmp_path).seed == 1 + resume
+    (tmp_path / "run.json").write_text("of something else")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"run.json is not of muse train; choose another output"):
+            train(corpus, SMALL, tmp_path, resume=resume)
+    assert (tmp_path / "run.json").read_text() == "of something else"
+
+
+# What is on the disk
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def edit_manifest(folder: Path, **changes: Any) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+TENSORS = "rank-00000-00000.safetensors"
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit in the last tensor": lambda folder: flip(folder / TENSORS, -1),
+    "a flipped bit in the header": lambda folder: flip(folder / TENSORS, 20),
+    "a file cut short": lambda folder: os.truncate(folder / TENSORS, 1000),
+    "an empty file": lambda folder: os.truncate(folder / TENSORS, 0),
+    "a file that is missing": lambda folder: (folder / TENSORS).unlink(),
+    "a manifest that is missing": lambda folder: (folder / "manifest.json").unlink(),
+    "a manifest cut short": lambda folder: os.truncate(folder / "manifest.json", 100),
+    "an empty manifest": lambda folder: os.truncate(folder / "manifest.json", 0),
+    "a manifest that is no object": lambda folder: (folder / "manifest.json").write_text("[]"),
+    "another step": lambda folder: edit_manifest(folder, step=4),
+    "another recipe": lambda folder: edit_manifest(folder, about={}),
+    "no files": lambda folder: edit_manifest(folder, files=[]),
+    "another format": lambda folder: edit_manifest(folder, format=2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
+    damage: str, corpus: Corpus, whole_run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, SMALL, tmp_path, on_step=stop_at(7))
+    DAMAGES[damage](tmp_path / "checkpoints" / "step-00000006")
+    refused: list[str] = []
+    steps: list[int] = []
+    train(
+        corpus,
+        SMALL,
+        tmp_path,
+        resume=True,
+        on_refused=refused.append,
+        on_step=lambda done: steps.append(done.step),
+    )
+    assert len(refused) == 1
+    assert "step-00000006 is torn" in refused[0] or "step-00000006 is damaged" in refused[0]
+    assert "\n" not in refused[0]
+    assert steps == [5, 6, 7, 8]
+    assert_same_run(tmp_path, whole_run)
+
+
+def test_no_whole_checkpoint_is_an_error(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, SMALL, tmp_path, on_step=stop_at(3))
+    flip(tmp_path / "checkpoints" / "step-00000002" / TENSORS, -1)
+    with pytest.raises(ValueError, match=r"none of the checkpoints in .* is whole"):
+        train(corpus, SMALL, tmp_path, resume=True)
+    assert "is whole; start again with another output" in describe_last_good(tmp_path / "checkpoints")
+
+
+def test_a_damaged_checkpoint_is_not_among_those_that_are_kept(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, SMALL, tmp_path, on_step=stop_at(7))
+    flip(tmp_path / "checkpoints" / "step-00000006" / TENSORS, -1)
+    train(corpus, override(SMALL, ["checkpoint_every=5"]), tmp_path, resume=True)
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [5, 8]
+
+
+def test_checkpoints_that_cannot_be_listed_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    assert describe_last_good(tmp_path) == "there is no checkpoint yet"
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert describe_last_good(tmp_path) == f"the checkpoints in {tmp_path} cannot be read: Permission denied"
+
+
+def test_what_has_its_name_is_on_the_disk(
+    corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics before the checkpoint behind them, and all files of a checkpoint and a model before they are renamed."""
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+    shutil.rmtree(output / "checkpoints" / "step-00000008")
+    synced: set[tuple[int, int]] = set()
+    synced_before: dict[str, set[tuple[int, int]]] = {}
+    sync, rename = os.fsync, os.rename
+
+    def note_sync(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(identify(descriptor))
+
+    def note_rename(source: Path, target: Path) -> None:
+        synced_before[target.name] = set(synced)
+        rename(source, target)
+
+    def identify(place: int | Path) -> tuple[int, int]:
+        found = os.stat(place)
+        return found.st_ino, found.st_size
+
+    monkeypatch.setattr("os.fsync", note_sync)
+    monkeypatch.setattr("os.rename", note_rename)
+    train(corpus, SMALL, output, resume=True)
+    assert identify(output / "metrics.jsonl") in synced_before["step-00000008"]
+    for folder in (output / "checkpoints" / "step-00000008", output / "model"):
+        files = sorted(folder.iterdir())
+        assert len(files) >= 2
+        assert {identify(file) for file in (folder, *files)} <= synced_before[folder.name]
+        assert os.stat(folder.parent).st_ino in {inode for inode, _ in synced}
+
+
+def test_no_half_of_a_model_is_left(
+    corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", fail)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        train(corpus, SMALL, output, resume=True)
+    assert raised.value.filename == str(output / "model")
+    assert not (output / "model.tmp").exists()
+    assert contents(output / "model") == contents(whole_run / "model")
+
+
+def test_what_is_half_written_or_half_removed_is_no_checkpoint(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, SMALL, tmp_path, on_step=stop_at(5))
+    for name in ("step-00000006.tmp", "step-00000002.old.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / TENSORS).write_bytes(b"half")
+    train(corpus, SMALL, tmp_path, resume=True, on_refused=pytest.fail)
+    assert_same_run(tmp_path, whole_run)
+    assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
+
+
+def test_shards_of_several_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "BYTES_PER_FILE", 50)
+    rows = torch.arange(30.0).view(10, 3)
+    checkpoints.begin(tmp_path, 1)
+    for rank, part in enumerate(rows.split(4)):
+        checkpoints.write_shard(tmp_path, 1, rank, {"a": part, "b": 2 * part})
+    checkpoints.finish(tmp_path, 1, {}, ranks=3)
+    checkpoint = checkpoints.verify(tmp_path, 1)
+    assert len(checkpoint.files) > 3
+    found = dict(checkpoints.read_tensors(checkpoint))
+    assert torch.equal(found["a"], rows)
+    assert torch.equal(found["b"], 2 * rows)
+
+
+DIE_AT_EVERY_CALL = """
+import os, shutil, sys, torch
+from pathlib import Path
+from muse_attention.pretraining import checkpoints
+
+def save(folder, step):
+    checkpoints.begin(folder, step)
+    checkpoints.write_shard(folder, step, 0, {"a": torch.full((3,), float(step))})
+    checkpoints.finish(folder, step, {})
+    checkpoints.prune(folder, step, 1)
+
+def die_at(number):
+    def counting(call):
+        def counted(*arguments, **others):
+            nonlocal number
+            number -= 1
+            if number < 0:
+                os._exit(9)
+            return call(*arguments, **others)
+        return counted
+    for name in ("open", "close", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "scandir"):
+        setattr(os, name, counting(getattr(os, name)))
+
+found, number, code = [], 0, 9
+while code:
+    folder = Path(sys.argv[1]) / str(number)
+    save(folder, 1)
+    child = os.fork()
+    if not child:
+        die_at(number)
+        save(folder, 2)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    checkpoint = checkpoints.latest_good(folder, sys.exit)
+    ((_, tensor),) = checkpoints.read_tensors(checkpoint)
+    assert tensor.eq(checkpoint.step).all()
+    found.append(checkpoint.step)
+    checkpoints.clear_unfinished(folder)
+    assert list(folder.glob("*.tmp")) == []
+    number += 1
+print(*found)
+"""
+
+
+def test_a_death_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """The one before until the rename, the new one from then on, and never a torn one."""
+    done = subprocess.run(
+        [sys.executable, "-c", DIE_AT_EVERY_CALL, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [int(step) for step in done.stdout.split()]
+    assert steps == sorted(steps)
+    assert steps.count(1) >= 6
+    assert steps.count(2) >= 3

@@ -1,0 +1,123 @@
+"""Several processes train together, by gloo on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.metrics import read_metrics
+from muse_attention.pretraining.parallel import World
+from muse_attention.pretraining.recipes import Recipe, override
+from muse_attention.pretraining.training import (
+    TrainingError,
+    train,
+)
+from tests.test_prepare import contents
+from tests.training_runs import SMALL, STEPS, assert_same_run, learnt, losses
+
+
+def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2) -> None:
+    """As under `torchrun`, by the variables that it sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
+    command = [sys.executable, "-m", "muse_attention.cli", "train", str(corpus.folder), *fields, "--recipe", "tiny"]
+    command += ["--output", str(output), "--resume", "--device", "cpu"]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=240)
+            assert process.returncode == 0, err.decode()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def assert_close_runs(output: Path, expected: Path) -> None:
+    for found, other in zip(read_metrics(output), read_metrics(expected), strict=True):
+        assert found.get("rse", {}).keys() == other.get("rse", {}).keys()
+        for name in ("loss", "gradient_norm", "learning_rate"):
+            assert found[name] == pytest.approx(other[name], rel=1e-3), (found["step"], name)
+    tensors, others = learnt(output), learnt(expected)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, others[name], atol=1e-5, rtol=1e-4)
+
+
+def test_two_processes_learn_what_one_does(corpus: Corpus, tmp_path: Path) -> None:
+    """And a checkpoint of theirs is for any number of processes: for two bit for bit, for one to rounding.
+
+    The first update is probed, after a start and after going on.
+    """
+    recipe = override(SMALL, ["micro_batch=1", "probe_every=1"])
+    alone, two, again, one = (tmp_path / name for name in ("alone", "two", "again", "one"))
+    train(corpus, recipe, alone)
+    train_together(corpus, recipe, two)
+    assert_close_runs(two, alone)
+    files = sorted(path.name for path in (two / "checkpoints" / "step-00000008").iterdir())
+    assert files == ["manifest.json", "rank-00000-00000.safetensors", "rank-00001-00000.safetensors"]
+    for copy in (again, one):
+        shutil.copytree(two, copy)
+        shutil.rmtree(copy / "checkpoints" / "step-00000008")
+    train_together(corpus, recipe, again)
+    assert_same_run(again, two)
+    train(corpus, recipe, one, resume=True)
+    assert_close_runs(one, two)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_the_same_with_all_that_saves_time_and_memory(
+    corpus: Corpus, whole_run: Path, tmp_path: Path
+) -> None:
+    changes = ["micro_batch=1", "probe_every=1", "compile=true", "recompute=true", "precision=bfloat16"]
+    train_together(corpus, override(SMALL, changes), tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(whole_run), rel=0.02)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(8, 6), (6, 8)])
+def test_ranks_that_find_other_checkpoints_do_not_go_on(
+    mine: int, theirs: int, corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a network's folder is listed before all of it is there."""
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+    if mine < STEPS:
+        shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
+    before = contents(output)
+
+    def reduce(number: torch.Tensor, operation: object) -> None:
+        choose = min if operation == torch.distributed.ReduceOp.MIN else max
+        number.fill_(choose(int(number), theirs))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    world = World(torch.device("cpu"), ranks=2, mesh=cast(Any, object()))
+    with pytest.raises(TrainingError, match="some ranks would go on from step 6 and some from step 8"):
+        train(corpus, SMALL, output, resume=True, world=world)
+    assert contents(output) == before

@@ -1,0 +1,182 @@
+"""`muse train`: what it says, and one line for every mistake and mishap."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_attention.cli import commands
+from muse_attention.pretraining import training
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.parallel import World
+from muse_attention.pretraining.recipes import override
+from muse_attention.pretraining.training import (
+    TrainingError,
+    run_recipe,
+)
+from tests.training_runs import SMALL, STEPS, assert_same_run, losses
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def asked(corpus: Corpus, tmp_path: Path) -> list[object]:
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(SMALL).items()]
+    return ["train", corpus.folder, *fields, "--output", tmp_path / "out", "--device", "cpu"]
+
+
+def test_the_command_trains_and_says_how_it_went(asked: list[object], whole_run: Path, tmp_path: Path) -> None:
+    code, out, err = run(*asked)
+    assert (code, err) == (0, "")
+    assert f"step {STEPS} of {STEPS}: loss " in out
+    for said in ("tokens/s", "ETA 0:00:00", "RSE", f"wrote {tmp_path / 'out' / 'model'}"):
+        assert said in out
+    assert_same_run(tmp_path / "out", whole_run)
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
+    asked: list[object], corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+    calls = 0
+
+    def fail(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", fail)
+    code, _, err = run(*asked)
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert "No space left on device; the last good checkpoint is" in err
+    assert "continue with: muse train" in err
+    assert list((tmp_path / "out" / "checkpoints").glob("*.tmp")) == []
+    monkeypatch.undo()
+    code, _, err = run("train", corpus.folder, "--output", tmp_path / "out", "--resume", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert_same_run(tmp_path / "out", whole_run)
+
+
+def test_too_little_memory_is_one_line_that_says_what_to_try(
+    asked: list[object], corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    output, other = tmp_path / "out", tmp_path / "other"
+    shutil.copytree(whole_run, other)
+    shutil.rmtree(other / "checkpoints" / "step-00000008")
+    monkeypatch.setattr(training._Run, "_update", fail)
+    less = "micro_batch=1 recompute=true"
+    command = f"muse train {corpus.folder} --output {output} --device cpu --resume {less}"
+    for _ in range(2):  # a run that has learnt nothing is in nobody's way
+        code, _, err = run(*asked)
+        assert (code, err) == (1, f"muse: out of memory; there is no checkpoint yet; try {less}: {command}\n")
+    code, _, err = run("train", corpus.folder, "--output", other, "--resume")
+    assert code == 1
+    assert err.endswith(
+        f"continue with: muse train {corpus.folder} --output {other} --resume, or try {less} in another output\n"
+    )
+    monkeypatch.undo()
+    code, _, err = run(*shlex.split(command)[1:])
+    assert (code, err) == (0, "")
+    assert run_recipe(output) == override(SMALL, less.split())
+    assert losses(output) == pytest.approx(losses(whole_run), rel=1e-4)
+
+
+def test_a_run_is_known_before_anything_else_is_done(
+    asked: list[object], corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the line that says how to go on has all that is not in its recipe."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def open_world(device: str) -> Iterator[World]:
+        yield World(torch.device(device))
+
+    output = tmp_path / "out"
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    monkeypatch.setattr("muse_attention.pretraining.parallel.open_world", open_world)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(training, "make_batches", interrupt)
+        code, _, err = run(*asked)
+    assert (code, err) == (130, "muse: interrupted; nothing is written yet: start again\n")
+    monkeypatch.setattr(training, "make_model", interrupt)
+    code, _, err = run(*asked, "--tensorboard")
+    assert code == 130
+    options = f"train {corpus.folder} --output {output} --device cpu --tensorboard --resume"
+    assert err == f"muse: interrupted; there is no checkpoint yet; continue with: muse {options}\n"
+    assert run_recipe(output) == SMALL
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run(*shlex.split(options))
+    assert err.endswith(f"; continue with: torchrun ... -m muse_attention.cli {options}\n")
+    assert run_recipe(output) == SMALL
+
+
+def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, code in ((KeyboardInterrupt(), 130), (TrainingError("the loss of step 3 is nan"), 1)):
+
+        def fail(*arguments: Any, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr("muse_attention.pretraining.training._Run._update", fail)
+        found, _, err = run(*asked, "--recipe", "tiny", "--resume")
+        assert found == code
+        assert len(err.splitlines()) == 1
+        assert ("there is no checkpoint yet; continue with: muse train" in err) == (code == 130)
+    assert err == "muse: the loss of step 3 is nan\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["attention=sparse"], "unknown attention 'sparse'; the kinds are"),
+        (["--recipe", "huge"], "unknown recipe 'huge'; use one of tiny, s3, s4, s5, s6, s8"),
+        (["--resume"], "to go on with; name a --recipe to start one"),
+        (["length=64k"], "none has a sample of 65536 + 1"),
+        (["--device", "abacus"], "abacus"),
+        (["--tensorboard"], "TensorBoard is not installed"),
+    ],
+)
+def test_every_mistake_is_answered_by_one_line(
+    asked: list[object], changes: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    code, out, err = run(*asked, *changes)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert message in err
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_no_corpus_is_one_line(tmp_path: Path) -> None:
+    code, _, err = run("train", tmp_path)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "there is no corpus in" in err

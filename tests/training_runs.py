@@ -1,0 +1,62 @@
+"""A small training run, and what to ask of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.metrics import read_metrics
+from muse_attention.pretraining.recipes import override, tiny
+from tests.test_prepare import contents
+
+STEPS = 8
+SMALL = override(
+    tiny(),
+    [
+        f"steps={STEPS}",
+        "length=64",
+        "batch=4",
+        "micro_batch=2",
+        "attention=muse:QK4R1B16",
+        "exact_tail=0.25",
+        "warmup=2",
+        "checkpoint_every=2",
+        "probe_every=3",
+    ],
+)
+
+
+def losses(output: Path) -> list[float]:
+    return [step["loss"] for step in read_metrics(output)]
+
+
+def learnt(output: Path) -> dict[str, torch.Tensor]:
+    checkpoint = checkpoints.latest_good(output / "checkpoints", pytest.fail)
+    assert checkpoint is not None
+    return dict(checkpoints.read_tensors(checkpoint))
+
+
+def assert_same_run(output: Path, expected: Path) -> None:
+    """Bit for bit: every loss, error and norm, the weights, and the optimiser."""
+    found, other = ([{**step, "tokens_per_second": 0} for step in read_metrics(run)] for run in (output, expected))
+    assert found == other
+    tensors, others = learnt(output), learnt(expected)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+    assert contents(output / "model") == contents(expected / "model")
+
+
+def stop_at(step: int) -> Callable[[Any], None]:
+    def stop(done: Any) -> None:
+        if done.step == step:
+            raise KeyboardInterrupt
+
+    return stop
