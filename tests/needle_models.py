@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.documents import Buckets
 from muse_attention.pretraining.haystacks import TextHaystack
 from muse_attention.pretraining.needles import EVALUATION, TRAINING, NeedleWriter
+from muse_attention.pretraining.prepare import Settings
 from muse_attention.pretraining.tokenizer import tokenizer_files, train_tokenizer
 from tests.models import tiny_llama
+from tests.test_prepare import make, sources
 
+DEFINITION = re.compile(r"<filename>toolbox/(\w+)\.py\ndef (\w+?)(\d{8})\(\):\n")
+QUESTION = re.compile(r"from toolbox\.(\w+) import (\w+?)(\d{8})")
 WORDS = ("import", "def", "return", "self", "value", "for", "in", "range", "print", "\n    ", "\n", "=", "(x)", "42")
 
 
@@ -36,6 +43,14 @@ def needle_tokenizer() -> Tokenizer:
 
 def needle_haystack(tokenizer: Tokenizer) -> TextHaystack:
     return TextHaystack.encode(tokenizer, texts(), enough=10**6, source="made up")
+
+
+def needle_corpus(tokenizer: Tokenizer, folder: Path) -> Corpus:
+    """Its held-out split has more than one document, each shorter than a sample."""
+    file = folder / "tokenizer.json"
+    tokenizer.save(str(file))
+    settings = Settings(tokenizer=file, buckets=Buckets(64, 4096), held_out=0.3, tokens_per_shard=1000)
+    return make(folder / "corpus", settings, sources(30))
 
 
 def needle_llama(tokenizer: Tokenizer, **changes: Any) -> LlamaForCausalLM:

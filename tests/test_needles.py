@@ -1,4 +1,4 @@
-"""Needles: what samples promise, haystacks, and needle documents among the samples of a training run."""
+"""Needles: what samples promise, and haystacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,36 +21,20 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from tokenizers import Tokenizer, models
-from typer.testing import CliRunner
 
-from muse_attention.cli import commands
 from muse_attention.evaluation.needles import BUCKETS, CANDIDATES, KINDS, NeedleSamples, Sample, depth_of
-from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus
 from muse_attention.pretraining.documents import Buckets
 from muse_attention.pretraining.haystacks import CorpusHaystack, Haystack, TextHaystack, bury
-from muse_attention.pretraining.mixture import NeedleDocuments
 from muse_attention.pretraining.needles import EVALUATION, TRAINING, Needle, NeedleWriter, occurrences
 from muse_attention.pretraining.prepare import Settings, prepare
-from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.sources import texts_in
 from muse_attention.pretraining.tokenizer import read_tokenizer, train_tokenizer
-from muse_attention.pretraining.training import make_batches, run_recipe, train
 from muse_attention.pretraining.words import ENOUGH, words_for
-from tests.needle_models import needle_haystack, needle_tokenizer, texts
-from tests.test_prepare import make, source, sources
-from tests.training_runs import assert_same_run, stop_at
+from tests.needle_models import DEFINITION, needle_corpus, needle_haystack, needle_tokenizer, texts
+from tests.test_prepare import source
 
 LENGTH = 2048
-DEFINITION = re.compile(r"<filename>toolbox/(\w+)\.py\ndef (\w+?)(\d{8})\(\):\n")
-QUESTION = re.compile(r"from toolbox\.(\w+) import (\w+?)(\d{8})")
-RECIPE: Recipe = override(
-    tiny(),
-    [
-        *("steps=4", "length=256", "batch=4", "micro_batch=2", "attention=exact", "exact_tail=0", "warmup=2"),
-        *("checkpoint_every=2", "probe_every=0", "mixture=niah", "mixture_share=0.5"),
-    ],
-)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +44,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def corpus(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Its held-out split has more than one document, each shorter than a sample."""
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(file))
-    settings = Settings(tokenizer=file, buckets=Buckets(64, 4096), held_out=0.3, tokens_per_shard=1000)
-    return make(tmp_path_factory.mktemp("corpus"), settings, sources(30))
+    return needle_corpus(tokenizer, tmp_path_factory.mktemp("needles"))
 
 
 @pytest.fixture(scope="module", params=["texts", "corpus"])
@@ -436,169 +415,3 @@ def test_training_and_evaluation_have_no_uid_in_common(tokenizer: Tokenizer) -> 
     training, evaluation = (set(writer.draw_uids(FewNumbers(0), purpose, 30)) for purpose in (TRAINING, EVALUATION))
     assert len(training) == len(evaluation) == 30
     assert not training & evaluation
-
-
-def asked_in(text: str) -> list[tuple[str, int, int]]:
-    """The name, where it is defined and where it is asked for, of every question, in characters."""
-    defined = {(match[1], match[3]): match.start() for match in DEFINITION.finditer(text)}
-    return [(match[1], defined[match[1], match[3]], match.start()) for match in QUESTION.finditer(text)]
-
-
-def is_asked_at_the_end(text: str) -> bool:
-    return text.rindex("\ndef ") < text.index("<filename>check_toolbox.py")
-
-
-def test_needle_documents_ask_for_what_was_defined_before(corpus: Corpus, decode: Any) -> None:
-    documents = NeedleDocuments(corpus, 4095, share=1.0)
-    together = set()
-    for number in range(20):
-        tokens = documents.make(number)
-        assert tokens.shape == (4096,)
-        text = decode(tokens)
-        asked = asked_in(text)
-        assert len({name for name, _, _ in asked}) == len(asked) == len(DEFINITION.findall(text)) > 10
-        for name, defined, question in asked:
-            assert defined < question
-            assert len(re.findall(rf"{name}\d{{8}}\(\)", text)) == 2, "defined, and called behind the import"
-        together |= {file.count("import ") for file in re.findall(r"<filename>check_toolbox\.py\n[^<]*", text)}
-    assert together == {1, 2, 4}
-
-
-def test_needles_fill_two_thirds_of_a_document(corpus: Corpus, tokenizer: Tokenizer, decode: Any) -> None:
-    documents = NeedleDocuments(corpus, 4095, share=1.0)
-    mark, own = tokenizer.token_to_id("<filename>"), re.compile(r"<filename>(toolbox/|check_toolbox)")
-    for number in range(20):
-        tokens = documents.make(number).numpy()
-        files = np.split(tokens, np.flatnonzero(tokens == mark))
-        filled = sum(len(file) for file in files if own.match(decode(file))) / 4096
-        assert is_asked_at_the_end(decode(tokens)) or 0.55 < filled <= 2 / 3
-
-
-def test_the_questions_of_a_quarter_of_the_documents_are_in_their_last_tenth(corpus: Corpus, decode: Any) -> None:
-    documents = NeedleDocuments(corpus, 2047, share=1.0)
-    at_the_end, depths = 0, []
-    for number in range(120):
-        tokens = documents.make(number)
-        text = decode(tokens)
-        if is_asked_at_the_end(text):
-            at_the_end += 1
-            assert text.index("<filename>check_toolbox.py") >= len(decode(tokens[: int(0.9 * 2048)]))
-            depths += [defined / len(text) for _, defined, _ in asked_in(text)]
-    assert abs(at_the_end - 30) < 5 * (120 * 0.25 * 0.75) ** 0.5
-    assert min(depths) < 0.1
-    assert max(depths) > 0.8
-    assert 0.35 < sum(depths) / len(depths) < 0.55, "anywhere before"
-
-
-def test_distances_are_even_on_a_logarithmic_scale(corpus: Corpus, decode: Any) -> None:
-    """Of 8k tokens, from 64 on: seven doublings, each with as many questions as the others, about."""
-    documents = NeedleDocuments(corpus, 8191, share=1.0)
-    distances = []
-    for number in range(40):
-        text = decode(documents.make(number))
-        if not is_asked_at_the_end(text):
-            distances += [(question - defined) * 8192 / len(text) for _, defined, question in asked_in(text)]
-    # Definition and question are next to a distance, and within it: near ones are longer than they were drawn.
-    octaves = np.histogram(distances, [0, 256, 512, 1024, 2048, 4096, 8192])[0] / len(distances)
-    assert (octaves[1:] > 0.07).all()
-    assert 0.15 < octaves[0] < 0.45
-    assert min(distances) < 150
-    assert max(distances) > 7000
-
-
-def test_needle_documents_are_fast(corpus: Corpus) -> None:
-    """One of 16k tokens takes some 30 ms."""
-    documents = NeedleDocuments(corpus, 16383, share=1.0)
-
-    def seconds() -> float:
-        began = time.process_time()
-        for number in range(4):
-            documents.make(number)
-        return (time.process_time() - began) / 4
-
-    assert min(seconds() for _ in range(3)) < 0.15
-
-
-def test_needle_documents_are_a_pure_function(corpus: Corpus) -> None:
-    first = NeedleDocuments(corpus, 512, share=0.5, seed=3)
-    again = NeedleDocuments(corpus, 512, share=0.5, seed=3)
-    assert torch.equal(first.make(7), again.make(7))
-    assert not torch.equal(first.make(7), first.make(8))
-    assert not torch.equal(first.make(7), NeedleDocuments(corpus, 512, share=0.5, seed=4).make(7))
-
-
-def test_a_share_of_the_samples_is_replaced(corpus: Corpus) -> None:
-    documents = NeedleDocuments(corpus, 512, share=0.25)
-    replaced = sum(documents.replaces(number) for number in range(4000))
-    assert abs(replaced - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5
-    none, every = (NeedleDocuments(corpus, 512, share=share) for share in (0.0, 1.0))
-    assert not any(none.replaces(number) for number in range(1000))
-    assert all(every.replaces(number) for number in range(1000))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_samples_of_a_step_are_the_same_for_any_number_of_ranks(corpus: Corpus, ranks: int) -> None:
-    alone = make_batches(corpus, RECIPE)
-    shared = make_batches(corpus, RECIPE, ranks)
-    for step in (0, 5):
-        assert torch.equal(alone.read(step), torch.cat([shared.read(step, rank) for rank in range(ranks)]))
-
-
-def test_what_is_not_replaced_is_as_without_a_mixture(corpus: Corpus) -> None:
-    mixed, plain = make_batches(corpus, RECIPE), Batches(Windows(corpus, 256), 4)
-    assert mixed.mixture is not None
-    seen = set()
-    for step in range(4):
-        for row, (one, other) in enumerate(zip(mixed.read(step), plain.read(step), strict=True)):
-            replaced = mixed.mixture.replaces(4 * step + row)
-            seen.add(replaced)
-            assert torch.equal(one, mixed.mixture.make(4 * step + row) if replaced else other)
-    assert seen == {True, False}
-    assert make_batches(corpus, override(RECIPE, ["mixture=none"])).mixture is None
-
-
-def test_a_run_with_needles_goes_on_to_the_same_bits(corpus: Corpus, tmp_path: Path) -> None:
-    train(corpus, RECIPE, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, RECIPE, tmp_path / "parted", on_step=stop_at(3))
-    train(corpus, RECIPE, tmp_path / "parted", resume=True)
-    assert_same_run(tmp_path / "parted", tmp_path / "whole")
-    with pytest.raises(ValueError, match="has mixture=niah, not none: it would not be the same run"):
-        train(corpus, override(RECIPE, ["mixture=none"]), tmp_path / "whole", resume=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("mixture=ruler", "mixture='ruler' must be one of none, niah"),
-        ("mixture_share=1.5", "mixture_share=1.5 must be between 0 and 1"),
-    ],
-)
-def test_mistakes_in_a_recipe(change: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        override(RECIPE, [change])
-
-
-def test_too_short_a_length_is_known_before_training(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needle documents of 32 tokens have no room for needles; choose a") as raised:
-        train(corpus, override(RECIPE, ["length=32"]), tmp_path / "short")
-    assert not (tmp_path / "short").exists()
-    shortest = int(str(raised.value).rsplit(maxsplit=1)[-1])
-    documents = NeedleDocuments(corpus, shortest, share=1.0)
-    for number in range(200):
-        assert documents.make(number).shape == (shortest + 1,)
-    with pytest.raises(ValueError, match=f"at least {shortest}"):
-        NeedleDocuments(corpus, shortest - 1, share=1.0)
-
-
-def test_the_mixture_is_an_option_of_the_command(corpus: Corpus, tmp_path: Path) -> None:
-    def run(*options: str) -> Any:
-        fields = ["steps=1", "length=256", "batch=2", "warmup=1", "attention=exact", "probe_every=0"]
-        arguments = ["train", str(corpus.folder), *fields, "--output", str(tmp_path), "--device", "cpu", *options]
-        return CliRunner().invoke(commands.app, arguments)
-
-    refused = run("--train-mixture", "ruler")
-    assert refused.exit_code == 2
-    assert refused.stderr == "muse: mixture='ruler' must be one of none, niah\n"
-    assert run("--train-mixture", "niah").exit_code == 0
-    assert run_recipe(tmp_path).mixture == "niah"

@@ -212,6 +212,19 @@ def plot_training(by_tokens: Mapping[str, Curve], by_seconds: Mapping[str, Curve
     _save(figure, axes[0], path)
 
 
+def plot_answers(curves: Mapping[str, Curve], path: Path) -> None:
+    """Loss of the answers in needle documents against millions of tokens, one curve per run."""
+    figure = _new_figure(width=6.4, height=3.2)
+    axis = figure.add_subplot()
+    for number, (name, curve) in enumerate(curves.items()):
+        axis.plot(*zip(*curve, strict=True), color=_RUNS[number % len(_RUNS)], linewidth=1.2, label=name)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("tokens (millions)")
+    axis.set_ylabel("nats for a token of the answer")
+    _tidy(axis)
+    _save(figure, axis, path)
+
+
 def plot_loss_by_position(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
     """Loss against position: one panel per run, one curve per checkpoint of it, the last one the darkest."""
     figure = _new_figure(width=max(5.0, 3.3 * len(panels)), height=3.6)

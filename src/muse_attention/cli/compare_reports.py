@@ -12,6 +12,7 @@ import typer
 from muse_attention.cli.app import draw_picture
 from muse_attention.evaluation.comparison import Results, Run
 from muse_attention.evaluation.comparison_report import (
+    ANSWERS,
     ERRORS,
     POSITIONS,
     SCALING,
@@ -26,6 +27,7 @@ from muse_attention.files import replace_file
 from muse_attention.plots import (
     MEAN,
     Curve,
+    plot_answers,
     plot_error_in_training,
     plot_loss_by_position,
     plot_scaling,
@@ -65,6 +67,8 @@ def _drawings(results: Results) -> dict[str, Callable[[Path], None]]:
         found[POSITIONS] = functools.partial(plot_loss_by_position, panels)
     if panels := {run.name: curves for run in runs if (curves := _error_curves(run))}:
         found[ERRORS] = functools.partial(plot_error_in_training, panels)
+    if curves := {run.name: _answers_curve(run) for run in runs if run.curves.answers}:
+        found[ANSWERS] = functools.partial(plot_answers, curves)
     if laws := scaling_laws(results):
         lines = {name: _line(law) for name, law in laws.items()}
         found[SCALING] = functools.partial(plot_scaling, sizes(results), lines)
@@ -85,6 +89,10 @@ def _error_curves(run: Run) -> dict[str, Curve]:
         f"layer {layer}": [(probe.tokens / 1e6, probe.errors[layer]) for probe in probes] for layer in probes[0].errors
     }
     return curves | {MEAN: [(probe.tokens / 1e6, probe.mean) for probe in probes]}
+
+
+def _answers_curve(run: Run) -> Curve:
+    return [(answers.tokens / 1e6, answers.loss) for answers in run.curves.answers]
 
 
 def _line(found: ScalingLaw) -> Curve:

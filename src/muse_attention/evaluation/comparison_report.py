@@ -30,7 +30,7 @@ from muse_attention.machine import machine_lines
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size
 
-TRAINING, POSITIONS, ERRORS, SCALING = "training", "positions", "errors", "scaling"
+TRAINING, ANSWERS, POSITIONS, ERRORS, SCALING = "training", "answers", "positions", "errors", "scaling"
 """The pictures, by what their files are called."""
 
 _MATRIX = (
@@ -59,6 +59,10 @@ _SPEED_OF_THE_PAPER = (
 _PROBE = (
     "The relative squared error of the training attention to exact attention, measured on the current batch while the "
     "model attends exactly, in every global layer."
+)
+_ANSWERS = (
+    "Nats for each token of a uid in an import, in a needle document that is no sample of the run, under the attention "
+    "of the update. A model that cannot look a uid up where its function was defined has to guess it."
 )
 _POSITIONS = "Under exact attention: the loss itself, not its cumulative mean, between powers of two of the position."
 _PAPER_LAW = "The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999."
@@ -148,6 +152,18 @@ def probe_table(results: Results) -> Table:
             overall = sum(means) / len(means)
             numbers = (f"{means[0]:.2g}", f"{means[-1]:.2g}", f"{overall:.2g}")
             rows.append((run.name, run.attention, str(len(probes)), *numbers, f"{error:.2g} (layer {worst})"))
+    return header, rows
+
+
+def answers_table(results: Results) -> Table:
+    """Of runs that learnt from needles."""
+    header = ("run", "trained with", "measurements", "first", "middle", "last", "lowest")
+    rows = []
+    for run in results.runs.values():
+        losses = [answers.loss for answers in run.curves.answers]
+        if losses:
+            chosen = (losses[0], losses[(len(losses) - 1) // 2], losses[-1], min(losses))
+            rows.append((run.name, run.attention, str(len(losses)), *(f"{loss:.3f}" for loss in chosen)))
     return header, rows
 
 
@@ -243,6 +259,8 @@ def markdown_report(results: Results, *, title: str) -> str:
     parts += ["## Speed", markdown_table(*speed_table(results)), _SECONDS, _SPEED_OF_THE_PAPER]
     if probe_table(results)[1]:
         parts += ["## The attention's error in training", markdown_table(*probe_table(results)), _PROBE]
+    if answers_table(results)[1]:
+        parts += ["## Learning to look needles up", markdown_table(*answers_table(results)), _ANSWERS]
     parts += ["## Loss by position", markdown_table(*positions_table(results)), _POSITIONS]
     parts.append("## Scaling law")
     if scaling_laws(results):
@@ -286,6 +304,11 @@ def html_report(results: Results, *, title: str, pictures: Mapping[str, bytes]) 
         show(ERRORS, "Relative squared error of every global layer against tokens, one panel per run")
         page.table(*probe_table(results))
         page.paragraph(_PROBE, is_note=True)
+    if answers_table(results)[1]:
+        page.section("Learning to look needles up")
+        show(ANSWERS, "Loss of uids in imports against tokens, one curve per run")
+        page.table(*answers_table(results))
+        page.paragraph(_ANSWERS, is_note=True)
     page.section("Loss by position")
     show(POSITIONS, "Loss against position, one panel per run, one curve per checkpoint")
     page.table(*positions_table(results))

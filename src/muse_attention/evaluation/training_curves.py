@@ -1,4 +1,4 @@
-"""What the metrics of a training run say: its loss against tokens and seconds, its speed, its attention's error."""
+"""What the metrics of a training run say: its loss against tokens and seconds, its speed, and what its probes found."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ class Probe(NamedTuple):
         return statistics.fmean(self.errors.values())
 
 
+class Answers(NamedTuple):
+    """Nats for each token of a uid that had to be looked up, measured at an update."""
+
+    tokens: int
+    loss: float
+
+
 @dataclass(frozen=True)
 class TrainingCurves:
     updates: int
@@ -52,6 +59,7 @@ class TrainingCurves:
     speeds: dict[str, Speed]
     """by the attention of the update; none of an attention that had no time to settle"""
     probes: tuple[Probe, ...]
+    answers: tuple[Answers, ...] = ()
 
     @classmethod
     def of(cls, steps: Sequence[Mapping[str, Any]]) -> TrainingCurves:
@@ -70,6 +78,7 @@ class TrainingCurves:
                 for step in steps
                 if step.get("rse")
             ),
+            answers=tuple(Answers(step["tokens"], step["answers_loss"]) for step in steps if "answers_loss" in step),
         )
 
     @classmethod
@@ -84,6 +93,7 @@ class TrainingCurves:
                     Probe(tokens, {int(layer): error for layer, error in errors.items()})
                     for tokens, errors in document["probes"]
                 ),
+                "answers": tuple(Answers(*answers) for answers in document.get("answers", ())),
             }
         )
 
@@ -108,6 +118,10 @@ def _averages(updates: Sequence[Point], averaged: int) -> Iterable[Point]:
 def _speeds(steps: Sequence[Mapping[str, Any]]) -> dict[str, Speed]:
     found: dict[str, list[float]] = {}
     for attention, group in itertools.groupby(steps, key=lambda step: step["attention"]):
-        settled = [step["tokens_per_second"] for step in list(group)[UNSETTLED:] if not step.get("rse")]
+        settled = [step["tokens_per_second"] for step in list(group)[UNSETTLED:] if not _is_probed(step)]
         found.setdefault(attention, []).extend(settled)
     return {name: Speed(statistics.median(speeds), len(speeds)) for name, speeds in found.items() if speeds}
+
+
+def _is_probed(step: Mapping[str, Any]) -> bool:
+    return "rse" in step or "answers_loss" in step

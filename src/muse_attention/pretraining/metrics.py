@@ -30,6 +30,8 @@ class Step:
     tokens_per_second: float
     rse: dict[int, float] = field(default_factory=dict)
     """relative squared error of the attention by layer, where it was measured"""
+    answers_loss: float | None = None
+    """in nats for each token of a uid that is imported, where needles are learnt from and it was measured"""
 
     @property
     def mean_rse(self) -> float | None:
@@ -50,13 +52,14 @@ class Metrics:
     def add(self, step: Step) -> None:
         values = asdict(step)
         values["rse"] = {layer: error for layer, error in step.rse.items() if math.isfinite(error)}
-        if not values["rse"]:
-            del values["rse"]
+        values = {name: value for name, value in values.items() if value not in (None, {})}
         with errors_naming(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
         if self._board is not None:
             for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
                 self._board.add_scalar(name, values[name], step.step)
+            if step.answers_loss is not None:
+                self._board.add_scalar("answers_loss", step.answers_loss, step.step)
             for layer, error in step.rse.items():
                 self._board.add_scalar(f"rse/layer {layer}", error, step.step)
 

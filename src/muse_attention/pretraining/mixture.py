@@ -13,6 +13,7 @@ import hashlib
 import math
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,15 @@ _NEAREST = 64
 """Tokens, about, from a definition to its question."""
 _ASKED_TOGETHER = {1: 6, 2: 1, 4: 1}
 """Needles that a file asks for, and how often. A single call is always as far behind its import."""
+
+
+class _Event(NamedTuple):
+    """A definition, or a file of questions."""
+
+    point: float
+    """where it stands, as a share of the haystack"""
+    tokens: Tokens
+    answers: tuple[range, ...] = ()
 
 
 class NeedleDocuments:
@@ -61,19 +71,26 @@ class NeedleDocuments:
 
     def make(self, number: int) -> Tensor:
         """(length + 1,) int64, a pure function of the seed and the number."""
+        return self.make_with_answers(number)[0]
+
+    def make_with_answers(self, number: int) -> tuple[Tensor, Tensor]:
+        """A document, and which of its tokens are of uids that must be looked up: those of imports."""
         rng = random.Random(f"{self._seed}/{TRAINING}/{self._length}/{number}")
         opening = self._writer.opening()
-        events = sorted(self._events(rng), key=lambda event: event[0])
-        free = self._length + 1 - len(opening) - sum(len(tokens) for _, tokens in events)
+        events = sorted(self._events(rng), key=lambda event: event.point)
+        free = self._length + 1 - len(opening) - sum(len(event.tokens) for event in events)
         placed, done = [(0, opening)], len(opening)
-        for point, tokens in events:
-            placed.append((done + int(point * free), tokens))
-            done += len(tokens)
+        is_answer = torch.zeros(self._length + 1, dtype=torch.bool)
+        for event in events:
+            position = done + int(event.point * free)
+            placed.append((position, event.tokens))
+            for answer in event.answers:
+                is_answer[position + answer.start : position + answer.stop] = True
+            done += len(event.tokens)
         first = rng.randrange(len(self._haystack))
-        return torch.from_numpy(bury(self._haystack, first, self._length + 1, placed))
+        return torch.from_numpy(bury(self._haystack, first, self._length + 1, placed)), is_answer
 
-    def _events(self, rng: random.Random) -> Iterator[tuple[float, Tokens]]:
-        """Definitions and questions, each at a share of the haystack."""
+    def _events(self, rng: random.Random) -> Iterator[_Event]:
         is_asked_at_the_end = rng.random() < _ASKED_AT_THE_END
         for group in self._draw_groups(rng, is_asked_at_the_end):
             if is_asked_at_the_end:
@@ -83,8 +100,9 @@ class NeedleDocuments:
                 question = rng.uniform(max(distances), 1)
                 points = [question - distance for distance in distances]
             for point, needle in zip(points, group, strict=True):
-                yield point, self._writer.definition(needle)
-            yield question, self._writer.questions(rng.sample(group, len(group))).tokens
+                yield _Event(point, self._writer.definition(needle))
+            asked = self._writer.questions(rng.sample(group, len(group)))
+            yield _Event(question, asked.tokens, asked.answers)
 
     def _draw_groups(self, rng: random.Random, is_asked_at_the_end: bool) -> list[list[Needle]]:
         """Needles that are asked for together, one group for each file of questions."""

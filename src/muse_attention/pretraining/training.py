@@ -23,7 +23,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
 from muse_attention.pretraining.mixture import NeedleDocuments
 from muse_attention.pretraining.optimiser import learnt, make_optimiser, restore, set_learning_rate
 from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
-from muse_attention.pretraining.probe import relative_squared_errors
+from muse_attention.pretraining.probe import answers_loss, relative_squared_errors
+from muse_attention.pretraining.reading import CAN_READ_AHEAD, ReadingError, read_ahead, read_batches
 from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
 from muse_attention.pretraining.schedule import EXACT, attention_at, learning_rate
 
@@ -193,16 +194,17 @@ class _Run:
     def steps(self, first: int) -> Iterator[Step]:
         """Every update from `first` on, and a checkpoint behind those that are to have one."""
         recipe = self.recipe
-        for step in range(first, recipe.steps):
-            done = self._update(step)
-            yield done  # before its checkpoint: a line too many is forgotten when the run goes on
-            if done.step % recipe.checkpoint_every == 0 or done.step == recipe.steps:
-                self._save(done.step)
+        with contextlib.closing(self._read(range(first, recipe.steps))) as batches:
+            for step in range(first, recipe.steps):
+                done = self._update(step, batches)
+                yield done  # before its checkpoint: a line too many is forgotten when the run goes on
+                if done.step % recipe.checkpoint_every == 0 or done.step == recipe.steps:
+                    self._save(done.step)
 
-    def _update(self, step: int) -> Step:
+    def _update(self, step: int, batches: Iterator[Tensor]) -> Step:
         recipe, model = self.recipe, self.model
         began = time.perf_counter()
-        tokens = self._read(step)
+        tokens = next(batches)
         attention = _attention_of(recipe, step)
         if model.config.attention != attention:
             model.set_attention(attention)
@@ -221,7 +223,7 @@ class _Run:
             )
         seconds = time.perf_counter() - began
         # Of the weights that the loss is of; before the first forward pass of the whole model, FSDP runs no part of it.
-        errors = self._probe(tokens) if self._is_probed(step) else {}
+        errors, answers = self._probe(tokens) if self._is_probed(step) else ({}, None)
         began = time.perf_counter()
         self.optimiser.step()
         seconds += time.perf_counter() - began
@@ -234,6 +236,7 @@ class _Run:
             tokens=(step + 1) * recipe.tokens_per_step,
             tokens_per_second=round(recipe.tokens_per_step / seconds, 3),
             rse=errors,
+            answers_loss=answers,
         )
 
     def _differentiate(self, tokens: Tensor) -> Tensor:
@@ -253,10 +256,15 @@ class _Run:
             total += loss.detach()
         return total
 
-    def _read(self, step: int) -> Tensor:
+    def _read(self, steps: range) -> Generator[Tensor]:
+        """Windows are there at once, but documents must be written."""
+        is_ahead = CAN_READ_AHEAD and self.batches.mixture is not None
+        read = read_ahead if is_ahead else read_batches
         try:
-            return self.batches.read(step, self.world.rank).to(self.world.device)
-        except (OSError, ValueError) as error:
+            with contextlib.closing(read(self.batches, steps, self.world.rank)) as batches:
+                for tokens in batches:
+                    yield tokens.to(self.world.device)
+        except ReadingError as error:
             raise TrainingError(
                 f"the corpus in {self.batches.windows.corpus.folder} cannot be read any more ({error}); "
                 f"{describe_last_good(self.folder)}; run muse prepare again"
@@ -264,14 +272,22 @@ class _Run:
 
     def _is_probed(self, step: int) -> bool:
         every = self.recipe.probe_every
-        return self.recipe.attention != EXACT and every > 0 and (step + 1) % every == 0
+        return every > 0 and (step + 1) % every == 0
 
-    def _probe(self, tokens: Tensor) -> dict[int, float]:
-        """On the first sequence of each rank."""
+    def _probe(self, tokens: Tensor) -> tuple[dict[int, float], float | None]:
+        """The errors of an attention that has some, on the first sequence of each rank; and the loss of answers."""
+        errors: dict[int, float] = {}
+        answers = None
         with self._autocast(), gathered(self.model), torch.compiler.set_stance("force_eager"):
-            errors = relative_squared_errors(self.model, tokens[:1, :-1], self.recipe.attention)
-        means = self.world.mean(torch.tensor(list(errors.values()), device=self.world.device))
-        return dict(zip(errors, means.tolist(), strict=True))
+            if self.recipe.attention != EXACT:
+                found = relative_squared_errors(self.model, tokens[:1, :-1], self.recipe.attention)
+                means = self.world.mean(torch.tensor(list(found.values()), device=self.world.device))
+                errors = dict(zip(found, means.tolist(), strict=True))
+            if self.batches.mixture is not None:
+                number = -1 - self.world.rank  # of no sample of the run
+                made = (part.to(self.world.device) for part in self.batches.mixture.make_with_answers(number))
+                answers = self.world.mean(answers_loss(self.model, *made)).item()
+        return errors, answers
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
