@@ -29,11 +29,12 @@ from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.metrics import Step, read_metrics
 from muse_attention.pretraining.mixture import NeedleDocuments
+from muse_attention.pretraining.model import make_model
 from muse_attention.pretraining.probe import answers_loss
-from muse_attention.pretraining.reading import read_ahead, read_batches
+from muse_attention.pretraining.reading import READERS, read_ahead, read_batches
 from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.tokenizer import read_tokenizer
-from muse_attention.pretraining.training import TrainingError, make_batches, make_model, run_recipe, train
+from muse_attention.pretraining.training import TrainingError, make_batches, run_recipe, train
 from tests.needle_models import DEFINITION, QUESTION, needle_corpus, needle_tokenizer
 from tests.test_prepare import make
 from tests.training_runs import assert_same_run, stop_at
@@ -241,31 +242,40 @@ def test_what_is_read_ahead_is_what_would_be_read(corpus: Corpus) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_reader_that_is_left_early_ends(corpus: Corpus) -> None:
+def test_readers_that_are_left_early_end(corpus: Corpus) -> None:
     reader = read_ahead(make_batches(corpus, RECIPE), range(1000))
     next(reader)
-    (process,) = multiprocessing.active_children()
+    processes = multiprocessing.active_children()
+    assert len(processes) == READERS
     reader.close()
-    assert not process.is_alive()
+    assert not any(process.is_alive() for process in processes)
 
 
-def test_a_reader_ends_with_a_run_that_is_killed(corpus: Corpus) -> None:
-    """It is not there for long after a run that could not say goodbye."""
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_readers_end_with_a_run_that_is_killed(corpus: Corpus) -> None:
+    """They are not there for long after a run that could not say goodbye."""
     here, there = multiprocessing.Pipe(duplex=False)
 
     def run() -> None:
         reader = read_ahead(make_batches(corpus, RECIPE), range(1000))
         next(reader)
-        (process,) = multiprocessing.active_children()
-        there.send(process.pid)
+        there.send([process.pid for process in multiprocessing.active_children()])
         os.kill(os.getpid(), signal.SIGKILL)
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    reader = here.recv()
+    readers = here.recv()
+    assert len(readers) == READERS
     process.join()
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{reader}").exists() and "Z" not in Path(f"/proc/{reader}/stat").read_text().split()[2]:
+    while any(is_alive(reader) for reader in readers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -273,7 +283,7 @@ def test_a_reader_ends_with_a_run_that_is_killed(corpus: Corpus) -> None:
 def test_a_run_whose_reader_is_killed_says_where_to_go_on(corpus: Corpus, tmp_path: Path) -> None:
     def kill(done: Step) -> None:
         if done.step == 2:
-            (process,) = multiprocessing.active_children()
+            process, *_ = multiprocessing.active_children()
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
 

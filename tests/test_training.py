@@ -29,12 +29,12 @@ from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus, read_corpus
 from muse_attention.pretraining.decoder import DecoderLayer
 from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
+from muse_attention.pretraining.model import make_model
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override, tiny
 from muse_attention.pretraining.training import (
     TrainingError,
     determinism,
-    make_model,
     make_ready,
     train,
 )

@@ -15,6 +15,8 @@ Data, from sources to samples:
 The model: `decoder.py`, with `configuration.py`, `sliding_window.py` and `chunked_loss.py`.
 
 Training: `training.py` is the loop. `recipes.py`: what a run is made of. `schedule.py`: learning rate and attention at
-a step. `optimiser.py`: AdamW, and what is learnt, by name. `checkpoints.py`: that on disk, whole or absent. `probe.py`:
-the attention's error on the way. `metrics.py`: what is measured. `parallel.py`: one process, or several.
+a step. `model.py`: the model of a recipe, and its first weights. `reading.py`: batches, ahead of the loop.
+`optimiser.py`: AdamW, and what is learnt, by name. `checkpoints.py`: that on disk, whole or absent. `probe.py`: the
+attention's error on the way, and what needles teach. `metrics.py`: what is measured. `parallel.py`: one process, or
+several.
 """

@@ -1,4 +1,4 @@
-"""The batches of a run, one after the other, read by a process of their own while the model computes.
+"""The batches of a run, one after the other, read by processes of their own while the model computes.
 
 A needle document takes longer to write than a GPU takes to learn from it.
 """
@@ -6,6 +6,7 @@ A needle document takes longer to write than a GPU takes to learn from it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,9 @@ from muse_attention.pretraining.batches import Batches
 CAN_READ_AHEAD = sys.platform == "linux"
 """A process that is forked needs nothing of the script that runs; elsewhere to fork is not safe."""
 
+READERS = 2
+"""Processes, which take turns."""
+
 
 class ReadingError(RuntimeError):
     """A batch cannot be read any more."""
@@ -37,32 +41,47 @@ def read_batches(batches: Batches, steps: range, rank: int = 0) -> Generator[Ten
 
 
 def read_ahead(batches: Batches, steps: range, rank: int = 0) -> Generator[Tensor]:
-    """The same, but the next one is read meanwhile. Close the iterator if it is left early."""
-    here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=_send, args=(batches, steps, rank, here, there), name="read batches", daemon=True
-    )
-    with _quiet_fork():
-        process.start()
-    there.close()  # so that the end of the process is the end of what comes from it
+    """The same, but the next ones are read meanwhile. Close the iterator if it is left early."""
+    readers = [_Reader(batches, steps[number::READERS], rank) for number in range(READERS)]
     try:
-        for step in steps:
-            try:
-                found = here.recv()
-            except (EOFError, OSError):  # between two batches, or within one
-                raise ReadingError(f"the process that reads ahead has died before step {step + 1}") from None
-            if isinstance(found, str):
-                raise ReadingError(found)
-            yield torch.from_numpy(found)
+        for step, reader in zip(steps, itertools.cycle(readers), strict=False):
+            yield reader.take(step)
     finally:
-        here.close()  # the process has nobody to send to, and ends
-        process.kill()
-        process.join()
+        for reader in readers:
+            reader.stop()
+
+
+class _Reader:
+    """A process that reads some of the batches."""
+
+    def __init__(self, batches: Batches, steps: range, rank: int) -> None:
+        self._here, there = multiprocessing.Pipe(duplex=False)
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_send, args=(batches, steps, rank, self._here, there), name="read batches", daemon=True
+        )
+        with _quiet_fork():
+            self._process.start()
+        there.close()  # so that the end of the process is the end of what comes from it
+
+    def take(self, step: int) -> Tensor:
+        """The next one, which is of this step."""
+        try:
+            found = self._here.recv()
+        except (EOFError, OSError):  # between two batches, or within one
+            raise ReadingError(f"a process that reads ahead has died before step {step + 1}") from None
+        if isinstance(found, str):
+            raise ReadingError(found)
+        return torch.from_numpy(found)
+
+    def stop(self) -> None:
+        self._here.close()
+        self._process.kill()
+        self._process.join()
 
 
 def _send(batches: Batches, steps: range, rank: int, here: Connection, there: Connection) -> None:
     """In the other process. It waits until a batch is taken before it reads the one after the next."""
-    here.close()  # so that the end of the run is the end of this process
+    here.close()  # so that the end of the run is the end of this process, which has nobody to send to
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # threads do not survive a fork

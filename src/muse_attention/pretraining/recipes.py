@@ -62,6 +62,8 @@ class Recipe:
     """on CUDA, only algorithms that give the same bits twice"""
     seed: int = 0
     """of the initial weights and of the order of samples"""
+    initial: str = ""
+    """folder of a model to take the initial weights from, in place of the seed's"""
     mixture: str = "none"
     """what is mixed into the corpus: nothing, or needle documents"""
     mixture_share: float = 0.5

@@ -1,4 +1,4 @@
-"""Training: a loop whose every step is a function of the recipe, the corpus and the number of the step.
+"""Training: a loop whose every step is a function of the recipe, its initial weights, the corpus and the step's number.
 
     from muse_attention.pretraining.recipes import override, tiny
     from muse_attention.pretraining.training import train
@@ -35,11 +35,11 @@ import muse_attention
 from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
-from muse_attention.pretraining.configuration import DecoderConfig
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.decoder import DecoderForCausalLM
 from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
 from muse_attention.pretraining.mixture import NeedleDocuments
+from muse_attention.pretraining.model import WEIGHTS, make_config, make_model, read_initial
 from muse_attention.pretraining.optimiser import learnt, make_optimiser, restore, set_learning_rate
 from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
 from muse_attention.pretraining.probe import answers_loss, relative_squared_errors
@@ -87,6 +87,7 @@ def train(
     else:
         _check_may_start(output)
     step = 0 if checkpoint is None else checkpoint.step
+    initial = read_initial(corpus, recipe) if recipe.initial and checkpoint is None else None
     lowest, highest = world.range_of(step)  # all have looked before the first one writes
     if lowest != highest:
         raise TrainingError(
@@ -98,7 +99,8 @@ def train(
         checkpoints.clear_unfinished(folder)
         checkpoints.clear_after(folder, step)
     with determinism(recipe, world.device):
-        model = make_model(corpus, recipe).to(world.device)
+        model = make_model(corpus, recipe, initial).to(world.device)
+        del initial
         optimiser = make_ready(model, recipe, world)
         if checkpoint is not None:
             restore(model, optimiser, checkpoint)
@@ -120,23 +122,6 @@ def make_batches(corpus: Corpus, recipe: Recipe, ranks: int = 1) -> Batches:
     if recipe.mixture == "niah":
         mixture = NeedleDocuments(corpus, recipe.length, share=recipe.mixture_share, seed=recipe.seed)
     return Batches(Windows(corpus, recipe.length), recipe.batch, recipe.seed, ranks, mixture)
-
-
-def make_config(corpus: Corpus, recipe: Recipe) -> DecoderConfig:
-    changes: dict[str, Any] = {
-        "vocab_size": corpus.manifest.vocabulary,
-        "eos_token_id": corpus.manifest.end,
-        "max_position_embeddings": recipe.length,
-        "attention": recipe.attention,
-    }
-    return DecoderConfig.scale(recipe.scale, **changes) if recipe.scale else DecoderConfig.tiny(**changes)
-
-
-def make_model(corpus: Corpus, recipe: Recipe) -> DecoderForCausalLM:
-    """With weights from the recipe's seed, in float32, on the CPU."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        return DecoderForCausalLM(make_config(corpus, recipe)).train()
 
 
 def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch.optim.AdamW:
@@ -415,7 +400,7 @@ def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, outp
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
                 config.save_pretrained(unfinished)
-                replace_file(unfinished / "model.safetensors", save(weights, metadata={"format": "pt"}))
+                replace_file(unfinished / WEIGHTS, save(weights, metadata={"format": "pt"}))
                 for name in corpus.manifest.files:
                     shutil.copyfile(corpus.folder / name, unfinished / name)
                 replace_folder(unfinished, folder)

@@ -1,0 +1,92 @@
+"""A run that begins with the weights of another: short sequences first, long ones then."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+from muse_attention.pretrained import load_model
+from muse_attention.pretraining.batches import Batches, Windows
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.documents import Buckets
+from muse_attention.pretraining.prepare import Settings
+from muse_attention.pretraining.recipes import Recipe, override
+from muse_attention.pretraining.training import train
+from tests.models import tiny_llama
+from tests.test_prepare import make
+from tests.training_runs import SMALL, assert_same_run, losses, stop_at
+
+
+def longer(model: Path) -> Recipe:
+    return override(SMALL, [f"initial={model}", "length=96", "steps=6", "probe_every=0", "attention=exact"])
+
+
+@pytest.fixture
+def model(whole_run: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "before"
+    shutil.copytree(whole_run / "model", copy)
+    return copy
+
+
+def test_it_goes_on_from_what_was_learnt(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    train(corpus, longer(model), tmp_path / "out")
+    before, _ = load_model(model)
+    tokens = Batches(Windows(corpus, 96), 4).read(0)
+    with torch.no_grad():
+        expected = before(tokens[:, :-1], shift_labels=tokens[:, 1:]).loss.item()
+    assert losses(tmp_path / "out")[0] == pytest.approx(expected, rel=1e-5)
+    after, _ = load_model(tmp_path / "out" / "model")
+    assert after.config.max_position_embeddings == 96
+
+
+def test_it_is_resumed_without_the_other_model(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    recipe = longer(model)
+    train(corpus, recipe, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, recipe, tmp_path / "parted", on_step=stop_at(4))
+    shutil.rmtree(model)
+    train(corpus, recipe, tmp_path / "parted", resume=True)
+    assert_same_run(tmp_path / "parted", tmp_path / "whole")
+
+
+def test_a_run_without_a_checkpoint_still_needs_it(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, longer(model), tmp_path / "out", on_step=stop_at(1))
+    shutil.rmtree(model)
+    with pytest.raises(ValueError, match="before is not a folder of a model that muse train wrote"):
+        train(corpus, longer(model), tmp_path / "out", resume=True)
+
+
+def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    other = make(tmp_path / "other", Settings(vocabulary=300, buckets=Buckets(64, 4096)))
+    cases = [
+        (
+            corpus,
+            longer(tmp_path / "nowhere"),
+            "nowhere is not a folder of a model that muse train wrote, or not whole; give one",
+        ),
+        (corpus, override(longer(model), ["scale=3"]), "another model than that of scale=3; choose the scale"),
+        (other, longer(model), "reads other tokens than .*; prepare the corpus with --tokenizer .*before"),
+    ]
+    llama = tmp_path / "llama"
+    shutil.copytree(model, llama)
+    tiny_llama(vocab_size=corpus.manifest.vocabulary).save_pretrained(llama)
+    cases.append((corpus, longer(llama), "llama is another model than that of scale=0"))
+    for data, recipe, message in cases:
+        with pytest.raises(ValueError, match=message) as raised:
+            train(data, recipe, tmp_path / "out")
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_were_cut_short_are_not_begun_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="or not whole; give one"):
+        train(corpus, longer(model), tmp_path / "out")
