@@ -27,13 +27,15 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation import needle_results, needle_scores
+from muse_attention.evaluation import needle_comparison, needle_results, needle_scores
+from muse_attention.evaluation.needle_comparison import have_same_questions
 from muse_attention.evaluation.needle_report import as_csv, depth_table, html_report, markdown_report, summary_table
 from muse_attention.evaluation.needle_results import Outcome, Results, Settings, Task, measure, plan, read_results
 from muse_attention.evaluation.needle_scores import Answer, answer
 from muse_attention.evaluation.needle_statistics import (
     Share,
     against_exact,
+    answers,
     by_depth,
     failures,
     is_exact,
@@ -276,12 +278,12 @@ def test_a_share_has_the_binomial_standard_error() -> None:
 
 def test_shares_are_by_the_depth_of_the_definition() -> None:
     results = hand_made()
-    assert by_depth(results, 2048, "single", "exact", is_exact) == [
+    assert by_depth(answers(results, 2048, "single", "exact"), is_exact) == [
         *(Share(3, 4), None, None, None, None, Share(1, 1), None, None, None)
     ]
     asked = Outcome((made_up(7, True), made_up(2, False)))
     query = Results({}, SETTINGS, outcomes={Task(0, 2048, "multi-query-2", 2, "exact"): asked})
-    found = by_depth(query, 2048, "multi-query-2", "exact", is_exact)
+    found = by_depth(answers(query, 2048, "multi-query-2", "exact"), is_exact)
     assert (found[7], found[2]) == (Share(1, 1), Share(0, 1))
 
 
@@ -574,3 +576,71 @@ def test_the_group_shows_its_commands() -> None:
     result = CliRunner().invoke(commands.app, ["eval"])
     assert result.exit_code == 0
     assert "needles" in result.stdout
+
+
+# Several models
+
+
+def other_model(*, right: int) -> Results:
+    """Asked the same as `hand_made`; right so often of the first four."""
+    results = hand_made()
+    for number in range(4):
+        results.outcomes[Task(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, number < right),))
+    return results
+
+
+def test_models_are_compared_on_the_same_samples() -> None:
+    models = {"one": hand_made(), "other": other_model(right=1)}
+    header, rows = needle_comparison.summary_table(models, is_exact)
+    assert header == ("prompt read by", "length", "kind", "one", "other", "other less one")
+    assert rows[0] == ("exact", "2k", "single", "80.0 ± 17.9% of 5", "40.0 ± 21.9% of 5", "-40.0 ± 24.5")
+    assert rows[1] == (COARSE, "2k", "single", "25.0 ± 21.7% of 4", "25.0 ± 21.7% of 4", "+0.0 ± 0.0")
+    ((title, (columns, depths)),) = needle_comparison.depth_tables(models, is_exact)
+    assert title == "single, 2k"
+    assert columns == ("depth", "one, exact", "other, exact", f"one, {COARSE}", f"other, {COARSE}")
+    assert depths[0] == ("0.05", "75.0 ± 21.7% of 4", "25.0 ± 21.7% of 4", *["25.0 ± 21.7% of 4"] * 2)
+    assert depths[1] == ("0.15", "", "", "", "")
+    assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217\n" in needle_comparison.as_csv(models)
+
+
+def test_all_kinds_together_are_shown_first() -> None:
+    models = {"one": hand_made(), "other": hand_made()}
+    for results in models.values():
+        asked = Outcome((made_up(0, True), made_up(2, False)))
+        results.outcomes[Task(0, 2048, "multi-query-2", 2, "exact")] = asked
+    titles = [title for title, _ in needle_comparison.depth_tables(models, is_exact)]
+    assert titles == ["all kinds, 2k", "single, 2k", "multi-query-2, 2k"]
+    _, rows = next(table for _, table in needle_comparison.depth_tables(models, is_exact))
+    assert rows[0][1] == "80.0 ± 17.9% of 5", "four of single, and one of multi-query-2"
+
+
+def test_models_that_were_asked_something_else_are_not_compared() -> None:
+    ours, theirs = hand_made(), hand_made()
+    assert have_same_questions(ours, theirs)
+    for name in ("exact", COARSE):
+        asked = dataclasses.replace(made_up(0, True), uid="87654321")
+        theirs.outcomes[Task(0, 2048, "single", 0, name)] = Outcome((asked,))
+    assert not have_same_questions(ours, theirs)
+    assert not have_same_questions(ours, Results({}, SETTINGS)), "nothing"
+
+
+def test_the_report_of_a_folder_compares_its_models(tmp_path: Path) -> None:
+    for name, results in {"one": hand_made(), "other": other_model(right=1)}.items():
+        needle_results.write_results(results, tmp_path / f"{name}.json")
+    strange = hand_made()
+    strange.outcomes[Task(0, 2048, "single", 0, COARSE)] = Outcome((dataclasses.replace(made_up(0, True), uid="1"),))
+    needle_results.write_results(strange, tmp_path / "strange.json")
+    (tmp_path / "alone").mkdir()
+    needle_results.write_results(hand_made(), tmp_path / "alone" / "only.json")
+    found = CliRunner().invoke(commands.app, ["report", str(tmp_path)])
+    assert found.exit_code == 0
+    text = (tmp_path / "needles-compared.md").read_text()
+    assert text.startswith("# Needles compared: one, other\n")
+    assert "| exact | 2k | single | 80.0 ± 17.9% of 5 | 40.0 ± 21.9% of 5 | -40.0 ± 24.5 |" in text
+    page = (tmp_path / "needles-compared.html").read_text()
+    assert "other less one" in page
+    assert "<img" in page
+    assert 'href="needles-compared.html"' in (tmp_path / "index.html").read_text()
+    assert not (tmp_path / "alone" / "needles-compared.html").exists()
+    again = CliRunner().invoke(commands.app, ["report", str(tmp_path)])
+    assert again.exit_code == 0, "its own files are no results"

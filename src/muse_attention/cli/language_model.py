@@ -57,8 +57,10 @@ class Place:
 
 
 def name_of(model: str) -> str:
-    """The last part of a folder's path: where it lies is nobody else's business."""
-    return Path(model).expanduser().resolve().name
+    """The last part of a folder's path, of a run for the model in it: where it lies is nobody else's business."""
+    folder = Path(model).expanduser().resolve()
+    is_in_a_run = folder.name == "model" and (folder.parent / "run.json").is_file()
+    return folder.parent.name if is_in_a_run else folder.name
 
 
 def load_quietly(model: str, place: Place) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -17,7 +17,6 @@ from rich.table import Table
 from muse_attention.cli.app import (
     Device,
     console,
-    draw_picture,
     file_stem,
     make_folder,
     new_table,
@@ -37,15 +36,9 @@ from muse_attention.cli.language_model import (
     name_of,
     short_warnings,
 )
+from muse_attention.cli.needle_reports import write_needle_reports
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.needle_report import (
-    MEASURES,
-    as_csv,
-    depth_curves,
-    html_report,
-    markdown_report,
-    summary_table,
-)
+from muse_attention.evaluation.needle_report import summary_table
 from muse_attention.evaluation.needle_results import (
     Results,
     Settings,
@@ -55,12 +48,9 @@ from muse_attention.evaluation.needle_results import (
     read_results,
     start_results,
 )
-from muse_attention.evaluation.needle_statistics import failures
 from muse_attention.evaluation.needles import KINDS, NeedleSamples, check_kind
 from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import describe_texts, read_texts
-from muse_attention.files import replace_file
-from muse_attention.plots import plot_share_by_depth
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.pretraining.corpus import HELD_OUT, read_corpus
 from muse_attention.pretraining.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
@@ -281,22 +271,3 @@ def _tell_failures(results: Results, tasks: Sequence[Task], again: str) -> bool:
             f"ask them again with: {again}"
         )
     return bool(failed)
-
-
-def write_needle_reports(results: Results, path: Path) -> None:
-    if len(failures(results)) == len(results.outcomes):
-        raise ValueError("no sample has been answered yet; continue the run with --resume")
-    title = f"Needles: {path.stem}"
-    files = {path.with_suffix(".md"): markdown_report(results, title=title), path.with_suffix(".csv"): as_csv(results)}
-    for file, content in files.items():
-        replace_file(file, content)
-    pictures = {}
-    for suffix, (name, share) in zip((".png", "-of-8.png"), MEASURES.items(), strict=True):
-        draw = functools.partial(plot_share_by_depth, depth_curves(results, share), measure=name, exact="exact")
-        picture = path.with_name(f"{path.stem}{suffix}")
-        if draw_picture(picture, draw):
-            pictures[name] = picture
-    page = path.with_suffix(".html")
-    shown = {name: picture.read_bytes() for name, picture in pictures.items()}
-    replace_file(page, html_report(results, title=title, pictures=shown))
-    typer.echo(f"wrote {', '.join(map(str, [path, *files, *pictures.values(), page]))}")

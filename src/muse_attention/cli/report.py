@@ -14,7 +14,7 @@ from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
-from muse_attention.cli.needles import write_needle_reports
+from muse_attention.cli.needle_reports import write_needle_comparison, write_needle_reports
 from muse_attention.cli.tasks import write_tasks_reports
 from muse_attention.evaluation import comparison, layers, loss, needle_results
 from muse_attention.evaluation import tasks as standard_tasks
@@ -34,11 +34,12 @@ class _Kind:
     write: Callable[[Any, Path], None]
 
 
+_NEEDLES = _Kind("Needles", "needles", needle_results.read_results, write_needle_reports)
 _KINDS = (
     _Kind("Fidelity", "measured", layers.read_results, write_fidelity_reports),
     _Kind("Loss", "losses", loss.read_results, write_loss_reports),
     _Kind("Training runs", "runs", comparison.read_results, write_comparison_reports),
-    _Kind("Needles", "needles", needle_results.read_results, write_needle_reports),
+    _NEEDLES,
     _Kind("Standard tasks", "tasks", standard_tasks.read_results, write_tasks_reports),
 )
 
@@ -60,6 +61,7 @@ def report(
 ) -> None:
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
 
+    Models in one folder that were asked for the same needles are compared there, with the first by name.
     Of an interrupted run, what was measured to its end is reported. Results that cannot be are named with the reason,
     and the exit code is 1; it is 2 if nothing is reported.
     """
@@ -81,7 +83,7 @@ def report(
         for folder in filter(Path.is_dir, results):
             inside = [done for done in reported if done.path.is_relative_to(folder)]
             if inside:
-                replace_file(folder / CONTENTS, _contents(folder, inside))
+                replace_file(folder / CONTENTS, _contents(folder, inside, list(_compare_needles(inside))))
                 typer.echo(f"wrote {folder / CONTENTS}")
         if not reported and not are_left_out:
             raise ValueError(
@@ -120,12 +122,26 @@ def _reason(error: ValueError) -> str:
     return str(error).partition(";")[0]
 
 
-def _contents(folder: Path, reported: list[_Reported]) -> str:
+def _compare_needles(reported: list[_Reported]) -> Iterator[Path]:
+    """The pages that compare the models of each folder."""
+    folders: dict[Path, dict[str, Any]] = {}
+    for done in reported:
+        if done.kind is _NEEDLES:
+            folders.setdefault(done.path.parent, {})[done.path.stem] = done.results
+    for folder, models in folders.items():
+        if page := write_needle_comparison(models, folder):
+            yield page
+
+
+def _contents(folder: Path, reported: list[_Reported], comparisons: list[Path]) -> str:
     page = Page(f"Reports in {folder.resolve().name}")
     for kind in _KINDS:
         of_kind = [done for done in reported if done.kind is kind]
         if of_kind:
             page.section(kind.title)
+        for comparison_page in comparisons if kind is _NEEDLES else []:
+            address = comparison_page.relative_to(folder)
+            page.link(str(address.with_suffix("")), address.as_posix())
         for done in of_kind:
             address = done.path.with_suffix(".html").relative_to(folder)
             page.link(str(address.with_suffix("")), address.as_posix())

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.needle_results import Results
+from muse_attention.evaluation.needle_scores import Answer
 from muse_attention.evaluation.needle_statistics import (
     Measure,
     Share,
@@ -30,7 +31,7 @@ from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size
 
 MEASURES: dict[str, Measure] = {"exact match": is_exact, f"right of {CANDIDATES}": is_preferred}
-_TASK = (
+TASK = (
     "Somewhere in a repository a file defines a function whose name ends in a random uid of eight digits; the last "
     "file imports it, and the model completes the uid. Depth is where the definition is, as a share of the context: "
     "each of nine buckets is a tenth of it, named by its middle. multi-key has 2 or 4 other definitions; multi-query "
@@ -44,7 +45,7 @@ _MEASURED = (
     "over samples. Log-probability is that of the uid, in nats. Tokens right and rank are of the uid's tokens, each "
     "given the right ones before it; a rank of 0 is the most probable token."
 )
-_PREFILL = (
+PREFILL = (
     "The attention reads the prompt, and predicts the first token of the first uid. What follows attends exactly to "
     "the keys and values that it left."
 )
@@ -55,7 +56,7 @@ _PAPER: dict[str, tuple[str, str, str]] = {
     "multi-query-2": ("538", "88.48 ± 1.38%", "98.70 ± 0.49%"),
     "multi-query-4": ("1060", "83.58 ± 1.14%", "98.77 ± 0.34%"),
 }
-_PAPER_IN_WORDS = (
+PAPER_IN_WORDS = (
     "The paper's are models of 1B parameters at 64k, trained with exact attention or with MuSe, and all evaluated with "
     "exact attention. Its prompt is not printed, so these are not the same questions."
 )
@@ -75,8 +76,8 @@ def summary_table(results: Results) -> Table:
             tokens = token_means(found)
             shares = []
             for measure in MEASURES.values():
-                difference = against_exact(results, length, kind, attention, measure)
-                shares += [format_share(share(found, measure)), "" if attention == "exact" else _format(difference)]
+                gap = None if attention == "exact" else against_exact(results, length, kind, attention, measure)
+                shares += [format_share(share(found, measure)), format_difference(gap)]
             rows.append(
                 (
                     *(attention, format_size(length), kind, str(len(found)), *shares),
@@ -91,26 +92,36 @@ def summary_table(results: Results) -> Table:
 
 def depth_table(results: Results, length: int, kind: str, measure: Measure) -> Table:
     names = attentions(results, length, kind)
-    columns = [by_depth(results, length, kind, name, measure) for name in names]
+    return depths_table({name: answers(results, length, kind, name) for name in names}, measure)
+
+
+def depths_table(columns: Mapping[str, Sequence[Answer]], measure: Measure) -> Table:
+    """A row for every depth, a column for everything that has answers."""
+    shares = [by_depth(found, measure) for found in columns.values()]
     rows = [
-        (f"{depth_of(bucket):.2f}", *(_with_number(column[bucket]) for column in columns)) for bucket in range(BUCKETS)
+        (f"{depth_of(bucket):.2f}", *(with_number(column[bucket]) for column in shares)) for bucket in range(BUCKETS)
     ]
-    return ("depth", *names), rows
+    return ("depth", *columns), rows
 
 
 def depth_curves(results: Results, measure: Measure) -> dict[str, dict[str, list[tuple[float, float, float]]]]:
-    """(depth, share, standard error) of each attention, for each length and kind by its title."""
+    """Of each attention, for each length and kind by its title."""
     return {
-        _title(length, kind): {
-            name: [
-                (depth_of(bucket), found.value, found.standard_error)
-                for bucket, found in enumerate(by_depth(results, length, kind, name, measure))
-                if found is not None
-            ]
+        title_of(length, kind): {
+            name: depth_curve(answers(results, length, kind, name), measure)
             for name in attentions(results, length, kind)
         }
         for length, kind in groups(results)
     }
+
+
+def depth_curve(found: Sequence[Answer], measure: Measure) -> list[tuple[float, float, float]]:
+    """(depth, share, standard error)"""
+    return [
+        (depth_of(bucket), share.value, share.standard_error)
+        for bucket, share in enumerate(by_depth(found, measure))
+        if share is not None
+    ]
 
 
 def words_table(results: Results) -> Table:
@@ -124,24 +135,24 @@ def paper_table() -> Table:
 
 def failure_lines(results: Results) -> list[str]:
     return [
-        f"{task.attention}, {_title(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, sample {task.number}: "
-        f"{error}"
+        f"{task.attention}, {title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
+        f"sample {task.number}: {error}"
         for task, error in failures(results)
     ]
 
 
 def markdown_report(results: Results, *, title: str) -> str:
     parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), fenced(results.commands)]
-    parts += [_TASK, markdown_table(*summary_table(results)), _MEASURED, _PREFILL]
+    parts += [TASK, markdown_table(*summary_table(results)), _MEASURED, PREFILL]
     for name, measure in MEASURES.items():
         for length, kind in groups(results):
             parts += [
-                f"## {name}: {_title(length, kind)}",
+                f"## {name}: {title_of(length, kind)}",
                 markdown_table(*depth_table(results, length, kind, measure)),
             ]
     if failures(results):
         parts += ["## Failed", fenced(failure_lines(results))]
-    parts += ["## The paper", markdown_table(*paper_table()), _PAPER_IN_WORDS]
+    parts += ["## The paper", markdown_table(*paper_table()), PAPER_IN_WORDS]
     return "\n\n".join(parts) + "\n"
 
 
@@ -151,11 +162,11 @@ def html_report(results: Results, *, title: str, pictures: Mapping[str, bytes]) 
     for fact in _facts(results):
         page.paragraph(fact, is_note=True)
     page.code("\n".join(results.commands))
-    page.paragraph(_TASK)
+    page.paragraph(TASK)
     page.section("Attentions")
     page.table(*summary_table(results))
     page.paragraph(_MEASURED, is_note=True)
-    page.paragraph(_PREFILL, is_note=True)
+    page.paragraph(PREFILL, is_note=True)
     page.table(*words_table(results))
     for name, measure in MEASURES.items():
         page.section(f"{name} by depth".capitalize())
@@ -164,14 +175,17 @@ def html_report(results: Results, *, title: str, pictures: Mapping[str, bytes]) 
                 pictures[name], f"{name} against depth, one panel per kind and length, one curve per attention"
             )
         page.tables_beside(
-            *((_title(length, kind), *depth_table(results, length, kind, measure)) for length, kind in groups(results))
+            *(
+                (title_of(length, kind), *depth_table(results, length, kind, measure))
+                for length, kind in groups(results)
+            )
         )
     if failures(results):
         page.section("Failed")
         page.code("\n".join(failure_lines(results)))
     page.section("The paper")
     page.table(*paper_table())
-    page.paragraph(_PAPER_IN_WORDS, is_note=True)
+    page.paragraph(PAPER_IN_WORDS, is_note=True)
     return page.html()
 
 
@@ -201,18 +215,18 @@ def format_share(found: Share | None) -> str:
     return "" if found is None else f"{100 * found.value:.1f} ± {100 * found.standard_error:.1f}%"
 
 
-def _with_number(found: Share | None) -> str:
+def with_number(found: Share | None) -> str:
     return "" if found is None else f"{format_share(found)} of {found.number}"
 
 
-def _format(difference: Mean | None) -> str:
+def format_difference(difference: Mean | None) -> str:
     if difference is None:
         return ""
     error = "" if difference.standard_error is None else f" ± {100 * difference.standard_error:.1f}"
     return f"{100 * difference.mean:+.1f}{error}"
 
 
-def _title(length: int, kind: str) -> str:
+def title_of(length: int, kind: str) -> str:
     return f"{kind}, {format_size(length)}"
 
 

@@ -1,10 +1,10 @@
-"""What the answers of needle samples say: shares with their standard errors, by depth, and against exact attention."""
+"""What the answers of needle samples say: shares with their standard errors, by depth, and differences of two."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from muse_attention.evaluation.means import Mean
@@ -63,7 +63,16 @@ def attentions(results: Results, length: int, kind: str) -> list[str]:
 
 
 def answers(results: Results, length: int, kind: str, attention: str) -> list[Answer]:
-    return [answer for _, outcome in _outcomes(results, length, kind, attention) for answer in outcome.answers]
+    return [answer for outcome in by_sample(results, length, kind, attention).values() for answer in outcome.answers]
+
+
+def by_sample(results: Results, length: int, kind: str, attention: str) -> dict[tuple[int, int], Outcome]:
+    """What was answered, by bucket and number of the sample."""
+    return {
+        (task.bucket, task.number): outcome
+        for task, outcome in results.outcomes.items()
+        if (task.length, task.kind, task.attention) == (length, kind, attention) and outcome.answers
+    }
 
 
 def share(found: Iterable[Answer], measure: Measure) -> Share | None:
@@ -72,24 +81,24 @@ def share(found: Iterable[Answer], measure: Measure) -> Share | None:
     return Share(sum(rights), len(rights)) if rights else None
 
 
-def by_depth(results: Results, length: int, kind: str, attention: str, measure: Measure) -> list[Share | None]:
+def by_depth(found: Sequence[Answer], measure: Measure) -> list[Share | None]:
     """Of the definitions in each bucket."""
-    found = answers(results, length, kind, attention)
     return [share((answer for answer in found if answer.bucket == bucket), measure) for bucket in range(BUCKETS)]
 
 
 def against_exact(results: Results, length: int, kind: str, attention: str, measure: Measure) -> Mean | None:
-    """Share of an attention less that of exact attention, over the samples that both have answered; None of nothing."""
-    exact = {
-        (task.bucket, task.number): outcome
-        for task, outcome in _outcomes(results, length, kind, "exact")
-        if outcome.answers
-    }
-    shares: list[tuple[float, float]] = []
-    for task, outcome in _outcomes(results, length, kind, attention):
-        other = exact.get((task.bucket, task.number))
-        if other is not None and outcome.answers:
-            shares.append((_mean(outcome, measure), _mean(other, measure)))
+    """Share of an attention less that of exact attention."""
+    own, exact = (by_sample(results, length, kind, name) for name in (attention, "exact"))
+    return difference(own, exact, measure)
+
+
+def difference(
+    own: Mapping[tuple[int, int], Outcome], other: Mapping[tuple[int, int], Outcome], measure: Measure
+) -> Mean | None:
+    """Of shares, over the samples that both have answered; None of nothing."""
+    shares = [
+        (_mean(outcome, measure), _mean(other[sample], measure)) for sample, outcome in own.items() if sample in other
+    ]
     return Mean.of_differences(*zip(*shares, strict=True)) if shares else None
 
 
@@ -102,14 +111,6 @@ def token_means(found: Iterable[Answer]) -> Tokens | None:
 
 def failures(results: Results) -> list[tuple[Task, str]]:
     return [(task, outcome.error) for task, outcome in results.outcomes.items() if outcome.error]
-
-
-def _outcomes(results: Results, length: int, kind: str, attention: str) -> list[tuple[Task, Outcome]]:
-    return [
-        (task, outcome)
-        for task, outcome in results.outcomes.items()
-        if (task.length, task.kind, task.attention) == (length, kind, attention)
-    ]
 
 
 def _mean(outcome: Outcome, measure: Measure) -> float:
