@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -22,9 +23,19 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
+from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.evaluation import matrix
-from muse_attention.evaluation.comparison import Cell, Results, Run, Settings, read_results, start_results
+from muse_attention.evaluation.comparison import (
+    Cell,
+    Results,
+    Run,
+    Settings,
+    read_results,
+    start_results,
+    write_results,
+)
 from muse_attention.evaluation.comparison_report import (
+    answers_table,
     headline,
     html_report,
     markdown_report,
@@ -304,6 +315,27 @@ def test_speeds_are_medians_without_first_updates_and_probes() -> None:
     assert curves.speeds == {"muse": Speed(200.0, 3), "exact": Speed(43.0, 1)}
     (probe,) = curves.probes
     assert (probe.tokens, probe.errors, probe.mean) == (700, {1: 0.5, 3: 0.25}, 0.375)
+
+
+def test_what_was_learnt_of_answers_is_told_by_attention(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    results = Results({}, settings_of(corpus))
+    path = tmp_path / "compare.json"
+    measure(open_runs([trained / "muse"], corpus), corpus, ["exact"], results, path)
+    assert answers_table(results)[1] == [], "a run without needles"
+    run = results.runs["muse"]
+    own = [step(index, 5.0, 100.0, run.recipe.attention, answers_loss=4.0 - index) for index in (1, 2, 3)]
+    tail = [step(4, 5.0, 100.0, "exact", answers_loss=0.25)]
+    results.runs["muse"] = dataclasses.replace(run, curves=TrainingCurves.of([*own, *tail]))
+    assert answers_table(results)[1] == [
+        ("muse", run.attention, "3", "3.000", "2.000", "1.000", "1.000"),
+        ("muse", "exact", "1", "0.250", "0.250", "0.250", "0.250"),
+    ]
+    assert results.runs["muse"].curves.speeds == {}, "updates with a probe say nothing of the speed"
+    write_results(results, path)
+    assert read_results(path) == results
+    write_comparison_reports(results, path)
+    assert "## Learning to look needles up" in path.with_suffix(".md").read_text()
+    assert (tmp_path / "compare-answers.png").exists()
 
 
 def test_curves_survive_a_file(corpus: Corpus, trained: Path, tmp_path: Path) -> None:

@@ -213,11 +213,11 @@ def plot_training(by_tokens: Mapping[str, Curve], by_seconds: Mapping[str, Curve
 
 
 def plot_answers(curves: Mapping[str, Curve], path: Path) -> None:
-    """Loss of the answers in needle documents against millions of tokens, one curve per run."""
+    """Loss of the answers in needle documents against millions of tokens, one curve per run and attention."""
     figure = _new_figure(width=6.4, height=3.2)
     axis = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
-        axis.plot(*zip(*curve, strict=True), color=_RUNS[number % len(_RUNS)], linewidth=1.2, label=name)
+        axis.plot(*zip(*curve, strict=True), color=_RUNS[number % len(_RUNS)], linewidth=1.2, marker=".", label=name)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("tokens (millions)")
     axis.set_ylabel("nats for a token of the answer")
@@ -343,7 +343,8 @@ def _save(figure: Figure, axis: Axes, path: Path) -> None:
 
 
 def _write_with_legend(figure: Figure, curves: Sequence[Any], labels: Sequence[str], path: Path) -> None:
-    columns = min(4, len(curves))
+    widest = 0.6 + max((len(label) for label in labels), default=0) * _FONT_SIZE / 120  # inches, with its line
+    columns = max(1, min(4, len(curves), int(figure.get_figwidth() / widest)))
     figure.legend(curves, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=_FONT_SIZE)
     _write(figure, path)
 

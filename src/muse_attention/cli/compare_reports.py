@@ -17,6 +17,7 @@ from muse_attention.evaluation.comparison_report import (
     POSITIONS,
     SCALING,
     TRAINING,
+    answers_curves,
     as_csv,
     html_report,
     losses_by_position,
@@ -67,7 +68,9 @@ def _drawings(results: Results) -> dict[str, Callable[[Path], None]]:
         found[POSITIONS] = functools.partial(plot_loss_by_position, panels)
     if panels := {run.name: curves for run in runs if (curves := _error_curves(run))}:
         found[ERRORS] = functools.partial(plot_error_in_training, panels)
-    if curves := {run.name: _answers_curve(run) for run in runs if run.curves.answers}:
+    if curves := {
+        f"{run.name}, {attention}": curve for run in runs for attention, curve in answers_curves(run).items()
+    }:
         found[ANSWERS] = functools.partial(plot_answers, curves)
     if laws := scaling_laws(results):
         lines = {name: _line(law) for name, law in laws.items()}
@@ -89,10 +92,6 @@ def _error_curves(run: Run) -> dict[str, Curve]:
         f"layer {layer}": [(probe.tokens / 1e6, probe.errors[layer]) for probe in probes] for layer in probes[0].errors
     }
     return curves | {MEAN: [(probe.tokens / 1e6, probe.mean) for probe in probes]}
-
-
-def _answers_curve(run: Run) -> Curve:
-    return [(answers.tokens / 1e6, answers.loss) for answers in run.curves.answers]
 
 
 def _line(found: ScalingLaw) -> Curve:

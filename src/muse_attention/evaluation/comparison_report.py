@@ -62,7 +62,8 @@ _PROBE = (
 )
 _ANSWERS = (
     "Nats for each token of a uid in an import, in a needle document that is no sample of the run, under the attention "
-    "of the update. A model that cannot look a uid up where its function was defined has to guess it."
+    "of the update, which is exact in a tail. A model that cannot look a uid up where its function was defined has to "
+    "guess it."
 )
 _POSITIONS = "Under exact attention: the loss itself, not its cumulative mean, between powers of two of the position."
 _PAPER_LAW = "The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999."
@@ -157,14 +158,23 @@ def probe_table(results: Results) -> Table:
 
 def answers_table(results: Results) -> Table:
     """Of runs that learnt from needles."""
-    header = ("run", "trained with", "measurements", "first", "middle", "last", "lowest")
+    header = ("run", "measured under", "measurements", "first", "middle", "last", "lowest")
     rows = []
     for run in results.runs.values():
-        losses = [answers.loss for answers in run.curves.answers]
-        if losses:
+        for attention, curve in answers_curves(run).items():
+            losses = [loss for _, loss in curve]
             chosen = (losses[0], losses[(len(losses) - 1) // 2], losses[-1], min(losses))
-            rows.append((run.name, run.attention, str(len(losses)), *(f"{loss:.3f}" for loss in chosen)))
+            rows.append((run.name, attention, str(len(losses)), *(f"{loss:.3f}" for loss in chosen)))
     return header, rows
+
+
+def answers_curves(run: Run) -> dict[str, list[tuple[float, float]]]:
+    """(millions of tokens, loss) by the attention that it was measured under, by its full name."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for answers in run.curves.answers:
+        name = full_name(answers.attention, run.recipe.length)
+        curves.setdefault(name, []).append((answers.tokens / 1e6, answers.loss))
+    return curves
 
 
 def positions_table(results: Results) -> Table:

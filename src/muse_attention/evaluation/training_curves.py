@@ -45,6 +45,8 @@ class Answers(NamedTuple):
 
     tokens: int
     loss: float
+    attention: str
+    """of the update"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ class TrainingCurves:
                 for step in steps
                 if step.get("rse")
             ),
-            answers=tuple(Answers(step["tokens"], step["answers_loss"]) for step in steps if "answers_loss" in step),
+            answers=tuple(
+                Answers(step["tokens"], step["answers_loss"], step["attention"])
+                for step in steps
+                if "answers_loss" in step
+            ),
         )
 
     @classmethod
