@@ -19,6 +19,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -48,6 +49,7 @@ from muse_attention.evaluation.matrix import measure, open_windows, read_samples
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.runs import choose_evenly, load_weights, open_runs
 from muse_attention.evaluation.training_curves import POINTS, Speed, TrainingCurves
+from muse_attention.machine import describe_machine
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.metrics import read_metrics
@@ -318,7 +320,8 @@ def test_speeds_are_medians_without_first_updates_and_probes() -> None:
 
 
 def test_what_was_learnt_of_answers_is_told_by_attention(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
-    results = Results({}, settings_of(corpus))
+    machine = {**describe_machine(), "transformers": transformers.__version__}
+    results = Results(machine, settings_of(corpus))
     path = tmp_path / "compare.json"
     measure(open_runs([trained / "muse"], corpus), corpus, ["exact"], results, path)
     assert answers_table(results)[1] == [], "a run without needles"
