@@ -274,3 +274,20 @@ def test_a_corpus_that_is_cut_short_stops_the_run(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="it was cut short or changed"):
         read_corpus(corpus.folder)
+
+
+def test_two_runs_do_not_share_a_folder(corpus: Corpus, tmp_path: Path) -> None:
+    refused = []
+
+    def start_another(done: Step) -> None:
+        for resume in (False, True):
+            with pytest.raises(ValueError, match=r"another process is at work in .*; wait for it, or choose") as raised:
+                train(corpus, override(SMALL, ["seed=1"]), tmp_path, resume=resume)
+            refused.append(str(raised.value))
+
+    recipe = override(SMALL, ["steps=2", "checkpoint_every=9", "probe_every=0"])
+    train(corpus, recipe, tmp_path, on_step=start_another)
+    assert len(refused) == 4
+    assert json.loads((tmp_path / "run.json").read_text())["recipe"]["seed"] == 0
+    assert len(read_metrics(tmp_path)) == 2
+    train(corpus, recipe, tmp_path, resume=True)  # nothing is left to do, and nobody is in the way

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written beside, then renamed."""
+"""Files and folders that are whole or absent: written beside, then renamed; and folders that one process has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -52,6 +59,31 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder, and let no other process in here that asks the same; a ValueError if there is one already.
+
+    Whatever ends a process ends its claim. Where the system has no locks, nobody is refused.
+    """
+    with errors_naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    with errors_naming(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is at work in {folder}; wait for it, or choose another output") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
     finally:
         os.close(descriptor)
 

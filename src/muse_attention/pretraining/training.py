@@ -32,7 +32,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 import muse_attention
-from muse_attention.files import errors_naming, replace_file, replace_folder
+from muse_attention.files import alone_in, errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus
@@ -94,27 +94,28 @@ def train(
             f"some ranks would go on from step {lowest} and some from step {highest}: not all of them see all files in "
             f"{folder} yet; resume again in a minute"
         )
-    if world.is_first:
-        write_run(output, recipe, corpus)
-        checkpoints.clear_unfinished(folder)
-        checkpoints.clear_after(folder, step)
-    with determinism(recipe, world.device):
+    with alone_in(output) if world.is_first else contextlib.nullcontext(), determinism(recipe, world.device):
+        if world.is_first:
+            write_run(output, recipe, corpus)
+            checkpoints.clear_unfinished(folder)
+            checkpoints.clear_after(folder, step)
         model = make_model(corpus, recipe, initial).to(world.device)
         del initial
         optimiser = make_ready(model, recipe, world)
         if checkpoint is not None:
             restore(model, optimiser, checkpoint)
         metrics = Metrics(output, step, tensorboard=tensorboard) if world.is_first else None
+        run = _Run(model, optimiser, recipe, batches, world, folder, corpus.fingerprint, metrics)
         try:
-            run = _Run(model, optimiser, recipe, batches, world, folder, corpus.fingerprint, metrics)
-            for done in run.steps(step):
-                if metrics is not None:
-                    metrics.add(done)
-                    on_step(done)
+            with contextlib.closing(run.steps(step)) as steps:
+                for done in steps:
+                    if metrics is not None:
+                        metrics.add(done)
+                        on_step(done)
         finally:
             if metrics is not None:
                 metrics.close()
-    return _write_model(model, corpus, recipe, output, world)
+        return _write_model(model, corpus, recipe, output, world)
 
 
 def make_batches(corpus: Corpus, recipe: Recipe, ranks: int = 1) -> Batches:
@@ -157,8 +158,6 @@ def run_corpus(output: Path) -> str:
 
 
 def write_run(output: Path, recipe: Recipe, corpus: Corpus) -> None:
-    with errors_naming(output):
-        output.mkdir(parents=True, exist_ok=True)
     replace_file(output / RUN, json.dumps(_describe(recipe, corpus.fingerprint), indent=2) + "\n")
 
 
@@ -176,7 +175,7 @@ class _Run:
     metrics: Metrics | None
     """on the first rank"""
 
-    def steps(self, first: int) -> Iterator[Step]:
+    def steps(self, first: int) -> Generator[Step]:
         """Every update from `first` on, and a checkpoint behind those that are to have one."""
         recipe = self.recipe
         with contextlib.closing(self._read(range(first, recipe.steps))) as batches:
