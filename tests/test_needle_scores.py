@@ -27,6 +27,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
+from muse_attention.cli.language_model import name_of
 from muse_attention.evaluation import needle_comparison, needle_results, needle_scores
 from muse_attention.evaluation.needle_comparison import have_same_questions
 from muse_attention.evaluation.needle_report import as_csv, depth_table, html_report, markdown_report, summary_table
@@ -591,27 +592,50 @@ def other_model(*, right: int) -> Results:
 
 def test_models_are_compared_on_the_same_samples() -> None:
     models = {"one": hand_made(), "other": other_model(right=1)}
-    header, rows = needle_comparison.summary_table(models, is_exact)
-    assert header == ("prompt read by", "length", "kind", "one", "other", "other less one")
-    assert rows[0] == ("exact", "2k", "single", "80.0 ± 17.9% of 5", "40.0 ± 21.9% of 5", "-40.0 ± 24.5")
-    assert rows[1] == (COARSE, "2k", "single", "25.0 ± 21.7% of 4", "25.0 ± 21.7% of 4", "+0.0 ± 0.0")
+    (title, (header, rows)), (other_title, (_, other_rows)) = needle_comparison.summary_tables(models, is_exact)
+    assert (title, other_title) == ("read by exact", f"read by {COARSE}")
+    assert header == ("kind, length", "one", "other", "other less one")
+    assert rows == [("single, 2k", "80.0 ± 17.9% of 5", "40.0 ± 21.9% of 5", "-40.0 ± 24.5")]
+    assert other_rows == [("single, 2k", "25.0 ± 21.7% of 4", "25.0 ± 21.7% of 4", "+0.0 ± 0.0")]
     ((title, (columns, depths)),) = needle_comparison.depth_tables(models, is_exact)
     assert title == "single, 2k"
-    assert columns == ("depth", "one, exact", "other, exact", f"one, {COARSE}", f"other, {COARSE}")
+    names = [f"{name}, read by {attention}" for attention in ("exact", COARSE) for name in ("one", "other")]
+    assert columns == ("depth", *names)
     assert depths[0] == ("0.05", "75.0 ± 21.7% of 4", "25.0 ± 21.7% of 4", *["25.0 ± 21.7% of 4"] * 2)
     assert depths[1] == ("0.15", "", "", "", "")
     assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217\n" in needle_comparison.as_csv(models)
 
 
-def test_all_kinds_together_are_shown_first() -> None:
-    models = {"one": hand_made(), "other": hand_made()}
-    for results in models.values():
-        asked = Outcome((made_up(0, True), made_up(2, False)))
-        results.outcomes[Task(0, 2048, "multi-query-2", 2, "exact")] = asked
-    titles = [title for title, _ in needle_comparison.depth_tables(models, is_exact)]
-    assert titles == ["all kinds, 2k", "single, 2k", "multi-query-2, 2k"]
-    _, rows = next(table for _, table in needle_comparison.depth_tables(models, is_exact))
+def with_more(results: Results, length: int, kind: str, *names: str) -> Results:
+    asked = (made_up(0, True), made_up(2, False))[: KINDS[kind].asked]
+    for name in names:
+        results.outcomes[Task(0, length, kind, 2, name)] = Outcome(asked)
+    return results
+
+
+def test_all_kinds_together_are_those_that_all_models_have() -> None:
+    everything = [with_more(hand_made(), 2048, "multi-query-2", "exact", COARSE) for _ in range(2)]
+    models = dict(zip(("one", "other"), everything, strict=True))
+    (title, (_, rows)), *others = needle_comparison.depth_tables(models, is_exact)
+    assert [title, *(other for other, _ in others)] == ["all kinds, 2k", "single, 2k", "multi-query-2, 2k"]
     assert rows[0][1] == "80.0 ± 17.9% of 5", "four of single, and one of multi-query-2"
+    models["other"] = hand_made()
+    assert [title for title, _ in needle_comparison.depth_tables(models, is_exact)] == [
+        "single, 2k",
+        "multi-query-2, 2k",
+    ]
+
+
+def test_tables_are_in_order_and_have_no_columns_of_other_lengths() -> None:
+    longer = "muse:Q4K4R1SP1B256"
+    results = with_more(hand_made(), 4096, "multi-key-2", "exact", longer)
+    with_more(results, 1024, "single", "exact")
+    models = {"one": results, "other": results}
+    tables = dict(needle_comparison.summary_tables(models, is_exact))
+    assert [row[0] for row in tables["read by exact"][1]] == ["single, 1k", "single, 2k", "multi-key-2, 4k"]
+    columns = {title: header[1::2] for title, (header, _) in needle_comparison.depth_tables(models, is_exact)}
+    assert columns["single, 1k"] == ("one, read by exact",)
+    assert columns["multi-key-2, 4k"] == ("one, read by exact", f"one, read by {longer}")
 
 
 def test_models_that_were_asked_something_else_are_not_compared() -> None:
@@ -622,25 +646,73 @@ def test_models_that_were_asked_something_else_are_not_compared() -> None:
         theirs.outcomes[Task(0, 2048, "single", 0, name)] = Outcome((asked,))
     assert not have_same_questions(ours, theirs)
     assert not have_same_questions(ours, Results({}, SETTINGS)), "nothing"
+    elsewhere = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, haystack="other files"))
+    assert not have_same_questions(ours, elsewhere), "uids do not depend on the haystack"
+
+
+def test_samples_that_failed_for_one_model_are_told_and_compared_in_no_difference() -> None:
+    ours, theirs = hand_made(), hand_made()
+    theirs.outcomes[Task(0, 2048, "single", 0, "exact")] = Outcome(error="RuntimeError: no")
+    theirs.outcomes[Task(0, 2048, "single", 0, COARSE)] = Outcome(error="RuntimeError: no")
+    assert have_same_questions(ours, theirs)
+    models = {"one": ours, "other": theirs}
+    (_, (_, rows)), *_ = needle_comparison.summary_tables(models, is_exact)
+    assert rows[0][1:] == ("80.0 ± 17.9% of 5", "75.0 ± 21.7% of 4", "+0.0 ± 0.0")
+    assert "Failed of other: 3 of 10 samples" in needle_comparison.markdown_report(models, title="")
+
+
+def run_report(folder: Path) -> tuple[int, list[str]]:
+    found = CliRunner().invoke(commands.app, ["report", str(folder)])
+    return found.exit_code, found.stderr.splitlines()
 
 
 def test_the_report_of_a_folder_compares_its_models(tmp_path: Path) -> None:
-    for name, results in {"one": hand_made(), "other": other_model(right=1)}.items():
-        needle_results.write_results(results, tmp_path / f"{name}.json")
-    strange = hand_made()
-    strange.outcomes[Task(0, 2048, "single", 0, COARSE)] = Outcome((dataclasses.replace(made_up(0, True), uid="1"),))
-    needle_results.write_results(strange, tmp_path / "strange.json")
+    strange = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, seed=7))
+    found = {"a-strange": strange, "one": hand_made(), "other": other_model(right=1), "alone/only": hand_made()}
     (tmp_path / "alone").mkdir()
-    needle_results.write_results(hand_made(), tmp_path / "alone" / "only.json")
-    found = CliRunner().invoke(commands.app, ["report", str(tmp_path)])
-    assert found.exit_code == 0
+    for name, results in found.items():
+        needle_results.write_results(results, tmp_path / f"{name}.json")
+    code, lines = run_report(tmp_path)
+    assert (code, lines) == (
+        0,
+        [f"muse: {tmp_path / 'a-strange'}.json is compared with none: no other model in the folder was asked the same"],
+    )
     text = (tmp_path / "needles-compared.md").read_text()
     assert text.startswith("# Needles compared: one, other\n")
-    assert "| exact | 2k | single | 80.0 ± 17.9% of 5 | 40.0 ± 21.9% of 5 | -40.0 ± 24.5 |" in text
+    assert "| single, 2k | 80.0 ± 17.9% of 5 | 40.0 ± 21.9% of 5 | -40.0 ± 24.5 |" in text
     page = (tmp_path / "needles-compared.html").read_text()
     assert "other less one" in page
     assert "<img" in page
-    assert 'href="needles-compared.html"' in (tmp_path / "index.html").read_text()
+    assert (tmp_path / "index.html").read_text().count('href="needles-compared.html"') == 1
     assert not (tmp_path / "alone" / "needles-compared.html").exists()
-    again = CliRunner().invoke(commands.app, ["report", str(tmp_path)])
-    assert again.exit_code == 0, "its own files are no results"
+    assert run_report(tmp_path)[0] == 0, "its own files are no results"
+
+
+def test_two_groups_of_models_have_a_comparison_each(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        settings = dataclasses.replace(SETTINGS, seed="ac".count(name))
+        needle_results.write_results(dataclasses.replace(hand_made(), settings=settings), tmp_path / f"{name}.json")
+    assert run_report(tmp_path) == (0, [])
+    assert (tmp_path / "needles-compared.md").read_text().startswith("# Needles compared: a, c\n")
+    assert (tmp_path / "needles-compared-2.md").read_text().startswith("# Needles compared: b, d\n")
+
+
+def test_results_with_the_name_of_a_comparison_are_not_overwritten(tmp_path: Path) -> None:
+    for name in ("needles-compared", "other"):
+        needle_results.write_results(hand_made(), tmp_path / f"{name}.json")
+    code, (line,) = run_report(tmp_path)
+    assert code == 0
+    assert line.endswith("needles-compared.json has the name of a comparison; rename it, and the models are compared")
+    assert (tmp_path / "needles-compared.md").read_text().startswith("# Needles: needles-compared\n")
+    refused = CliRunner().invoke(commands.app, ["eval", "needles", "--name", "needles-compared", "--device", "cpu"])
+    assert refused.exit_code == 2
+    assert "is that of the comparison of several models; choose another" in refused.stderr
+
+
+def test_a_model_of_a_run_has_the_name_of_the_run(tmp_path: Path) -> None:
+    for folder in ("run/model", "model"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    assert name_of(str(tmp_path / "run" / "model")) == "run"
+    assert name_of(str(tmp_path / "model")) == "model"
+    assert name_of("smollm2") == "smollm2"

@@ -157,8 +157,16 @@ def plot_share_by_depth(
                 continue
             depths, shares, errors = zip(*curve, strict=True)
             colour = "#000000" if name == exact else _DISTINCT[others.index(name) % len(_DISTINCT)]
+            is_exact = name == exact  # seen around the others where they have the same shares
             drawn = axis.errorbar(
-                depths, shares, errors, color=colour, marker="o", markersize=3, capsize=2, linewidth=1.2, label=name
+                *(depths, shares, errors),
+                color=colour,
+                marker="o",
+                markersize=5 if is_exact else 3,
+                linewidth=2.6 if is_exact else 1.2,
+                zorder=1 if is_exact else 2,
+                capsize=2,
+                label=name,
             )
             looks.setdefault(name, drawn)
         axis.set_xlim(0, 0.9)
@@ -217,7 +225,14 @@ def plot_answers(curves: Mapping[str, Curve], path: Path) -> None:
     figure = _new_figure(width=6.4, height=3.2)
     axis = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
-        axis.plot(*zip(*curve, strict=True), color=_RUNS[number % len(_RUNS)], linewidth=1.2, marker=".", label=name)
+        axis.plot(
+            *zip(*curve, strict=True),
+            color=_RUNS[number % len(_RUNS)],
+            linewidth=1.2,
+            marker=".",
+            label=name,
+            clip_on=False,
+        )
     axis.set_ylim(bottom=0)
     axis.set_xlabel("tokens (millions)")
     axis.set_ylabel("nats for a token of the answer")

@@ -3,59 +3,89 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import typer
 
-from muse_attention.cli.app import draw_picture
+from muse_attention.cli.app import draw_picture, say
 from muse_attention.evaluation import needle_comparison, needle_report
-from muse_attention.evaluation.needle_comparison import have_same_questions
+from muse_attention.evaluation.needle_comparison import column_of, have_same_questions
 from muse_attention.evaluation.needle_report import MEASURES
 from muse_attention.evaluation.needle_results import Results
-from muse_attention.evaluation.needle_statistics import failures
+from muse_attention.evaluation.needle_statistics import Measure, failures
 from muse_attention.files import replace_file
 from muse_attention.plots import plot_share_by_depth
 
 COMPARED = "needles-compared"
 """Name of the files that compare the models in a folder."""
 
+_Curves = Mapping[str, Mapping[str, Sequence[tuple[float, float, float]]]]
+
 
 def write_needle_reports(results: Results, path: Path) -> None:
     """Beside the file of the results."""
     if len(failures(results)) == len(results.outcomes):
         raise ValueError("no sample has been answered yet; continue the run with --resume")
-    written = _write(needle_report, results, path, title=f"Needles: {path.stem}", exact="exact")
-    typer.echo(f"wrote {', '.join(map(str, [path, *written]))}")
-
-
-def write_needle_comparison(models: Mapping[str, Results], folder: Path) -> Path | None:
-    """Of those that were asked the same as the first one, if there are any; its page."""
-    (first, reference), *others = models.items()
-    alike = {first: reference} | {name: found for name, found in others if have_same_questions(reference, found)}
-    if len(alike) < 2:
-        return None
-    title = f"Needles compared: {', '.join(alike)}"
-    written = _write(needle_comparison, alike, folder / COMPARED, title=title, exact=f"{first}, exact")
-    typer.echo(f"wrote {', '.join(map(str, written))}")
-    return written[-1]
-
-
-def _write(report: ModuleType, found: Any, path: Path, *, title: str, exact: str) -> list[Path]:
-    """The Markdown, the numbers, the pictures and the page that a report makes of what was found; the page is last."""
-    texts = {".md": report.markdown_report(found, title=title), ".csv": report.as_csv(found)}
-    written = [path.with_name(f"{path.stem}{suffix}") for suffix in texts]
-    for file, content in zip(written, texts.values(), strict=True):
+    title = f"Needles: {path.stem}"
+    texts = {
+        path.with_suffix(".md"): needle_report.markdown_report(results, title=title),
+        path.with_suffix(".csv"): needle_report.as_csv(results),
+    }
+    for file, content in texts.items():
         replace_file(file, content)
+    pictures = _draw(path, functools.partial(needle_report.depth_curves, results), exact="exact")
+    page = path.with_suffix(".html")
+    replace_file(page, needle_report.html_report(results, title=title, pictures=_contents(pictures)))
+    typer.echo(f"wrote {', '.join(map(str, [path, *texts, *pictures.values(), page]))}")
+
+
+def write_needle_comparisons(found: Mapping[str, Results], folder: Path) -> list[Path]:
+    """The pages that compare the models of a folder: one for those that were asked the same, if they are several."""
+    if COMPARED in found:
+        say(f"{folder / COMPARED}.json has the name of a comparison; rename it, and the models are compared")
+        return []
+    alike: list[dict[str, Results]] = []
+    for name, results in found.items():
+        group = next((group for group in alike if have_same_questions(next(iter(group.values())), results)), None)
+        if group is None:
+            alike.append({name: results})
+        else:
+            group[name] = results
+    several = [group for group in alike if len(group) > 1]
+    for name in (name for group in alike if len(group) == 1 and several for name in group):
+        say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
+    paths = [folder / (COMPARED if number == 1 else f"{COMPARED}-{number}") for number in range(1, 1 + len(several))]
+    return [_write_comparison(models, path) for models, path in zip(several, paths, strict=True)]
+
+
+def _write_comparison(models: Mapping[str, Results], path: Path) -> Path:
+    title = f"Needles compared: {', '.join(models)}"
+    texts = {
+        path.with_suffix(".md"): needle_comparison.markdown_report(models, title=title),
+        path.with_suffix(".csv"): needle_comparison.as_csv(models),
+    }
+    for file, content in texts.items():
+        replace_file(file, content)
+    first = next(iter(models))
+    curves = functools.partial(needle_comparison.depth_curves, models)
+    pictures = _draw(path, curves, exact=column_of(first, "exact"))
+    page = path.with_suffix(".html")
+    replace_file(page, needle_comparison.html_report(models, title=title, pictures=_contents(pictures)))
+    typer.echo(f"wrote {', '.join(map(str, [*texts, *pictures.values(), page]))}")
+    return page
+
+
+def _draw(path: Path, curves: Callable[[Measure], _Curves], *, exact: str) -> dict[str, Path]:
+    """The pictures that could be drawn, by the name of the measure."""
     pictures = {}
     for suffix, (name, measure) in zip((".png", "-of-8.png"), MEASURES.items(), strict=True):
-        draw = functools.partial(plot_share_by_depth, report.depth_curves(found, measure), measure=name, exact=exact)
+        draw = functools.partial(plot_share_by_depth, curves(measure), measure=name, exact=exact)
         picture = path.with_name(f"{path.stem}{suffix}")
         if draw_picture(picture, draw):
             pictures[name] = picture
-    page = path.with_name(f"{path.stem}.html")
-    shown = {name: picture.read_bytes() for name, picture in pictures.items()}
-    replace_file(page, report.html_report(found, title=title, pictures=shown))
-    return [*written, *pictures.values(), page]
+    return pictures
+
+
+def _contents(pictures: Mapping[str, Path]) -> dict[str, bytes]:
+    return {name: picture.read_bytes() for name, picture in pictures.items()}

@@ -36,7 +36,7 @@ from muse_attention.cli.language_model import (
     name_of,
     short_warnings,
 )
-from muse_attention.cli.needle_reports import write_needle_reports
+from muse_attention.cli.needle_reports import COMPARED, write_needle_reports
 from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.needle_report import summary_table
 from muse_attention.evaluation.needle_results import (
@@ -112,6 +112,8 @@ def needles(
         if corpus is not None and texts:
             raise ValueError("a haystack is either a corpus or texts; leave out --corpus or --text")
         stem = file_stem(name if name is not None else name_of(model))
+        if stem == COMPARED:
+            raise ValueError(f"--name {COMPARED} is that of the comparison of several models; choose another")
         path = output / f"{stem}.json"
         if resume and path.exists():
             read_results(path)  # what is broken should be known before a model is loaded

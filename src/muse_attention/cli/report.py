@@ -14,7 +14,7 @@ from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
-from muse_attention.cli.needle_reports import write_needle_comparison, write_needle_reports
+from muse_attention.cli.needle_reports import write_needle_comparisons, write_needle_reports
 from muse_attention.cli.tasks import write_tasks_reports
 from muse_attention.evaluation import comparison, layers, loss, needle_results
 from muse_attention.evaluation import tasks as standard_tasks
@@ -129,8 +129,7 @@ def _compare_needles(reported: list[_Reported]) -> Iterator[Path]:
         if done.kind is _NEEDLES:
             folders.setdefault(done.path.parent, {})[done.path.stem] = done.results
     for folder, models in folders.items():
-        if page := write_needle_comparison(models, folder):
-            yield page
+        yield from write_needle_comparisons(models, folder)
 
 
 def _contents(folder: Path, reported: list[_Reported], comparisons: list[Path]) -> str:

@@ -263,7 +263,7 @@ def markdown_report(results: Results, *, title: str) -> str:
     if lines := [*headline(results), *warnings(results)]:
         parts.append("\n".join(f"- {line}" for line in lines))
     parts += ["## Training attention against test attention", markdown_table(*matrix_table(results)), _MATRIX]
-    parts += ["## Runs", markdown_table(*runs_table(results)), _TOKENS]
+    parts += ["## Runs", markdown_table(*runs_table(results)), _TOKENS, *_beginnings(results)]
     if _has_other_attentions(results):
         parts += ["## Switching the attention", markdown_table(*switching_table(results)), _SWITCHING, LEAK]
     parts += ["## Speed", markdown_table(*speed_table(results)), _SECONDS, _SPEED_OF_THE_PAPER]
@@ -297,7 +297,8 @@ def html_report(results: Results, *, title: str, pictures: Mapping[str, bytes]) 
     page.paragraph(_MATRIX, is_note=True)
     page.section("Runs")
     page.table(*runs_table(results))
-    page.paragraph(_TOKENS, is_note=True)
+    for note in (_TOKENS, *_beginnings(results)):
+        page.paragraph(note, is_note=True)
     if _has_other_attentions(results):
         page.section("Switching the attention")
         page.table(*switching_table(results))
@@ -357,6 +358,15 @@ def _facts(results: Results) -> list[str]:
         f"evenly spaced among {settings.windows:,}; {settings.precision}, on {settings.device}",
         f"Machine that measured these losses: {hardware}",
         f"Versions: {versions}",
+    ]
+
+
+def _beginnings(results: Results) -> list[str]:
+    """Of runs whose first weights are those of another."""
+    return [
+        f"{run.name} begins with the weights of {run.recipe.initial}; what those have seen is not counted."
+        for run in results.runs.values()
+        if run.recipe.initial
     ]
 
 

@@ -17,9 +17,9 @@ from muse_attention.evaluation.needle_report import (
     PREFILL,
     TASK,
     depth_curve,
-    depths_table,
     format_difference,
     paper_table,
+    table_by_depth,
     title_of,
     with_number,
 )
@@ -31,53 +31,57 @@ from muse_attention.evaluation.needle_statistics import (
     attentions,
     by_sample,
     difference,
+    failures,
     groups,
     share,
 )
+from muse_attention.evaluation.needles import CANDIDATES, KINDS
 from muse_attention.evaluation.page import Page, Table, markdown_table
 from muse_attention.machine import machine_lines
-from muse_attention.sizes import format_size
 
 Models = Mapping[str, Results]
 """Their results by their names. The first one is what the others are compared with."""
 
 _MEASURED = (
-    "Exact match: greedy generation gives the uid. Right of 8: the uid is more probable than each of seven others. "
-    "± is the binomial standard error, as in the paper, of so many questions. Differences are in percentage points on "
-    "the samples that both models have answered, ± their standard error over samples. What another seed of training "
-    "would change is in no standard error."
+    f"Exact match: greedy generation gives the uid. Right of {CANDIDATES}: the uid is more probable than each of seven "
+    "others, so chance is 12.5%. ± is the binomial standard error of so many questions, as in the paper, which is 0 "
+    "where all are right or none is, and takes the questions of one sample for independent. Differences are in "
+    "percentage points on the samples that both models have answered, ± their standard error over samples. What "
+    "another seed of training would change is in no standard error."
 )
 _ALL_KINDS = "all kinds"
 
 
 def have_same_questions(results: Results, other: Results) -> bool:
-    """Whether both have answers to a question, and no uid differs where both have been asked."""
+    """Whether both were asked for the same needles in the same haystack, and both have an answer to one of them."""
+    for name in ("haystack", "seed", "version"):
+        if getattr(results.settings, name) != getattr(other.settings, name):
+            return False
     own, others = _uids(results), _uids(other)
     asked = own.keys() & others.keys()
     return bool(asked) and all(own[sample] == others[sample] for sample in asked)
 
 
-def summary_table(models: Models, measure: Measure) -> Table:
+def summary_tables(models: Models, measure: Measure) -> Iterator[tuple[str, Table]]:
+    """One for each attention that reads the prompt, by title; exact attention, which is deployed, first."""
     first, *others = models
-    header = ("prompt read by", "length", "kind", *models, *(f"{name} less {first}" for name in others))
-    rows = []
-    for length, kind, attention in _cells(models):
-        found = {name: answers(results, length, kind, attention) for name, results in models.items()}
-        samples = {name: by_sample(results, length, kind, attention) for name, results in models.items()}
-        rows.append(
-            (
-                *(attention, format_size(length), kind),
-                *(with_number(share(of_model, measure)) for of_model in found.values()),
-                *(format_difference(difference(samples[name], samples[first], measure)) for name in others),
-            )
-        )
-    return header, rows
+    header = ("kind, length", *models, *(f"{name} less {first}" for name in others))
+    cells = _cells(models)
+    for attention in dict.fromkeys(attention for _, _, attention in cells):
+        rows = []
+        for length, kind in ((length, kind) for length, kind, name in cells if name == attention):
+            found = {name: answers(results, length, kind, attention) for name, results in models.items()}
+            samples = {name: by_sample(results, length, kind, attention) for name, results in models.items()}
+            shares = (with_number(share(of_model, measure)) for of_model in found.values())
+            gaps = (format_difference(difference(samples[name], samples[first], measure)) for name in others)
+            rows.append((title_of(length, kind), *shares, *gaps))
+        yield _read_by(attention), (header, rows)
 
 
 def depth_tables(models: Models, measure: Measure) -> Iterator[tuple[str, Table]]:
     """Of all kinds together and of each, by title. A column is a model, and the attention that reads the prompt."""
     for title, columns in _columns(models):
-        yield title, depths_table(columns, measure)
+        yield title, table_by_depth(columns, measure)
 
 
 def depth_curves(models: Models, measure: Measure) -> dict[str, dict[str, list[tuple[float, float, float]]]]:
@@ -87,10 +91,16 @@ def depth_curves(models: Models, measure: Measure) -> dict[str, dict[str, list[t
     }
 
 
+def column_of(model: str, attention: str) -> str:
+    """What the answers of a model to prompts that an attention has read are called."""
+    return f"{model}, {_read_by(attention)}"
+
+
 def markdown_report(models: Models, *, title: str) -> str:
     parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(models)), TASK]
     for name, measure in MEASURES.items():
-        parts += [f"## {name.capitalize()}", markdown_table(*summary_table(models, measure))]
+        for panel, table in summary_tables(models, measure):
+            parts += [f"## {name.capitalize()}, the prompt {panel}", markdown_table(*table)]
     parts += [_MEASURED, PREFILL]
     for name, measure in MEASURES.items():
         for panel, table in depth_tables(models, measure):
@@ -107,7 +117,7 @@ def html_report(models: Models, *, title: str, pictures: Mapping[str, bytes]) ->
     page.paragraph(TASK)
     for name, measure in MEASURES.items():
         page.section(name.capitalize())
-        page.table(*summary_table(models, measure))
+        page.tables_beside(*((f"the prompt {panel}", *table) for panel, table in summary_tables(models, measure)))
     for note in (_MEASURED, PREFILL):
         page.paragraph(note, is_note=True)
     for name, measure in MEASURES.items():
@@ -137,34 +147,42 @@ def as_csv(models: Models) -> str:
 
 
 def _cells(models: Models) -> list[tuple[int, str, str]]:
-    """Every length, kind and attention that some model has; exact attention, which is deployed, first."""
-    found = dict.fromkeys(
-        (attention, length, kind)
+    """Every length, kind and attention that some model has; exact attention first."""
+    found = {
+        (length, kind, attention)
         for results in models.values()
         for length, kind in groups(results)
         for attention in attentions(results, length, kind)
-    )
-    names = list(dict.fromkeys(attention for attention, _, _ in found))
-    return [(length, kind, attention) for name in names for attention, length, kind in found if attention == name]
+    }
+    kinds = list(KINDS)
+    return sorted(found, key=lambda cell: (cell[2] != "exact", cell[2], cell[0], kinds.index(cell[1])))
 
 
 def _columns(models: Models) -> Iterator[tuple[str, dict[str, Sequence[Answer]]]]:
+    """Answers by title and column. All kinds together are those that all models have under all attentions."""
     cells = _cells(models)
-    names = list(dict.fromkeys(attention for _, _, attention in cells))
     for length in sorted({length for length, _, _ in cells}):
+        names = list(dict.fromkeys(attention for tokens, _, attention in cells if tokens == length))
         kinds = list(dict.fromkeys(kind for tokens, kind, _ in cells if tokens == length))
-        panels = {_ALL_KINDS: kinds, **{kind: [kind] for kind in kinds}} if len(kinds) > 1 else {kinds[0]: kinds}
-        for panel, together in panels.items():
-            yield (
-                title_of(length, panel),
-                {
-                    f"{name}, {attention}": list(
-                        chain.from_iterable(answers(results, length, kind, attention) for kind in together)
-                    )
-                    for attention in names
-                    for name, results in models.items()
-                },
-            )
+        shared = [
+            kind
+            for kind in kinds
+            if all(answers(results, length, kind, name) for results in models.values() for name in names)
+        ]
+        panels = {_ALL_KINDS: shared} if len(shared) > 1 else {}
+        for panel, together in (panels | {kind: [kind] for kind in kinds}).items():
+            columns: dict[str, Sequence[Answer]] = {
+                column_of(model, attention): list(
+                    chain.from_iterable(answers(results, length, kind, attention) for kind in together)
+                )
+                for attention in names
+                for model, results in models.items()
+            }
+            yield title_of(length, panel), columns
+
+
+def _read_by(attention: str) -> str:
+    return f"read by {attention}"
 
 
 def _uids(results: Results) -> dict[tuple[int, str, int, int], list[str]]:
@@ -178,6 +196,9 @@ def _uids(results: Results) -> dict[tuple[int, str, int, int], list[str]]:
 def _facts(models: Models) -> list[str]:
     first = next(iter(models.values())).settings
     lines = [f"Haystack: {first.haystack}; seed {first.seed}"]
+    for name, results in models.items():
+        if failed := failures(results):
+            lines.append(f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share")
     for name, results in models.items():
         settings = results.settings
         hardware, versions = machine_lines(results.machine)

@@ -92,10 +92,10 @@ def summary_table(results: Results) -> Table:
 
 def depth_table(results: Results, length: int, kind: str, measure: Measure) -> Table:
     names = attentions(results, length, kind)
-    return depths_table({name: answers(results, length, kind, name) for name in names}, measure)
+    return table_by_depth({name: answers(results, length, kind, name) for name in names}, measure)
 
 
-def depths_table(columns: Mapping[str, Sequence[Answer]], measure: Measure) -> Table:
+def table_by_depth(columns: Mapping[str, Sequence[Answer]], measure: Measure) -> Table:
     """A row for every depth, a column for everything that has answers."""
     shares = [by_depth(found, measure) for found in columns.values()]
     rows = [
