@@ -28,11 +28,8 @@ pytest.importorskip("rich")
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.recipes import override
-from muse_attention.pretraining.training import (
-    describe_last_good,
-    run_recipe,
-    train,
-)
+from muse_attention.pretraining.run_folder import describe_last_good, run_recipe
+from muse_attention.pretraining.training import train
 from tests.test_prepare import contents
 from tests.training_runs import SMALL, assert_same_run, losses, stop_at
 

@@ -311,6 +311,7 @@ def test_speeds_are_medians_without_first_updates_and_probes() -> None:
     speeds = [1.0, 1.0, 1.0, 100.0, 300.0, 200.0]
     steps = [step(index + 1, 5.0, speed) for index, speed in enumerate(speeds)]
     steps.append(step(7, 5.0, 7.0, rse={"1": 0.5, "3": 0.25}))
+    steps.append(step(7, 5.0, 9.0, answers_loss=4.0))
     steps += [step(8 + index, 5.0, 40.0 + index, "exact") for index in range(4)]
     steps += [step(12, 5.0, 1.0, "short")]
     curves = TrainingCurves.of(steps)
@@ -333,11 +334,15 @@ def test_what_was_learnt_of_answers_is_told_by_attention(corpus: Corpus, trained
         ("muse", run.attention, "3", "3.000", "2.000", "1.000", "1.000"),
         ("muse", "exact", "1", "0.250", "0.250", "0.250", "0.250"),
     ]
-    assert results.runs["muse"].curves.speeds == {}, "updates with a probe say nothing of the speed"
     write_results(results, path)
     assert read_results(path) == results
     write_comparison_reports(results, path)
-    assert "## Learning to look needles up" in path.with_suffix(".md").read_text()
+    text = path.with_suffix(".md").read_text()
+    assert "## Learning to look needles up" in text
+    assert "begins with the weights of" not in text
+    later = dataclasses.replace(run, recipe=override(run.recipe, ["initial=out/short/model"]))
+    results.runs["muse"] = later
+    assert "muse begins with the weights of out/short/model; what those" in markdown_report(results, title="")
     assert (tmp_path / "compare-answers.png").exists()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from muse_attention.pretrained import load_model
+from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.documents import Buckets
@@ -41,6 +45,11 @@ def test_it_goes_on_from_what_was_learnt(corpus: Corpus, model: Path, tmp_path: 
     with torch.no_grad():
         expected = before(tokens[:, :-1], shift_labels=tokens[:, 1:]).loss.item()
     assert losses(tmp_path / "out")[0] == pytest.approx(expected, rel=1e-5)
+    weights = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+    checkpoint = checkpoints.latest_good(tmp_path / "out" / "checkpoints", pytest.fail)
+    assert checkpoint is not None
+    for about in (json.loads((tmp_path / "out" / "run.json").read_text()), checkpoint.about):
+        assert about["initial"] == weights
     after, _ = load_model(tmp_path / "out" / "model")
     assert after.config.max_position_embeddings == 96
 
@@ -53,6 +62,8 @@ def test_it_is_resumed_without_the_other_model(corpus: Corpus, model: Path, tmp_
     shutil.rmtree(model)
     train(corpus, recipe, tmp_path / "parted", resume=True)
     assert_same_run(tmp_path / "parted", tmp_path / "whole")
+    runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("parted", "whole")]
+    assert runs[0]["initial"] == runs[1]["initial"]
 
 
 def test_a_run_without_a_checkpoint_still_needs_it(corpus: Corpus, model: Path, tmp_path: Path) -> None:
@@ -65,7 +76,12 @@ def test_a_run_without_a_checkpoint_still_needs_it(corpus: Corpus, model: Path, 
 
 def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:
     other = make(tmp_path / "other", Settings(vocabulary=300, buckets=Buckets(64, 4096)))
+    with pytest.raises(ValueError, match="must be a string, the path of a folder"):
+        dataclasses.replace(SMALL, initial=model)  # type: ignore[arg-type]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").mkdir()
     cases = [
+        (corpus, longer(tmp_path / "run"), "or not whole; give initial=.*/run/model$"),
         (
             corpus,
             longer(tmp_path / "nowhere"),

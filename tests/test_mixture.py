@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -31,10 +32,11 @@ from muse_attention.pretraining.metrics import Step, read_metrics
 from muse_attention.pretraining.mixture import NeedleDocuments
 from muse_attention.pretraining.model import make_model
 from muse_attention.pretraining.probe import answers_loss
-from muse_attention.pretraining.reading import READERS, read_ahead, read_batches
+from muse_attention.pretraining.reading import READERS, read_ahead
 from muse_attention.pretraining.recipes import Recipe, override, tiny
+from muse_attention.pretraining.run_folder import run_recipe
 from muse_attention.pretraining.tokenizer import read_tokenizer
-from muse_attention.pretraining.training import TrainingError, make_batches, run_recipe, train
+from muse_attention.pretraining.training import TrainingError, make_batches, train
 from tests.needle_models import DEFINITION, QUESTION, needle_corpus, needle_tokenizer
 from tests.test_prepare import make
 from tests.training_runs import assert_same_run, stop_at
@@ -232,14 +234,34 @@ def test_the_mixture_is_an_option_of_the_command(corpus: Corpus, tmp_path: Path)
 # Reading ahead
 
 
-def test_what_is_read_ahead_is_what_would_be_read(corpus: Corpus) -> None:
-    batches = make_batches(corpus, RECIPE)
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+def test_what_is_read_ahead_is_what_would_be_read(corpus: Corpus, rank: int, ranks: int) -> None:
+    batches = make_batches(corpus, RECIPE, ranks)
     before = torch.random.get_rng_state()
-    ahead = list(read_ahead(batches, range(2, 7)))
+    ahead = list(read_ahead(batches, range(2, 7), rank))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert len(ahead) == 5
-    assert all(torch.equal(one, other) for one, other in zip(ahead, read_batches(batches, range(2, 7)), strict=True))
+    assert all(torch.equal(tokens, batches.read(step, rank)) for step, tokens in enumerate(ahead, 2))
     assert not multiprocessing.active_children()
+
+
+def test_a_process_that_may_have_no_children_reads_by_itself(corpus: Corpus, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(
+        target=train, args=(corpus, override(RECIPE, ["steps=1", "warmup=1"]), tmp_path), daemon=True
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert (tmp_path / "model").exists()
+
+
+def test_a_fork_that_fails_is_one_line(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(TrainingError, match=r"no process can be started to read ahead \(Resource .*; resume the run$"):
+        train(corpus, RECIPE, tmp_path)
 
 
 def test_readers_that_are_left_early_end(corpus: Corpus) -> None:
@@ -271,13 +293,19 @@ def test_readers_end_with_a_run_that_is_killed(corpus: Corpus) -> None:
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
+    there.close()
+    assert here.poll(60)
     readers = here.recv()
     assert len(readers) == READERS
     process.join()
-    deadline = time.monotonic() + 20
-    while any(is_alive(reader) for reader in readers):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    try:
+        deadline = time.monotonic() + 20
+        while any(is_alive(reader) for reader in readers):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for reader in filter(is_alive, readers):
+            os.kill(reader, signal.SIGKILL)
 
 
 def test_a_run_whose_reader_is_killed_says_where_to_go_on(corpus: Corpus, tmp_path: Path) -> None:
@@ -288,7 +316,8 @@ def test_a_run_whose_reader_is_killed_says_where_to_go_on(corpus: Corpus, tmp_pa
             os.kill(process.pid, signal.SIGKILL)
 
     recipe = override(RECIPE, ["steps=20"])  # the pipe has room for some of them
-    with pytest.raises(TrainingError, match=r"reads ahead has died before step \d+\); the last good .*step-") as raised:
+    message = r"^a process that reads ahead has died before step \d+; the last good .*step-\d+; resume the run$"
+    with pytest.raises(TrainingError, match=message) as raised:
         train(corpus, recipe, tmp_path, on_step=kill)
     assert "\n" not in str(raised.value)
     train(corpus, recipe, tmp_path, resume=True)
@@ -304,7 +333,12 @@ def test_a_corpus_that_is_cut_short_stops_a_run_that_reads_ahead(tmp_path: Path)
                 os.truncate(file, 0)
 
     with pytest.raises(TrainingError, match=r"cannot be read any more .*; run muse prepare again") as raised:
-        train(corpus, override(RECIPE, ["steps=40", "checkpoint_every=50"]), tmp_path / "out", on_step=cut)
+        train(
+            corpus,
+            override(RECIPE, ["steps=40", "checkpoint_every=50", "probe_every=2"]),
+            tmp_path / "out",
+            on_step=cut,
+        )
     assert "\n" not in str(raised.value)
 
 
@@ -335,9 +369,22 @@ def test_a_run_measures_what_it_has_learnt_of_answers(corpus: Corpus, tmp_path: 
 
 def test_the_loss_of_answers_is_their_mean(corpus: Corpus) -> None:
     model = make_model(corpus, RECIPE)
-    document, is_answer = NeedleDocuments(corpus, 256, share=1.0).make_with_answers(-1)
-    with torch.no_grad():
-        log_probabilities = model(document[None, :-1]).logits[0].double().log_softmax(-1)
-    places = torch.nonzero(is_answer)[:, 0]
-    expected = -log_probabilities[places - 1, document[places]].mean()
-    torch.testing.assert_close(answers_loss(model, document, is_answer).double(), expected, atol=1e-5, rtol=0)
+    probes = NeedleDocuments(corpus, 2048, share=1.0).make_probes()
+    assert len(probes) == 4
+    losses = []
+    for document, is_answer in probes:
+        with torch.no_grad():
+            log_probabilities = model(document[None, :-1]).logits[0].double().log_softmax(-1)
+        places = torch.nonzero(is_answer)[:, 0]
+        losses.append(-log_probabilities[places - 1, document[places]])
+    assert len({len(of_document) for of_document in losses}) > 1, "a mean of means would be another"
+    expected = torch.cat(losses).mean()
+    torch.testing.assert_close(answers_loss(model, probes).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_ranks_measure_by_as_many_documents_which_are_not_the_same(corpus: Corpus) -> None:
+    documents = NeedleDocuments(corpus, 2048, share=1.0)
+    probes = [[document for document, _ in documents.make_probes(rank, 2)] for rank in range(2)]
+    assert len(probes[0]) == len(probes[1]) == 4
+    for one, other in itertools.combinations([*probes[0], *probes[1]], 2):
+        assert not torch.equal(one, other)

@@ -20,14 +20,14 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 
+from muse_attention.files import alone_in
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, override
-from muse_attention.pretraining.training import (
-    TrainingError,
-    train,
-)
+from muse_attention.pretraining.run_folder import claimed
+from muse_attention.pretraining.training import TrainingError, train
+from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.test_prepare import contents
 from tests.training_runs import SMALL, STEPS, assert_same_run, learnt, losses
 
@@ -90,6 +90,35 @@ def test_two_processes_learn_what_one_does(corpus: Corpus, tmp_path: Path) -> No
     assert_same_run(again, two)
     train(corpus, recipe, one, resume=True)
     assert_close_runs(one, two)
+
+
+def test_two_processes_learn_from_the_same_needles(tmp_path: Path) -> None:
+    """Read ahead by each, and what was learnt of answers measured by both, on documents of their own."""
+    corpus = needle_corpus(needle_tokenizer(), tmp_path)
+    changes = ["length=256", "steps=3", "mixture=niah", "attention=exact", "exact_tail=0", "probe_every=2"]
+    recipe = override(SMALL, ["micro_batch=1", *changes])
+    train(corpus, recipe, tmp_path / "alone")
+    train_together(corpus, recipe, tmp_path / "two")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert ["answers_loss" in step for step in read_metrics(tmp_path / "two")] == [False, True, False]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_all_ranks_leave_a_folder_that_is_taken(is_first: bool, tmp_path: Path) -> None:
+    class Shared(World):
+        is_first = property(lambda world: is_first)  # type: ignore[assignment]
+
+        def all_succeed(self, success: bool) -> bool:
+            assert success is not is_first
+            return False
+
+    message = "another process is at work in" if is_first else "the first rank cannot work in .*; it says why"
+    with (
+        alone_in(tmp_path),
+        pytest.raises(ValueError, match=message),
+        claimed(tmp_path, Shared(torch.device("cpu"), ranks=2)),
+    ):
+        pytest.fail("it was let in")
 
 
 @pytest.mark.slow

@@ -29,10 +29,8 @@ from muse_attention.pretraining import training
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
-from muse_attention.pretraining.training import (
-    TrainingError,
-    run_recipe,
-)
+from muse_attention.pretraining.run_folder import run_recipe
+from muse_attention.pretraining.training import TrainingError
 from tests.training_runs import SMALL, STEPS, assert_same_run, losses
 
 

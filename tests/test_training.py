@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from muse_attention import huggingface
 from muse_attention.evaluation.loss import position_losses
+from muse_attention.files import alone_in
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining import training
 from muse_attention.pretraining.batches import Batches, Windows
@@ -32,6 +33,7 @@ from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
 from muse_attention.pretraining.model import make_model
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override, tiny
+from muse_attention.pretraining.run_folder import run_recipe
 from muse_attention.pretraining.training import (
     TrainingError,
     determinism,
@@ -172,14 +174,15 @@ def test_an_error_that_is_not_finite_is_no_number_of_json(tmp_path: Path) -> Non
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    step = Step(1, 2.0, 0.1, 1.0, "muse", 64, 10.0, rse={1: math.inf, 3: 0.5})
+    step = Step(1, 2.0, 0.1, 1.0, "muse", 64, 10.0, rse={1: math.inf, 3: 0.5}, answers_loss=0.0)
     metrics = Metrics(tmp_path, 0)
     metrics.add(step)
-    metrics.add(dataclasses.replace(step, step=2, rse={1: math.nan}))
+    metrics.add(dataclasses.replace(step, step=2, rse={1: math.nan}, answers_loss=math.nan))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     first, second = (json.loads(line, parse_constant=refuse) for line in lines)
     assert first["rse"] == {"3": 0.5}
-    assert "rse" not in second
+    assert first["answers_loss"] == 0
+    assert not {"rse", "answers_loss"} & second.keys()
     assert (second["step"], second["loss"]) == (2, 2.0)
 
 
@@ -288,6 +291,23 @@ def test_two_runs_do_not_share_a_folder(corpus: Corpus, tmp_path: Path) -> None:
     recipe = override(SMALL, ["steps=2", "checkpoint_every=9", "probe_every=0"])
     train(corpus, recipe, tmp_path, on_step=start_another)
     assert len(refused) == 4
-    assert json.loads((tmp_path / "run.json").read_text())["recipe"]["seed"] == 0
+    assert run_recipe(tmp_path) == recipe
     assert len(read_metrics(tmp_path)) == 2
     train(corpus, recipe, tmp_path, resume=True)  # nothing is left to do, and nobody is in the way
+
+
+def test_a_folder_is_claimed_before_it_is_looked_at(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another run could begin and end between the look and the claim, and be overwritten."""
+    look, looked = training.check_may_start, []
+
+    def look_and_try(output: Path) -> None:
+        with pytest.raises(ValueError, match="another process is at work"), alone_in(output):
+            pass
+        looked.append(output)
+        look(output)
+
+    monkeypatch.setattr(training, "check_may_start", look_and_try)
+    train(corpus, override(SMALL, ["steps=1", "warmup=1"]), tmp_path)
+    assert looked == [tmp_path]

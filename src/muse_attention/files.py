@@ -67,10 +67,23 @@ def sync(path: Path) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Make a folder, and let no other process in here that asks the same; a ValueError if there is one already.
 
-    Whatever ends a process ends its claim. Where the system has no locks, nobody is refused.
+    Whatever ends a process, and those that it forked, ends its claim. A folder that was made here and has nothing in it
+    is removed again. Where the system has no locks, nobody is refused.
     """
     with errors_naming(folder):
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder):
+            yield
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return

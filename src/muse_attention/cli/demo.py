@@ -75,7 +75,8 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
     import torch
 
     from muse_attention.pretraining.parallel import World
-    from muse_attention.pretraining.training import MODEL, train
+    from muse_attention.pretraining.run_folder import MODEL
+    from muse_attention.pretraining.training import train
 
     what = f"training on {recipe.steps * recipe.tokens_per_step:,} tokens with {recipe.attention}"
     if not _is_done(number, what, output, output / MODEL):

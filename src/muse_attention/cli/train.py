@@ -55,14 +55,14 @@ def train(
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
         from muse_attention.pretraining.parallel import has_launcher, open_world
-        from muse_attention.pretraining.training import (
+        from muse_attention.pretraining.run_folder import (
             CHECKPOINTS,
-            TrainingError,
             describe_last_good,
             has_learnt,
             has_run,
             run_recipe,
         )
+        from muse_attention.pretraining.training import TrainingError
         from muse_attention.pretraining.training import train as train_model
 
         place = device or default_device()

@@ -61,9 +61,9 @@ _PROBE = (
     "model attends exactly, in every global layer."
 )
 _ANSWERS = (
-    "Nats for each token of a uid in an import, in a needle document that is no sample of the run, under the attention "
-    "of the update, which is exact in a tail. A model that cannot look a uid up where its function was defined has to "
-    "guess it."
+    "Nats for each token of a uid in an import, in needle documents that are no samples of the run, under the "
+    "attention of the update, which is exact in a tail. They are few, some hundred tokens, and the same each time. A "
+    "model that cannot look a uid up where its function was defined has to guess it."
 )
 _POSITIONS = "Under exact attention: the loss itself, not its cumulative mean, between powers of two of the position."
 _PAPER_LAW = "The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999."

@@ -22,7 +22,7 @@ from muse_attention.pretraining.metrics import FILE, read_metrics
 from muse_attention.pretraining.model import make_config
 from muse_attention.pretraining.optimiser import restore_weights
 from muse_attention.pretraining.recipes import Recipe
-from muse_attention.pretraining.training import CHECKPOINTS, MODEL, run_corpus, run_recipe
+from muse_attention.pretraining.run_folder import CHECKPOINTS, MODEL, run_corpus, run_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

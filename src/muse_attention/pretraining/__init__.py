@@ -14,9 +14,9 @@ Data, from sources to samples:
 
 The model: `decoder.py`, with `configuration.py`, `sliding_window.py` and `chunked_loss.py`.
 
-Training: `training.py` is the loop. `recipes.py`: what a run is made of. `schedule.py`: learning rate and attention at
-a step. `model.py`: the model of a recipe, and its first weights. `reading.py`: batches, ahead of the loop.
-`optimiser.py`: AdamW, and what is learnt, by name. `checkpoints.py`: that on disk, whole or absent. `probe.py`: the
-attention's error on the way, and what needles teach. `metrics.py`: what is measured. `parallel.py`: one process, or
-several.
+Training: `training.py` is the loop. `run_folder.py`: what is on disk of a run, and who may work there. `recipes.py`:
+what a run is made of. `schedule.py`: learning rate and attention at a step. `model.py`: the model of a recipe, and its
+first weights. `reading.py`: batches, ahead of the loop. `optimiser.py`: AdamW, and what is learnt, by name.
+`checkpoints.py`: that on disk, whole or absent. `probe.py`: the attention's error on the way, and what needles teach.
+`metrics.py`: what is measured. `parallel.py`: one process, or several.
 """

@@ -41,7 +41,7 @@ class Step:
 class Metrics:
     """Lines of steps after `step`, as of a run that was killed behind it, are forgotten.
 
-    JSON has no number for an error that is not finite, as behind exact attention that is zero: it is left out.
+    JSON has no number for what is not finite, as an error behind exact attention that is zero: it is left out.
     """
 
     def __init__(self, output: Path, step: int, *, tensorboard: bool = False) -> None:
@@ -52,13 +52,15 @@ class Metrics:
     def add(self, step: Step) -> None:
         values = asdict(step)
         values["rse"] = {layer: error for layer, error in step.rse.items() if math.isfinite(error)}
+        if step.answers_loss is not None and not math.isfinite(step.answers_loss):
+            values["answers_loss"] = None
         values = {name: value for name, value in values.items() if value not in (None, {})}
         with errors_naming(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
         if self._board is not None:
             for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
                 self._board.add_scalar(name, values[name], step.step)
-            if step.answers_loss is not None:
+            if "answers_loss" in values:
                 self._board.add_scalar("answers_loss", step.answers_loss, step.step)
             for layer, error in step.rse.items():
                 self._board.add_scalar(f"rse/layer {layer}", error, step.step)

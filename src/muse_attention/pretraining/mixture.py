@@ -31,6 +31,8 @@ _END = 1 / 10
 """Share of such a document that is questions."""
 _NEAREST = 64
 """Tokens, about, from a definition to its question."""
+_PROBED = 8192
+"""Tokens of the documents that a rank measures what was learnt by, at least: a hundred or more are answers."""
 _ASKED_TOGETHER = {1: 6, 2: 1, 4: 1}
 """Needles that a file asks for, and how often. A single call is always as far behind its import."""
 
@@ -89,6 +91,11 @@ class NeedleDocuments:
             done += len(event.tokens)
         first = rng.randrange(len(self._haystack))
         return torch.from_numpy(bury(self._haystack, first, self._length + 1, placed)), is_answer
+
+    def make_probes(self, rank: int = 0, ranks: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """Documents that are no samples of a run, and which of their tokens are answers: all ranks have as many."""
+        number = math.ceil(_PROBED / self._length)
+        return [self.make_with_answers(-1 - rank - ranks * index) for index in range(number)]
 
     def _events(self, rng: random.Random) -> Iterator[_Event]:
         is_asked_at_the_end = rng.random() < _ASKED_AT_THE_END

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,28 @@ def make_model(corpus: Corpus, recipe: Recipe, weights: Mapping[str, Tensor] | N
     return model
 
 
-def read_initial(corpus: Corpus, recipe: Recipe) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class InitialWeights:
+    tensors: dict[str, Tensor]
+    fingerprint: str
+    """of their file"""
+
+
+def read_initial(corpus: Corpus, recipe: Recipe) -> InitialWeights:
     """The weights of the model that the recipe names; a ValueError if a run of this corpus cannot begin with them."""
     folder = Path(recipe.initial)
     what = f"initial={folder}"
     try:
         tokenizer = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
         weights = load_file(folder / WEIGHTS)
+        with open(folder / WEIGHTS, "rb") as file:
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, SafetensorError):
-        raise ValueError(f"{what} is not a folder of a model that muse train wrote, or not whole; give one") from None
+        inside = folder / "model"
+        instead = f"initial={inside}" if inside.is_dir() else "one"
+        raise ValueError(
+            f"{what} is not a folder of a model that muse train wrote, or not whole; give {instead}"
+        ) from None
     if tokenizer != corpus.manifest.files[TOKENIZER]:
         raise ValueError(
             f"{what} reads other tokens than {corpus.folder} has; prepare the corpus with --tokenizer {folder}"
@@ -61,4 +75,4 @@ def read_initial(corpus: Corpus, recipe: Recipe) -> dict[str, Tensor]:
     shapes = {name: parameter.shape for name, parameter in expected.named_parameters()}
     if {name: weight.shape for name, weight in weights.items()} != shapes:
         raise ValueError(f"{what} is another model than that of scale={recipe.scale}; choose the scale that it has")
-    return weights
+    return InitialWeights(weights, fingerprint)

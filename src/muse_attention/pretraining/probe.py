@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +31,15 @@ def relative_squared_errors(model: PreTrainedModel, input_ids: Tensor, attention
 
 
 @torch.no_grad()
-def answers_loss(model: PreTrainedModel, document: Tensor, is_answer: Tensor) -> Tensor:
-    """Nats for each token of (length + 1,) that is an answer, under the model's own attention."""
-    targets = document[1:].masked_fill(~is_answer[1:], IGNORED)
-    loss: Tensor = model(document[None, :-1], shift_labels=targets[None], use_cache=False).loss
-    return loss
+def answers_loss(model: PreTrainedModel, documents: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Nats for each token that is an answer, under the model's own attention.
+
+    `documents` are (length + 1,) tokens, and which of them are answers.
+    """
+    total, number = torch.zeros((), device=model.device), 0
+    for document, is_answer in documents:
+        tokens = document.to(model.device)
+        targets = tokens[1:].masked_fill(~is_answer[1:].to(model.device), IGNORED)
+        total += model(tokens[None, :-1], shift_labels=targets[None], num_items_in_batch=1, use_cache=False).loss
+        number += int(is_answer[1:].sum())
+    return total / number

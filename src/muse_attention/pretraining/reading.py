@@ -1,6 +1,6 @@
 """The batches of a run, one after the other, read by processes of their own while the model computes.
 
-A needle document takes longer to write than a GPU takes to learn from it.
+A needle document takes as long to write as a GPU takes to learn from it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from torch import Tensor
 
 from muse_attention.pretraining.batches import Batches
 
-CAN_READ_AHEAD = sys.platform == "linux"
-"""A process that is forked needs nothing of the script that runs; elsewhere to fork is not safe."""
-
 READERS = 2
 """Processes, which take turns."""
 
 
 class ReadingError(RuntimeError):
     """A batch cannot be read any more."""
+
+
+class ReaderError(RuntimeError):
+    """A process that reads cannot be had any more, whatever there is to read."""
+
+
+def can_read_ahead() -> bool:
+    """A process that is forked needs nothing of the script that runs; elsewhere than on Linux to fork is not safe."""
+    return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
 def read_batches(batches: Batches, steps: range, rank: int = 0) -> Generator[Tensor]:
@@ -42,8 +48,9 @@ def read_batches(batches: Batches, steps: range, rank: int = 0) -> Generator[Ten
 
 def read_ahead(batches: Batches, steps: range, rank: int = 0) -> Generator[Tensor]:
     """The same, but the next ones are read meanwhile. Close the iterator if it is left early."""
-    readers = [_Reader(batches, steps[number::READERS], rank) for number in range(READERS)]
+    readers: list[_Reader] = []
     try:
+        readers += (_Reader(batches, steps[number::READERS], rank) for number in range(READERS))
         for step, reader in zip(steps, itertools.cycle(readers), strict=False):
             yield reader.take(step)
     finally:
@@ -59,8 +66,11 @@ class _Reader:
         self._process = multiprocessing.get_context("fork").Process(
             target=_send, args=(batches, steps, rank, self._here, there), name="read batches", daemon=True
         )
-        with _quiet_fork():
-            self._process.start()
+        try:
+            with _quiet_fork():
+                self._process.start()
+        except OSError as error:
+            raise ReaderError(f"no process can be started to read ahead ({error.strerror})") from None
         there.close()  # so that the end of the process is the end of what comes from it
 
     def take(self, step: int) -> Tensor:
@@ -68,7 +78,7 @@ class _Reader:
         try:
             found = self._here.recv()
         except (EOFError, OSError):  # between two batches, or within one
-            raise ReadingError(f"a process that reads ahead has died before step {step + 1}") from None
+            raise ReaderError(f"a process that reads ahead has died before step {step + 1}") from None
         if isinstance(found, str):
             raise ReadingError(found)
         return torch.from_numpy(found)
@@ -80,7 +90,7 @@ class _Reader:
 
 
 def _send(batches: Batches, steps: range, rank: int, here: Connection, there: Connection) -> None:
-    """In the other process. It waits until a batch is taken before it reads the one after the next."""
+    """In the other process. It waits when it is ahead by what a pipe holds, or by one batch if that is more."""
     here.close()  # so that the end of the run is the end of this process, which has nobody to send to
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

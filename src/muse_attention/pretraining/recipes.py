@@ -69,7 +69,7 @@ class Recipe:
     mixture_share: float = 0.5
     """of the sequences, if something is"""
     probe_every: int = 500
-    """updates between two measurements of the attention's error; 0 for none"""
+    """updates between two measurements of the attention's error, and of answers to needles; 0 for none"""
     checkpoint_every: int = 500
     keep: int = 2
     """newest checkpoints; older ones are removed"""
@@ -88,6 +88,8 @@ class Recipe:
         for name in ("compile", "recompute", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
+        if not isinstance(self.initial, str):
+            raise ValueError(f"initial={self.initial!r} must be a string, the path of a folder")
         if self.scale and self.scale not in PAPER_TOKENS:
             raise ValueError(f"scale={self.scale} must be 0 or one of the paper's: {', '.join(map(str, PAPER_TOKENS))}")
         if self.warmup > self.steps:

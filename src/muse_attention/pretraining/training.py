@@ -8,17 +8,13 @@
 What is learnt lies in checkpoints, and nothing else is to be remembered: a run that was killed at any moment goes on
 from its newest checkpoint that is whole, and computes the same bits as if nothing had happened.
 
-    run.json         recipe and corpus, written first; alone it is a run that has learnt nothing, and may become another
-    checkpoints/     see checkpoints.py
-    metrics.jsonl    see metrics.py
-    model/           written last: the model, as transformers reads it, with its tokenizer
+The folder of a run is that of run_folder.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -31,8 +27,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-import muse_attention
-from muse_attention.files import alone_in, errors_naming, replace_file, replace_folder
+from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus
@@ -43,11 +38,19 @@ from muse_attention.pretraining.model import WEIGHTS, make_config, make_model, r
 from muse_attention.pretraining.optimiser import learnt, make_optimiser, restore, set_learning_rate
 from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
 from muse_attention.pretraining.probe import answers_loss, relative_squared_errors
-from muse_attention.pretraining.reading import CAN_READ_AHEAD, ReadingError, read_ahead, read_batches
-from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
+from muse_attention.pretraining.reading import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
+from muse_attention.pretraining.recipes import Recipe
+from muse_attention.pretraining.run_folder import (
+    CHECKPOINTS,
+    MODEL,
+    check_may_start,
+    claimed,
+    describe_last_good,
+    describe_run,
+    find_checkpoint,
+    write_run,
+)
 from muse_attention.pretraining.schedule import EXACT, attention_at, learning_rate
-
-RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
 
 
 class TrainingError(RuntimeError):
@@ -80,41 +83,44 @@ def train(
         )
     if tensorboard:
         check_tensorboard()
-    folder = output / CHECKPOINTS
-    checkpoint = None
-    if resume:
-        checkpoint = _find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
-    else:
-        _check_may_start(output)
-    step = 0 if checkpoint is None else checkpoint.step
-    initial = read_initial(corpus, recipe) if recipe.initial and checkpoint is None else None
-    lowest, highest = world.range_of(step)  # all have looked before the first one writes
-    if lowest != highest:
-        raise TrainingError(
-            f"some ranks would go on from step {lowest} and some from step {highest}: not all of them see all files in "
-            f"{folder} yet; resume again in a minute"
-        )
-    with alone_in(output) if world.is_first else contextlib.nullcontext(), determinism(recipe, world.device):
+    probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
+    with claimed(output, world):  # before anything is decided by what is in there
+        checkpoint = None
+        if resume:
+            checkpoint = find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
+        else:
+            check_may_start(output)
+        step = 0 if checkpoint is None else checkpoint.step
+        initial = read_initial(corpus, recipe) if recipe.initial and checkpoint is None else None
+        about = describe_run(recipe, corpus, initial.fingerprint if initial else None, checkpoint)
+        folder = output / CHECKPOINTS
+        lowest, highest = world.range_of(step)  # all have looked before the first one writes
+        if lowest != highest:
+            raise TrainingError(
+                f"some ranks would go on from step {lowest} and some from step {highest}: not all of them see all "
+                f"files in {folder} yet; resume again in a minute"
+            )
         if world.is_first:
-            write_run(output, recipe, corpus)
+            write_run(output, about)
             checkpoints.clear_unfinished(folder)
             checkpoints.clear_after(folder, step)
-        model = make_model(corpus, recipe, initial).to(world.device)
-        del initial
-        optimiser = make_ready(model, recipe, world)
-        if checkpoint is not None:
-            restore(model, optimiser, checkpoint)
-        metrics = Metrics(output, step, tensorboard=tensorboard) if world.is_first else None
-        run = _Run(model, optimiser, recipe, batches, world, folder, corpus.fingerprint, metrics)
-        try:
-            with contextlib.closing(run.steps(step)) as steps:
-                for done in steps:
-                    if metrics is not None:
-                        metrics.add(done)
-                        on_step(done)
-        finally:
-            if metrics is not None:
-                metrics.close()
+        with determinism(recipe, world.device):
+            model = make_model(corpus, recipe, initial.tensors if initial else None).to(world.device)
+            del initial
+            optimiser = make_ready(model, recipe, world)
+            if checkpoint is not None:
+                restore(model, optimiser, checkpoint)
+            metrics = Metrics(output, step, tensorboard=tensorboard) if world.is_first else None
+            run = _Run(model, optimiser, recipe, batches, world, folder, about, metrics, probed)
+            try:
+                with contextlib.closing(run.steps(step)) as steps:
+                    for done in steps:
+                        if metrics is not None:
+                            metrics.add(done)
+                            on_step(done)
+            finally:
+                if metrics is not None:
+                    metrics.close()
         return _write_model(model, corpus, recipe, output, world)
 
 
@@ -138,29 +144,6 @@ def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch
     return make_optimiser(model, recipe)
 
 
-def has_run(output: Path) -> bool:
-    return (output / RUN).exists()
-
-
-def has_learnt(output: Path) -> bool:
-    """Whether there is anything of a run in a folder that another one must not overwrite."""
-    return bool(checkpoints.steps_in(output / CHECKPOINTS)) or (output / MODEL).exists()
-
-
-def run_recipe(output: Path) -> Recipe:
-    """The recipe of the run in a folder."""
-    return _recipe_of(_read_run(output), output / RUN)
-
-
-def run_corpus(output: Path) -> str:
-    """The fingerprint of the corpus that the run in a folder learns from."""
-    return str(_read_run(output).get("corpus"))
-
-
-def write_run(output: Path, recipe: Recipe, corpus: Corpus) -> None:
-    replace_file(output / RUN, json.dumps(_describe(recipe, corpus.fingerprint), indent=2) + "\n")
-
-
 @dataclasses.dataclass
 class _Run:
     model: DecoderForCausalLM
@@ -170,10 +153,12 @@ class _Run:
     world: World
     folder: Path
     """of the checkpoints"""
-    fingerprint: str
-    """of the corpus"""
+    about: dict[str, Any]
+    """what each of them says of the run"""
     metrics: Metrics | None
     """on the first rank"""
+    probed: list[tuple[Tensor, Tensor]]
+    """documents, and which of their tokens are answers, of this rank"""
 
     def steps(self, first: int) -> Generator[Step]:
         """Every update from `first` on, and a checkpoint behind those that are to have one."""
@@ -242,12 +227,13 @@ class _Run:
 
     def _read(self, steps: range) -> Generator[Tensor]:
         """Windows are there at once, but documents must be written."""
-        is_ahead = CAN_READ_AHEAD and self.batches.mixture is not None
-        read = read_ahead if is_ahead else read_batches
+        read = read_ahead if can_read_ahead() and self.batches.mixture is not None else read_batches
         try:
             with contextlib.closing(read(self.batches, steps, self.world.rank)) as batches:
                 for tokens in batches:
                     yield tokens.to(self.world.device)
+        except ReaderError as error:
+            raise TrainingError(f"{error}; {describe_last_good(self.folder)}; resume the run") from None
         except ReadingError as error:
             raise TrainingError(
                 f"the corpus in {self.batches.windows.corpus.folder} cannot be read any more ({error}); "
@@ -256,7 +242,8 @@ class _Run:
 
     def _is_probed(self, step: int) -> bool:
         every = self.recipe.probe_every
-        return every > 0 and (step + 1) % every == 0
+        has_something = self.recipe.attention != EXACT or self.probed
+        return every > 0 and (step + 1) % every == 0 and bool(has_something)
 
     def _probe(self, tokens: Tensor) -> tuple[dict[int, float], float | None]:
         """The errors of an attention that has some, on the first sequence of each rank; and the loss of answers."""
@@ -267,10 +254,8 @@ class _Run:
                 found = relative_squared_errors(self.model, tokens[:1, :-1], self.recipe.attention)
                 means = self.world.mean(torch.tensor(list(found.values()), device=self.world.device))
                 errors = dict(zip(found, means.tolist(), strict=True))
-            if self.batches.mixture is not None:
-                number = -1 - self.world.rank  # of no sample of the run
-                made = (part.to(self.world.device) for part in self.batches.mixture.make_with_answers(number))
-                answers = self.world.mean(answers_loss(self.model, *made)).item()
+            if self.probed:
+                answers = self.world.mean(answers_loss(self.model, self.probed)).item()
         return errors, answers
 
     def _autocast(self) -> torch.autocast:
@@ -282,7 +267,7 @@ class _Run:
         def finish() -> None:
             if self.metrics is not None:
                 self.metrics.sync()  # a run that goes on from this checkpoint has all lines before it
-            checkpoints.finish(folder, step, _describe(self.recipe, self.fingerprint), ranks=world.ranks)
+            checkpoints.finish(folder, step, self.about, ranks=world.ranks)
             checkpoints.prune(folder, step, self.recipe.keep)
 
         self._together(lambda: checkpoints.begin(folder, step), first_alone=True)
@@ -305,81 +290,8 @@ class _Run:
             )
 
 
-def describe_last_good(folder: Path) -> str:
-    """The newest checkpoint that is whole, in words."""
-    try:
-        found = checkpoints.latest_good(folder, lambda message: None)
-    except checkpoints.CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"the checkpoints in {folder} cannot be read: {error.strerror}"
-    return "there is no checkpoint yet" if found is None else f"the last good checkpoint is {found.folder}"
-
-
 def _attention_of(recipe: Recipe, step: int) -> str:
     return attention_at(step, steps=recipe.steps, attention=recipe.attention, exact_tail=recipe.exact_tail)
-
-
-def _describe(recipe: Recipe, fingerprint: str) -> dict[str, Any]:
-    return {
-        "recipe": dataclasses.asdict(recipe),
-        "corpus": fingerprint,
-        "muse_attention": muse_attention.__version__,
-        "torch": str(torch.__version__),
-    }
-
-
-def _read_run(output: Path) -> dict[str, Any]:
-    path = output / RUN
-    try:
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"there is no run in {output}: {path}: {error.strerror}") from None
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        raise ValueError(f"{path} is not of muse train; choose another output")
-    return document
-
-
-def _recipe_of(document: dict[str, Any], where: Path) -> Recipe:
-    try:
-        return read_recipe(document["recipe"])
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{where} is of another version of muse train; choose another output") from None
-
-
-def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: Corpus) -> None:
-    """Whether what `_describe` gave is of this recipe and corpus."""
-    before = _recipe_of(document, where)
-    for name in differences(before, recipe):
-        raise ValueError(
-            f"{where} has {name}={getattr(before, name)}, not {getattr(recipe, name)}: it would not be the same run; "
-            "leave it as it was, or choose another output"
-        )
-    if document.get("corpus") != corpus.fingerprint:
-        raise ValueError(f"{where} is of another corpus than {corpus.folder}; give that one, or choose another output")
-
-
-def _check_may_start(output: Path) -> None:
-    if has_learnt(output):
-        raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
-    if has_run(output):
-        _read_run(output)  # a file that is of something else is not overwritten
-
-
-def _find_checkpoint(
-    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
-) -> checkpoints.Checkpoint | None:
-    """Where the run in a folder goes on; None is its beginning."""
-    if has_run(output):
-        document = _read_run(output)
-        if has_learnt(output):
-            _check_same(document, output / RUN, recipe, corpus)
-    found = checkpoints.latest_good(output / CHECKPOINTS, on_refused)
-    if found is not None:
-        _check_same(found.about, found.folder, recipe, corpus)
-    return found
 
 
 def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, output: Path, world: World) -> Path:

@@ -1,0 +1,142 @@
+"""The folder of a training run: what is in it, what may be done there, and who has it.
+
+run.json         recipe and corpus, written first; alone it is a run that has learnt nothing, and may become another
+checkpoints/     see checkpoints.py
+metrics.jsonl    see metrics.py
+model/           written last: the model, as transformers reads it, with its tokenizer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import muse_attention
+from muse_attention.files import alone_in, replace_file
+from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.parallel import World
+from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
+
+RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
+
+
+@contextlib.contextmanager
+def claimed(output: Path, world: World) -> Iterator[None]:
+    """In here no other run works in a folder, which is made if need be. All ranks leave if the first cannot have it."""
+    with contextlib.ExitStack() as held:
+        mishap = None
+        if world.is_first:
+            try:
+                held.enter_context(alone_in(output))
+            except (OSError, ValueError) as error:
+                mishap = error
+        if not world.all_succeed(mishap is None):
+            raise mishap or ValueError(f"the first rank cannot work in {output}; it says why")
+        yield
+
+
+def has_run(output: Path) -> bool:
+    return (output / RUN).exists()
+
+
+def has_learnt(output: Path) -> bool:
+    """Whether there is anything of a run in a folder that another one must not overwrite."""
+    return bool(checkpoints.steps_in(output / CHECKPOINTS)) or (output / MODEL).exists()
+
+
+def run_recipe(output: Path) -> Recipe:
+    """The recipe of the run in a folder."""
+    return _recipe_of(_read_run(output), output / RUN)
+
+
+def run_corpus(output: Path) -> str:
+    """The fingerprint of the corpus that the run in a folder learns from."""
+    return str(_read_run(output).get("corpus"))
+
+
+def write_run(output: Path, about: dict[str, Any]) -> None:
+    replace_file(output / RUN, json.dumps(about, indent=2) + "\n")
+
+
+def check_may_start(output: Path) -> None:
+    if has_learnt(output):
+        raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
+    if has_run(output):
+        _read_run(output)  # a file that is of something else is not overwritten
+
+
+def find_checkpoint(
+    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
+) -> checkpoints.Checkpoint | None:
+    """Where the run in a folder goes on; None is its beginning."""
+    if has_run(output):
+        document = _read_run(output)
+        if has_learnt(output):
+            _check_same(document, output / RUN, recipe, corpus)
+    found = checkpoints.latest_good(output / CHECKPOINTS, on_refused)
+    if found is not None:
+        _check_same(found.about, found.folder, recipe, corpus)
+    return found
+
+
+def describe_run(
+    recipe: Recipe, corpus: Corpus, initial: str | None, checkpoint: checkpoints.Checkpoint | None
+) -> dict[str, Any]:
+    """What `run.json` and every checkpoint say of a run that begins with some weights, or goes on from a checkpoint."""
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "corpus": corpus.fingerprint,
+        "initial": initial if checkpoint is None else checkpoint.about.get("initial"),
+        "muse_attention": muse_attention.__version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def describe_last_good(folder: Path) -> str:
+    """The newest checkpoint that is whole, in words."""
+    try:
+        found = checkpoints.latest_good(folder, lambda message: None)
+    except checkpoints.CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"the checkpoints in {folder} cannot be read: {error.strerror}"
+    return "there is no checkpoint yet" if found is None else f"the last good checkpoint is {found.folder}"
+
+
+def _read_run(output: Path) -> dict[str, Any]:
+    path = output / RUN
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"there is no run in {output}: {path}: {error.strerror}") from None
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is not of muse train; choose another output")
+    return document
+
+
+def _recipe_of(document: dict[str, Any], where: Path) -> Recipe:
+    try:
+        return read_recipe(document["recipe"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{where} is of another version of muse train; choose another output") from None
+
+
+def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: Corpus) -> None:
+    """Whether what `describe_run` gave is of this recipe and corpus."""
+    before = _recipe_of(document, where)
+    for name in differences(before, recipe):
+        raise ValueError(
+            f"{where} has {name}={getattr(before, name)}, not {getattr(recipe, name)}: it would not be the same run; "
+            "leave it as it was, or choose another output"
+        )
+    if document.get("corpus") != corpus.fingerprint:
+        raise ValueError(f"{where} is of another corpus than {corpus.folder}; give that one, or choose another output")
