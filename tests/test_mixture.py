@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.evaluation.training_curves import TrainingCurves
+from muse_attention.pretraining import needles
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.metrics import Step, read_metrics
@@ -184,7 +185,9 @@ def test_what_is_not_replaced_is_as_without_a_mixture(corpus: Corpus) -> None:
     assert make_batches(corpus, override(RECIPE, ["mixture=none"])).mixture is None
 
 
-def test_a_run_with_needles_goes_on_to_the_same_bits(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_run_with_needles_goes_on_to_the_same_bits(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(corpus, RECIPE, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(corpus, RECIPE, tmp_path / "parted", on_step=stop_at(3))
@@ -192,6 +195,9 @@ def test_a_run_with_needles_goes_on_to_the_same_bits(corpus: Corpus, tmp_path: P
     assert_same_run(tmp_path / "parted", tmp_path / "whole")
     with pytest.raises(ValueError, match="has mixture=niah, not none: it would not be the same run"):
         train(corpus, override(RECIPE, ["mixture=none"]), tmp_path / "whole", resume=True)
+    monkeypatch.setattr(needles, "VERSION", needles.VERSION + 1)
+    with pytest.raises(ValueError, match="has learnt from needles that are not made any more; choose another output"):
+        train(corpus, RECIPE, tmp_path / "whole", resume=True)
 
 
 @pytest.mark.parametrize(

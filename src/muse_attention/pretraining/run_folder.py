@@ -19,7 +19,7 @@ import torch
 
 import muse_attention
 from muse_attention.files import alone_in, replace_file
-from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining import checkpoints, needles
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
@@ -94,6 +94,7 @@ def describe_run(
         "recipe": dataclasses.asdict(recipe),
         "corpus": corpus.fingerprint,
         "initial": initial if checkpoint is None else checkpoint.about.get("initial"),
+        "needles": None if recipe.mixture == "none" else needles.VERSION,
         "muse_attention": muse_attention.__version__,
         "torch": str(torch.__version__),
     }
@@ -140,3 +141,5 @@ def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: C
         )
     if document.get("corpus") != corpus.fingerprint:
         raise ValueError(f"{where} is of another corpus than {corpus.folder}; give that one, or choose another output")
+    if document.get("needles") not in (None, needles.VERSION):
+        raise ValueError(f"{where} has learnt from needles that are not made any more; choose another output")
