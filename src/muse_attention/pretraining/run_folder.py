@@ -1,9 +1,11 @@
 """The folder of a training run: what is in it, what may be done there, and who has it.
 
-run.json         recipe and corpus, written first; alone it is a run that has learnt nothing, and may become another
-checkpoints/     see checkpoints.py
-metrics.jsonl    see metrics.py
-model/           written last: the model, as transformers reads it, with its tokenizer
+    run.json         recipe and corpus, written first
+    checkpoints/     see checkpoints.py
+    metrics.jsonl    see metrics.py
+    model/           written last: the model, as transformers reads it, with its tokenizer
+
+`run.json` alone is a run that has learnt nothing, and may become another.
 """
 
 from __future__ import annotations
