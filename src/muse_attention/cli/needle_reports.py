@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -28,16 +28,10 @@ def write_needle_reports(results: Results, path: Path) -> None:
     if len(failures(results)) == len(results.outcomes):
         raise ValueError("no sample has been answered yet; continue the run with --resume")
     title = f"Needles: {path.stem}"
-    texts = {
-        path.with_suffix(".md"): needle_report.markdown_report(results, title=title),
-        path.with_suffix(".csv"): needle_report.as_csv(results),
-    }
-    for file, content in texts.items():
-        replace_file(file, content)
+    texts = {".md": needle_report.markdown_report(results, title=title), ".csv": needle_report.as_csv(results)}
     pictures = _draw(path, functools.partial(needle_report.depth_curves, results), exact="exact")
-    page = path.with_suffix(".html")
-    replace_file(page, needle_report.html_report(results, title=title, pictures=_contents(pictures)))
-    typer.echo(f"wrote {', '.join(map(str, [path, *texts, *pictures.values(), page]))}")
+    page = needle_report.html_report(results, title=title, pictures=_contents(pictures))
+    _write(path, texts | {".html": page}, [path, *pictures.values()])
 
 
 def write_needle_comparisons(found: Mapping[str, Results], folder: Path) -> list[Path]:
@@ -61,19 +55,19 @@ def write_needle_comparisons(found: Mapping[str, Results], folder: Path) -> list
 
 def _write_comparison(models: Mapping[str, Results], path: Path) -> Path:
     title = f"Needles compared: {', '.join(models)}"
-    texts = {
-        path.with_suffix(".md"): needle_comparison.markdown_report(models, title=title),
-        path.with_suffix(".csv"): needle_comparison.as_csv(models),
-    }
-    for file, content in texts.items():
-        replace_file(file, content)
-    first = next(iter(models))
+    texts = {".md": needle_comparison.markdown_report(models, title=title), ".csv": needle_comparison.as_csv(models)}
     curves = functools.partial(needle_comparison.depth_curves, models)
-    pictures = _draw(path, curves, exact=column_of(first, "exact"))
-    page = path.with_suffix(".html")
-    replace_file(page, needle_comparison.html_report(models, title=title, pictures=_contents(pictures)))
-    typer.echo(f"wrote {', '.join(map(str, [*texts, *pictures.values(), page]))}")
-    return page
+    pictures = _draw(path, curves, exact=column_of(next(iter(models)), "exact"))
+    page = needle_comparison.html_report(models, title=title, pictures=_contents(pictures))
+    _write(path, texts | {".html": page}, pictures.values())
+    return path.with_suffix(".html")
+
+
+def _write(path: Path, texts: Mapping[str, str], others: Iterable[Path]) -> None:
+    """Texts by their endings, and tell of them and of what else is there."""
+    for suffix, text in texts.items():
+        replace_file(path.with_suffix(suffix), text)
+    typer.echo(f"wrote {', '.join(map(str, [*others, *map(path.with_suffix, texts)]))}")
 
 
 def _draw(path: Path, curves: Callable[[Measure], _Curves], *, exact: str) -> dict[str, Path]:

@@ -7,11 +7,12 @@ with the attention that reads the prompt beside each.
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 
 from muse_attention.evaluation.needle_report import (
+    ALL_KINDS,
     MEASURES,
     PAPER_IN_WORDS,
     PREFILL,
@@ -19,6 +20,8 @@ from muse_attention.evaluation.needle_report import (
     depth_curve,
     format_difference,
     paper_table,
+    show_by_depth,
+    show_paper,
     table_by_depth,
     title_of,
     with_number,
@@ -49,7 +52,6 @@ _MEASURED = (
     "percentage points on the samples that both models have answered, ± their standard error over samples. What "
     "another seed of training would change is in no standard error."
 )
-_ALL_KINDS = "all kinds"
 
 
 def have_same_questions(results: Results, other: Results) -> bool:
@@ -69,12 +71,17 @@ def summary_tables(models: Models, measure: Measure) -> Iterator[tuple[str, Tabl
     cells = _cells(models)
     for attention in dict.fromkeys(attention for _, _, attention in cells):
         rows = []
-        for length, kind in ((length, kind) for length, kind, name in cells if name == attention):
-            found = {name: answers(results, length, kind, attention) for name, results in models.items()}
-            samples = {name: by_sample(results, length, kind, attention) for name, results in models.items()}
-            shares = (with_number(share(of_model, measure)) for of_model in found.values())
-            gaps = (format_difference(difference(samples[name], samples[first], measure)) for name in others)
-            rows.append((title_of(length, kind), *shares, *gaps))
+        of_attention = [(length, kind) for length, kind, name in cells if name == attention]
+        for length in dict.fromkeys(length for length, _ in of_attention):
+            kinds = [kind for tokens, kind in of_attention if tokens == length]
+            for panel, together in _panels(models, length, kinds, [attention]).items():
+                found = [_pooled(results, length, together, attention) for results in models.values()]
+                shares = (with_number(share(of_model, measure)) for of_model in found)
+                gaps = [""] * len(others)  # samples of several kinds have not as many questions each
+                if len(together) == 1:
+                    samples = {name: by_sample(models[name], length, together[0], attention) for name in models}
+                    gaps = [format_difference(difference(samples[name], samples[first], measure)) for name in others]
+                rows.append((title_of(length, panel), *shares, *gaps))
         yield _read_by(attention), (header, rows)
 
 
@@ -120,14 +127,8 @@ def html_report(models: Models, *, title: str, pictures: Mapping[str, bytes]) ->
         page.tables_beside(*((f"the prompt {panel}", *table) for panel, table in summary_tables(models, measure)))
     for note in (_MEASURED, PREFILL):
         page.paragraph(note, is_note=True)
-    for name, measure in MEASURES.items():
-        page.section(f"{name} by depth".capitalize())
-        if name in pictures:
-            page.picture(pictures[name], f"{name} against depth, one panel per kind and length, one curve per model")
-        page.tables_beside(*((panel, *table) for panel, table in depth_tables(models, measure)))
-    page.section("The paper")
-    page.table(*paper_table())
-    page.paragraph(PAPER_IN_WORDS, is_note=True)
+    show_by_depth(page, functools.partial(depth_tables, models), pictures)
+    show_paper(page)
     return page.html()
 
 
@@ -159,26 +160,33 @@ def _cells(models: Models) -> list[tuple[int, str, str]]:
 
 
 def _columns(models: Models) -> Iterator[tuple[str, dict[str, Sequence[Answer]]]]:
-    """Answers by title and column. All kinds together are those that all models have under all attentions."""
+    """Answers by title and column."""
     cells = _cells(models)
     for length in sorted({length for length, _, _ in cells}):
         names = list(dict.fromkeys(attention for tokens, _, attention in cells if tokens == length))
         kinds = list(dict.fromkeys(kind for tokens, kind, _ in cells if tokens == length))
-        shared = [
-            kind
-            for kind in kinds
-            if all(answers(results, length, kind, name) for results in models.values() for name in names)
-        ]
-        panels = {_ALL_KINDS: shared} if len(shared) > 1 else {}
-        for panel, together in (panels | {kind: [kind] for kind in kinds}).items():
+        for panel, together in _panels(models, length, kinds, names).items():
             columns: dict[str, Sequence[Answer]] = {
-                column_of(model, attention): list(
-                    chain.from_iterable(answers(results, length, kind, attention) for kind in together)
-                )
+                column_of(model, attention): _pooled(results, length, together, attention)
                 for attention in names
                 for model, results in models.items()
             }
             yield title_of(length, panel), columns
+
+
+def _panels(models: Models, length: int, kinds: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """All kinds together, which are those that all models have under these attentions, and each by itself."""
+    shared = [
+        kind
+        for kind in kinds
+        if all(answers(results, length, kind, name) for results in models.values() for name in names)
+    ]
+    together = {ALL_KINDS: shared} if len(shared) > 1 else {}
+    return together | {kind: [kind] for kind in kinds}
+
+
+def _pooled(results: Results, length: int, kinds: Sequence[str], attention: str) -> list[Answer]:
+    return [answer for kind in kinds for answer in answers(results, length, kind, attention)]
 
 
 def _read_by(attention: str) -> str:

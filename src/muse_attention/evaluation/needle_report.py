@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.means import Mean
@@ -18,6 +19,7 @@ from muse_attention.evaluation.needle_statistics import (
     answers,
     attentions,
     by_depth,
+    by_sample,
     failures,
     groups,
     is_exact,
@@ -49,6 +51,11 @@ PREFILL = (
     "The attention reads the prompt, and predicts the first token of the first uid. What follows attends exactly to "
     "the keys and values that it left."
 )
+PLACES = (
+    "Tokens are those of the uid, each given the right ones before it, and right if no other is more probable. Greedy "
+    "generation breaks a tie its own way."
+)
+ALL_KINDS = "all kinds"
 _PAPER: dict[str, tuple[str, str, str]] = {
     "single": ("2547", "97.80 ± 0.29%", "98.35 ± 0.25%"),
     "multi-key-2": ("2475", "92.73 ± 0.52%", "98.46 ± 0.25%"),
@@ -104,6 +111,44 @@ def table_by_depth(columns: Mapping[str, Sequence[Answer]], measure: Measure) ->
     return ("depth", *columns), rows
 
 
+def depth_tables(results: Results, measure: Measure) -> Iterator[tuple[str, Table]]:
+    """Of everything together, if there is more than one length and kind, and of each, by title."""
+    found = groups(results)
+    names = attentions(results, *found[0])
+    shared = [group for group in found if all(answers(results, *group, name) for name in names)]
+    if len(shared) > 1:
+        together = {name: [answer for group in shared for answer in answers(results, *group, name)] for name in names}
+        yield "all lengths and kinds", table_by_depth(together, measure)
+    for length, kind in found:
+        yield title_of(length, kind), depth_table(results, length, kind, measure)
+
+
+def places_table(results: Results) -> Table:
+    """Where in the answers errors are: the attention itself predicts the first token of the first uid alone."""
+    header = ("attention", "length, kind", "first question", "its first token", "its other tokens", "later questions")
+    rows = []
+    for length in dict.fromkeys(length for length, _ in groups(results)):
+        kinds = [kind for tokens, kind in groups(results) if tokens == length]
+        panels = {kind: [kind] for kind in kinds} | ({ALL_KINDS: kinds} if len(kinds) > 1 else {})
+        for panel, together in panels.items():
+            for attention in attentions(results, length, kinds[0]):
+                found = [
+                    outcome.answers
+                    for kind in together
+                    for outcome in by_sample(results, length, kind, attention).values()
+                ]
+                firsts = [first for first, *_ in found]
+                later = [answer for _, *others in found for answer in others]
+                shares = (
+                    share(firsts, is_exact),
+                    share(firsts, lambda answer: answer.ranks[0] == 0),
+                    share(firsts, lambda answer: not any(answer.ranks[1:])),
+                    share(later, is_exact),
+                )
+                rows.append((attention, title_of(length, panel), *map(with_number, shares)))
+    return header, rows
+
+
 def depth_curves(results: Results, measure: Measure) -> dict[str, dict[str, list[tuple[float, float, float]]]]:
     """Of each attention, for each length and kind by its title."""
     return {
@@ -144,12 +189,10 @@ def failure_lines(results: Results) -> list[str]:
 def markdown_report(results: Results, *, title: str) -> str:
     parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), fenced(results.commands)]
     parts += [TASK, markdown_table(*summary_table(results)), _MEASURED, PREFILL]
+    parts += ["## Where errors are", markdown_table(*places_table(results)), PLACES]
     for name, measure in MEASURES.items():
-        for length, kind in groups(results):
-            parts += [
-                f"## {name}: {title_of(length, kind)}",
-                markdown_table(*depth_table(results, length, kind, measure)),
-            ]
+        for panel, table in depth_tables(results, measure):
+            parts += [f"## {name}: {panel}", markdown_table(*table)]
     if failures(results):
         parts += ["## Failed", fenced(failure_lines(results))]
     parts += ["## The paper", markdown_table(*paper_table()), PAPER_IN_WORDS]
@@ -168,25 +211,32 @@ def html_report(results: Results, *, title: str, pictures: Mapping[str, bytes]) 
     page.paragraph(_MEASURED, is_note=True)
     page.paragraph(PREFILL, is_note=True)
     page.table(*words_table(results))
-    for name, measure in MEASURES.items():
-        page.section(f"{name} by depth".capitalize())
-        if name in pictures:
-            page.picture(
-                pictures[name], f"{name} against depth, one panel per kind and length, one curve per attention"
-            )
-        page.tables_beside(
-            *(
-                (title_of(length, kind), *depth_table(results, length, kind, measure))
-                for length, kind in groups(results)
-            )
-        )
+    page.section("Where errors are")
+    page.table(*places_table(results))
+    page.paragraph(PLACES, is_note=True)
+    show_by_depth(page, functools.partial(depth_tables, results), pictures)
     if failures(results):
         page.section("Failed")
         page.code("\n".join(failure_lines(results)))
+    show_paper(page)
+    return page.html()
+
+
+def show_by_depth(
+    page: Page, tables: Callable[[Measure], Iterable[tuple[str, Table]]], pictures: Mapping[str, bytes]
+) -> None:
+    """A section for each measure."""
+    for name, measure in MEASURES.items():
+        page.section(f"{name} by depth".capitalize())
+        if name in pictures:
+            page.picture(pictures[name], f"{name} against depth, one panel per kind and length")
+        page.tables_beside(*((panel, *table) for panel, table in tables(measure)))
+
+
+def show_paper(page: Page) -> None:
     page.section("The paper")
     page.table(*paper_table())
     page.paragraph(PAPER_IN_WORDS, is_note=True)
-    return page.html()
 
 
 def as_csv(results: Results) -> str:
