@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +47,7 @@ from muse_attention.evaluation.loss_curves import bins_of
 from muse_attention.evaluation.matrix import measure, open_windows, read_samples
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.runs import choose_evenly, load_weights, open_runs
-from muse_attention.evaluation.training_curves import POINTS, Speed, TrainingCurves
+from muse_attention.evaluation.training_curves import TrainingCurves
 from muse_attention.machine import describe_machine
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining.corpus import Corpus
@@ -56,15 +55,10 @@ from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import override, tiny
 from muse_attention.pretraining.training import train
 from tests.test_prepare import make
-from tests.training_runs import SMALL, stop_at
+from tests.training_runs import SMALL, metrics_line, stop_at
 
 MUSE = "muse:Q4K4R1SP1B16"
 RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_every=2", "exact_tail=0"])
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return make(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -275,51 +269,6 @@ def test_runs_of_the_same_name_are_told_apart_by_their_folders(corpus: Corpus, t
 # What metrics say
 
 
-def step(number: int, loss: float, speed: float, attention: str = "muse", **others: Any) -> dict[str, Any]:
-    return {
-        "step": number,
-        "loss": loss,
-        "attention": attention,
-        "tokens": 100 * number,
-        "tokens_per_second": speed,
-        **others,
-    }
-
-
-def test_seconds_are_those_of_updates() -> None:
-    curves = TrainingCurves.of([step(1, 8.0, 100.0), step(2, 6.0, 50.0), step(3, 5.0, 200.0)])
-    assert [(point.tokens, point.seconds, point.loss) for point in curves.points] == [
-        (100, 1, 8),
-        (200, 3, 6),
-        (300, 3.5, 5),
-    ]
-    assert (curves.updates, curves.tokens, curves.seconds, curves.averaged) == (3, 300, 3.5, 1)
-
-
-def test_points_are_means_of_consecutive_updates_counted_from_the_last() -> None:
-    number = 2 * POINTS + 4  # three updates in a point, and two in the first: 68 = 22 * 3 + 2
-    curves = TrainingCurves.of([step(index, float(index), 100.0) for index in range(1, number + 1)])
-    assert curves.averaged == 3
-    assert len(curves.points) == math.ceil(number / 3) <= POINTS
-    assert curves.points[-1] == (100 * (number - 1), number - 1, number - 1)
-    assert curves.points[0] == (150, 1.5, 1.5)
-    assert curves.points[1].loss == 4
-    assert TrainingCurves.of([]).points == ()
-
-
-def test_speeds_are_medians_without_first_updates_and_probes() -> None:
-    speeds = [1.0, 1.0, 1.0, 100.0, 300.0, 200.0]
-    steps = [step(index + 1, 5.0, speed) for index, speed in enumerate(speeds)]
-    steps.append(step(7, 5.0, 7.0, rse={"1": 0.5, "3": 0.25}))
-    steps.append(step(7, 5.0, 9.0, answers_loss=4.0))
-    steps += [step(8 + index, 5.0, 40.0 + index, "exact") for index in range(4)]
-    steps += [step(12, 5.0, 1.0, "short")]
-    curves = TrainingCurves.of(steps)
-    assert curves.speeds == {"muse": Speed(200.0, 3), "exact": Speed(43.0, 1)}
-    (probe,) = curves.probes
-    assert (probe.tokens, probe.errors, probe.mean) == (700, {1: 0.5, 3: 0.25}, 0.375)
-
-
 def test_what_was_learnt_of_answers_is_told_by_attention(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     machine = {**describe_machine(), "transformers": transformers.__version__}
     results = Results(machine, settings_of(corpus))
@@ -327,8 +276,8 @@ def test_what_was_learnt_of_answers_is_told_by_attention(corpus: Corpus, trained
     measure(open_runs([trained / "muse"], corpus), corpus, ["exact"], results, path)
     assert answers_table(results)[1] == [], "a run without needles"
     run = results.runs["muse"]
-    own = [step(index, 5.0, 100.0, run.recipe.attention, answers_loss=4.0 - index) for index in (1, 2, 3)]
-    tail = [step(4, 5.0, 100.0, "exact", answers_loss=0.25)]
+    own = [metrics_line(index, 5.0, 100.0, run.recipe.attention, answers_loss=4.0 - index) for index in (1, 2, 3)]
+    tail = [metrics_line(4, 5.0, 100.0, "exact", answers_loss=0.25)]
     results.runs["muse"] = dataclasses.replace(run, curves=TrainingCurves.of([*own, *tail]))
     assert answers_table(results)[1] == [
         ("muse", run.attention, "3", "3.000", "2.000", "1.000", "1.000"),
@@ -377,7 +326,7 @@ def made_up(**runs: tuple[str, int, float, list[float]]) -> Results:
     results = Results({}, Settings("made up", "", 2, 2, 9, "cpu", "float32"))
     for name, (attention, parameters, speed, losses) in runs.items():
         recipe = override(tiny(), [f"attention={attention}", "length=64", "batch=2"])
-        curves = TrainingCurves.of([step(index, 5.0, speed, attention) for index in range(1, 9)])
+        curves = TrainingCurves.of([metrics_line(index, 5.0, speed, attention) for index in range(1, 9)])
         results.runs[name] = Run(name, recipe, parameters, recipe.steps, curves)
         # positions 1 and 2: an odd split, whose mean is the loss
         bins = [[loss - 0.5, loss + 0.5] for loss in losses]

@@ -34,6 +34,18 @@ SMALL = override(
 )
 
 
+def metrics_line(number: int, loss: float, speed: float, attention: str = "muse", **others: Any) -> dict[str, Any]:
+    """A line of metrics, of 100 tokens an update."""
+    return {
+        "step": number,
+        "loss": loss,
+        "attention": attention,
+        "tokens": 100 * number,
+        "tokens_per_second": speed,
+        **others,
+    }
+
+
 def losses(output: Path) -> list[float]:
     return [step["loss"] for step in read_metrics(output)]
 
