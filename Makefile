@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_EVALUATION := $(VENV)/.ready-evaluation
+MINUTES ?= 5
+SEED ?= 0
 
-.PHONY: demo test test-evaluation lint format bench clean
+.PHONY: demo test fuzz test-evaluation lint format bench clean
 
 # A thread that waits leaves its core to others: on a busy machine, one that spins is in its own way.
 demo: export OMP_WAIT_POLICY = PASSIVE
@@ -14,6 +16,10 @@ demo: $(READY)  ## pretrain a tiny model with exact attention and with MuSe, and
 
 test: $(READY)  ## the tests that need no GPU
 	$(BIN)/python -m pytest -n 2 -q
+
+fuzz: export TRITON_INTERPRET = 1
+fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 
 test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks, which need lm-eval: 620 MB
 	$(BIN)/python -m pytest -q tests/test_harness.py

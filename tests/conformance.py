@@ -402,6 +402,32 @@ class Conformance:
             others = torch.arange(150) != at
             assert out[:, :, others].isfinite().all(), "another query was poisoned"
 
+    @pytest.mark.parametrize("target", [0, 1], ids=["query", "key"])
+    @pytest.mark.parametrize(("length", "config"), [(5, "QK4R2B32"), (40, "QK4R2B8")], ids=["one block", "blocks of 8"])
+    @pytest.mark.parametrize("value_dim", [16, 8])
+    def test_nan_in_short_blocks_stays_nan(self, value_dim: int, length: int, config: str, target: int) -> None:
+        inputs = list(Shape("", "", length=length, value_dim=value_dim).tensors(torch.float32, requires_grad=False))
+        inputs[target][:, :, length // 2, 3] = torch.nan
+        exact = _row_by_row(*inputs)
+        out, lse = self._call(*inputs, config, is_causal=True, return_lse=True)
+        assert not out[exact.isnan()].isfinite().any()
+        assert not lse[exact.isnan().all(-1)].isfinite().any()
+
+    @pytest.mark.parametrize("scale", [-0.3, 0.0, -1e-60, 1e-60])
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    def test_a_scale_that_is_not_above_zero(self, scale: float, is_causal: bool) -> None:
+        inputs = Shape("", "", length=70).tensors(torch.float32)
+        arguments = {"is_causal": is_causal, "return_lse": True}
+        # Everything is retrieved, so this is exact attention.
+        out, lse = self._call(*inputs, "Q2K3R3SP9B32", scale=scale, **arguments)
+        logits = _exact_logits(*inputs[:2], is_causal=is_causal, scale=scale)
+        expected = [logits.softmax(-1) @ inputs[2], logits.logsumexp(-1)]
+        weights = [torch.randn_like(out), torch.randn_like(lse)]
+        found = [out, lse, *torch.autograd.grad([out, lse], inputs, weights)]
+        expected += torch.autograd.grad(expected, inputs, weights)
+        for ours, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+
     def _call(self, query: Tensor, key: Tensor, value: Tensor, config: str, **arguments: object) -> Tensor:
         return muse_attention(query, key, value, enable_gqa=True, config=config, backend=self.backend, **arguments)
 

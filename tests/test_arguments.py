@@ -42,6 +42,15 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("dropout", {"dropout_p": 0.1}, ["dropout_p=0.1", "dropout_p=0.0"]),
     ("scale", {"scale": float("nan")}, ["scale=nan", "None"]),
     ("scale that is no number", {"scale": "large"}, ["scale='large'", "None"]),
+    ("scale that no float holds", {"scale": 10**400}, ["scale=1000", "3.4e+38"]),
+    ("scale beyond float32", {"scale": -1e39}, ["scale=-1e+39", "3.4e+38"]),
+    ("causal text", {"is_causal": "x"}, ["is_causal is a str", "True or False"]),
+    ("causal tensor", {"is_causal": torch.ones(2) > 0}, ["is_causal is a Tensor", "True or False"]),
+    ("gqa text", {"enable_gqa": "no"}, ["enable_gqa is a str", "True or False"]),
+    ("dropout text", {"dropout_p": "some"}, ["dropout_p='some'", "dropout_p=0.0"]),
+    ("sparse query", {"query": _tensor().to_sparse()}, ["query", "sparse_coo", "to_dense()"]),
+    ("sparse value", {"value": _tensor().to_sparse()}, ["value", "sparse_coo", "to_dense()"]),
+    ("nested key", {"key": torch.nested.nested_tensor([_tensor()[0]], layout=torch.jagged)}, ["key", "nested", "pad"]),
 ]
 ATTENTIONS = ["muse:QK4R1B16", "exact", "block_diagonal:16", "moba:L16B8R1"]
 
@@ -125,8 +134,9 @@ def _expect(words: list[str], call: Callable[[], object]) -> None:
     [
         (_tensor(1, 2, 40, 512), "QK4R1B16", ["at most 256", "512"]),
         (_tensor(1, 2, 40, 64), "QK1024R1B16", ["at most 512 clusters", "1024"]),
+        (_tensor(), "QK4R0B16,dipole=tilted", ["no kernels for dipoles", "dipole='tilted'"]),
     ],
-    ids=["head dim", "clusters"],
+    ids=["head dim", "clusters", "dipole"],
 )
 def test_what_the_kernels_cannot_hold(query: Tensor, config: str, words: list[str]) -> None:
     """(The tests on a CPU run the kernels in Triton's interpreter, so these are the obstacles that remain.)"""

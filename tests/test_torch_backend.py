@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch import Tensor
+
 from muse_attention import MuSeConfig
 from muse_attention.reference import reference_attention
-from tests.closeness import assert_equal_to_rounding
+from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
 from tests.conformance import OperatorConformance
+from tests.shapes import Shape
 
 
 class TestTorchBackend(OperatorConformance):
     backend = "torch"
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("size", [600, 2000, 20000])
+@pytest.mark.parametrize("config", ["QK4R2B32", "QK4R0B32", "QK4R2B200"], ids=["MuSe", "summaries", "one block"])
+def test_large_logits_in_float32_are_as_accurate_as_in_plain_pytorch(config: str, size: int, is_causal: bool) -> None:
+    """Plain PyTorch keeps the weights; they are found again from the lse here, which float32 would round too much."""
+    query, key, value = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
+    inputs = [tensor.requires_grad_() for tensor in (size**0.5 * query, size**0.5 * key, value)]
+    settings = MuSeConfig.parse(config)
+    out, lse, clusters, selection = TestTorchBackend().attend(*inputs, settings, is_causal=is_causal)
+    weights = [torch.randn_like(out), torch.randn_like(lse)]
+    found = [out, lse, *torch.autograd.grad([out, lse], inputs, weights)]
+
+    def of_reference(precision: torch.dtype) -> list[Tensor]:
+        tensors = [tensor.detach().to(precision).requires_grad_() for tensor in inputs]
+        centroids = replace(clusters, query_centroids=clusters.query_centroids.to(precision))
+        result = reference_attention(*tensors, settings, is_causal=is_causal, clusters=centroids, selection=selection)
+        outputs = [result.out, result.lse]
+        return outputs + list(torch.autograd.grad(outputs, tensors, [weight.to(precision) for weight in weights]))
+
+    exact, plain = of_reference(torch.float64), of_reference(torch.float32)
+    for name, ours, theirs, expected in zip(("out", "lse", "query", "key", "value"), found, plain, exact, strict=True):
+        assert_as_accurate_as_pytorch(ours, theirs, expected, name)
 
 
 @st.composite

@@ -86,7 +86,7 @@ def muse_attention(
     Returns:
         (batch, heads, length, value_dim) in the dtype of `query`, or that and the lse.
     """
-    factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     settings = resolve_config(config, query.shape[2])
     chosen = resolve_backend(backend, query, value, settings)
     if clusters is not None:
@@ -106,7 +106,7 @@ def muse_attention(
             )
         out, lse = result.out.to(query.dtype), result.lse
     else:
-        query, key, value = operator.laid_out((query, key, value), chosen)
+        query, key, value = operator.as_contiguous(query, key, value)
         if query.shape[2] <= settings.block_size:
             clusters = operator.single_cluster(query, key)
         elif clusters is None:
@@ -127,7 +127,7 @@ def find_clusters(
     backend: str = "auto",
 ) -> Clusters:
     """The clustering that `muse_attention` would find, to look at, or to hold fixed by passing it back."""
-    factor = check_arguments(query, key, key, None, 0.0, False, scale, True)
+    query, factor = check_arguments(query, key, key, None, 0.0, False, scale, True)
     settings = resolve_config(config, query.shape[2])
     chosen = resolve_backend(backend, query, key, settings)
     if chosen == "reference":

@@ -46,6 +46,8 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
         return (
             f"has fewer than 2^31 numbers in the queries of a key head, these have {rows * widest}: split the sequence"
         )
+    if config.dipole != "none":
+        return f"has no kernels for dipoles, the config has dipole={config.dipole!r}: use dipole='none'"
     clusters = max(config.query_clusters, config.key_clusters)
     most = MOST_CENTROID_NUMBERS // _power_of_two(query.shape[-1])
     if _power_of_two(clusters) > most:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial
 
 _QUERY_CHUNK = 1024
@@ -75,7 +76,7 @@ def attend_backward(
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Partial:
     """Exact attention and its lse by the fused operator of the device; head dimensions may differ."""
     value_dim = value.shape[-1]
-    operator = _operator(query, value)
+    operator = _operator(query, key, value)
     query, key, value = _equal_dims((query, key, value), operator)
     if operator == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -110,7 +111,7 @@ def fused_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head_dim, value_dim, key_heads = query.shape[-1], value.shape[-1], key.shape[1]
-    operator = _operator(query, value)
+    operator = _operator(query, key, value)
     query, key, value, out, grad_out = _equal_dims((query, key, value, out, grad_out), operator)
     if operator == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -142,9 +143,10 @@ def fused_attention_backward(
     )
 
 
-def _operator(query: Tensor, value: Tensor) -> str:
+def _operator(query: Tensor, key: Tensor, value: Tensor) -> str:
     if query.device.type == "cpu":
-        return "cpu"
+        # In blocks of a few keys that operator loses a NaN among the logits.
+        return "cpu" if _is_finite(query) and _is_finite(key) else "chunked"
     widest = -(-max(query.shape[-1], value.shape[-1]) // _MULTIPLE) * _MULTIPLE
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         if widest <= _WIDEST_CUDNN and query.shape[2] >= _SHORTEST_CUDNN and _has_cudnn(query.device):
@@ -152,6 +154,10 @@ def _operator(query: Tensor, value: Tensor) -> str:
         if widest <= _WIDEST_FLASH:
             return "flash"
     return "chunked"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def _has_cudnn(device: torch.device) -> bool:
@@ -169,11 +175,23 @@ def _has_cudnn(device: torch.device) -> bool:
 
 
 def _equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...]:
-    """Zero columns up to one head dimension for all; zeros change neither logits nor outputs."""
+    """Rows of one length, each contiguous, which is what the operators read.
+
+    Zero columns fill them up: zeros change neither logits nor outputs.
+    """
     dim = max(tensor.shape[-1] for tensor in tensors)
     if operator in ("cudnn", "flash"):
         dim = -(-dim // _MULTIPLE) * _MULTIPLE
-    return tuple(pad(tensor, (0, dim - tensor.shape[-1])) if tensor.shape[-1] < dim else tensor for tensor in tensors)
+    return tuple(
+        pad(tensor, (0, dim - tensor.shape[-1])) if tensor.shape[-1] < dim else _with_contiguous_rows(tensor)
+        for tensor in tensors
+    )
+
+
+def _with_contiguous_rows(tensor: Tensor) -> Tensor:
+    """Neither a column nor the next row may be anywhere else, as in a transposed or an expanded tensor."""
+    follows = tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]
+    return tensor if follows else tensor.contiguous()
 
 
 def _repeat_heads(tensors: tuple[Tensor, ...], heads: int) -> list[Tensor]:
@@ -191,11 +209,12 @@ def _chunked_attention(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
+    wide_key, wide_value = (_widened(tensor) for tensor in (key, value))
     for begin, queries in _query_chunks(query):
-        logits = _logits(queries, key, begin, is_causal=is_causal, scale=scale)
+        logits = _logits(_widened(queries), wide_key, begin, is_causal=is_causal, scale=scale)
         lse = logits.logsumexp(-1)
         lses.append(lse)
-        outs.append((logits - lse[..., None]).exp_().to(value.dtype) @ value)
+        outs.append(((logits - lse[..., None]).exp_() @ wide_value).to(value.dtype))
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
@@ -210,18 +229,25 @@ def _chunked_attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_queries, grad_key, grad_value = [], torch.zeros_like(key), torch.zeros_like(value)
-    delta = (grad_out * out).sum(-1, dtype=lse.dtype)
+    wide_key, wide_value, wide_grad = (_widened(tensor) for tensor in (key, value, grad_out))
+    grad_queries, grad_key, grad_value = [], torch.zeros_like(wide_key), torch.zeros_like(wide_value)
+    delta = (wide_grad * out).sum(-1)
     for begin, queries in _query_chunks(query):
         rows = slice(begin, begin + queries.shape[2])
-        logits = _logits(queries, key, begin, is_causal=is_causal, scale=scale)
+        wide_queries = _widened(queries)
+        logits = _logits(wide_queries, wide_key, begin, is_causal=is_causal, scale=scale)
         weights = (logits - lse[:, :, rows, None]).clamp_(max=0).exp_()
-        response = (grad_out[:, :, rows] @ value.mT).to(lse.dtype) - delta[:, :, rows, None]
-        d_logits = (weights * response * scale).to(query.dtype)
-        grad_queries.append(d_logits @ key)
-        grad_key += d_logits.mT @ queries
-        grad_value += weights.to(value.dtype).mT @ grad_out[:, :, rows]
-    return torch.cat(grad_queries, dim=2), grad_key, grad_value
+        response = wide_grad[:, :, rows] @ wide_value.mT - delta[:, :, rows, None]
+        d_logits = weights * response * scale
+        grad_queries.append((d_logits @ wide_key).to(query.dtype))
+        grad_key += d_logits.mT @ wide_queries
+        grad_value += weights.mT @ wide_grad[:, :, rows]
+    return torch.cat(grad_queries, dim=2), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In float32 or better. (On a CPU, a product of bfloat16 matrices may spread NaN to the row before.)"""
+    return tensor.to(compute_dtype(tensor.dtype))
 
 
 def _query_chunks(query: Tensor) -> list[tuple[int, Tensor]]:
@@ -229,8 +255,7 @@ def _query_chunks(query: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def _logits(queries: Tensor, key: Tensor, begin: int, *, is_causal: bool, scale: float) -> Tensor:
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    logits = scale * queries.to(wide) @ key.to(wide).mT
+    logits = scale * queries @ key.mT
     if is_causal:
         position = torch.arange(key.shape[2], device=key.device)
         logits = logits.masked_fill(position[begin : begin + queries.shape[2], None] < position, -torch.inf)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from muse_attention import pipeline
+from muse_attention import large_logits, pipeline
 from muse_attention.config import MuSeConfig
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection
@@ -21,9 +21,9 @@ from muse_attention.structures import Clusters, Partial, Selection
 NAMESPACE = "muse_attention"
 
 
-def laid_out(tensors: tuple[Tensor, ...], backend: str) -> tuple[Tensor, ...]:
-    """As the backend reads them. Here a copy is made once, and `torch.compile` makes it part of what comes before."""
-    return tuple(tensor.contiguous() for tensor in tensors) if backend == "triton" else tensors
+def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As the operators read them. Here a copy is made once, and `torch.compile` makes it part of what comes before."""
+    return tuple(tensor.contiguous() for tensor in tensors)
 
 
 def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
@@ -54,7 +54,7 @@ def attend(
 ) -> tuple[Partial, Selection]:
     """Output and lse, differentiable, and the selection behind them."""
     _refuse_other_derivatives(query, key, value)
-    query, key, value = laid_out((query, key, value), backend)
+    query, key, value = as_contiguous(query, key, value)
     out, lse, opened, retrieved, _ = _forward(
         query,
         key,
@@ -69,14 +69,14 @@ def attend(
         scale,
         backend,
     )
-    return Partial(out, lse), Selection(opened, retrieved)
+    return Partial(out, lse.to(compute_dtype(query.dtype))), Selection(opened, retrieved)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::cluster", mutates_args=())
 def _cluster(
     query: Tensor, key: Tensor, config: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with _as_written(query):
+    with _no_autocast(query):
         found = pipeline.find_clusters(query, key, MuSeConfig.parse(config), scale=scale, backend=backend)
     return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment
 
@@ -110,8 +110,8 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     chosen = None if opened is None or retrieved is None else Selection(opened, retrieved)
-    with _as_written(query):
-        merged, selected, memory = pipeline.forward(
+    with _no_autocast(query):
+        merged, selected, memory = large_logits.forward(
             query,
             key,
             value,
@@ -151,7 +151,7 @@ def _(
     )
     return (
         query.new_empty(*rows, value.shape[3]),
-        query.new_empty(rows, dtype=compute_dtype(query.dtype)),
+        query.new_empty(rows, dtype=large_logits.lse_dtype(query, backend)),
         query.new_empty(*rows, k1, dtype=torch.int32) if opened is None else torch.empty_like(opened),
         query.new_empty(*rows, k1, k2, dtype=torch.int32) if retrieved is None else torch.empty_like(retrieved),
         query.new_empty(memory, dtype=torch.int32),
@@ -178,8 +178,8 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _as_written(query):
-        return pipeline.backward(
+    with _no_autocast(query):
+        gradients = large_logits.backward(
             grad_out,
             grad_lse,
             query,
@@ -194,6 +194,8 @@ def _backward(
             scale=scale,
             backend=backend,
         )
+    grad_query, grad_key, grad_value = (gradient.to(query.dtype) for gradient in gradients)
+    return grad_query, grad_key, grad_value
 
 
 @_backward.register_fake
@@ -208,7 +210,7 @@ def _(
     return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))  # type: ignore[return-value]
 
 
-def _as_written(query: Tensor) -> torch.autocast:
+def _no_autocast(query: Tensor) -> torch.autocast:
     """Autocast is for the operator's inputs. Inside it, everything runs in the dtype it is written in."""
     return torch.autocast(query.device.type, enabled=False)
 
@@ -231,7 +233,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them then, and only then
     if grad_out is None:
         grad_out = torch.zeros_like(saved[-3])
-    (grad_out,) = laid_out((grad_out,), ctx.settings[-1])
+    (grad_out,) = as_contiguous(grad_out)
     return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 9)
 
 

@@ -25,7 +25,7 @@ from muse_attention.structures import Clusters, Partial, Selection, Side
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
     """Cluster the scaled queries and the keys of each head."""
-    cluster = _far_field(backend, config).cluster
+    cluster = _far_field(backend).cluster
     queries, keys = Side(query, scale, config.largest_query_cluster), Side(key, 1.0, config.largest_key_cluster)
     if not config.tilt:
         # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
@@ -67,7 +67,7 @@ def forward(
             integers.new_full((*query.shape[:3], shape[0]), -1), integers.new_full((*query.shape[:3], *shape), -1)
         )
         return own, chosen or nothing, integers.new_empty(0)
-    merged: tuple[Partial, Selection, Tensor] = _far_field(backend, config).attend(
+    merged: tuple[Partial, Selection, Tensor] = _far_field(backend).attend(
         own, query, key, value, clusters, chosen, shape, config, is_causal=is_causal, scale=scale
     )
     return merged
@@ -96,7 +96,7 @@ def backward(
     )  # fmt: skip
     if not has_far_field(config, query.shape[2]):
         return own
-    gradients: tuple[Tensor, Tensor, Tensor] = _far_field(backend, config).attend_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = _far_field(backend).attend_backward(
         own, grad_out, grad_lse, query, key, value, clusters, selected, merged, memory, config, is_causal=is_causal,
         scale=scale,
     )  # fmt: skip
@@ -119,24 +119,19 @@ def memory_size(
     config: MuSeConfig, heads: int, key_heads: int, length: int, query_clusters: int, picks: int, backend: str
 ) -> int:
     """Integers in the memory of a forward pass."""
-    if not (_uses_kernels(backend, config) and has_far_field(config, length)):
+    if not (backend == "triton" and has_far_field(config, length)):
         return 0
     blocks = config.number_of_blocks(length)
     shapes = Plan.shapes(heads, key_heads, length, blocks, query_clusters, config.key_clusters, picks)
     return sum(rows * columns for rows, columns in shapes)
 
 
-def _far_field(backend: str, config: MuSeConfig) -> ModuleType:
+def _far_field(backend: str) -> ModuleType:
     """The kernels are imported where they are used: without a GPU, Triton need not be there."""
-    if _uses_kernels(backend, config):
+    if backend == "triton":
         from muse_attention.kernels import far_field as in_triton
 
         return in_triton
     from muse_attention.stages import far_field as in_pytorch
 
     return in_pytorch
-
-
-def _uses_kernels(backend: str, config: MuSeConfig) -> bool:
-    """There are none for dipoles."""
-    return backend == "triton" and config.dipole == "none"

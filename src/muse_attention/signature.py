@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from muse_attention.precision import compute_dtype
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -19,18 +21,28 @@ def check_arguments(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> float:
-    """Raise a ValueError that says what to do about it, or return the softmax scale."""
+) -> tuple[Tensor, float]:
+    """Raise a ValueError that says what to do about it, or return the queries and the softmax scale, which is above 0.
+
+    A scale that is not is folded into the queries. The fused operators mask logits with -inf before they multiply them
+    by the scale: 0 times -inf is NaN, and a negative scale would turn what is masked into what matters most.
+    """
+    for name, switch in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(switch, bool | torch.SymBool):
+            raise ValueError(f"{name} is a {type(switch).__name__}; it must be True or False")
     if attn_mask is not None:
         raise ValueError(
             "attn_mask is not None: only is_causal=True or full attention is supported; pass attn_mask=None, and pack "
             "or pad sequences to equal length instead of masking"
         )
-    if dropout_p != 0:
-        raise ValueError(f"dropout_p={dropout_p!r}: attention dropout is not supported; pass dropout_p=0.0")
+    if not isinstance(dropout_p, int | float) or dropout_p != 0:
+        raise ValueError(f"dropout_p={_one_line(dropout_p)}: attention dropout is not supported; pass dropout_p=0.0")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise ValueError(f"{name} is a {kind} tensor; it must be dense: use to_dense(), or pad to one length")
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; it must have four axes: (batch, heads, length, head_dim)"
@@ -67,7 +79,20 @@ def check_arguments(
             "as it is; convert them to one dtype"
         )
     if scale is None:
-        return 1 / math.sqrt(query.shape[3])
-    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat) or not abs(scale) < math.inf:
-        raise ValueError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(head_dim)")
-    return float(scale)
+        return query, 1 / math.sqrt(query.shape[3])
+    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
+        raise ValueError(f"scale={_one_line(scale)} must be a number, or None for 1/sqrt(head_dim)")
+    limits = torch.finfo(compute_dtype(query.dtype))
+    if not abs(scale) <= limits.max:
+        raise ValueError(
+            f"scale={_one_line(scale)} must be a number from {limits.min:.3g} to {limits.max:.3g}, or None"
+        )
+    if abs(scale) < limits.tiny:
+        return query * float(scale), 1.0
+    return (query, float(scale)) if scale > 0 else (-query, -float(scale))
+
+
+def _one_line(argument: object) -> str:
+    """A bad argument as it stands in a message: `repr`, unless that is long."""
+    text = " ".join(repr(argument).split()) if not isinstance(argument, Tensor) else "a tensor"
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -23,7 +23,7 @@ def block_diagonal_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """MuSe attention with neither summaries nor retrieval is block-diagonal attention."""
-    factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     config = MuSeConfig(query_clusters=1, key_clusters=1, retrieved_clusters=0, monopole=False, block_size=block_size)
     merged, _ = operator.attend(
         query,

@@ -40,10 +40,10 @@ def moba_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the own block of `local_block_size`, and to `retrieved_blocks` blocks of `retrieval_block_size`.
 
-    Candidates are the retrieval blocks outside the query's own block, and before it if `is_causal`, by
-    `query . mean of the block's keys`.
+    Candidates are the retrieval blocks outside the query's own block, and before it if `is_causal`. Those are retrieved
+    whose mean key has the largest logit.
     """
-    factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     for name, size in (
         ("local_block_size", local_block_size),
         ("retrieval_block_size", retrieval_block_size),

@@ -41,7 +41,7 @@ def sliding_window_attention(
 
     A window looks back only, so `is_causal` must be True.
     """
-    factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not is_causal:
         raise ValueError(f"is_causal={is_causal!r}: a sliding window looks back only; pass is_causal=True")
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:

@@ -1,0 +1,20 @@
+"""The first cases of the fuzzer. `make fuzz` goes on from there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import check, draw
+
+CASES, AT_ONCE = 200, 20
+
+
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
+def test_random_calls(first: int) -> None:
+    for number in range(first, first + AT_ONCE):
+        case = draw(0, number)
+        try:
+            check(case)
+        except Exception as error:
+            error.add_note(f"again: python -m tests.fuzz --case {number}\n{case}")
+            raise

@@ -1,0 +1,80 @@
+"""Inputs and gradients of any strides give what their contiguous copies give, bit for bit, compiled or not."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from muse_attention import get_attention
+from tests.fuzz import LAYOUTS
+from tests.shapes import Shape
+
+ATTENTIONS = ["muse:Q3K4R2B16", "exact", "block_diagonal:16", "moba:L16B8R2"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("g++") else [])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_strides_change_nothing(name: str, layout: str, dtype: torch.dtype) -> None:
+    strided = [LAYOUTS[layout](tensor) for tensor in _inputs(dtype)]
+    _check_against_copies(name, strided, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_projections_of_a_convolution(name: str) -> None:
+    """`Conv1d` gives (batch, channels, length): transposed, its columns are far apart."""
+    hidden = torch.randn(2, 32, 40)
+    projected = [nn.Conv1d(32, 32, 1)(hidden).unflatten(1, (2, 16)).mT.detach() for _ in range(3)]
+    assert projected[0].stride(-1) != 1
+    _check_against_copies(name, projected, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_values_expanded_from_a_column_of_zeros(name: str) -> None:
+    """In memory, the column is followed by other numbers."""
+    query, key, _ = _inputs(torch.float32)
+    memory = torch.ones(1, 2, 40, 2)
+    memory[..., 0] = 0
+    out = get_attention(name)(query, key, memory[..., :1].expand(-1, -1, -1, 16), is_causal=True)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_compiled_with_columns_before_rows(name: str, compiler: str) -> None:
+    attention = get_attention(name)
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return attention(*(tensor.mT for tensor in tensors), is_causal=True).mT
+
+    torch.compiler.reset()
+    inputs = [tensor.detach().mT.contiguous().requires_grad_() for tensor in _inputs(torch.float32)]
+    weight = torch.randn_like(inputs[0])
+    out = torch.compile(layer, fullgraph=True, backend=compiler)(*inputs)
+    found = [out, *torch.autograd.grad(out, inputs, weight)]
+    copies = [tensor.detach().mT.contiguous().requires_grad_() for tensor in inputs]
+    plain = attention(*copies, is_causal=True)
+    gradients = torch.autograd.grad(plain, copies, weight.mT.contiguous())
+    for ours, expected in zip(found, [plain, *gradients], strict=True):
+        torch.testing.assert_close(ours, expected.mT)
+
+
+def _inputs(dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.detach() for tensor in Shape("", "", length=40).tensors(dtype)]
+
+
+def _check_against_copies(name: str, strided: list[Tensor], of_gradient: object) -> None:
+    copies = [tensor.contiguous().clone().requires_grad_() for tensor in strided]
+    strided = [tensor.detach().requires_grad_() for tensor in strided]
+    weight = of_gradient(torch.randn_like(copies[0]))
+    results = []
+    for tensors, some_weight in ((copies, weight.contiguous().clone()), (strided, weight)):
+        out, lse = get_attention(name)(*tensors, is_causal=True, return_lse=True)
+        results.append([out, lse, *torch.autograd.grad([out, lse], tensors, [some_weight, torch.ones_like(lse)])])
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
