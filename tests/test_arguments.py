@@ -90,6 +90,13 @@ def test_clusters_of_another_kind() -> None:
     arguments = (_tensor(), _tensor(), _tensor())
     floats = dataclasses.replace(clusters, key_assignment=clusters.key_assignment.float())
     _expect(["key_assignment", "float32"], lambda: muse_attention(*arguments, config="QK4R1B16", clusters=floats))
+    for wrong in (-1, 4):
+        outside = dataclasses.replace(clusters, query_assignment=clusters.query_assignment.clone())
+        outside.query_assignment[0, 1, 7] = wrong
+        _expect(
+            ["query_assignment", "0 to 3", "find_clusters"],
+            lambda outside=outside: muse_attention(*arguments, config="QK4R1B16", clusters=outside),
+        )
     _expect(["tuple", "find_clusters"], lambda: muse_attention(*arguments, config="QK4R1B16", clusters=()))
 
 

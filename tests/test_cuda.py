@@ -10,9 +10,11 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, get_attention, muse_attention, operator
 from muse_attention.fidelity import compare
+from muse_attention.pretraining.sliding_window import sliding_window_attention
 from muse_attention.reference import reference_attention
 from muse_attention.synthetic import clustered_qkv
 from tests.conformance import OperatorConformance
+from tests.fuzz import LAYOUTS
 from tests.shapes import Shape
 from tests.test_torch_backend import TestTorchBackend as _TorchBackend
 from tests.test_triton_backend import VARIANTS
@@ -109,6 +111,63 @@ class TestTritonConformance(OperatorConformance):
     test_property_6_values_of_later_tokens_have_no_influence_at_all = None
     test_gradient_of_the_lse_alone = None
     test_more_clusters_than_tokens_and_empty_buckets = None
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize(
+        "config",
+        ["QK4R2B32", "QK4R2B32,clustering=lloyd,cap_factor=1.0,query_cap_factor=1.0", "QK4R2B32,cap_factor=none"],
+    )
+    @pytest.mark.parametrize(
+        "case", ["equal keys", "all equal", "zeros", "logits 1e4", "gigantic key", "gigantic query", "tiny"]
+    )
+    def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
+        super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "length", "head_dim"),
+    [
+        ("muse:QK8R2B128,clustering=lloyd", 300, 64),
+        ("muse:QK8R2B64,clustering=streaming", 300, 40),
+        ("exact", 300, 64),
+        ("exact", 100, 40),
+        ("block_diagonal:128", 300, 64),
+        ("moba:L128B64R2", 300, 64),
+    ],
+)
+def test_strides_change_nothing(name: str, length: int, head_dim: int, layout: str, dtype: torch.dtype) -> None:
+    """Through cuDNN, FlashAttention and the kernels; the gradient of queries to rounding, which cuDNN leaves open."""
+    shape = Shape("", "", length=length, head_dim=head_dim, value_dim=head_dim)
+    strided = [LAYOUTS[layout](tensor.detach().cuda()) for tensor in shape.tensors(dtype)]
+    copies = [tensor.contiguous().clone().requires_grad_() for tensor in strided]
+    strided = [tensor.requires_grad_() for tensor in strided]
+    weight = LAYOUTS[layout](torch.randn_like(copies[0]))
+    results = []
+    for tensors, some_weight in ((copies, weight.contiguous().clone()), (strided, weight)):
+        out, lse = get_attention(name)(*tensors, is_causal=True, return_lse=True)
+        results.append([out, lse, *torch.autograd.grad([out, lse], tensors, [some_weight, torch.ones_like(lse)])])
+    for index, (expected, found) in enumerate(zip(*results, strict=True)):
+        if index == 2:
+            torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+        else:
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_change_nothing_for_a_sliding_window(layout: str) -> None:
+    shape = Shape("", "", length=300, head_dim=64, value_dim=64)
+    strided = [LAYOUTS[layout](tensor.detach().cuda()) for tensor in shape.tensors(torch.bfloat16)]
+    copies = [tensor.contiguous().clone().requires_grad_() for tensor in strided]
+    strided = [tensor.requires_grad_() for tensor in strided]
+    weight = LAYOUTS[layout](torch.randn_like(copies[0]))
+    results = []
+    for tensors, some_weight in ((copies, weight.contiguous().clone()), (strided, weight)):
+        out = sliding_window_attention(*tensors, is_causal=True, window=64)
+        results.append([out, *torch.autograd.grad(out, tensors, some_weight)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
 
 
 def _poison_memory() -> None:

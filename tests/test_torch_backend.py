@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from torch import Tensor
 
 from muse_attention import MuSeConfig
@@ -29,15 +28,15 @@ def test_large_logits_in_float32_are_as_accurate_as_in_plain_pytorch(config: str
     """Plain PyTorch keeps the weights; they are found again from the lse here, which float32 would round too much."""
     query, key, value = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
     inputs = [tensor.requires_grad_() for tensor in (size**0.5 * query, size**0.5 * key, value)]
-    settings = MuSeConfig.parse(config)
-    out, lse, clusters, selection = TestTorchBackend().attend(*inputs, settings, is_causal=is_causal)
+    parsed = MuSeConfig.parse(config)
+    out, lse, clusters, selection = TestTorchBackend().attend(*inputs, parsed, is_causal=is_causal)
     weights = [torch.randn_like(out), torch.randn_like(lse)]
     found = [out, lse, *torch.autograd.grad([out, lse], inputs, weights)]
 
     def of_reference(precision: torch.dtype) -> list[Tensor]:
         tensors = [tensor.detach().to(precision).requires_grad_() for tensor in inputs]
         centroids = replace(clusters, query_centroids=clusters.query_centroids.to(precision))
-        result = reference_attention(*tensors, settings, is_causal=is_causal, clusters=centroids, selection=selection)
+        result = reference_attention(*tensors, parsed, is_causal=is_causal, clusters=centroids, selection=selection)
         outputs = [result.out, result.lse]
         return outputs + list(torch.autograd.grad(outputs, tensors, [weight.to(precision) for weight in weights]))
 

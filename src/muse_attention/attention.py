@@ -151,7 +151,7 @@ def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
 
 
 def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSeConfig) -> None:
-    """Shapes, devices and dtypes; that every assignment is in range is the caller's business, not worth a read."""
+    """Shapes, devices, dtypes, and that every assignment is in range: a kernel would write out of bounds."""
     if not isinstance(clusters, Clusters):
         raise ValueError(f"clusters is a {type(clusters).__name__}; it must be Clusters, as find_clusters returns them")
     expected = {
@@ -172,3 +172,16 @@ def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSe
                 f"clusters.{name} has shape {found} where these tensors and this config need {shape}; "
                 "find them with the same config and lengths"
             )
+    for side in ("query", "key"):
+        number = expected[f"{side}_centroids"][2]
+        _check_range(f"clusters.{side}_assignment", getattr(clusters, f"{side}_assignment"), number)
+
+
+def _check_range(name: str, assignment: Tensor, clusters: int) -> None:
+    message = f"{name} has a number that is not from 0 to {clusters - 1}; use clusters as find_clusters returns them"
+    in_range = ((assignment >= 0) & (assignment < clusters)).all()
+    if assignment.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not in_range:
+            raise ValueError(message)
+    elif assignment.device.type != "meta":
+        torch._assert_async(in_range, message)  # the device checks it by itself: nothing waits
