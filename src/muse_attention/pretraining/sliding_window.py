@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from muse_attention.operator import as_contiguous, cast_for_autocast
+from muse_attention.operator import cast_for_autocast
 from muse_attention.signature import check_arguments
 
 _MULTIPLE_FLASH = 8
@@ -85,7 +85,7 @@ def _serves_widest(gpu: int) -> bool:
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
     length = query.shape[2]
-    query, key, value = as_contiguous(query, key, value)
+    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)), None, None, length, length, 0.0, False, False,
         scale=scale, window_size_left=window - 1, window_size_right=0,
