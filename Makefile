@@ -17,7 +17,6 @@ demo: $(READY)  ## pretrain a tiny model with exact attention and with MuSe, and
 test: $(READY)  ## the tests that need no GPU
 	$(BIN)/python -m pytest -n 2 -q
 
-fuzz: export TRITON_INTERPRET = 1
 fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 

@@ -11,6 +11,8 @@ A case is a pure function of the seed and its number. It passes if
 - output, lse and gradients are as near to the reference in float64 as plain PyTorch is in the same precision;
 - what is not finite in exact attention is not finite here, and queries that do not see it stay finite;
 - a bad argument is a ValueError of one line; nothing else is raised, and nothing warns.
+
+On a GPU (`--device cuda`) most cases go through the kernels. Triton's interpreter would take a minute for one.
 """
 
 from __future__ import annotations
@@ -90,8 +92,6 @@ def draw(seed: int, number: int, device: str = "cpu") -> Case:
     if device == "cuda":
         backend = "torch" if dtype == "float64" else rng.choice(["triton", "triton", "torch"])
         length, head_dim = length * rng.choice([1, 5, 17]), head_dim * rng.choice([1, 1, 3])
-    elif rng.random() < 0.01 and dtype != "bfloat16":  # the interpreter takes a second, and multiplies bfloat16 wrongly
-        backend, length, key_heads, heads = "triton", min(length, 40), 1, 1
     attention = rng.choice(["muse"] * 6 + ["exact", "block_diagonal", "moba"])
     block = rng.choice([1, rng.randint(2, 15), rng.randint(16, 40), max(1, length // 3), 200])
     length = min(length, 25 * block)  # the reference walks over all blocks for each query
@@ -299,7 +299,6 @@ def check(case: Case, device: str = "cpu") -> None:
     """Raise if anything about the case is wrong, a warning included."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")
         {"numbers": _check_numbers, "poison": _check_poison, "arguments": _check_arguments}[case.kind](case, device)
 
 
