@@ -32,6 +32,7 @@ from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus, read_corp
 from muse_attention.pretraining.documents import Buckets, Document, Piece, cut_text, join_files
 from muse_attention.pretraining.prepare import UNFINISHED, Settings, prepare
 from muse_attention.pretraining.repositories import File, Repository, broken
+from muse_attention.pretraining.sources import repositories_in
 from muse_attention.pretraining.tokenizer import Encoder, read_tokenizer, tokenizer_files, train_tokenizer
 from tests.test_sources import blob, stack_row, write_folder, write_lines, write_tar
 
@@ -275,6 +276,20 @@ def test_everything_left_out_is_counted(tmp_path: Path) -> None:
     }
     assert made.broken == {"cut?.tar.gz": "cut short"}
     assert made.counts == {"documents": 2, "files": 5, "repositories": 7}
+
+
+def test_nothing_of_a_damaged_archive_is_in_the_corpus(tmp_path: Path) -> None:
+    """Its last bytes are wrong, behind files that are sound."""
+    (tmp_path / "sources").mkdir()
+    for name, files in sources(4).items():
+        write_tar(tmp_path / "sources" / f"{name}-1.0.tar.gz", files)
+    damaged = tmp_path / "sources" / "project3-1.0.tar.gz"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    made = prepare(repositories_in([tmp_path / "sources"], largest=10**6), tmp_path / "out", SMALL, source="made up")
+    names = {document.repository for stream in made.manifest.streams for document in made.documents(stream)}
+    assert names == {"project0", "project1", "project2"}
+    assert made.manifest.counts["files"] == 9
+    assert "length" in made.manifest.broken["project3"]
 
 
 def test_what_is_known_to_be_too_small_is_not_read(tmp_path: Path) -> None:

@@ -251,6 +251,57 @@ def test_broken_archives_say_so(tmp_path: Path, write: Any, damage: str) -> None
         list(read_archive(path, is_python, largest=LARGEST))
 
 
+def outcome(path: Path) -> dict[str, bytes] | str:
+    """What an archive gives, or why it gives nothing."""
+    try:
+        return {file.path: file.read() for file in read_archive(path, is_python, largest=LARGEST) if not file.refused}
+    except BrokenSourceError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("write", [write_tar, write_zip])
+def test_damage_anywhere_never_changes_what_an_archive_gives(tmp_path: Path, write: Any) -> None:
+    """One bit of every byte: it is found, or it does not matter, as in the date of a member."""
+    path = tmp_path / f"x{'.tar.gz' if write is write_tar else '.zip'}"
+    content = write(path, {**{f"{n}.py": f"x = {n}\n" for n in range(3)}, "README.md": "read me"}, "x-1/").read_bytes()
+    whole = outcome(path)
+    assert isinstance(whole, dict)
+    for position, byte in enumerate(content):
+        path.write_bytes(content[:position] + bytes([byte ^ 1]) + content[position + 1 :])
+        found = outcome(path)
+        assert isinstance(found, str) or found == whole, position
+        path.write_bytes(content[:position])
+        assert isinstance(outcome(path), str), position
+
+
+@pytest.mark.parametrize("damage", ["checksum", "length", "no length", "no trailer"])
+def test_the_checksum_behind_a_tar_is_read_before_a_file_is_given(tmp_path: Path, damage: str) -> None:
+    path = write_tar(tmp_path / "x.tar.gz", PYTHON)
+    content = path.read_bytes()
+    checksum, length = content[-8:-4], content[-4:]
+    trailer = {"checksum": b"????" + length, "length": checksum + b"????", "no length": checksum, "no trailer": b""}
+    path.write_bytes(content[:-8] + trailer[damage])
+    with pytest.raises(BrokenSourceError):
+        next(read_archive(path, is_python, largest=LARGEST))
+
+
+@pytest.mark.parametrize("damage", ["header", "no end", "bomb behind the end"])
+def test_a_tar_that_was_damaged_before_it_was_packed_says_so(tmp_path: Path, damage: str) -> None:
+    path = write_tar(tmp_path / "x.tar.gz", {"a.py": "a", "b.py": "b"})
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    second = 2 * tarfile.BLOCKSIZE
+    if damage == "header":
+        content[second] ^= 1
+    elif damage == "no end":
+        del content[second:]
+    else:
+        content += bytes(10**6)
+    path.write_bytes(gzip.compress(bytes(content)))
+    limits = ArchiveLimits(unpacked=100_000)
+    with pytest.raises(BrokenSourceError, match="unpacks to more" if damage.startswith("bomb") else "at byte 1024"):
+        list(read_archive(path, is_python, largest=LARGEST, limits=limits))
+
+
 # Datasets
 
 
