@@ -10,7 +10,8 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.pretraining.batches import Batches, Windows, shuffled
 from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus, read_corpus
-from muse_attention.pretraining.documents import Buckets, Document, Piece, cut_text, join_files
+from muse_attention.pretraining.documents import MARKS, Buckets, Document, Piece, cut_text, join_files
 from muse_attention.pretraining.prepare import UNFINISHED, Settings, prepare
 from muse_attention.pretraining.repositories import File, Repository, broken
 from muse_attention.pretraining.sources import repositories_in
@@ -147,6 +148,42 @@ def test_looking_words_up_gives_what_the_tokenizer_gives(tokenizer: Tokenizer, t
     plain = Tokenizer.from_str(tokenizer.to_str())
     plain.encode_special_tokens = True
     assert tokens[:-1].tolist() == plain.encode(text).ids
+
+
+def test_words_of_ordinary_length_are_learnt_as_the_library_learns_them(tokenizer: Tokenizer) -> None:
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer, plain.decoder = tokenizer.pre_tokenizer, tokenizer.decoder
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=list(MARKS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    plain.train_from_iterator([source(seed, 500) + " it's 'll caf\u00e9 \n\n\t x" for seed in range(20)], trainer)
+    assert plain.to_str() == tokenizer.to_str()
+
+
+@pytest.mark.parametrize("letter", ["a", " ", "\u00e9"])
+def test_long_words_cost_no_more_than_short_ones(letter: str) -> None:
+    """Where time grows with the square of the length, four times the length take sixteen times as long."""
+
+    def seconds(action: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        action()
+        return time.perf_counter() - began
+
+    def train(length: int) -> Tokenizer:
+        return train_tokenizer([letter * length], 300)
+
+    lengths = [30_000, 120_000]
+    short, long = (seconds(lambda length=length: train(length)) for length in lengths)
+    assert long < 2 * 4 * short + 1
+    encoder = Encoder(train(1000))
+    documents = [[Document("", 0, (Piece("", letter * 4 * length),), 1, 0)] for length in lengths]
+    short, long = (seconds(lambda document=document: encoder.encode(document)) for document in documents)
+    assert long < 2 * 4 * short + 1
+    (tokens,) = encoder.encode(documents[0])
+    assert encoder.tokenizer.decode(tokens[:-1].tolist()) == letter * 120_000
 
 
 def test_delimiters_are_tokens_and_their_spelling_is_text(tokenizer: Tokenizer) -> None:
