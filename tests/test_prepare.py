@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import json
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
+from muse_attention.files import alone_in
 from muse_attention.pretraining.batches import Batches, Windows, shuffled
 from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus, read_corpus
 from muse_attention.pretraining.documents import MARKS, Buckets, Document, Piece, cut_text, join_files
@@ -380,6 +383,35 @@ def test_a_corpus_is_kept_until_the_next_is_whole(tmp_path: Path, monkeypatch: p
     assert contents(tmp_path) == before
 
 
+def test_one_corpus_at_a_time_is_written_to_a_folder(tmp_path: Path, corpus: Corpus) -> None:
+    refused = []
+
+    def start_another(description: str, finished: int, total: int | None) -> None:
+        with pytest.raises(ValueError, match=r"another process is at work in .*; wait for it, or choose another outpu"):
+            make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
+        refused.append(description)
+
+    prepare(as_repositories(sources()), tmp_path, SMALL, source="made up", on_step=start_another)
+    assert {"reading project0", "training the tokenizer"} < set(refused)
+    assert contents(tmp_path) == contents(corpus.folder)
+    make(tmp_path)  # nobody is in the way any more
+
+
+def test_a_corpus_that_another_process_finished_meanwhile_is_not_overwritten(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked for after the folder is locked, not before."""
+
+    def lock_late(folder: Path) -> contextlib.AbstractContextManager[None]:
+        shutil.copytree(corpus.folder, folder, dirs_exist_ok=True)
+        return alone_in(folder)
+
+    monkeypatch.setattr("muse_attention.pretraining.prepare.alone_in", lock_late)
+    with pytest.raises(ValueError, match=r"there is a corpus in .* already"):
+        prepare(as_repositories(sources()), tmp_path, SMALL, source="made up", overwrite=False)
+    assert contents(tmp_path) == contents(corpus.folder)
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
 @pytest.mark.parametrize("ending", ["00000.tokens", "documents.jsonl", "tokenizer.json"])
 def test_damaged_files_are_named_in_one_line(tmp_path: Path, damage: str, ending: str) -> None:
@@ -606,6 +638,13 @@ def test_every_mistake_is_answered_by_one_line(
     assert len(err.splitlines()) == 1
     assert message in err
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_folder_in_which_another_process_is_at_work_is_one_line(asked: list[object], tmp_path: Path) -> None:
+    with alone_in(tmp_path / "out"):
+        code, out, err = run(*asked, "--overwrite")
+    assert (code, out) == (2, "")
+    assert err == f"muse: another process is at work in {tmp_path / 'out'}; wait for it, or choose another output\n"
 
 
 def test_a_kind_that_needs_a_source_says_so() -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import muse_attention
-from muse_attention.files import errors_naming, replace_file
+from muse_attention.files import alone_in, errors_naming, replace_file
 from muse_attention.pretraining.corpus import HELD_OUT, MANIFEST, TRAIN, Corpus, Manifest, read_corpus, write_manifest
 from muse_attention.pretraining.documents import Buckets, Document, cut_text, join_files
 from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_text
@@ -67,12 +67,41 @@ class Settings:
 
 
 def prepare(
-    repositories: Iterable[Repository], folder: Path, settings: Settings, *, source: str, on_step: OnStep | None = None
+    repositories: Iterable[Repository],
+    folder: Path,
+    settings: Settings,
+    *,
+    source: str,
+    overwrite: bool = True,
+    on_step: OnStep | None = None,
 ) -> Corpus:
-    """Write a corpus to `folder`, in place of the one that is there; a ValueError if nothing is left to write."""
+    """Write a corpus to `folder`, in place of the one that is there unless that is not to be overwritten.
+
+    Raises ValueError if nothing is left to write, or if another process is at work in the folder.
+    """
     import_tokenizers()  # before anything is read
     report = on_step or (lambda description, finished, total: None)
     given = None if settings.tokenizer is None else Encoder(read_tokenizer(settings.tokenizer))
+    with alone_in(folder):  # before anything is decided by what is in there
+        if (folder / MANIFEST).exists() and not overwrite:
+            raise ValueError(f"there is a corpus in {folder} already; choose another --output, or --overwrite it")
+        return _write_corpus(repositories, folder, settings, given, source, report)
+
+
+def hash_of(*parts: object) -> int:
+    """64 bits."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _write_corpus(
+    repositories: Iterable[Repository],
+    folder: Path,
+    settings: Settings,
+    given: Encoder | None,
+    source: str,
+    report: OnStep,
+) -> Corpus:
     unfinished = folder / UNFINISHED
     with errors_naming(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -104,12 +133,6 @@ def prepare(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return read_corpus(folder, hashes=False)
-
-
-def hash_of(*parts: object) -> int:
-    """64 bits."""
-    text = "/".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 class _Reading:
