@@ -647,6 +647,32 @@ def test_a_folder_in_which_another_process_is_at_work_is_one_line(asked: list[ob
     assert err == f"muse: another process is at work in {tmp_path / 'out'}; wait for it, or choose another output\n"
 
 
+@pytest.mark.parametrize("name", ["[bold]text", "a[0]", ":smile:", "line\nbreak", "\udcff not UTF"])
+def test_names_are_printed_as_they_are(name: str, asked: list[object]) -> None:
+    """Save for what cannot be printed, which is a question mark."""
+    folder = Path(str(asked[1]))
+    (folder / "project0").rename(folder / name)
+    (folder / f"cut{name}.zip").write_bytes(b"cut")
+    asked[1] = folder.rename(folder.with_name(name))
+    code, out, err = run(*asked)
+    assert code == 0, err
+    printed = "".join(letter if letter.isprintable() else "?" for letter in name)
+    assert f"repositories: {printed}" in out
+    assert f"left out cut{printed}: " in err
+    assert read_corpus(folder.with_name("out")).manifest.source == f"repositories: {printed}"
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("utf-8:strict", "\udcff"), ("latin-1", "\u4e2d")])
+def test_a_name_that_the_terminal_cannot_show_ends_no_command(
+    encoding: str, name: str, asked: list[object], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "muse_attention.cli", *asked, "--output", tmp_path / name]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(name.encode("ascii", "backslashreplace") + b"\n")
+
+
 def test_a_kind_that_needs_a_source_says_so() -> None:
     code, _, err = run("prepare", "--kind", "text")
     assert (code, err) == (2, "muse: the kind text needs a SOURCE\n")

@@ -116,8 +116,8 @@ def _write_corpus(
             streams = _write_streams(spool, splits, encoder, unfinished, settings, report)
         (unfinished / "documents").unlink()
         manifest = Manifest(
-            source=source,
-            settings={**asdict(settings), "tokenizer": settings.tokenizer and settings.tokenizer.name},
+            source=printable(source),
+            settings={**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)},
             vocabulary=encoder.vocabulary,
             end=encoder.end,
             dtype=smallest_dtype(encoder.vocabulary),
