@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from muse_attention.cli import commands
 from muse_attention.files import alone_in
 from muse_attention.pretraining.batches import Batches, Windows, shuffled
-from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus, read_corpus
+from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus, Manifest, read_corpus
 from muse_attention.pretraining.documents import MARKS, Buckets, Document, Piece, cut_text, join_files
 from muse_attention.pretraining.prepare import UNFINISHED, Settings, prepare
 from muse_attention.pretraining.repositories import File, Repository, broken
@@ -380,6 +380,21 @@ def test_a_corpus_is_kept_until_the_next_is_whole(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space left on device") as error:
         make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
     assert error.value.filename
+    assert contents(tmp_path) == before
+
+
+def test_a_corpus_is_kept_until_the_last_file_of_the_next_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    before = contents(tmp_path)
+
+    def full(manifest: Manifest, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr("muse_attention.pretraining.prepare.write_manifest", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
     assert contents(tmp_path) == before
 
 

@@ -1,6 +1,6 @@
 """From sources to a corpus: read, join, split, train a tokenizer, encode, write.
 
-Everything is written to a folder inside the output, moved out of it when it is whole, and the manifest is written last:
+Everything is written to a folder inside the output, moved out of it when it is whole, and the manifest is moved last:
 a run that was stopped leaves nothing that could be taken for a corpus, and can be run again. The same sources and
 settings give the same bytes in every file.
 """
@@ -308,11 +308,11 @@ def _groups(documents: Sequence[Spooled]) -> Iterator[list[Spooled]]:
 
 
 def _publish(manifest: Manifest, unfinished: Path, folder: Path) -> None:
-    """Move everything to where it belongs, after the corpus that was there is none any more."""
+    """Move everything to where it belongs. Nothing is left to write, which could fail, once the old corpus is gone."""
+    write_manifest(manifest, unfinished)
     (folder / MANIFEST).unlink(missing_ok=True)
     for split in (TRAIN, HELD_OUT):
         for old in [*folder.glob(f"{split}-*.tokens"), *folder.glob(f"{split}-*.documents.jsonl")]:
             old.unlink()
-    for name in manifest.file_names():
+    for name in (*manifest.file_names(), MANIFEST):
         os.replace(unfinished / name, folder / name)
-    write_manifest(manifest, folder)
