@@ -196,6 +196,12 @@ def test_delimiters_are_tokens_and_their_spelling_is_text(tokenizer: Tokenizer) 
     assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == f"{document.text}<endoftext>"
 
 
+def test_text_that_has_no_utf_8_is_one_line(tokenizer: Tokenizer) -> None:
+    document = Document("", 0, (Piece("", "a lone surrogate: \ud800"),), 1, 0)
+    with pytest.raises(ValueError, match="a text has a lone surrogate, which has no UTF-8; replace it"):
+        Encoder(tokenizer).encode([document])
+
+
 def test_transformers_reads_the_tokenizer(corpus: Corpus) -> None:
     transformers = pytest.importorskip("transformers")
     loaded = transformers.AutoTokenizer.from_pretrained(corpus.folder)
@@ -304,18 +310,18 @@ def test_everything_left_out_is_counted(tmp_path: Path) -> None:
     found = list(as_repositories({"good": {"a.py": good, "b.py": "", "vendor/c.py": "x", "d.py": "\0"}}))
     found += as_repositories({"copy": {"a.py": good}, "small": {"a.py": "x"}, "empty": {}})
     found += as_repositories({"large": {"a.py": source(2, 5000)}, "other": {"a.py": source(3, 200)}})
-    found.append(broken("cut\n.tar.gz", "cut short"))
+    found += [broken("cut\n.tar.gz", "cut short"), broken("two", "empty"), broken("two", "damaged")]
     made = prepare(found, tmp_path, SMALL, source="made up").manifest
     assert made.skipped_files == {"binary": 1, "empty": 1, "vendored": 1}
     assert made.skipped_documents == {
         "below 64 tokens": 1,
-        "broken": 1,
+        "broken": 3,
         "copy of another": 1,
         "from 4k tokens on": 1,
         "without a file that is kept": 1,
     }
-    assert made.broken == {"cut?.tar.gz": "cut short"}
-    assert made.counts == {"documents": 2, "files": 5, "repositories": 7}
+    assert made.broken == {"cut?.tar.gz": "cut short", "two": "empty; damaged"}
+    assert made.counts == {"documents": 2, "files": 5, "repositories": 9}
 
 
 def test_nothing_of_a_damaged_archive_is_in_the_corpus(tmp_path: Path) -> None:
@@ -446,7 +452,8 @@ def test_damaged_files_are_named_in_one_line(tmp_path: Path, damage: str, ending
 
 
 @pytest.mark.parametrize(
-    "change", ["", "[]", "{}", "cut", {"format": 0}, {"dtype": "float16"}, {"surprise": 1}, {"files": {"../x": ""}}]
+    "change",
+    ["", "[]", "{}", "[" * 10**5, "cut", {"format": 0}, {"dtype": "float16"}, {"surprise": 1}, {"files": {"../x": ""}}],
 )
 def test_a_manifest_that_is_none_is_one_line(tmp_path: Path, change: Any) -> None:
     path = make(tmp_path).folder / "manifest.json"

@@ -160,8 +160,8 @@ class _Reading:
                 texts = list(self._texts(repository, skipped))
             except BrokenSourceError as error:
                 self.skipped_documents["broken"] += 1
-                if len(self.broken) < _BROKEN_NAMED:
-                    self.broken[name] = str(error)
+                if len(self.broken) < _BROKEN_NAMED:  # several versions of a project have one name
+                    self.broken[name] = f"{self.broken[name]}; {error}" if name in self.broken else str(error)
                 continue
             self.skipped_files += skipped
             self.counts["files"] += len(texts)

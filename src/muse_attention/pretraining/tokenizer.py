@@ -99,7 +99,10 @@ class Encoder:
     def encode(self, documents: Sequence[Document]) -> list[NDArray[np.uint32]]:
         parts = [[list(self._segments(text)) for _, text in document.pieces] for document in documents]
         unknown = [part for pieces in parts for segments in pieces for part in segments if not self._is_known(part)]
-        encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
+        except TypeError:  # the library takes such a text for no text
+            raise ValueError("a text has a lone surrogate, which has no UTF-8; replace it before encoding") from None
         encoded = (np.array(encoding.ids, dtype="<u4").tobytes() for encoding in encodings)
         tokens = []
         for document, pieces in zip(documents, parts, strict=True):
