@@ -294,6 +294,17 @@ def test_a_header_cannot_fill_the_memory(tmp_path: Path) -> None:
         list(read_archive(path, is_python, largest=LARGEST))
 
 
+def test_a_directory_cannot_fill_the_memory(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "directory.zip", PYTHON)
+    end = bytearray(path.read_bytes()[-22:])
+    end[12:16] = (2**27).to_bytes(4, "little")
+    with open(path, "r+b") as file:
+        file.seek(2**28)  # a hole
+        file.write(end)
+    with pytest.raises(BrokenSourceError, match="a directory of 134217728 bytes"):
+        list(read_archive(path, is_python, largest=LARGEST))
+
+
 @pytest.mark.parametrize("write", [write_tar, write_zip])
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
 def test_broken_archives_say_so(tmp_path: Path, write: Any, damage: str) -> None:

@@ -26,6 +26,8 @@ from muse_attention.pretraining.repositories import BrokenSourceError, File, is_
 
 SUFFIXES = (".tar.gz", ".tgz", ".zip", ".whl")
 _LARGEST_HEADER = 2**20
+_LARGEST_DIRECTORY = 2**26
+"""Bytes of a zip's directory, which zipfile reads as a whole."""
 _READ_AT_ONCE = 2**16
 _ZIP_HEADER = struct.Struct("<4s2xHH4xIIIHH")
 """Mark, flags, method, checksum, packed and unpacked size, lengths of name and extra field of a zip's member."""
@@ -92,7 +94,8 @@ class _Allowance:
 
 def _read_zip(path: Path, wanted: Callable[[str], bool], largest: int, limits: ArchiveLimits) -> Iterator[File]:
     allowance = _Allowance(path, limits)
-    with open(path, "rb") as packed, zipfile.ZipFile(packed) as archive:
+    most = max(largest, _LARGEST_DIRECTORY)
+    with _Bounded(io.FileIO(path), most, "directory") as packed, zipfile.ZipFile(packed) as archive:
         members = [member for member in archive.infolist() if not member.is_dir()]
         allowance.count(len(members))
         _check_directory(packed, archive)
@@ -164,7 +167,7 @@ def _tar_members(
     allowance = _Allowance(path, limits)
     archive: Any
     with gzip.open(path) as packed:
-        unpacked = _Bounded(_Unpacked(packed, allowance), max(largest, _LARGEST_HEADER))
+        unpacked = _Bounded(_Unpacked(packed, allowance), max(largest, _LARGEST_HEADER), "header")
         archive = tarfile.open(fileobj=unpacked, mode="r:", tarinfo=_Member)  # noqa: SIM115
         while (member := archive.next()) is not None:
             archive.members.clear()  # it keeps all it has seen
@@ -251,13 +254,14 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Bounded(io.BufferedReader):
-    """Lets nobody ask for too much at once: the headers of a tar say how long they are."""
+    """Lets nobody ask for too much at once: the headers of a tar and the directory of a zip say how long they are."""
 
-    def __init__(self, stream: io.RawIOBase, most: int) -> None:
+    def __init__(self, stream: io.RawIOBase, most: int, what: str) -> None:
         super().__init__(stream)
         self._most = most
+        self._what = what
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > self._most + tarfile.BLOCKSIZE:
-            raise BrokenSourceError(f"damaged (a header of {size} bytes)")
+            raise BrokenSourceError(f"damaged (a {self._what} of {size} bytes)")
         return super().read(size)
