@@ -64,10 +64,10 @@ def read_archive(
         yield from read(path, wanted, largest, limits)
     except BrokenSourceError:
         raise
+    except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise BrokenSourceError(f"cut short or damaged ({error})") from error
     except OSError as error:
         raise BrokenSourceError(error.strerror or str(error)) from error
-    except (EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise BrokenSourceError(f"cut short or damaged ({error})") from error
     except (ArithmeticError, LookupError, RuntimeError, ValueError, struct.error) as error:  # headers make no sense
         raise BrokenSourceError(f"damaged ({error})") from error
 
