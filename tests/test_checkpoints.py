@@ -233,7 +233,7 @@ def test_no_half_of_a_model_is_left(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("shutil.copyfile", fail)
+    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
     with pytest.raises(OSError, match="No space left on device") as raised:
         train(corpus, SMALL, output, resume=True)
     assert raised.value.filename == str(output / "model")

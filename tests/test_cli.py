@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import muse_attention
 from muse_attention.benchmark.suite import run_plan
 from muse_attention.cli import commands, info, main
+from muse_attention.cli.app import console, new_table, phases_bar
 from muse_attention.config import MuSeConfig
 
 SHORT_BENCH = ("bench", "--device", "cpu", "--lengths", "512", "--head-dim", "8", "--repeats", "1", "--no-memory")
@@ -43,6 +44,19 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert code == 0
     for command in ("info", "bench", "errors", "demo"):
         assert command in out
+
+
+def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In tables and in the bar of a terminal: documents and folders may have any names."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    name = "[red]id[/green] :smile:"
+    with phases_bar() as on_step:
+        on_step(f"reading {name}", 1, 2)
+    assert f"reading {name}" in capsys.readouterr().err
+    table = new_table(name, name)
+    table.add_row(name, name)
+    console.print(table)
+    assert capsys.readouterr().out.count(name) == 4
 
 
 def test_info_lists_versions_backends_and_configs() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import json
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,17 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
+from muse_attention.files import alone_in
 from muse_attention.pretraining.batches import Batches, Windows, shuffled
-from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus, read_corpus
-from muse_attention.pretraining.documents import Buckets, Document, Piece, cut_text, join_files
+from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus, Manifest, read_corpus
+from muse_attention.pretraining.documents import MARKS, Buckets, Document, Piece, cut_text, join_files
 from muse_attention.pretraining.prepare import UNFINISHED, Settings, prepare
 from muse_attention.pretraining.repositories import File, Repository, broken
+from muse_attention.pretraining.sources import repositories_in
 from muse_attention.pretraining.tokenizer import Encoder, read_tokenizer, tokenizer_files, train_tokenizer
 from tests.test_sources import blob, stack_row, write_folder, write_lines, write_tar
 
@@ -148,11 +153,53 @@ def test_looking_words_up_gives_what_the_tokenizer_gives(tokenizer: Tokenizer, t
     assert tokens[:-1].tolist() == plain.encode(text).ids
 
 
+def test_words_of_ordinary_length_are_learnt_as_the_library_learns_them(tokenizer: Tokenizer) -> None:
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer, plain.decoder = tokenizer.pre_tokenizer, tokenizer.decoder
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=list(MARKS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    plain.train_from_iterator([source(seed, 500) + " it's 'll caf\u00e9 \n\n\t x" for seed in range(20)], trainer)
+    assert plain.to_str() == tokenizer.to_str()
+
+
+@pytest.mark.parametrize("letter", ["a", " ", "\u00e9"])
+def test_long_words_cost_no_more_than_short_ones(letter: str) -> None:
+    """Where time grows with the square of the length, four times the length take sixteen times as long."""
+
+    def seconds(action: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        action()
+        return time.perf_counter() - began
+
+    def train(length: int) -> Tokenizer:
+        return train_tokenizer([letter * length], 300)
+
+    lengths = [30_000, 120_000]
+    short, long = (seconds(lambda length=length: train(length)) for length in lengths)
+    assert long < 2 * 4 * short + 1
+    encoder = Encoder(train(1000))
+    documents = [[Document("", 0, (Piece("", letter * 4 * length),), 1, 0)] for length in lengths]
+    short, long = (seconds(lambda document=document: encoder.encode(document)) for document in documents)
+    assert long < 2 * 4 * short + 1
+    (tokens,) = encoder.encode(documents[0])
+    assert encoder.tokenizer.decode(tokens[:-1].tolist()) == letter * 120_000
+
+
 def test_delimiters_are_tokens_and_their_spelling_is_text(tokenizer: Tokenizer) -> None:
     (document,) = join_files("name", [("a.py", "x = '<endoftext>'")], 1000)
     (tokens,) = Encoder(tokenizer).encode([document])
     assert [tokens.tolist().count(number) for number in range(3)] == [1, 1, 1]
     assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == f"{document.text}<endoftext>"
+
+
+def test_text_that_has_no_utf_8_is_one_line(tokenizer: Tokenizer) -> None:
+    document = Document("", 0, (Piece("", "a lone surrogate: \ud800"),), 1, 0)
+    with pytest.raises(ValueError, match="a text has a lone surrogate, which has no UTF-8; replace it"):
+        Encoder(tokenizer).encode([document])
 
 
 def test_transformers_reads_the_tokenizer(corpus: Corpus) -> None:
@@ -263,18 +310,32 @@ def test_everything_left_out_is_counted(tmp_path: Path) -> None:
     found = list(as_repositories({"good": {"a.py": good, "b.py": "", "vendor/c.py": "x", "d.py": "\0"}}))
     found += as_repositories({"copy": {"a.py": good}, "small": {"a.py": "x"}, "empty": {}})
     found += as_repositories({"large": {"a.py": source(2, 5000)}, "other": {"a.py": source(3, 200)}})
-    found.append(broken("cut\n.tar.gz", "cut short"))
+    found += [broken("cut\n.tar.gz", "cut short"), broken("two", "empty"), broken("two", "damaged")]
     made = prepare(found, tmp_path, SMALL, source="made up").manifest
     assert made.skipped_files == {"binary": 1, "empty": 1, "vendored": 1}
     assert made.skipped_documents == {
         "below 64 tokens": 1,
-        "broken": 1,
+        "broken": 3,
         "copy of another": 1,
         "from 4k tokens on": 1,
         "without a file that is kept": 1,
     }
-    assert made.broken == {"cut?.tar.gz": "cut short"}
-    assert made.counts == {"documents": 2, "files": 5, "repositories": 7}
+    assert made.broken == {"cut?.tar.gz": "cut short", "two": "empty; damaged"}
+    assert made.counts == {"documents": 2, "files": 5, "repositories": 9}
+
+
+def test_nothing_of_a_damaged_archive_is_in_the_corpus(tmp_path: Path) -> None:
+    """Its last bytes are wrong, behind files that are sound."""
+    (tmp_path / "sources").mkdir()
+    for name, files in sources(4).items():
+        write_tar(tmp_path / "sources" / f"{name}-1.0.tar.gz", files)
+    damaged = tmp_path / "sources" / "project3-1.0.tar.gz"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    made = prepare(repositories_in([tmp_path / "sources"], largest=10**6), tmp_path / "out", SMALL, source="made up")
+    names = {document.repository for stream in made.manifest.streams for document in made.documents(stream)}
+    assert names == {"project0", "project1", "project2"}
+    assert made.manifest.counts["files"] == 9
+    assert made.manifest.broken == {"project3": "cut short or damaged (Incorrect length of data produced)"}
 
 
 def test_what_is_known_to_be_too_small_is_not_read(tmp_path: Path) -> None:
@@ -328,6 +389,50 @@ def test_a_corpus_is_kept_until_the_next_is_whole(tmp_path: Path, monkeypatch: p
     assert contents(tmp_path) == before
 
 
+def test_a_corpus_is_kept_until_the_last_file_of_the_next_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    before = contents(tmp_path)
+
+    def full(manifest: Manifest, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr("muse_attention.pretraining.prepare.write_manifest", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
+    assert contents(tmp_path) == before
+
+
+def test_one_corpus_at_a_time_is_written_to_a_folder(tmp_path: Path, corpus: Corpus) -> None:
+    refused = []
+
+    def start_another(description: str, finished: int, total: int | None) -> None:
+        with pytest.raises(ValueError, match=r"another process is at work in .*; wait for it, or choose another outpu"):
+            make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
+        refused.append(description)
+
+    prepare(as_repositories(sources()), tmp_path, SMALL, source="made up", on_step=start_another)
+    assert {"reading project0", "training the tokenizer"} < set(refused)
+    assert contents(tmp_path) == contents(corpus.folder)
+    make(tmp_path)  # nobody is in the way any more
+
+
+def test_a_corpus_that_another_process_finished_meanwhile_is_not_overwritten(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked for after the folder is locked, not before."""
+
+    def lock_late(folder: Path) -> contextlib.AbstractContextManager[None]:
+        shutil.copytree(corpus.folder, folder, dirs_exist_ok=True)
+        return alone_in(folder)
+
+    monkeypatch.setattr("muse_attention.pretraining.prepare.alone_in", lock_late)
+    with pytest.raises(ValueError, match=r"there is a corpus in .* already"):
+        prepare(as_repositories(sources()), tmp_path, SMALL, source="made up", overwrite=False)
+    assert contents(tmp_path) == contents(corpus.folder)
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
 @pytest.mark.parametrize("ending", ["00000.tokens", "documents.jsonl", "tokenizer.json"])
 def test_damaged_files_are_named_in_one_line(tmp_path: Path, damage: str, ending: str) -> None:
@@ -347,7 +452,8 @@ def test_damaged_files_are_named_in_one_line(tmp_path: Path, damage: str, ending
 
 
 @pytest.mark.parametrize(
-    "change", ["", "[]", "{}", "cut", {"format": 0}, {"dtype": "float16"}, {"surprise": 1}, {"files": {"../x": ""}}]
+    "change",
+    ["", "[]", "{}", "[" * 10**5, "cut", {"format": 0}, {"dtype": "float16"}, {"surprise": 1}, {"files": {"../x": ""}}],
 )
 def test_a_manifest_that_is_none_is_one_line(tmp_path: Path, change: Any) -> None:
     path = make(tmp_path).folder / "manifest.json"
@@ -470,7 +576,7 @@ def test_the_command_writes_a_corpus_and_says_what_is_in_it(asked: list[object],
     assert made.manifest.counts["repositories"] == 8
     for said in ("held-out", "7 documents, 21 files, 8 repositories", "left out, documents: 1 broken", "wrote"):
         assert said in out
-    assert err == "muse: left out cut: Not a gzipped file (b'cu')\n"
+    assert err == "muse: left out cut: cut short or damaged (Not a gzipped file (b'cu'))\n"
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
     assert sorted([*made.manifest.file_names(), "manifest.json"]) == sorted(contents(tmp_path / "out"))
 
@@ -554,6 +660,39 @@ def test_every_mistake_is_answered_by_one_line(
     assert len(err.splitlines()) == 1
     assert message in err
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_folder_in_which_another_process_is_at_work_is_one_line(asked: list[object], tmp_path: Path) -> None:
+    with alone_in(tmp_path / "out"):
+        code, out, err = run(*asked, "--overwrite")
+    assert (code, out) == (2, "")
+    assert err == f"muse: another process is at work in {tmp_path / 'out'}; wait for it, or choose another output\n"
+
+
+@pytest.mark.parametrize("name", ["[bold]text", "a[0]", ":smile:", "line\nbreak", "\udcff not UTF"])
+def test_names_are_printed_as_they_are(name: str, asked: list[object]) -> None:
+    """Save for what cannot be printed, which is a question mark."""
+    folder = Path(str(asked[1]))
+    (folder / "project0").rename(folder / name)
+    (folder / f"cut{name}.zip").write_bytes(b"cut")
+    asked[1] = folder.rename(folder.with_name(name))
+    code, out, err = run(*asked)
+    assert code == 0, err
+    printed = "".join(letter if letter.isprintable() else "?" for letter in name)
+    assert f"repositories: {printed}" in out
+    assert f"left out cut{printed}: " in err
+    assert read_corpus(folder.with_name("out")).manifest.source == f"repositories: {printed}"
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("utf-8:strict", "\udcff"), ("latin-1", "\u4e2d")])
+def test_a_name_that_the_terminal_cannot_show_ends_no_command(
+    encoding: str, name: str, asked: list[object], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "muse_attention.cli", *asked, "--output", tmp_path / name]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(name.encode("ascii", "backslashreplace") + b"\n")
 
 
 def test_a_kind_that_needs_a_source_says_so() -> None:

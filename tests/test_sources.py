@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import inspect
 import io
 import json
 import os
 import stat
+import sys
 import tarfile
 import threading
 import zipfile
@@ -139,6 +142,56 @@ def test_the_standard_library_is_a_repository_for_each_package_and_module() -> N
     assert not {"site-packages", "pytest"} & found.keys()
 
 
+NESTED = 200
+
+
+@pytest.fixture
+def deepest(tmp_path: Path) -> Iterator[Path]:
+    """A folder in more folders than Python's stack has room for, which is lowered: they must be removed again."""
+    folder = tmp_path / "all"
+    for _ in range(NESTED):
+        folder /= "d"
+    os.makedirs(folder)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 100)
+    yield folder
+    sys.setrecursionlimit(limit)
+
+
+def test_folders_may_be_nested_deeply(deepest: Path, tmp_path: Path) -> None:
+    (deepest / "a.py").write_text("x")
+    (deepest / "a.txt").write_text("x")
+    write_lines(deepest / "a.jsonl", DOLMA)
+    (repository,) = repositories_in([tmp_path / "all"], largest=LARGEST)
+    assert [file.path.count("/") for file in repository.files] == [NESTED - 1]
+    assert [text.name.count("/") for text in texts_in([tmp_path / "all"])] == [NESTED]
+    assert len(list(dolma_documents([tmp_path / "all"]))) == len(DOLMA)
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("open", "closed"):
+        write_folder(tmp_path / name, {**PYTHON, "closed/c.py": "x", "a.txt": "x"})
+    scandir = os.scandir
+
+    def refuse(folder: Any) -> Any:
+        if Path(folder).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    closed, opened = repositories_in([tmp_path], largest=LARGEST)
+    with pytest.raises(BrokenSourceError, match="closed: Permission denied"):
+        list(closed.files)
+    assert refusals(iter(opened.files)) == {"a.py": "", "closed": "unreadable folder", "package/b.py": ""}
+    for read in (repositories_in([tmp_path / "closed"], largest=LARGEST), texts_in([tmp_path / "closed"])):
+        with pytest.raises(ValueError, match=r"cannot read the folder .*closed: Permission denied; give one"):
+            list(read)
+    with pytest.raises(ValueError, match=r"cannot read the folder .*closed; make it readable, or name the files"):
+        list(dolma_documents([tmp_path]))
+
+
 # Filters
 
 
@@ -241,6 +294,17 @@ def test_a_header_cannot_fill_the_memory(tmp_path: Path) -> None:
         list(read_archive(path, is_python, largest=LARGEST))
 
 
+def test_a_directory_cannot_fill_the_memory(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "directory.zip", PYTHON)
+    end = bytearray(path.read_bytes()[-22:])
+    end[12:16] = (2**27).to_bytes(4, "little")
+    with open(path, "r+b") as file:
+        file.seek(2**28)  # a hole
+        file.write(end)
+    with pytest.raises(BrokenSourceError, match="a directory of 134217728 bytes"):
+        list(read_archive(path, is_python, largest=LARGEST))
+
+
 @pytest.mark.parametrize("write", [write_tar, write_zip])
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
 def test_broken_archives_say_so(tmp_path: Path, write: Any, damage: str) -> None:
@@ -249,6 +313,76 @@ def test_broken_archives_say_so(tmp_path: Path, write: Any, damage: str) -> None
     path.write_bytes({"cut": content[: len(content) // 2], "garbage": b"no archive" * 99, "empty": b""}[damage])
     with pytest.raises(BrokenSourceError):
         list(read_archive(path, is_python, largest=LARGEST))
+
+
+def outcome(path: Path) -> dict[str, bytes] | str:
+    """What an archive gives, or why it gives nothing."""
+    try:
+        return {file.path: file.read() for file in read_archive(path, is_python, largest=LARGEST) if not file.refused}
+    except BrokenSourceError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("write", [write_tar, write_zip])
+def test_damage_anywhere_never_changes_what_an_archive_gives(tmp_path: Path, write: Any) -> None:
+    """One bit of every byte: it is found, or it does not matter, as in the date of a member."""
+    path = tmp_path / f"x{'.tar.gz' if write is write_tar else '.zip'}"
+    content = write(path, {**{f"{n}.py": f"x = {n}\n" for n in range(3)}, "README.md": "read me"}, "x-1/").read_bytes()
+    whole = outcome(path)
+    assert isinstance(whole, dict)
+    for position, byte in enumerate(content):
+        path.write_bytes(content[:position] + bytes([byte ^ 1]) + content[position + 1 :])
+        found = outcome(path)
+        assert isinstance(found, str) or found == whole, position
+        path.write_bytes(content[:position])
+        assert isinstance(outcome(path), str), position
+
+
+@pytest.mark.parametrize(
+    "form", ["with sizes behind", "of large sizes", "behind a program", "with a comment", "of umlauts"]
+)
+def test_zips_of_every_form_are_sound(tmp_path: Path, form: str) -> None:
+    class Pipe(io.BytesIO):
+        def seekable(self) -> bool:
+            return form != "with sizes behind"
+
+    stream = Pipe(b"program" if form == "behind a program" else b"")
+    stream.seek(0, io.SEEK_END)
+    name = "\u00fc.py" if form == "of umlauts" else "a.py"
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open(name, "w", force_zip64=form == "of large sizes") as member:
+            member.write(b"x = 1\n")
+        archive.comment = b"comment" if form == "with a comment" else b""
+    (tmp_path / "x.zip").write_bytes(stream.getvalue())
+    assert outcome(tmp_path / "x.zip") == {name: b"x = 1\n"}
+
+
+@pytest.mark.parametrize("damage", ["checksum", "length", "no length", "no trailer"])
+def test_the_checksum_behind_a_tar_is_read_before_a_file_is_given(tmp_path: Path, damage: str) -> None:
+    path = write_tar(tmp_path / "x.tar.gz", PYTHON)
+    content = path.read_bytes()
+    checksum, length = content[-8:-4], content[-4:]
+    trailer = {"checksum": b"????" + length, "length": checksum + b"????", "no length": checksum, "no trailer": b""}
+    path.write_bytes(content[:-8] + trailer[damage])
+    with pytest.raises(BrokenSourceError):
+        next(read_archive(path, is_python, largest=LARGEST))
+
+
+@pytest.mark.parametrize("damage", ["header", "no end", "bomb behind the end"])
+def test_a_tar_that_was_damaged_before_it_was_packed_says_so(tmp_path: Path, damage: str) -> None:
+    path = write_tar(tmp_path / "x.tar.gz", {"a.py": "a", "b.py": "b"})
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    second = 2 * tarfile.BLOCKSIZE
+    if damage == "header":
+        content[second] ^= 1
+    elif damage == "no end":
+        del content[second:]
+    else:
+        content += bytes(10**6)
+    path.write_bytes(gzip.compress(bytes(content)))
+    limits = ArchiveLimits(unpacked=100_000)
+    with pytest.raises(BrokenSourceError, match="unpacks to more" if damage.startswith("bomb") else "at byte 1024"):
+        list(read_archive(path, is_python, largest=LARGEST, limits=limits))
 
 
 # Datasets
@@ -291,6 +425,19 @@ def test_a_dataset_that_is_cut_short_says_so(tmp_path: Path, suffix: str) -> Non
         list(dolma_documents([path]))
 
 
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file that was read: the error of a read has no name by itself."""
+    path = write_lines(tmp_path / "part.jsonl.gz", DOLMA)
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(gzip.GzipFile, "readline", fail)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        list(dolma_documents([path]))
+    assert raised.value.filename == str(path)
+
+
 def test_rows_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "part.jsonl", ["{", "[]", {"id": 1}, {"text": "\ud800"}, "[" * 10**5, DOLMA[0]])
     broken = []
@@ -331,6 +478,7 @@ STACK = stack_row(
     {"path": "/evil.py", "blob_id": "../../etc/passwd"},
     {"path": "/broken.py", "blob_id": blob(3)},
     {"path": "/big.py", "blob_id": blob(4)},
+    {"path": "/two.py", "blob_id": blob(5)},
     {"path": "/last.py", "blob_id": blob(1)},
 )
 
@@ -342,6 +490,7 @@ def mirror(tmp_path: Path) -> Path:
     for number, content in {1: b"x = 1\n", 2: b"# \xe9\n", 4: b"0" * 10**6}.items():
         (folder / blob(number)).write_bytes(gzip.compress(content))
     (folder / blob(3)).write_bytes(gzip.compress(b"x = 1\n" * 99)[:-10])
+    (folder / blob(5)).write_bytes(gzip.compress(b"x = 1\n") + gzip.compress(b"y = 1\n"))
     return folder.parent
 
 
@@ -386,7 +535,7 @@ def test_the_stack_from_a_mirror_and_from_a_server(
     fetch = open_contents(str(request.getfixturevalue(place)), largest=LARGEST)
     path = write_lines(tmp_path / "ids.jsonl", [STACK, {"repo_name": "no files"}])
     project, nothing = stack_repositories([path], fetch)
-    assert (project.name, project.size) == ("owner/project", 7 * 6)
+    assert (project.name, project.size) == ("owner/project", 8 * 6)
     kept, left_out = {}, {}
     for file in project.files:
         try:
@@ -402,6 +551,7 @@ def test_the_stack_from_a_mirror_and_from_a_server(
         "evil.py": "missing content",
         "broken.py": "unreadable",
         "big.py": "gigantic",
+        "two.py": "unreadable",
     }
     with pytest.raises(BrokenSourceError, match="it needs repo_name and files"):
         list(nothing.files)
@@ -415,6 +565,50 @@ def test_many_contents_come_in_order(tmp_path: Path) -> None:
     )
     assert project.size is None
     assert [read_code(file) for file in project.files] == [f"x = {n}" for n in range(1000)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"nonsense\r\n\r\n", "nonsense"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\ncut", "it ends after 3 of 99 bytes"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n63\r\ncut", "IncompleteRead"),
+    ],
+)
+def test_a_server_that_makes_no_sense_is_asked_again(
+    answer: bytes, reason: str, mirror: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is one line if that does not help: nothing is left out for a fault of the network."""
+    monkeypatch.setattr(contents.time, "sleep", lambda seconds: None)
+    packed = (mirror / "content" / blob(1)).read_bytes()
+    sound = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(packed), packed)
+    answers = [answer, answer, sound, answer, answer, answer, answer]
+
+    class Server(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(answers.pop(0))
+
+    with HTTPServer(("127.0.0.1", 0), Server) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            fetch = open_contents(f"http://127.0.0.1:{http.server_port}", largest=LARGEST)
+            assert fetch(blob(1)) == b"x = 1\n"
+            with pytest.raises(ValueError, match=rf"cannot fetch http.*: .*{reason}.*; check --contents and") as raised:
+                fetch(blob(1))
+        finally:
+            http.shutdown()
+            thread.join()
+    assert "\n" not in str(raised.value)
+    assert not answers
+
+
+@pytest.mark.parametrize("place", ["http://[", "http://a b", "http://\u4e2d/\u4e2d"])
+def test_what_is_no_url_is_one_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents.time, "sleep", lambda seconds: None)
+    with pytest.raises(ValueError, match=r"^cannot fetch http.*; check --contents"):
+        open_contents(place, largest=LARGEST)(blob(1))
 
 
 def test_a_server_that_is_away_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

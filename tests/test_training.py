@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -40,6 +41,7 @@ from muse_attention.pretraining.training import (
     make_ready,
     train,
 )
+from tests.test_prepare import SMALL as PREPARED
 from tests.test_prepare import make
 from tests.training_runs import SMALL, STEPS, learnt, losses
 
@@ -277,6 +279,49 @@ def test_a_corpus_that_is_cut_short_stops_the_run(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="it was cut short or changed"):
         read_corpus(corpus.folder)
+
+
+@pytest.mark.parametrize("change", ["prepared again", "shards", "shards in place", "manifest", "gone"])
+def test_a_corpus_that_is_written_again_stops_the_run(tmp_path: Path, change: str) -> None:
+    """Even where there are as many tokens as before, and others could be read in their place."""
+    corpus = make(tmp_path / "corpus")
+
+    def write_again(done: Any) -> None:
+        if done.step != 3:
+            return
+        if change == "prepared again":
+            make(corpus.folder, dataclasses.replace(PREPARED, seed=5))
+        elif change == "gone":
+            shutil.rmtree(corpus.folder)
+        for file in corpus.folder.glob("manifest.json" if change == "manifest" else "train-*.tokens"):
+            content = file.read_bytes()
+            if change == "shards":
+                file.unlink()
+            if change in ("shards", "shards in place", "manifest"):
+                file.write_bytes(content[::-1])
+
+    with pytest.raises(
+        TrainingError, match=r"^the corpus in .* cannot be read any more \(.*(changed after|No such fi)"
+    ) as raised:
+        train(corpus, SMALL, tmp_path / "out", on_step=write_again)
+    assert str(raised.value).endswith("step-00000002; run muse prepare again as before, then resume the run")
+    assert "\n" not in str(raised.value)
+    assert len(read_metrics(tmp_path / "out")) == 3
+    if change == "gone":
+        train(make(corpus.folder), SMALL, tmp_path / "out", resume=True)
+
+
+def test_the_model_has_the_tokenizer_that_it_was_trained_with(tmp_path: Path) -> None:
+    """Though the corpus is gone before the model is written."""
+    corpus = make(tmp_path / "corpus")
+    expected = {name: (corpus.folder / name).read_bytes() for name in corpus.manifest.files}
+
+    def remove(done: Any) -> None:
+        if done.step == STEPS:
+            shutil.rmtree(corpus.folder)
+
+    model = train(corpus, SMALL, tmp_path / "out", on_step=remove)
+    assert {name: (model / name).read_bytes() for name in expected} == expected
 
 
 def test_two_runs_do_not_share_a_folder(corpus: Corpus, tmp_path: Path) -> None:

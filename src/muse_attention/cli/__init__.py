@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -13,4 +14,6 @@ def main() -> None:
             raise
         sys.stderr.write(f'muse: {error.name} is not installed: pip install "muse-attention[cli]"\n')
         raise SystemExit(1) from None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name that it cannot show ends no command
     app(prog_name="muse")

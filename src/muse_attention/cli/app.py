@@ -48,7 +48,9 @@ class _OneLineErrors(TyperGroup):
 app = typer.Typer(
     cls=_OneLineErrors, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
 )
-console = Console()
+_AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}
+"""Names of users' files and documents are printed, and brackets in them mean nothing."""
+console = Console(**_AS_IT_IS)
 
 CONTENTS = "index.html"
 """What `muse report` writes beside the reports of a folder: what there is."""
@@ -124,8 +126,8 @@ def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
 @contextlib.contextmanager
 def phases_bar() -> Iterator[Callable[[str, int, int | None], None]]:
     """The same for work whose size shows on the way: the function is told it, or None, with every step."""
-    stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    stderr = Console(stderr=True, **_AS_IT_IS)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("", total=None)
 

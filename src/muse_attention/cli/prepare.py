@@ -13,7 +13,7 @@ from rich.table import Table
 
 from muse_attention.cli.app import app, console, make_folder, phases_bar, run_errors, say, user_errors
 from muse_attention.pretraining.contents import open_contents
-from muse_attention.pretraining.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest
+from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Manifest
 from muse_attention.pretraining.datasets import dolma_documents, stack_repositories
 from muse_attention.pretraining.documents import Buckets
 from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT
@@ -82,12 +82,17 @@ def prepare(
             largest_text=largest_bytes or LARGEST_TEXT,
         )
         repositories = _repositories(kind, paths, contents, settings)
-        if (output / MANIFEST).exists() and not overwrite:
-            raise ValueError(f"there is a corpus in {output} already; choose another --output, or --overwrite it")
         make_folder(output)
     with run_errors(lambda: "no new corpus was written; run the same command again"), user_errors():
         with phases_bar() as on_step:
-            corpus = prepare_corpus(repositories, output, settings, source=_in_words(kind, paths), on_step=on_step)
+            corpus = prepare_corpus(
+                repositories,
+                output,
+                settings,
+                source=_in_words(kind, paths),
+                overwrite=overwrite,
+                on_step=on_step,
+            )
         _show(corpus.manifest)
         typer.echo(f"wrote {output}")
 

@@ -2,6 +2,9 @@
 
 Members that are links or devices, that have paths which lead elsewhere, or that are packed as no source archive is, are
 refused one by one. An archive that is cut short, damaged or blows up is a BrokenSourceError.
+
+A `.tar.gz` has one checksum, behind everything: it is read to the end before the first file is given. A zip has one for
+each member, which is checked if the member is read. Its directory has none, and is compared with the members' headers.
 """
 
 from __future__ import annotations
@@ -14,15 +17,28 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 from muse_attention.pretraining.repositories import BrokenSourceError, File, is_plain_path
 
 SUFFIXES = (".tar.gz", ".tgz", ".zip", ".whl")
 _LARGEST_HEADER = 2**20
+_LARGEST_DIRECTORY = 2**26
+"""Bytes of a zip's directory, which zipfile reads as a whole."""
+_READ_AT_ONCE = 2**16
+_ZIP_HEADER = struct.Struct("<4s2xHH4xIIIHH")
+"""Mark, flags, method, checksum, packed and unpacked size, lengths of name and extra field of a zip's member."""
+_ZIP_END = struct.Struct("<4s6xH10x")
+"""Mark, and number of members."""
+_ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_ZIP_HEADER_MARK, _ZIP_END_MARK = b"PK\3\4", b"PK\5\6"
+_ENCRYPTED, _SIZES_FOLLOW, _UTF8 = 1, 8, 0x800
+"""Flags of a zip's member."""
+_LARGE_SIZE, _LARGE_NUMBER = 2**32 - 1, 2**16 - 1
+"""What stands for a size or a number that is elsewhere, as it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +64,10 @@ def read_archive(
         yield from read(path, wanted, largest, limits)
     except BrokenSourceError:
         raise
+    except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise BrokenSourceError(f"cut short or damaged ({error})") from error
     except OSError as error:
         raise BrokenSourceError(error.strerror or str(error)) from error
-    except (EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise BrokenSourceError(f"cut short or damaged ({error})") from error
     except (ArithmeticError, LookupError, RuntimeError, ValueError, struct.error) as error:  # headers make no sense
         raise BrokenSourceError(f"damaged ({error})") from error
 
@@ -78,9 +94,11 @@ class _Allowance:
 
 def _read_zip(path: Path, wanted: Callable[[str], bool], largest: int, limits: ArchiveLimits) -> Iterator[File]:
     allowance = _Allowance(path, limits)
-    with zipfile.ZipFile(path) as archive:
+    most = max(largest, _LARGEST_DIRECTORY)
+    with _Bounded(io.FileIO(path), most, "directory") as packed, zipfile.ZipFile(packed) as archive:
         members = [member for member in archive.infolist() if not member.is_dir()]
         allowance.count(len(members))
+        _check_directory(packed, archive)
         prefix = _common_folder([member.filename for member in members])
         for member in sorted(members, key=lambda member: member.filename):
             inner = member.filename.removeprefix(prefix)
@@ -91,7 +109,7 @@ def _read_zip(path: Path, wanted: Callable[[str], bool], largest: int, limits: A
                 refused = "link or device"
             elif not is_plain_path(inner):
                 refused = "unsafe path"
-            elif member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            elif member.flag_bits & _ENCRYPTED or member.compress_type not in _ZIP_METHODS:
                 refused = "unreadable"
             else:
                 refused = ""
@@ -100,13 +118,41 @@ def _read_zip(path: Path, wanted: Callable[[str], bool], largest: int, limits: A
                 with archive.open(member) as file:
                     content = file.read(largest + 1)
                 allowance.unpack(len(content))
+                if len(content) != member.file_size:
+                    raise BrokenSourceError("cut short")
             yield File(inner, member.file_size, functools.partial(bytes, content), refused)
+
+
+def _check_directory(packed: BinaryIO, archive: zipfile.ZipFile) -> None:
+    """A zip says everything twice: in its directory, which decides what is read and has no checksum, and elsewhere."""
+    packed.seek(-_ZIP_END.size - len(archive.comment), io.SEEK_END)
+    mark, number = _ZIP_END.unpack(packed.read(_ZIP_END.size))
+    is_sound = mark == _ZIP_END_MARK and number in (len(archive.infolist()), _LARGE_NUMBER)
+    for member in archive.infolist():
+        packed.seek(member.header_offset)
+        mark, flags, method, checksum, packed_size, size, name_length, _ = _ZIP_HEADER.unpack(
+            packed.read(_ZIP_HEADER.size)
+        )
+        name = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437")
+        is_sound = is_sound and (
+            mark == _ZIP_HEADER_MARK
+            and not (flags ^ member.flag_bits) & (_ENCRYPTED | _UTF8)
+            and method == member.compress_type
+            and packed.read(name_length) == name
+        )
+        if not flags & _SIZES_FOLLOW:
+            is_sound = is_sound and (
+                checksum == member.CRC
+                and packed_size in (member.compress_size, _LARGE_SIZE)
+                and size in (member.file_size, _LARGE_SIZE)
+            )
+    if not is_sound:
+        raise BrokenSourceError("damaged (its directory does not agree with its members)")
 
 
 def _read_tar(path: Path, wanted: Callable[[str], bool], largest: int, limits: ArchiveLimits) -> Iterator[File]:
     """In two passes: the first finds the folder that holds everything, and every fault."""
-    names = [name for name, _ in _tar_members(path, lambda name: False, largest, limits)]
-    prefix = _common_folder(names)
+    prefix = _common_folder(name for name, _ in _tar_members(path, lambda name: False, largest, limits))
     for name, file in _tar_members(path, lambda name: wanted(name.removeprefix(prefix)), largest, limits):
         if file is not None:
             inner = name.removeprefix(prefix)
@@ -121,8 +167,8 @@ def _tar_members(
     allowance = _Allowance(path, limits)
     archive: Any
     with gzip.open(path) as packed:
-        unpacked = _Bounded(_Unpacked(packed, allowance), max(largest, _LARGEST_HEADER))
-        archive = tarfile.open(fileobj=unpacked, mode="r:")  # noqa: SIM115
+        unpacked = _Bounded(_Unpacked(packed, allowance), max(largest, _LARGEST_HEADER), "header")
+        archive = tarfile.open(fileobj=unpacked, mode="r:", tarinfo=_Member)  # noqa: SIM115
         while (member := archive.next()) is not None:
             archive.members.clear()  # it keeps all it has seen
             allowance.count()
@@ -141,13 +187,31 @@ def _tar_members(
                 if len(content) != member.size:
                     raise BrokenSourceError("cut short")
             yield member.name, File(member.name, member.size, functools.partial(bytes, content))
+        while unpacked.read(_READ_AT_ONCE):
+            pass  # the checksum is behind what tarfile reads
 
 
-def _common_folder(names: list[str]) -> str:
-    """`name-1.0/` if everything is inside of it, else nothing."""
-    folders = {name.partition("/")[0] if "/" in name else "" for name in names}
-    folder = folders.pop() if len(folders) == 1 else ""
-    return f"{folder}/" if folder and folder != ".." else ""
+def _common_folder(names: Iterable[str]) -> str:
+    """`name-1.0/` if everything is inside of it, else nothing. All names are taken, and none is kept."""
+    common: str | None = None
+    for name in names:
+        folder = name.partition("/")[0] if "/" in name else ""
+        common = folder if common in (None, folder) else ""
+    return f"{common}/" if common and common != ".." else ""
+
+
+class _Member(tarfile.TarInfo):
+    """A header that makes no sense is a fault: tarfile takes it for the end, unless it is the first."""
+
+    @classmethod
+    def fromtarfile(cls, archive: Any) -> Self:
+        start = archive.fileobj.tell()
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            if isinstance(error, tarfile.EOFHeaderError):  # type: ignore[attr-defined]  # the mark of the end
+                raise
+            raise BrokenSourceError(f"cut short or damaged ({error} at byte {start})") from error
 
 
 class _Unpacked(io.RawIOBase):
@@ -181,7 +245,7 @@ class _Unpacked(io.RawIOBase):
         if whence == io.SEEK_END or position < self._position:
             raise BrokenSourceError("damaged (a member lies before the one it follows)")
         while self._position < position:
-            content = self._packed.read(min(position - self._position, 2**16))
+            content = self._packed.read(min(position - self._position, _READ_AT_ONCE))
             if not content:
                 raise BrokenSourceError("cut short")
             self._position += len(content)
@@ -190,13 +254,14 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Bounded(io.BufferedReader):
-    """Lets nobody ask for too much at once: the headers of a tar say how long they are."""
+    """Lets nobody ask for too much at once: the headers of a tar and the directory of a zip say how long they are."""
 
-    def __init__(self, stream: io.RawIOBase, most: int) -> None:
+    def __init__(self, stream: io.RawIOBase, most: int, what: str) -> None:
         super().__init__(stream)
         self._most = most
+        self._what = what
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > self._most + tarfile.BLOCKSIZE:
-            raise BrokenSourceError(f"damaged (a header of {size} bytes)")
+            raise BrokenSourceError(f"damaged (a {self._what} of {size} bytes)")
         return super().read(size)

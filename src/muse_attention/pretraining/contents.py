@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import time
 import urllib.error
@@ -17,6 +18,8 @@ Fetch = Callable[[str], bytes]
 _BLOB_ID = re.compile(r"[0-9a-f]{40}")
 _MISSING = (403, 404, 410)
 _ATTEMPTS = 4
+_HEADROOM = 2**16
+"""Bytes by which a packed content may be larger than it is unpacked."""
 
 
 def open_contents(place: str, *, largest: int) -> Fetch:
@@ -31,7 +34,8 @@ def open_contents(place: str, *, largest: int) -> Fetch:
 
     def read(blob_id: str) -> bytes:
         try:
-            packed = (folder / _checked(blob_id)).read_bytes()
+            with open(folder / _checked(blob_id), "rb") as file:
+                packed = file.read(largest + _HEADROOM)
         except FileNotFoundError:
             raise SkippedFileError("missing content") from None
         return _unpack(packed, largest)
@@ -51,14 +55,20 @@ def _fetch(url: str, largest: int) -> bytes:
     for attempt in range(_ATTEMPTS):
         try:
             with urllib.request.urlopen(url, timeout=60) as response:
-                return _unpack(response.read(largest + 2**16), largest)
+                packed = response.read(largest + _HEADROOM)
+                length = int(response.headers.get("Content-Length", len(packed)))
+            if len(packed) >= min(length, largest + _HEADROOM):
+                return _unpack(packed, largest)
+            reason: object = f"it ends after {len(packed)} of {length} bytes"
         except urllib.error.HTTPError as error:
             error.close()
             if error.code in _MISSING:
                 raise SkippedFileError("missing content") from None
-            reason: object = f"{error.code} {error.reason}"
-        except OSError as error:
-            reason = getattr(error, "reason", error)
+            reason = f"{error.code} {error.reason}"
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or " ".join(str(error).split()) or type(error).__name__
+        except ValueError as error:  # it is no URL
+            raise ValueError(f"cannot fetch {url}: {error}; check --contents") from None
         if attempt + 1 < _ATTEMPTS:
             time.sleep(0.5 * 2**attempt)
     raise ValueError(f"cannot fetch {url}: {reason}; check --contents and the network, then run it again")
@@ -71,6 +81,7 @@ def _unpack(packed: bytes, largest: int) -> bytes:
         content = unpacker.decompress(packed, largest + 1)
     except zlib.error:
         raise SkippedFileError("unreadable") from None
-    if not unpacker.eof and len(content) <= largest:
+    is_whole = unpacker.eof and not unpacker.unused_data
+    if not is_whole and len(content) <= largest:
         raise SkippedFileError("unreadable")
     return content

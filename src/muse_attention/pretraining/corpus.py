@@ -13,7 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muse_attention.files import replace_file
-from muse_attention.pretraining.shards import DTYPES, Indexed, Stream, check_file, read_index, read_tokens
+from muse_attention.pretraining.shards import (
+    DTYPES,
+    Indexed,
+    Stamp,
+    Stream,
+    check_file,
+    check_stamp,
+    read_index,
+    read_tokens,
+)
 
 MANIFEST = "manifest.json"
 TRAIN, HELD_OUT = "train", "held-out"
@@ -58,12 +67,18 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Corpus:
-    """It holds no open files: it can be pickled and shared by processes."""
+    """It holds no open files: it can be pickled and shared by processes.
+
+    Whatever is read of it is of the files that were there when it was opened; if they were written again since, reading
+    is a ValueError.
+    """
 
     folder: Path
     manifest: Manifest
     fingerprint: str
     """sixteen hexadecimal digits: of other data they are others"""
+    stamps: dict[str, Stamp]
+    """of all files, by name"""
 
     def streams(self, split: str, buckets: Sequence[int] | None = None) -> list[Stream]:
         """Those of some buckets, or of all."""
@@ -71,10 +86,22 @@ class Corpus:
         return [stream for stream in found if buckets is None or stream.bucket in buckets]
 
     def tokens(self, stream: Stream, start: int, stop: int) -> NDArray[np.int64]:
-        return read_tokens(self.folder, stream, start, stop, self.manifest.dtype).astype(np.int64)
+        self._check(MANIFEST)
+        return read_tokens(self.folder, stream, start, stop, self.manifest.dtype, self.stamps).astype(np.int64)
 
     def documents(self, stream: Stream) -> Iterator[Indexed]:
+        self._check(stream.index)
         return read_index(self.folder, stream)
+
+    def read_file(self, name: str) -> bytes:
+        """One of the tokenizer's files."""
+        content = (self.folder / name).read_bytes()
+        self._check(name)
+        return content
+
+    def _check(self, name: str) -> None:
+        path = self.folder / name
+        check_stamp(path, self.stamps[name], path.stat())
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
@@ -85,6 +112,7 @@ def read_corpus(folder: Path, *, hashes: bool = True) -> Corpus:
     """A ValueError if it is not whole. Without `hashes`, lengths of files are compared, and not what is in them."""
     path = folder / MANIFEST
     try:
+        stamps = {MANIFEST: Stamp.of(path.stat())}
         content = path.read_bytes()
     except OSError:
         raise ValueError(
@@ -97,15 +125,16 @@ def read_corpus(folder: Path, *, hashes: bool = True) -> Corpus:
         if manifest.format != _FORMAT or manifest.dtype not in DTYPES or any(Path(name).name != name for name in names):
             raise ValueError
         sizes_agree = all(sum(shard.tokens for shard in stream.shards) == stream.tokens for stream in manifest.streams)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path} is no manifest of this version of muse prepare; run it again") from None
     if not sizes_agree:
         raise ValueError(f"{path} contradicts itself: shards do not add up to their stream; run muse prepare again")
     width = np.dtype(manifest.dtype).itemsize
     for name, sha256 in manifest.files.items():
-        check_file(folder / name, sha256, hashes=hashes)
+        stamps[name] = check_file(folder / name, sha256, hashes=hashes)
     for stream in manifest.streams:
-        check_file(folder / stream.index, stream.index_sha256, hashes=hashes)
+        stamps[stream.index] = check_file(folder / stream.index, stream.index_sha256, hashes=hashes)
         for shard in stream.shards:
-            check_file(folder / shard.file, shard.sha256, shard.tokens * width, hashes=hashes)
-    return Corpus(folder, manifest, hashlib.sha256(content).hexdigest()[:16])
+            size = shard.tokens * width
+            stamps[shard.file] = check_file(folder / shard.file, shard.sha256, size, hashes=hashes)
+    return Corpus(folder, manifest, hashlib.sha256(content).hexdigest()[:16], stamps)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muse_attention.pretraining.contents import Fetch
+from muse_attention.pretraining.folders import walk_files
 from muse_attention.pretraining.packed import read_lines
 from muse_attention.pretraining.repositories import File, Repository, SkippedFileError, broken, is_plain_path
 
@@ -113,7 +114,15 @@ def _files(paths: Sequence[Path]) -> list[Path]:
         if path.is_file() and path.name.endswith(SUFFIXES):
             files.append(path)
         elif path.is_dir():
-            files += sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+            files += _files_in(path)
         else:
             raise ValueError(f"there is no dataset {str(path)!r}; give files, or folders, of {', '.join(SUFFIXES)}")
     return files
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for path, entry in walk_files(folder):
+        if entry is None:
+            raise ValueError(f"cannot read the folder {folder / path}; make it readable, or name the files to read")
+        if entry.name.endswith(SUFFIXES) and entry.is_file():
+            yield Path(entry.path)

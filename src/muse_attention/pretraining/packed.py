@@ -31,6 +31,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 yield line
     except damage as error:
         raise ValueError(f"{path} is cut short or damaged ({error}); get it again") from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class _Unpacked(io.RawIOBase):

@@ -1,6 +1,6 @@
 """From sources to a corpus: read, join, split, train a tokenizer, encode, write.
 
-Everything is written to a folder inside the output, moved out of it when it is whole, and the manifest is written last:
+Everything is written to a folder inside the output, moved out of it when it is whole, and the manifest is moved last:
 a run that was stopped leaves nothing that could be taken for a corpus, and can be run again. The same sources and
 settings give the same bytes in every file.
 """
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import muse_attention
-from muse_attention.files import errors_naming, replace_file
+from muse_attention.files import alone_in, errors_naming, replace_file
 from muse_attention.pretraining.corpus import HELD_OUT, MANIFEST, TRAIN, Corpus, Manifest, read_corpus, write_manifest
 from muse_attention.pretraining.documents import Buckets, Document, cut_text, join_files
 from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_text
@@ -67,12 +67,41 @@ class Settings:
 
 
 def prepare(
-    repositories: Iterable[Repository], folder: Path, settings: Settings, *, source: str, on_step: OnStep | None = None
+    repositories: Iterable[Repository],
+    folder: Path,
+    settings: Settings,
+    *,
+    source: str,
+    overwrite: bool = True,
+    on_step: OnStep | None = None,
 ) -> Corpus:
-    """Write a corpus to `folder`, in place of the one that is there; a ValueError if nothing is left to write."""
+    """Write a corpus to `folder`, in place of the one that is there unless that is not to be overwritten.
+
+    Raises ValueError if nothing is left to write, or if another process is at work in the folder.
+    """
     import_tokenizers()  # before anything is read
     report = on_step or (lambda description, finished, total: None)
     given = None if settings.tokenizer is None else Encoder(read_tokenizer(settings.tokenizer))
+    with alone_in(folder):  # before anything is decided by what is in there
+        if (folder / MANIFEST).exists() and not overwrite:
+            raise ValueError(f"there is a corpus in {folder} already; choose another --output, or --overwrite it")
+        return _write_corpus(repositories, folder, settings, given, source, report)
+
+
+def hash_of(*parts: object) -> int:
+    """64 bits."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _write_corpus(
+    repositories: Iterable[Repository],
+    folder: Path,
+    settings: Settings,
+    given: Encoder | None,
+    source: str,
+    report: OnStep,
+) -> Corpus:
     unfinished = folder / UNFINISHED
     with errors_naming(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -87,8 +116,8 @@ def prepare(
             streams = _write_streams(spool, splits, encoder, unfinished, settings, report)
         (unfinished / "documents").unlink()
         manifest = Manifest(
-            source=source,
-            settings={**asdict(settings), "tokenizer": settings.tokenizer and settings.tokenizer.name},
+            source=printable(source),
+            settings={**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)},
             vocabulary=encoder.vocabulary,
             end=encoder.end,
             dtype=smallest_dtype(encoder.vocabulary),
@@ -104,12 +133,6 @@ def prepare(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return read_corpus(folder, hashes=False)
-
-
-def hash_of(*parts: object) -> int:
-    """64 bits."""
-    text = "/".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 class _Reading:
@@ -137,8 +160,8 @@ class _Reading:
                 texts = list(self._texts(repository, skipped))
             except BrokenSourceError as error:
                 self.skipped_documents["broken"] += 1
-                if len(self.broken) < _BROKEN_NAMED:
-                    self.broken[name] = str(error)
+                if len(self.broken) < _BROKEN_NAMED:  # several versions of a project have one name
+                    self.broken[name] = f"{self.broken[name]}; {error}" if name in self.broken else str(error)
                 continue
             self.skipped_files += skipped
             self.counts["files"] += len(texts)
@@ -285,11 +308,11 @@ def _groups(documents: Sequence[Spooled]) -> Iterator[list[Spooled]]:
 
 
 def _publish(manifest: Manifest, unfinished: Path, folder: Path) -> None:
-    """Move everything to where it belongs, after the corpus that was there is none any more."""
+    """Move everything to where it belongs. Nothing is left to write, which could fail, once the old corpus is gone."""
+    write_manifest(manifest, unfinished)
     (folder / MANIFEST).unlink(missing_ok=True)
     for split in (TRAIN, HELD_OUT):
         for old in [*folder.glob(f"{split}-*.tokens"), *folder.glob(f"{split}-*.documents.jsonl")]:
             old.unlink()
-    for name in manifest.file_names():
+    for name in (*manifest.file_names(), MANIFEST):
         os.replace(unfinished / name, folder / name)
-    write_manifest(manifest, folder)

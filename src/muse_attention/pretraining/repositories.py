@@ -54,5 +54,5 @@ def is_plain_path(path: str) -> bool:
 
 
 def printable(name: str) -> str:
-    """The name of a repository on one line."""
+    """The name of a repository or a source on one line, and without what has no UTF-8."""
     return "".join(character if character.isprintable() else "?" for character in name)

@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,18 @@ class Stream:
     @classmethod
     def from_json(cls, stream: dict[str, Any]) -> Stream:
         return cls(**{**stream, "shards": tuple(Shard(**shard) for shard in stream["shards"])})
+
+
+class Stamp(NamedTuple):
+    """What changes when a file is written again. Not its inode: some network file systems number a file anew."""
+
+    size: int
+    changed: int
+    """nanoseconds"""
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(status.st_size, status.st_mtime_ns)
 
 
 def smallest_dtype(vocabulary: int) -> str:
@@ -117,8 +129,10 @@ class StreamWriter:
             self._shard = None
 
 
-def read_tokens(folder: Path, stream: Stream, start: int, stop: int, dtype: str) -> NDArray[Any]:
-    """Tokens from `start` to `stop` of the stream."""
+def read_tokens(
+    folder: Path, stream: Stream, start: int, stop: int, dtype: str, stamps: Mapping[str, Stamp]
+) -> NDArray[Any]:
+    """Tokens from `start` to `stop` of the stream; a ValueError if a shard does not have its stamp any more."""
     if not 0 <= start <= stop <= stream.tokens:
         raise ValueError(f"there are no tokens {start} to {stop} in a stream of {stream.tokens}")
     little_endian = np.dtype(dtype).newbyteorder("<")
@@ -128,9 +142,9 @@ def read_tokens(folder: Path, stream: Stream, start: int, stop: int, dtype: str)
         low, high = max(start - first, 0), min(stop - first, shard.tokens)
         if low < high:
             path, offset = folder / shard.file, low * little_endian.itemsize
-            tokens = np.fromfile(path, little_endian, high - low, offset=offset)
-            if len(tokens) < high - low:
-                raise ValueError(f"{path} was cut short")
+            with open(path, "rb") as file:
+                tokens = np.fromfile(file, little_endian, high - low, offset=offset)
+                check_stamp(path, stamps[shard.file], os.fstat(file.fileno()))  # afterwards: of what was read
             parts.append(tokens)
         first += shard.tokens
     return np.concatenate(parts)
@@ -142,18 +156,25 @@ def read_index(folder: Path, stream: Stream) -> Iterator[Indexed]:
             yield Indexed(**json.loads(line))
 
 
-def check_file(path: Path, sha256: str, size: int | None = None, *, hashes: bool = True) -> None:
+def check_file(path: Path, sha256: str, size: int | None = None, *, hashes: bool = True) -> Stamp:
     """A ValueError if it is not there, not as long as it should be, or, unless that is spared, has another content."""
     try:
-        found = path.stat().st_size
-        if size is not None and found != size:
+        stamp = Stamp.of(path.stat())
+        if size is not None and stamp.size != size:
             raise ValueError(
-                f"{path} has {found} bytes, not {size}: it was cut short or changed; run muse prepare again"
+                f"{path} has {stamp.size} bytes, not {size}: it was cut short or changed; run muse prepare again"
             )
         if hashes and hash_file(path) != sha256:
             raise ValueError(f"{path} is damaged: its hash is not that of the manifest; run muse prepare again")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; run muse prepare again") from None
+    return stamp
+
+
+def check_stamp(path: Path, stamp: Stamp, status: os.stat_result) -> None:
+    """A ValueError if the status of a file is not that of when its stamp was taken."""
+    if Stamp.of(status) != stamp:
+        raise ValueError(f"{path} was changed after the corpus was opened")
 
 
 def hash_file(path: Path) -> str:

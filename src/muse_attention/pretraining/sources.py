@@ -5,7 +5,6 @@ Everything is listed in the order of its name, whatever the order of the file sy
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import sysconfig
@@ -15,7 +14,8 @@ from pathlib import Path
 from muse_attention.pretraining.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from muse_attention.pretraining.archives import read_archive
 from muse_attention.pretraining.filters import is_python
-from muse_attention.pretraining.repositories import File, Repository, is_plain_path
+from muse_attention.pretraining.folders import Entry, list_folder, walk_files
+from muse_attention.pretraining.repositories import BrokenSourceError, File, Repository, is_plain_path
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _NO_SOURCES = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
@@ -30,7 +30,8 @@ def python_libraries() -> Iterator[Repository]:
     library = Path(sysconfig.get_path("stdlib"))
     yield Repository(f"python-{sys.version_info.major}.{sys.version_info.minor}", _files_in(library, is_python))
     for folder in sorted({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}):
-        yield from _packages_in(folder)
+        if folder.is_dir():
+            yield from _packages_in(folder)
 
 
 def standard_library() -> Iterator[Repository]:
@@ -62,6 +63,7 @@ def texts_in(paths: Sequence[Path]) -> Iterator[Repository]:
         if path.is_file():
             yield Repository(path.name, [_file(path, path.name)], is_text=True)
         elif path.is_dir():
+            _listing(path)
             for file in _files_in(path, lambda name: name.endswith(TEXT_SUFFIXES)):
                 yield Repository(file.path, [file], is_text=True)
         else:
@@ -92,18 +94,20 @@ def _archive(path: Path, largest: int) -> Repository:
 
 
 def _files_in(folder: Path, wanted: Callable[[str], bool], inside: str = "") -> Iterator[File]:
-    for entry in _listing(folder):
-        path = inside + entry.name
-        if entry.is_dir(follow_symlinks=False):
-            if _has_sources(entry.name):
-                yield from _files_in(Path(entry.path), wanted, f"{path}/")
-        elif wanted(entry.name):
-            if not entry.is_file(follow_symlinks=False):
-                yield File(path, 0, bytes, "link or device")
-            elif not is_plain_path(path):
-                yield File(path, 0, bytes, "unsafe path")
+    try:
+        for path, entry in walk_files(folder, _has_sources):
+            if entry is None:
+                yield File(inside + path, 0, bytes, "unreadable folder")
+            elif not wanted(entry.name):
+                continue
+            elif not entry.is_file(follow_symlinks=False):
+                yield File(inside + path, 0, bytes, "link or device")
+            elif not is_plain_path(inside + path):
+                yield File(inside + path, 0, bytes, "unsafe path")
             else:
-                yield _file(Path(entry.path), path)
+                yield _file(Path(entry.path), inside + path)
+    except OSError as error:
+        raise BrokenSourceError(f"{folder.name}: {error.strerror}") from error
 
 
 def _file(file: Path, path: str) -> File:
@@ -114,13 +118,12 @@ def _file(file: Path, path: str) -> File:
     return File(path, size, file.read_bytes)
 
 
-def _listing(folder: Path) -> list[os.DirEntry[str]]:
-    """Nothing of a folder that cannot be read, as of one that is empty."""
+def _listing(folder: Path) -> list[Entry]:
+    """Of a folder that a user named."""
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError:
-        return []
+        return list_folder(folder)
+    except OSError as error:
+        raise ValueError(f"cannot read the folder {folder}: {error.strerror}; give one that can be read") from None
 
 
 def _has_sources(folder: str) -> bool:

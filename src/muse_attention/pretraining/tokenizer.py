@@ -27,6 +27,8 @@ _WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]
 """What the byte-level pre-tokenizer does to ASCII."""
 _LINES = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
 """Where no word goes across: ends of lines that have no other white space beside them."""
+_LONGEST_TRAINED_WORD = 256
+"""Bytes; what is longer is cut in training, whose time would grow with the square of them. No token is longer."""
 _LONGEST_KNOWN_WORD = 64
 _KNOWN_WORDS = 2**20
 
@@ -36,15 +38,18 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     check_vocabulary(vocabulary)
     library = import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    parts = library.pre_tokenizers.Split(library.Regex(f".{{1,{_LONGEST_TRAINED_WORD}}}"), "isolated")
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([words, parts])
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=list(MARKS),
-        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(words.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words  # to encode takes time in proportion to the length of a word, so none is cut
     return tokenizer
 
 
@@ -94,7 +99,10 @@ class Encoder:
     def encode(self, documents: Sequence[Document]) -> list[NDArray[np.uint32]]:
         parts = [[list(self._segments(text)) for _, text in document.pieces] for document in documents]
         unknown = [part for pieces in parts for segments in pieces for part in segments if not self._is_known(part)]
-        encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
+        except TypeError:  # the library takes such a text for no text
+            raise ValueError("a text has a lone surrogate, which has no UTF-8; replace it before encoding") from None
         encoded = (np.array(encoding.ids, dtype="<u4").tobytes() for encoding in encodings)
         tokens = []
         for document, pieces in zip(documents, parts, strict=True):

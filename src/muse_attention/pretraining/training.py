@@ -30,6 +30,7 @@ from torch import Tensor
 from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
+from muse_attention.pretraining.configuration import DecoderConfig
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.decoder import DecoderForCausalLM
 from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
@@ -84,6 +85,7 @@ def train(
     if tensorboard:
         check_tensorboard()
     probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
+    tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
     with claimed(output, world):  # before anything is decided by what is in there
         checkpoint = None
         if resume:
@@ -121,7 +123,7 @@ def train(
             finally:
                 if metrics is not None:
                     metrics.close()
-        return _write_model(model, corpus, recipe, output, world)
+        return _write_model(model, make_config(corpus, recipe), tokenizer, recipe, output, world)
 
 
 def make_batches(corpus: Corpus, recipe: Recipe, ranks: int = 1) -> Batches:
@@ -237,7 +239,7 @@ class _Run:
         except ReadingError as error:
             raise TrainingError(
                 f"the corpus in {self.batches.windows.corpus.folder} cannot be read any more ({error}); "
-                f"{describe_last_good(self.folder)}; run muse prepare again"
+                f"{describe_last_good(self.folder)}; run muse prepare again as before, then resume the run"
             ) from None
 
     def _is_probed(self, step: int) -> bool:
@@ -294,7 +296,14 @@ def _attention_of(recipe: Recipe, step: int) -> str:
     return attention_at(step, steps=recipe.steps, attention=recipe.attention, exact_tail=recipe.exact_tail)
 
 
-def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, output: Path, world: World) -> Path:
+def _write_model(
+    model: DecoderForCausalLM,
+    config: DecoderConfig,
+    tokenizer: dict[str, bytes],
+    recipe: Recipe,
+    output: Path,
+    world: World,
+) -> Path:
     """As transformers reads it, with the attention of the last step; all ranks give their weights, the first writes."""
     weights = {}
     for name, parameter in model.named_parameters():
@@ -303,7 +312,6 @@ def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, outp
             weights[name] = weight.cpu()
     folder, unfinished = output / MODEL, output / f"{MODEL}.tmp"
     if world.is_first:
-        config = make_config(corpus, recipe)
         config.attention = _attention_of(recipe, recipe.steps - 1)
         config.architectures = [DecoderForCausalLM.__name__]
         try:
@@ -312,8 +320,8 @@ def _write_model(model: DecoderForCausalLM, corpus: Corpus, recipe: Recipe, outp
                 unfinished.mkdir()
                 config.save_pretrained(unfinished)
                 replace_file(unfinished / WEIGHTS, save(weights, metadata={"format": "pt"}))
-                for name in corpus.manifest.files:
-                    shutil.copyfile(corpus.folder / name, unfinished / name)
+                for name, content in tokenizer.items():
+                    (unfinished / name).write_bytes(content)
                 replace_folder(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
