@@ -90,15 +90,22 @@ def draw(seed: int, number: int, device: str = "cpu") -> Case:
     heads = key_heads * rng.choice([1, 1, 2, 3])
     head_dim = rng.choice([1, 2, 3, 7, 8, 16, 16, 31, 40])
     length = rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 90), rng.randint(20, 90)])
+    block = rng.choice([1, rng.randint(2, 15), rng.randint(16, 40), max(1, length // 3), 200])
     backend, dtype = "torch", rng.choice(["float32", "float32", "float32", "float64", "bfloat16", "float16"])
     if device == "cuda":
         backend = "torch" if dtype == "float64" else rng.choice(["triton", "triton", "torch"])
-        length, head_dim = length * rng.choice([1, 5, 17]), head_dim * rng.choice([1, 1, 3])
+        # Kernels are compiled for each head dimension and number of clusters, which takes seconds: few of them.
+        length, head_dim, block = length * rng.choice([1, 5, 17]), rng.choice([16, 64]), rng.choice([16, 128, 200])
     attention = rng.choice(["muse"] * 6 + ["exact", "block_diagonal", "moba"])
-    block = rng.choice([1, rng.randint(2, 15), rng.randint(16, 40), max(1, length // 3), 200])
     length = min(length, 25 * block)  # the reference walks over all blocks for each query
     if attention == "muse":
-        attention = f"muse:{_draw_config(rng, block, backend)}"
+        config = _draw_config(rng, block, backend)
+        if device == "cuda":
+            few, many = rng.choice([(4, 4), (3, 20)])
+            config = config.replace(
+                query_clusters=few, key_clusters=many, retrieved_clusters=min(2, config.retrieved_clusters)
+            )
+        attention = f"muse:{config}"
     elif attention == "block_diagonal":
         attention = f"block_diagonal:{block}"
     elif attention == "moba":
@@ -119,14 +126,18 @@ def draw(seed: int, number: int, device: str = "cpu") -> Case:
         key_heads=key_heads,
         length=length,
         head_dim=head_dim,
-        value_dim=rng.choice([head_dim, head_dim, rng.choice([1, 5, 8, 24])]),
+        value_dim=rng.choice([head_dim, head_dim, rng.choice([1, 5, 8, 24]) if device == "cpu" else 24]),
         is_causal=rng.random() < 0.6,
-        scale=rng.choice([None, None, None, None, 0.5, 1.0, -0.3, 0.0, 3, 1e-50, -1e-3]),
+        scale=rng.choice([None, None, None, None, 0.5, 1.0, -0.3, 0.0, 3, 1e-50, -1e-3] if device == "cpu" else _FEW),
         values="normal" if kind == "arguments" else rng.choice(["normal", "normal", *VALUES]),
         layouts=(layouts[0], layouts[1], layouts[2]),
         gradient_layout=rng.choice(["contiguous", *kinds]),
         autocast=dtype == "float32" and backend != "triton" and rng.random() < 0.05,
     )
+
+
+_FEW = [None, None, None, -0.3, 0.0]
+"""Scales on a GPU."""
 
 
 def _draw_config(rng: random.Random, block: int, backend: str) -> MuSeConfig:
