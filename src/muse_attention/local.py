@@ -22,6 +22,8 @@ _QUERY_CHUNK = 1024
 """Queries at a time where no fused operator exists."""
 _MULTIPLE = 8
 """Head dimensions that the operators of CUDA want are multiples of this."""
+_ALIGNMENT = 16
+"""Bytes at which rows begin in memory, for the same operators."""
 _WIDEST_CUDNN, _WIDEST_FLASH = 128, 256
 _SHORTEST_CUDNN = 128
 """Below that many queries there is nothing to gain from cuDNN."""
@@ -189,7 +191,12 @@ def _equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Neither a column nor the next row may be anywhere else, as in a transposed or an expanded tensor."""
+    """Neither a column nor the next row may be anywhere else, as in a transposed or an expanded tensor.
+
+    On CUDA a tensor that begins in the middle of another must begin where a wide load can.
+    """
+    if tensor.device.type == "cuda" and tensor.data_ptr() % _ALIGNMENT:
+        return tensor.clone(memory_format=torch.contiguous_format)
     follows = tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]
     return tensor if follows else tensor.contiguous()
 

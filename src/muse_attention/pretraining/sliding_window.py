@@ -85,12 +85,32 @@ def _serves_widest(gpu: int) -> bool:
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
     length = query.shape[2]
-    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    query, key, value = (_aligned(tensor) for tensor in (query, key, value))
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)), None, None, length, length, 0.0, False, False,
         scale=scale, window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
-    return out.transpose(1, 2)
+    return _WithAlignedGradient.apply(out.transpose(1, 2))
+
+
+class _WithAlignedGradient(torch.autograd.Function):
+    """The identity; FlashAttention's backward pass reads the gradient as its forward pass reads its inputs."""
+
+    @staticmethod
+    def forward(ctx: object, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: object, grad_out: Tensor) -> Tensor:
+        return _aligned(grad_out)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """FlashAttention reads eight numbers of a row at once: rows are contiguous, and begin at a multiple of eight."""
+    starts = (tensor.storage_offset(), *tensor.stride()[:-1])
+    if tensor.stride(-1) == 1 and all(start % _MULTIPLE_FLASH == 0 for start in starts):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
