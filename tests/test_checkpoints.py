@@ -331,7 +331,7 @@ def test_a_step_that_the_run_has_not_is_refused(step: int, corpus: Corpus, whole
         assert found is not None
         assert found.step == 8
     else:
-        with pytest.raises(ValueError, match="none of the checkpoints in .* is whole"):
+        with pytest.raises(ValueError, match=r"none of the checkpoints in .* is whole"):
             find_checkpoint(tmp_path, SMALL, corpus, refused.append)
     assert refused == [f"checkpoint {folder} is damaged: the run has {STEPS} steps, and none is {step}"]
 
