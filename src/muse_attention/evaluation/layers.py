@@ -5,9 +5,7 @@ The results are one JSON file, replaced every few seconds, so that an interrupte
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import time
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
 from muse_attention.fidelity import compare
 from muse_attention.files import replace_file
+from muse_attention.markup import csv_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -226,12 +225,10 @@ def read_results(path: Path) -> Results:
 
 def as_csv(results: Results) -> str:
     """A line for every attention, length, sample, layer and head."""
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["attention", "length", "sample", "layer", "head", *MEASURES])
+    rows = []
     for request, samples in results.measured.items():
         for sample, layers in enumerate(samples):
             for layer, heads in zip(results.layers, layers, strict=False):
                 for head, numbers in enumerate(zip(*(heads[name] for name in MEASURES), strict=True)):
-                    writer.writerow([*request, sample, layer, head, *(f"{number:.6g}" for number in numbers)])
-    return lines.getvalue()
+                    rows.append([*request, sample, layer, head, *(f"{number:.6g}" for number in numbers)])
+    return csv_text(["attention", "length", "sample", "layer", "head", *MEASURES], rows)

@@ -106,12 +106,17 @@ def _read_curves(folder: Path, on_broken: Callable[[str], None]) -> TrainingCurv
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """The last part of each path, with the one before it where that does not tell them apart."""
-    last = [folder.name for folder in folders]
+    last = [_as_text(folder) for folder in folders]
     names = [
-        name if last.count(name) == 1 else f"{folder.parent.name}/{name}"
+        name if last.count(name) == 1 else f"{_as_text(folder.parent)}/{name}"
         for folder, name in zip(folders, last, strict=True)
     ]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"two of the runs are called {name}; give each once, and rename one of two")
     return names
+
+
+def _as_text(folder: Path) -> str:
+    """Its name; bytes of it that are no text, which no report could be written with, as \\udcff."""
+    return folder.name.encode("utf-8", "backslashreplace").decode()
