@@ -168,4 +168,6 @@ def user_errors() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    typer.echo(f"muse: {message}", err=True)
+    """One line, whatever a path or an error has in it."""
+    shown = "".join(char if char.isprintable() else " " if char.isspace() else repr(char)[1:-1] for char in message)
+    typer.echo(f"muse: {shown}", err=True)

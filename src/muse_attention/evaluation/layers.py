@@ -18,11 +18,13 @@ from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
+from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
 from muse_attention.fidelity import compare
 from muse_attention.files import replace_file
 from muse_attention.markup import csv_text
+from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -207,7 +209,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes(), finite=False)
         results = Results(
             machine=document["machine"],
             settings=Settings(**document["settings"]),
@@ -216,6 +218,7 @@ def read_results(path: Path) -> Results:
             has_all_layers=document["has_all_layers"],
             measured={Request(entry["attention"], entry["length"]): entry["samples"] for entry in document["measured"]},
         )
+        check_types(results)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the results of muse fidelity") from error
     for entry in document["measured"]:
