@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -483,6 +484,31 @@ def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
     page = html_report(Results(machine, results.settings, [], results.runs, results.cells), title="<t>", pictures={})
     assert "&lt;t&gt;" in page
     assert "<img" not in page
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda run: run.update(parameters=0),
+        lambda run: run.update(parameters="many"),
+        lambda run: run.update(name=None),
+        lambda run: run.update(step=1.5),
+        lambda run: run["recipe"].update(peak_rate=1e38),
+        lambda run: run["curves"].update(points=[["a", 1, 2]]),
+        lambda run: run["curves"].update(seconds=math.nan),
+        lambda run: run["curves"].update(averaged=[]),
+        lambda run: run["curves"].update(tokens=10**400),
+    ],
+)
+def test_results_of_other_types_are_refused(spoil: Callable[[Any], object], tmp_path: Path) -> None:
+    path = tmp_path / "compare.json"
+    write_results(made_up(exact=("exact", 10, 1.0, [1.0, 1.0])), path)
+    read_results(path)
+    document = json.loads(path.read_text())
+    spoil(document["runs"][0])
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="does not hold the results of muse compare; choose another --output"):
+        read_results(path)
 
 
 HOSTILE = "=1+1|`<b>x</b>`\n## y $z$"
