@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
+import io
 import json
+import math
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -24,14 +28,15 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from safetensors.torch import load_file, save
 
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.recipes import override
-from muse_attention.pretraining.run_folder import describe_last_good, run_recipe
+from muse_attention.pretraining.run_folder import describe_last_good, find_checkpoint, run_recipe
 from muse_attention.pretraining.training import train
 from tests.test_prepare import contents
-from tests.training_runs import SMALL, assert_same_run, losses, stop_at
+from tests.training_runs import SMALL, STEPS, assert_same_run, losses, stop_at
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 7, 8])
@@ -138,6 +143,234 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no files": lambda folder: edit_manifest(folder, files=[]),
     "another format": lambda folder: edit_manifest(folder, format=2),
 }
+
+
+def forge(folder: Path, **changes: Any) -> None:
+    """Edit a manifest as somebody does who knows how it is hashed."""
+    path = folder / "manifest.json"
+    document = {**json.loads(path.read_text()), **changes}
+    del document["sha256"]
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**document, "sha256": digest}))
+
+
+def forge_file(folder: Path, content: bytes, name: str = TENSORS) -> None:
+    """Put another file of tensors into a checkpoint, with the size and hash that it has."""
+    (folder / name).write_bytes(content)
+    forge(folder, files=[{"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}])
+
+
+def forge_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / TENSORS)
+    change(tensors)
+    forge_file(folder, save(tensors))
+
+
+def forge_tensor(folder: Path, beginning: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def change_first(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if name.startswith(beginning))
+        tensors[name] = change(tensors[name])
+
+    forge_tensors(folder, change_first)
+
+
+def lead_out(folder: Path, name: str) -> None:
+    """Names a file outside of the checkpoint."""
+    shutil.copy(folder / TENSORS, folder.parent / "outside")
+    (file,) = json.loads((folder / "manifest.json").read_text())["files"]
+    forge(folder, files=[{**file, "name": name.format(folder.parent)}])
+
+
+def link_out(folder: Path, name: str) -> None:
+    os.rename(folder / name, folder.parent / "outside")
+    (folder / name).symlink_to("../outside")
+
+
+def change_about(folder: Path, **changes: Any) -> None:
+    forge(folder, about={**json.loads((folder / "manifest.json").read_text())["about"], **changes})
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+class Bomb:
+    """Pickled, it writes a file when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("executed",)
+
+
+def pickled() -> bytes:
+    buffer = io.BytesIO()
+    torch.save(Bomb(), buffer)
+    return buffer.getvalue()
+
+
+def with_header(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+def put_twice(folder: Path) -> None:
+    (file,) = json.loads((folder / "manifest.json").read_text())["files"]
+    forge(folder, files=[file, file])
+
+
+def write_manifest(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+
+
+NEGATIVE = {"name": TENSORS, "size": -1, "sha256": "0"}
+FORGERIES: dict[str, Callable[[Path], object]] = {
+    "a pickle": lambda folder: forge_file(folder, pickle.dumps(Bomb())),
+    "a file of torch.save": lambda folder: forge_file(folder, pickled()),
+    "a manifest that is a pickle": lambda folder: (folder / "manifest.json").write_bytes(pickle.dumps(Bomb())),
+    "another ending": lambda folder: forge_file(folder, pickled(), "rank-00000-00000.bin"),
+    "no header": lambda folder: forge_file(folder, b""),
+    "a header that is too long": lambda folder: forge_file(folder, b"\xff" * 64),
+    "a header that is no JSON": lambda folder: forge_file(folder, with_header(b"{" * 64)),
+    "a header that is nested": lambda folder: forge_file(folder, with_header(b"[" * 100_000)),
+    "a header beyond the file": lambda folder: forge_file(
+        folder, with_header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}')
+    ),
+    "a dtype that there is not": lambda folder: forge_file(
+        folder, with_header(b'{"a":{"dtype":"P7","shape":[0],"data_offsets":[0,0]}}')
+    ),
+    "no tensors": lambda folder: forge_file(folder, save({})),
+    "no files at all": lambda folder: forge(folder, files=[]),
+    "the folder above": lambda folder: lead_out(folder, "../outside"),
+    "an absolute path": lambda folder: lead_out(folder, "{}/outside"),
+    "a link of a file": lambda folder: link_out(folder, TENSORS),
+    "a link of the manifest": lambda folder: link_out(folder, "manifest.json"),
+    "a file twice": put_twice,
+    "a file that is a pipe": lambda folder: replace_by_pipe(folder / TENSORS),
+    "a manifest that is a pipe": lambda folder: replace_by_pipe(folder / "manifest.json"),
+    "a manifest that is a folder": lambda folder: (
+        (folder / "manifest.json").unlink(),
+        (folder / "manifest.json").mkdir(),
+    ),
+    "a name that is a number": lambda folder: forge(folder, files=[{**NEGATIVE, "name": 7}]),
+    "a negative size": lambda folder: forge(folder, files=[NEGATIVE]),
+    "files that are a number": lambda folder: forge(folder, files=3),
+    "about that is a list": lambda folder: forge(folder, about=[]),
+    "about nothing": lambda folder: forge(folder, about={}),
+    "a recipe that is a list": lambda folder: change_about(folder, recipe=[]),
+    "a number beyond floats": lambda folder: change_about(folder, recipe={"scale": 0, "steps": 10**400}),
+    "initial weights that are a list": lambda folder: change_about(folder, initial=[1]),
+    "a step that is a float": lambda folder: forge(folder, step=6.0),
+    "another step than the folder's": lambda folder: forge(folder, step=4),
+    "a negative step": lambda folder: forge(folder, step=-6),
+    "nesting": lambda folder: write_manifest(folder, "[" * 100_000),
+    "nesting in about": lambda folder: write_manifest(folder, '{"about": ' * 100_000),
+    "NaN": lambda folder: change_about(folder, extra=math.nan),
+    "a key twice": lambda folder: write_manifest(
+        folder, (folder / "manifest.json").read_text().replace("{", '{"step": 6, ', 1)
+    ),
+    "a huge manifest": lambda folder: os.truncate(folder / "manifest.json", 2**40),
+    "weights that are not finite": lambda folder: forge_tensor(folder, "weight/", lambda old: old / 0),
+    "moments that are not finite": lambda folder: forge_tensor(folder, "exp_avg_sq/", lambda old: old * math.nan),
+    "another shape": lambda folder: forge_tensor(folder, "weight/", lambda old: old[:-1].clone()),
+    "another dtype": lambda folder: forge_tensor(folder, "exp_avg/", lambda old: old.double()),
+    "integers": lambda folder: forge_tensor(folder, "weight/", lambda old: old.long()),
+    "complex numbers": lambda folder: forge_tensor(folder, "weight/", lambda old: old.to(torch.complex64)),
+    "eight bits": lambda folder: forge_tensor(folder, "weight/", lambda old: old.to(torch.float8_e4m3fn)),
+    "a tensor too many": lambda folder: forge_tensors(folder, lambda all_: all_.update({"a\nb": torch.zeros(1)})),
+    "a tensor too few": lambda folder: forge_tensors(folder, lambda all_: all_.popitem()),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_checkpoint_is_refused_and_the_one_before_used(
+    forgery: str, corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its hashes say; and nothing of it is executed."""
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+    monkeypatch.chdir(tmp_path)
+    os.rename(output / "checkpoints" / "step-00000008", output / "checkpoints" / "step-00000007")
+    folder = output / "checkpoints" / "step-00000007"
+    forge(folder, step=7)
+    found = find_checkpoint(output, SMALL, corpus, pytest.fail)
+    assert found is not None
+    assert found.step == 7  # forged well enough, but for what follows
+    FORGERIES[forgery](folder)
+    refused: list[str] = []
+    found = find_checkpoint(output, SMALL, corpus, refused.append)
+    assert found is not None
+    assert found.step == 6
+    assert len(refused) == 1
+    assert refused[0].startswith(f"checkpoint {folder} is ")
+    assert "\n" not in refused[0]
+    assert len(refused[0]) < len(str(folder)) + 400
+    assert not Path("executed").exists()
+
+
+def test_a_run_goes_on_before_a_forged_checkpoint(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, SMALL, tmp_path, on_step=stop_at(7))
+    forge_tensor(tmp_path / "checkpoints" / "step-00000006", "weight/", lambda old: old * math.nan)
+    refused: list[str] = []
+    train(corpus, SMALL, tmp_path, resume=True, on_refused=refused.append)
+    assert len(refused) == 1
+    assert refused[0].endswith("has numbers that are not finite")
+    assert_same_run(tmp_path, whole_run)
+
+
+@pytest.mark.parametrize("step", [0, 99, 10**20])
+def test_a_step_that_the_run_has_not_is_refused(step: int, corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "checkpoints" / f"step-{step:08}"
+    os.rename(tmp_path / "checkpoints" / "step-00000006", folder)
+    if step == 0:
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+    forge(folder, step=step)
+    refused: list[str] = []
+    if step:
+        found = find_checkpoint(tmp_path, SMALL, corpus, refused.append)
+        assert found is not None
+        assert found.step == 8
+    else:
+        with pytest.raises(ValueError, match=r"none of the checkpoints in .* is whole"):
+            find_checkpoint(tmp_path, SMALL, corpus, refused.append)
+    assert refused == [f"checkpoint {folder} is damaged: the run has {STEPS} steps, and none is {step}"]
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_one_line(whole_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run / "checkpoints", tmp_path, dirs_exist_ok=True)
+    checkpoint = checkpoints.verify(tmp_path, 8)
+    reading = checkpoints.read_tensors(checkpoint)
+    next(reading)
+    shutil.rmtree(checkpoint.folder)
+    with pytest.raises(checkpoints.CheckpointError, match=r"step-00000008 is torn: rank-.*No such file") as raised:
+        list(reading)
+    assert "\n" not in str(raised.value)
+
+
+def test_shards_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    checkpoints.begin(tmp_path, 1)
+    for rank in range(2):
+        checkpoints.write_shard(tmp_path, 1, rank, {"a": torch.ones(2, 3 + rank)})
+    checkpoints.finish(tmp_path, 1, {}, ranks=2)
+    with pytest.raises(
+        checkpoints.CheckpointError, match=r"is damaged: rank-00001-.* holds no tensors of a run: Sizes"
+    ):
+        checkpoints.verify(tmp_path, 1)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"recipe": {"scale": 0, "steps": 1e999}}', "\x80", "NaN"])
+def test_a_damaged_description_of_a_run_is_one_line(
+    content: str, corpus: Corpus, whole_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "run.json").write_text(content, encoding="latin-1")
+    with pytest.raises(
+        ValueError, match=r"run.json is not of muse train; choose another output, or move run.json away and resume"
+    ):
+        train(corpus, SMALL, tmp_path, resume=True)
+    (tmp_path / "run.json").unlink()
+    train(corpus, SMALL, tmp_path, resume=True)
+    assert_same_run(tmp_path, whole_run)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -189,6 +189,10 @@ def test_every_mistake_is_answered_by_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_path_that_is_too_long_is_refused() -> None:
+    assert_refused(run("eval", "tasks", "--data", "9" * 5000), "File name too long")
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert_refused(run("bench", "--output", tmp_path / "file"), "cannot make the folder")

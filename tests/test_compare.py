@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import json
+import math
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +41,7 @@ from muse_attention.evaluation.comparison import (
 )
 from muse_attention.evaluation.comparison_report import (
     answers_table,
+    as_csv,
     headline,
     html_report,
     markdown_report,
@@ -49,6 +55,7 @@ from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.runs import choose_evenly, load_weights, open_runs
 from muse_attention.evaluation.training_curves import TrainingCurves
 from muse_attention.machine import describe_machine
+from muse_attention.plots import plot_loss_by_position, plot_training
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining.corpus import Corpus
 from muse_attention.pretraining.metrics import read_metrics
@@ -477,6 +484,65 @@ def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
     page = html_report(Results(machine, results.settings, [], results.runs, results.cells), title="<t>", pictures={})
     assert "&lt;t&gt;" in page
     assert "<img" not in page
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda run: run.update(parameters=0),
+        lambda run: run.update(parameters="many"),
+        lambda run: run.update(name=None),
+        lambda run: run.update(step=1.5),
+        lambda run: run["recipe"].update(peak_rate=1e38),
+        lambda run: run["curves"].update(points=[["a", 1, 2]]),
+        lambda run: run["curves"].update(seconds=math.nan),
+        lambda run: run["curves"].update(averaged=[]),
+        lambda run: run["curves"].update(tokens=10**400),
+    ],
+)
+def test_results_of_other_types_are_refused(spoil: Callable[[Any], object], tmp_path: Path) -> None:
+    path = tmp_path / "compare.json"
+    write_results(made_up(exact=("exact", 10, 1.0, [1.0, 1.0])), path)
+    read_results(path)
+    document = json.loads(path.read_text())
+    spoil(document["runs"][0])
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="does not hold the results of muse compare; choose another --output"):
+        read_results(path)
+
+
+HOSTILE = "=1+1|`<b>x</b>`\n## y $z$"
+
+
+def test_the_name_of_a_run_is_text_in_every_report() -> None:
+    runs: dict[str, Any] = {"exact": ("exact", 10, 1.0, [1.0, 1.0]), HOSTILE: ("muse:QK8R2B128", 10, 2.0, [2.0, 2.0])}
+    results = made_up(**runs)
+    recipe = override(results.runs[HOSTILE].recipe, [f"initial={HOSTILE}"])
+    results.runs[HOSTILE] = dataclasses.replace(results.runs[HOSTILE], recipe=recipe)
+    report = markdown_report_of(results)
+    assert "## y" not in [line[:4] for line in report.splitlines()]
+    assert not re.search(r"(?<!\\)[`<|]x|(?<!\\)<b>|(?<!\\)\$z", report)
+    assert "| =1+1\\|\\`\\<b\\>x\\</b\\>\\` ## y \\$z\\$ |" in report
+    assert "- =" not in report
+    rows = list(csv.DictReader(io.StringIO(as_csv(results))))
+    assert [row["run"] for row in rows] == ["exact", f"'{HOSTILE}"]
+    assert [row["loss"] for row in rows] == ["1", "2"]
+
+
+def test_the_name_of_a_run_is_text_in_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curve = [(1.0, 2.0), (2.0, 1.0)]
+    for name in (r"$\frac$", "$_$", "$$", "a$b"):
+        plot_training({name: curve}, {name: curve}, tmp_path / "a.png")
+        plot_loss_by_position({name: {name: curve}}, tmp_path / "b.png")
+    assert (tmp_path / "b.png").exists()
+
+
+def test_a_folder_whose_name_is_no_text_can_be_reported(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run-\xff")
+    shutil.copytree(trained / "exact", folder)
+    (run,) = open_runs([folder], corpus)
+    assert run.name == r"run-\udcff"
 
 
 # The command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
+
+from safetensors.torch import load_file, save_file
 
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining import checkpoints
@@ -105,4 +108,16 @@ def test_weights_that_were_cut_short_are_not_begun_with(corpus: Corpus, model: P
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="or not whole; give one"):
+        train(corpus, longer(model), tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_not_begun_with(
+    value: float, corpus: Corpus, model: Path, tmp_path: Path
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    name = max(weights)
+    weights[name].view(-1)[-1] = value
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"is damaged: {name} has numbers that are not finite; give another"):
         train(corpus, longer(model), tmp_path / "out")

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def hand_made() -> Results:
     results.outcomes[Task(9, 2048, "single", 5, "exact")] = Outcome((made_up(5, True),))
     results.outcomes[Task(9, 2048, "single", 5, COARSE)] = Outcome(error="RuntimeError: no")
     return results
+
+
+def test_names_and_what_a_model_generates_are_text() -> None:
+    hostile = "=1+1|`<b>`\n## y"
+    results = hand_made()
+    task = Task(0, 2048, "single", 0, "exact")
+    results.outcomes[task] = Outcome((dataclasses.replace(made_up(0, True), generated=hostile),))
+    results.commands.append("muse\n```\n## y")
+    results.settings = dataclasses.replace(SETTINGS, model=hostile)
+    models = {hostile: results, "b": hand_made()}
+    for report in (markdown_report(results, title=hostile), needle_comparison.markdown_report(models, title=hostile)):
+        outside = re.sub(r"````.*?````", "", report, flags=re.DOTALL)
+        assert "## y" not in [line[:4] for line in outside.splitlines()]
+        assert not re.search(r"(?<!\\)`<|(?<!\\)<b", outside)
+    (first, *_) = csv.DictReader(io.StringIO(as_csv(results)))
+    assert first["generated"] == f"'{hostile}"
+    assert first["log_probability"].startswith("-")
+    names = {row["model"] for row in csv.DictReader(io.StringIO(needle_comparison.as_csv(models)))}
+    assert names == {f"'{hostile}", "b"}
 
 
 def test_a_share_has_the_binomial_standard_error() -> None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
+import torch
 
-from muse_attention.pretraining.recipes import RECIPES, override, read_recipe, tiny
+from muse_attention.pretraining.optimiser import make_optimiser
+from muse_attention.pretraining.recipes import (
+    LEAST_EPSILON,
+    MOST_CLIP,
+    RECIPES,
+    Recipe,
+    override,
+    read_recipe,
+    tiny,
+)
 from muse_attention.pretraining.schedule import attention_at, exact_steps, learning_rate
 
 
@@ -55,6 +66,53 @@ def test_mistakes_in_a_recipe(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         override(tiny(), [change])
     assert "\n" not in str(raised.value)
+
+
+NUMBERS = [field.name for field in dataclasses.fields(Recipe) if field.type in ("int", "float")]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_absurd_numbers_are_refused_before_anything_starts(name: str) -> None:
+    """By the command and by whoever reads a recipe from a file."""
+    for text in ("1e38", "inf", "-inf", "nan", "1e400", "-1", "-1e-9", "0x10", "1" * 5000, "", " "):
+        with pytest.raises(ValueError, match=f"^{name}=.* must be ") as raised:
+            override(tiny(), [f"{name}={text}"])
+        assert "\n" not in str(raised.value)
+    for value in (1e38, math.inf, -math.inf, math.nan, -1, -(10**400), 10**400, 10**5000, True, None, "1", [1], {}):
+        with pytest.raises(ValueError, match=f"^{name}=.* must be ") as raised:
+            read_recipe({**dataclasses.asdict(tiny()), name: value})
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("peak_rate=1.1", "peak_rate=1.1 must be above 0 and at most 1"),
+        ("clip=1e10", "clip=10000000000.0 must be above 0 and at most 1e+09"),
+        ("epsilon=1e-46", "epsilon=1e-46 must be at least 1e-30 and at most 1"),
+        ("length=2048m", "length=2048m must be an integer"),
+        ("length=9999999k", "length=10239998976 must be at least 1 and at most 1073741824"),
+        ("batch=1025k", "batch=1049600 must be at least 1 and at most 1048576"),
+        ("steps=2000000k", "steps=2048000000 must be at least 1 and at most 1000000000"),
+        ("weight_decay=500", "weight_decay=500.0 with peak_rate=0.003 would turn the sign of all weights"),
+    ],
+)
+def test_limits_of_a_recipe(change: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        override(tiny(), [change])
+
+
+def test_the_largest_rate_does_not_overflow_the_optimiser() -> None:
+    """At the limits of a recipe, the largest gradients, tiny ones and none leave weights that are finite."""
+    limits = ["peak_rate=1", "weight_decay=1", f"clip={MOST_CLIP}", f"epsilon={LEAST_EPSILON}", "beta1=0", "beta2=0"]
+    for recipe in (override(tiny(), limits), override(tiny(), [*limits, "beta1=0.999999", "beta2=0.999999999"])):
+        model = torch.nn.Linear(3, 1, bias=False)
+        optimiser = make_optimiser(model, recipe)
+        for gradient in (MOST_CLIP, 0.0, -MOST_CLIP):
+            model.weight.grad = torch.tensor([[gradient, 0.0, 1e-30]])
+            optimiser.step()
+            assert model.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["compile", "recompute", "deterministic"])

@@ -44,6 +44,37 @@ def with_other_defaults(document: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda good: '{"machine": ' * 100_000,
+        lambda good: good.read_text().replace("{", '{"machine": {}, ', 1),
+        lambda good: spoilt(good, lambda document: document.update(commands=[None])),
+        lambda good: spoilt(good, lambda document: document.update(machine={})),
+        lambda good: spoilt(good, lambda document: document["machine"].update(os=3)),
+        lambda good: spoilt(good, lambda document: document["settings"].update(limit="all")),
+        lambda good: spoilt(good, lambda document: document["tasks"][0].update(length=[])),
+        lambda good: spoilt(good, lambda document: document["tasks"][0]["data"].update(rows=None)),
+        lambda good: spoilt(good, lambda document: first_answer(document).update(tokens="many")),
+        lambda good: spoilt(good, lambda document: first_answer(document).update(tokens=10**400)),
+        lambda good: spoilt(good, lambda document: first_answer(document).update(scores={"acc": [1]})),
+        lambda good: spoilt(good, lambda document: first_answer(document).update(error=7)),
+    ],
+)
+def test_results_of_other_types_are_left_out_by_one_line(spoil: Callable[[Path], str], good: Path) -> None:
+    bad = good.with_name("bad.json")
+    bad.write_text(spoil(good))
+    code, _, err = report(bad, good)
+    assert code == 1
+    assert len(err) == 1
+    assert f"{bad} is left out: " in err[0]
+    assert not bad.with_suffix(".html").exists()
+
+
+def first_answer(document: Any) -> Any:
+    return document["tasks"][0]["attentions"][0]["answers"][0]
+
+
+@pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (lambda good: good.read_text()[:-100], "it is not whole"),

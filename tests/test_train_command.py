@@ -178,3 +178,42 @@ def test_no_corpus_is_one_line(tmp_path: Path) -> None:
     code, _, err = run("train", tmp_path)
     assert (code, len(err.splitlines())) == (2, 1)
     assert "there is no corpus in" in err
+
+
+def test_a_path_of_several_lines_is_one_line(tmp_path: Path) -> None:
+    code, _, err = run("train", tmp_path / "no\nwhere\x1b[31m")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert r"no where\x1b[31m: it has no manifest.json" in err
+
+
+def test_a_corpus_whose_manifest_is_nested_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    code, _, err = run("train", tmp_path)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "is no manifest of this version of muse prepare" in err
+
+
+@pytest.mark.parametrize("change", ["peak_rate=1e38", "peak_rate=inf", "clip=nan", "steps=999999999999k", "seed=-1"])
+def test_absurd_numbers_are_one_line_before_anything_starts(asked: list[object], change: str, tmp_path: Path) -> None:
+    code, out, err = run(*asked, change)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert " must be " in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_resumed_run_should_know_is_said_in_a_line_each(
+    asked: list[object], corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+    shutil.rmtree(output / "checkpoints" / "step-00000008")
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    (output / "metrics.jsonl").write_text("\n".join([*lines[:2], "garbage", *lines[2:]]) + "\n")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    code, _, err = run("train", corpus.folder, "--output", output, "--resume", "--device", "cpu")
+    assert code == 0
+    threads, broken = err.splitlines()
+    assert threads.endswith("was written with threads 1, now 7: the last bits of the run may differ")
+    assert broken.endswith("metrics.jsonl is damaged: line 3 cannot be read and left out; all others are kept")
+    assert_same_run(output, whole_run)

@@ -26,7 +26,7 @@ from muse_attention import huggingface
 from muse_attention.evaluation.loss import position_losses
 from muse_attention.files import alone_in
 from muse_attention.pretrained import load_model
-from muse_attention.pretraining import training
+from muse_attention.pretraining import checkpoints, training
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus, read_corpus
 from muse_attention.pretraining.decoder import DecoderLayer
@@ -43,7 +43,7 @@ from muse_attention.pretraining.training import (
 )
 from tests.test_prepare import SMALL as PREPARED
 from tests.test_prepare import make
-from tests.training_runs import SMALL, STEPS, learnt, losses
+from tests.training_runs import SMALL, STEPS, learnt, losses, stop_at
 
 GOLDEN = [5.82854, 5.26275, 4.79373, 4.30235, 3.99389, 3.64250, 3.41044, 3.49443]
 
@@ -172,6 +172,33 @@ def test_metrics_behind_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
     assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2]
 
 
+BROKEN = [b"garbage", b'{"step": 3, "lo', b"", b"[" * 100_000, b'{"step": "3"}', b'{"step": true}', b"\xff\x00", b"3"]
+
+
+@pytest.mark.parametrize("broken", [*BROKEN, b'{"step": NaN}', b'{"step": 3, "loss": NaN}', b'{"step": -3}'])
+def test_a_broken_line_of_metrics_costs_no_other(broken: bytes, tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "loss": 1.0}).encode() for step in range(1, 6)]
+    lines[2] = broken
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    told: list[str] = []
+    assert [step["step"] for step in read_metrics(tmp_path, told.append)] == [1, 2, 4, 5]
+    Metrics(tmp_path, 4, on_broken=told.append).close()
+    assert [step["step"] for step in read_metrics(tmp_path, pytest.fail)] == [1, 2, 4]
+    assert told == [f"{path} is damaged: line 3 cannot be read and left out; all others are kept"] * 2
+
+
+def test_lines_of_metrics_are_kept_by_step(tmp_path: Path) -> None:
+    """One that is there twice, or not in its place, is no reason to lose others; nor is the torn end of a dead run."""
+    lines = [json.dumps({"step": step, "loss": step}) for step in (1, 9, 2, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "los']))
+    told: list[str] = []
+    Metrics(tmp_path, 4, on_broken=told.append).close()
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3]
+    assert len(told) == 1
+    assert "line 4 cannot be read" in told[0]
+
+
 def test_an_error_that_is_not_finite_is_no_number_of_json(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
@@ -214,6 +241,22 @@ def test_tensorboard_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatc
 
 
 # The same bits twice
+
+
+def test_another_number_of_threads_is_noted(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = override(SMALL, ["steps=2", "checkpoint_every=1", "probe_every=0"])
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, recipe, tmp_path, on_step=stop_at(2), on_note=pytest.fail)
+    assert json.loads((tmp_path / "run.json").read_text())["threads"] == torch.get_num_threads() == 1
+    notes: list[str] = []
+    shutil.copytree(tmp_path, tmp_path / "same")
+    train(corpus, recipe, tmp_path / "same", resume=True, on_note=pytest.fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        train(corpus, recipe, tmp_path, resume=True, on_note=notes.append)
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    assert notes == [f"checkpoint {checkpoint} was written with threads 1, now 3: the last bits of the run may differ"]
+    assert json.loads((tmp_path / "run.json").read_text())["threads"] == 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -263,6 +306,32 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     with pytest.raises(TrainingError, match=r"the loss of step 7 is nan; the last good checkpoint is .*step-00000004;"):
         train(corpus, override(SMALL, ["checkpoint_every=4"]), tmp_path, on_step=poison)
     assert learnt(tmp_path)
+
+
+@pytest.mark.parametrize("spoilt", ["weight", "exp_avg", "exp_avg_sq"])
+def test_weights_that_are_not_finite_are_not_kept(
+    spoilt: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update can spoil them behind a loss and a gradient that are finite, with a checkpoint before the next loss."""
+    step = torch.optim.AdamW.step
+    updates = 0
+
+    def spoil(optimiser: torch.optim.AdamW) -> None:
+        nonlocal updates
+        step(optimiser)
+        updates += 1
+        if updates == 6:
+            weight = optimiser.param_groups[0]["params"][0]
+            with torch.no_grad():
+                (weight if spoilt == "weight" else optimiser.state[weight][spoilt]).view(-1)[0] = math.inf
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
+    with pytest.raises(TrainingError, match=r"^the weights after step 6 are not finite") as raised:
+        train(corpus, SMALL, tmp_path)
+    assert "the last good checkpoint is " in str(raised.value)
+    assert "step-00000004; start again from its recipe with a lower peak_rate" in str(raised.value)
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [2, 4]
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_corpus_that_is_cut_short_stops_the_run(tmp_path: Path) -> None:

@@ -38,15 +38,18 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_lines(machine: dict[str, Any]) -> tuple[str, str]:
-    """Hardware, and versions, each on one line."""
-    hardware = [f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"]
-    if machine["memory_gib"]:
-        hardware.append(f"{machine['memory_gib']} GiB memory")
-    if machine["gpu"]:
-        hardware.append(f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB")
-    names = ("muse_attention", "python", "torch", "triton", "transformers", "cuda", "cudnn", "driver")
-    versions = [f"{name.replace('_', '-')} {machine[name]}" for name in names if machine.get(name) is not None]
-    return "; ".join(hardware), ", ".join([*versions, machine["os"], machine["date"]])
+    """Hardware, and versions, each on one line; a ValueError if it is none that `describe_machine` described."""
+    try:
+        hardware = [f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"]
+        if machine["memory_gib"]:
+            hardware.append(f"{machine['memory_gib']} GiB memory")
+        if machine["gpu"]:
+            hardware.append(f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB")
+        names = ("muse_attention", "python", "torch", "triton", "transformers", "cuda", "cudnn", "driver")
+        versions = [f"{name.replace('_', '-')} {machine[name]}" for name in names if machine.get(name) is not None]
+        return "; ".join(hardware), ", ".join([*versions, machine["os"], machine["date"]])
+    except (KeyError, TypeError):
+        raise ValueError("it does not say which machine measured it") from None
 
 
 def cpu_name() -> str | None:

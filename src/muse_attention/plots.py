@@ -365,6 +365,10 @@ def _write_with_legend(figure: Figure, curves: Sequence[Any], labels: Sequence[s
 
 
 def _write(figure: Figure, path: Path) -> None:
+    """Names of runs and attentions are no formulas: those of matplotlib are between $."""
+    legends = [*figure.legends, *filter(None, (axis.get_legend() for axis in figure.axes))]
+    for text in [*(axis.title for axis in figure.axes), *(text for found in legends for text in found.get_texts())]:
+        text.set_parse_math(False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=200)
     replace_file(path, picture.getvalue())

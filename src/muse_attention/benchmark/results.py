@@ -10,6 +10,7 @@ from typing import Any
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.timing import Times
 from muse_attention.files import replace_file
+from muse_attention.strict_json import parse_json
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes(), finite=False)
         settings = Settings(**document["settings"])
         return Results(
             machine=document["machine"],

@@ -9,6 +9,7 @@ from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_attention.benchmark.sweeps import find_sweep, format_shape
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS
 from muse_attention.machine import machine_lines
+from muse_attention.markup import Code, fenced, markdown_line, markdown_list, markdown_table
 
 _HEADER = (
     "forward",
@@ -27,18 +28,15 @@ _HEADER = (
 def markdown_report(results: Results, *, title: str) -> str:
     """Title, machine, versions, the commands that measured it, the tables, and what their columns mean."""
     hardware, versions = machine_lines(results.machine)
-    commands = "\n".join(results.commands)
     return "\n".join(
         [
-            f"# {title}",
+            f"# {markdown_line(title)}",
             "",
-            f"- Machine: {hardware}",
-            f"- Versions: {versions}",
-            f"- Data: {_settings_line(results.settings)}",
+            markdown_list(
+                [f"Machine: {hardware}", f"Versions: {versions}", f"Data: {_settings_line(results.settings)}"]
+            ),
             "",
-            "```",
-            commands,
-            "```",
+            fenced(results.commands),
             "",
             _markdown_table(results.settings, _HEADER, [(case, _cells(case)) for case in sorted_cases(results)]),
             "",
@@ -136,9 +134,8 @@ def _cells(case: Case) -> tuple[str, ...]:
 
 def _markdown_table(settings: Settings, header: Sequence[str], rows: Sequence[tuple[Case, Sequence[str]]]) -> str:
     """A case in each row, which begins with its shape and its attention."""
-    lines = [("length", "attention", *header), ("---:", "---", *["---:"] * len(header))]
-    lines += [(format_shape(case.shape, settings.sweep), f"`{case.attention}`", *cells) for case, cells in rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    lines = [(format_shape(case.shape, settings.sweep), Code(case.attention), *cells) for case, cells in rows]
+    return markdown_table(("length", "attention", *header), lines, text_column=1)
 
 
 def _settings_line(settings: Settings) -> str:

@@ -24,7 +24,7 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its o
 
 
 class _OneLineErrors(TyperGroup):
-    """Wrong arguments are answered by one line on stderr and exit code 2."""
+    """Wrong arguments are answered by one line on stderr and exit code 2, and so are paths that cannot be opened."""
 
     def main(
         self,
@@ -41,6 +41,11 @@ class _OneLineErrors(TyperGroup):
             if not standalone_mode:
                 raise
             say(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
+            code = 2
+        except OSError as error:
+            if not standalone_mode or error.filename is None:
+                raise
+            say(f"{error.filename}: {error.strerror}")
             code = 2
         return sys.exit(code or 0) if standalone_mode else code
 
@@ -170,4 +175,6 @@ def user_errors() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    typer.echo(f"muse: {message}", err=True)
+    """One line, whatever a path or an error has in it."""
+    shown = "".join(char if char.isprintable() else " " if char.isspace() else repr(char)[1:-1] for char in message)
+    typer.echo(f"muse: {shown}", err=True)

@@ -82,7 +82,7 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
     if not _is_done(number, what, output, output / MODEL):
         with training_progress(recipe) as on_step:
             world = World(torch.device(place.device))
-            train(corpus, recipe, output, resume=True, world=world, on_step=on_step, on_refused=say)
+            train(corpus, recipe, output, resume=True, world=world, on_step=on_step, on_refused=say, on_note=say)
 
 
 def _compare(output: Path, place: Place) -> None:

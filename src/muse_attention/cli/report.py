@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from muse_attention.evaluation import tasks as standard_tasks
 from muse_attention.evaluation.page import Page
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
+from muse_attention.strict_json import parse_json
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,9 @@ def report(
             except ValueError as error:
                 say(f"{path} is left out: {_reason(error)}")
                 are_left_out = True
+            except ArithmeticError as error:
+                say(f"{path} is left out: its numbers are none that were measured: {error}")
+                are_left_out = True
         for folder in filter(Path.is_dir, results):
             inside = [done for done in reported if done.path.is_relative_to(folder)]
             if inside:
@@ -107,7 +110,7 @@ def _find_kind(path: Path) -> _Kind | None:
     """None for what else ends in .json: data, recipes, benchmarks. A ValueError for results that are torn."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        document = json.loads(text)
+        document = parse_json(text, finite=False)
     except ValueError:
         if '"machine"' in text:  # with which all results begin
             raise ValueError("it is not whole; copy it again") from None

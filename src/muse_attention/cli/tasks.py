@@ -104,8 +104,8 @@ def tasks(
         path = output / f"{file_stem(name)}.json"
         if resume and path.exists():
             read_results(path)  # what is broken should be known before a model is loaded
-    options = _spell_options(benchmarks, lengths, attention or ["exact"], limit, place, name)
-    command = shlex.join(["muse", "eval", "tasks", name_of(model), *options])
+        options = _spell_options(benchmarks, lengths, attention or ["exact"], limit, place, name)
+        command = shlex.join(["muse", "eval", "tasks", name_of(model), *options])
     local = [] if data is None else ["--data", str(data)]
     again = shlex.join(["muse", "eval", "tasks", model, *options, *local, "--output", str(output), "--resume"])
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():

@@ -111,6 +111,7 @@ def train(
                     tensorboard=tensorboard,
                     on_step=on_step,
                     on_refused=say,
+                    on_note=say,
                 )
             if world.is_first:
                 typer.echo(f"wrote {model}")

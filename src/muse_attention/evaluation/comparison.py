@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, full_name, settings_of
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.settings import describe_machine_and_versions, differing
@@ -18,6 +19,7 @@ from muse_attention.evaluation.training_curves import TrainingCurves
 from muse_attention.files import replace_file
 from muse_attention.pretraining.recipes import Recipe, read_recipe
 from muse_attention.pretraining.schedule import EXACT
+from muse_attention.strict_json import parse_json
 
 WAY_OUT = "choose another --output, or --overwrite it"
 """What a user of `muse compare` can do with a file that cannot be continued."""
@@ -159,7 +161,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path, *, way_out: str = WAY_OUT) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes())
         runs = [
             Run(**{**run, "recipe": read_recipe(run["recipe"]), "curves": TrainingCurves.from_json(run["curves"])})
             for run in document["runs"]
@@ -172,6 +174,9 @@ def read_results(path: Path, *, way_out: str = WAY_OUT) -> Results:
             runs={run.name: run for run in runs},
             cells=[Cell(**cell) for cell in document["cells"]],
         )
+        check_types(results)
+        if any(run.parameters < 1 for run in runs):
+            raise ValueError("a model without parameters")
         for cell in results.cells:
             if len(cell.bins) > results.settings.samples or sum(cell.sizes) != results.settings.length:
                 raise ValueError("the numbers are not those of the settings")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import io
 from collections.abc import Mapping
 
 from muse_attention.evaluation.attentions import full_name
@@ -24,9 +22,10 @@ from muse_attention.evaluation.findings import (
 )
 from muse_attention.evaluation.loss_report import LEAK
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.page import Page, Table, fenced, markdown_table
+from muse_attention.evaluation.page import Page, Table
 from muse_attention.evaluation.training_curves import UNSETTLED
 from muse_attention.machine import machine_lines
+from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size
 
@@ -259,11 +258,12 @@ def warnings(results: Results) -> list[str]:
 
 
 def markdown_report(results: Results, *, title: str) -> str:
-    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), fenced(results.commands)]
+    parts = [f"# {markdown_line(title)}", markdown_list(_facts(results)), fenced(results.commands)]
     if lines := [*headline(results), *warnings(results)]:
-        parts.append("\n".join(f"- {line}" for line in lines))
+        parts.append(markdown_list(lines))
     parts += ["## Training attention against test attention", markdown_table(*matrix_table(results)), _MATRIX]
-    parts += ["## Runs", markdown_table(*runs_table(results)), _TOKENS, *_beginnings(results)]
+    parts += ["## Runs", markdown_table(*runs_table(results)), _TOKENS]
+    parts += map(markdown_line, _beginnings(results))
     if _has_other_attentions(results):
         parts += ["## Switching the attention", markdown_table(*switching_table(results)), _SWITCHING, LEAK]
     parts += ["## Speed", markdown_table(*speed_table(results)), _SECONDS, _SPEED_OF_THE_PAPER]
@@ -275,7 +275,7 @@ def markdown_report(results: Results, *, title: str) -> str:
     parts.append("## Scaling law")
     if scaling_laws(results):
         parts.append(markdown_table(*scaling_table(results)))
-    parts += [*_missing_sizes(results), _PAPER_LAW]
+    parts += [*map(markdown_line, _missing_sizes(results)), _PAPER_LAW]
     return "\n\n".join(parts) + "\n"
 
 
@@ -335,19 +335,16 @@ def html_report(results: Results, *, title: str, pictures: Mapping[str, bytes]) 
 
 def as_csv(results: Results) -> str:
     """A line for every model and attention that has seen all samples, earlier checkpoints included."""
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(
-        ["run", "trained_with", "parameters", "updates", "tested_with", "samples", "loss", "standard_error"]
-    )
+    header = ["run", "trained_with", "parameters", "updates", "tested_with", "samples", "loss", "standard_error"]
+    rows = []
     for run in results.runs.values():
         for cell in results.cells:
             if cell.run == run.name and len(cell.bins) == results.settings.samples:
                 mean = Mean.of(cell.means)
                 error = "" if mean.standard_error is None else f"{mean.standard_error:.6g}"
                 about = [run.name, run.attention, run.parameters, cell.step, cell.attention, len(cell.bins)]
-                writer.writerow([*about, f"{mean.mean:.6g}", error])
-    return lines.getvalue()
+                rows.append([*about, f"{mean.mean:.6g}", error])
+    return csv_text(header, rows)
 
 
 def _facts(results: Results) -> list[str]:

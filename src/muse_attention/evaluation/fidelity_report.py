@@ -8,10 +8,11 @@ from muse_attention.config import MuSeConfig
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.layers import Request, Results
-from muse_attention.evaluation.page import Page, Table, markdown_table
+from muse_attention.evaluation.page import Page, Table
 from muse_attention.evaluation.paper import JOINT_1B, JOINT_1B_NO_TILT, PaperTable
 from muse_attention.evaluation.presets import NO_TILT, Preset, find_presets
 from muse_attention.machine import machine_lines
+from muse_attention.markup import fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.sizes import format_size
 
 MEANING = (
@@ -71,8 +72,9 @@ def headline(results: Results) -> Request:
 def markdown_report(results: Results, *, title: str) -> str:
     presets = shown_presets(results)
     hardware, versions = machine_lines(results.machine)
-    lines = [f"# {title}", "", subject(results), "", f"- Machine: {hardware}", f"- Versions: {versions}", "", "```"]
-    lines += [*results.commands, "```", "", MEANING, ""]
+    lines = [f"# {markdown_line(title)}", "", markdown_line(subject(results)), ""]
+    lines += [markdown_list([f"Machine: {hardware}", f"Versions: {versions}"]), "", fenced(results.commands), ""]
+    lines += [MEANING, ""]
     if named := _named(results, presets):
         lines += ["## Attentions", "", markdown_table(*table_of_requests(results, named)), ""]
     for preset in presets:

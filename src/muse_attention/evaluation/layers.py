@@ -5,9 +5,7 @@ The results are one JSON file, replaced every few seconds, so that an interrupte
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import time
 from collections.abc import Sequence
@@ -20,10 +18,13 @@ from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
+from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
 from muse_attention.fidelity import compare
 from muse_attention.files import replace_file
+from muse_attention.markup import csv_text
+from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -208,7 +209,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes(), finite=False)
         results = Results(
             machine=document["machine"],
             settings=Settings(**document["settings"]),
@@ -217,6 +218,7 @@ def read_results(path: Path) -> Results:
             has_all_layers=document["has_all_layers"],
             measured={Request(entry["attention"], entry["length"]): entry["samples"] for entry in document["measured"]},
         )
+        check_types(results)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the results of muse fidelity") from error
     for entry in document["measured"]:
@@ -226,12 +228,10 @@ def read_results(path: Path) -> Results:
 
 def as_csv(results: Results) -> str:
     """A line for every attention, length, sample, layer and head."""
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["attention", "length", "sample", "layer", "head", *MEASURES])
+    rows = []
     for request, samples in results.measured.items():
         for sample, layers in enumerate(samples):
             for layer, heads in zip(results.layers, layers, strict=False):
                 for head, numbers in enumerate(zip(*(heads[name] for name in MEASURES), strict=True)):
-                    writer.writerow([*request, sample, layer, head, *(f"{number:.6g}" for number in numbers)])
-    return lines.getvalue()
+                    rows.append([*request, sample, layer, head, *(f"{number:.6g}" for number in numbers)])
+    return csv_text(["attention", "length", "sample", "layer", "head", *MEASURES], rows)

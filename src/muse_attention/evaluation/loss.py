@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
 from muse_attention.files import replace_file
+from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,7 +173,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes())
         settings = Settings(**document["settings"])
         results = Results(
             machine=dict(document["machine"]),
@@ -179,6 +181,7 @@ def read_results(path: Path) -> Results:
             commands=list(document["commands"]),
             losses={entry["attention"]: _losses_from_json(entry, settings) for entry in document["losses"]},
         )
+        check_types(results)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not hold the results of muse loss; choose another --name, or drop --resume to start over"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-
 from muse_attention.evaluation.attentions import in_words
 from muse_attention.evaluation.loss import Results
 from muse_attention.evaluation.loss_curves import (
@@ -15,8 +12,9 @@ from muse_attention.evaluation.loss_curves import (
     gap,
     ratio_per_doubling,
 )
-from muse_attention.evaluation.page import Page, Table, fenced, markdown_table
+from muse_attention.evaluation.page import Page, Table
 from muse_attention.machine import machine_lines
+from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.sizes import format_size
 
 _MEASURED = (
@@ -86,7 +84,7 @@ def paper_table(results: Results) -> Table:
 
 
 def markdown_report(results: Results, *, title: str) -> str:
-    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), fenced(results.commands)]
+    parts = [f"# {markdown_line(title)}", markdown_list(_facts(results)), fenced(results.commands)]
     parts += [markdown_table(*summary_table(results)), _MEASURED, _fit_in_words(results), LEAK]
     if doublings(results):
         parts += ["## Clusters doubled", markdown_table(*doubling_table(results))]
@@ -122,13 +120,9 @@ def html_report(results: Results, *, title: str, picture: bytes | None) -> str:
 
 def as_csv(results: Results) -> str:
     """A line for every position: the loss of the token after it under each attention, averaged over samples."""
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["position", *results.whole])
     columns = [results.losses[name].by_position.tolist() for name in results.whole]
-    for index, losses in enumerate(zip(*columns, strict=True)):
-        writer.writerow([index + 1, *(f"{loss:.6g}" for loss in losses)])
-    return lines.getvalue()
+    rows = ([index + 1, *(f"{loss:.6g}" for loss in losses)] for index, losses in enumerate(zip(*columns, strict=True)))
+    return csv_text(["position", *results.whole], rows)
 
 
 def _facts(results: Results) -> list[str]:

@@ -6,9 +6,7 @@ with the attention that reads the prompt beside each.
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 from collections.abc import Iterator, Mapping, Sequence
 
 from muse_attention.evaluation.needle_report import (
@@ -39,8 +37,9 @@ from muse_attention.evaluation.needle_statistics import (
     share,
 )
 from muse_attention.evaluation.needles import CANDIDATES, KINDS
-from muse_attention.evaluation.page import Page, Table, markdown_table
+from muse_attention.evaluation.page import Page, Table
 from muse_attention.machine import machine_lines
+from muse_attention.markup import csv_text, markdown_line, markdown_list, markdown_table
 
 Models = Mapping[str, Results]
 """Their results by their names. The first one is what the others are compared with."""
@@ -104,14 +103,15 @@ def column_of(model: str, attention: str) -> str:
 
 
 def markdown_report(models: Models, *, title: str) -> str:
-    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(models)), TASK]
+    parts = [f"# {markdown_line(title)}", markdown_list(_facts(models)), TASK]
     for name, measure in MEASURES.items():
         for panel, table in summary_tables(models, measure):
-            parts += [f"## {name.capitalize()}, the prompt {panel}", markdown_table(*table)]
+            heading = f"{name.capitalize()}, the prompt {panel}"
+            parts += [f"## {markdown_line(heading)}", markdown_table(*table)]
     parts += [_MEASURED, PREFILL]
     for name, measure in MEASURES.items():
         for panel, table in depth_tables(models, measure):
-            parts += [f"## {name}: {panel}", markdown_table(*table)]
+            parts += [f"## {markdown_line(f'{name}: {panel}')}", markdown_table(*table)]
     parts += ["## The paper", markdown_table(*paper_table()), PAPER_IN_WORDS]
     return "\n\n".join(parts) + "\n"
 
@@ -134,17 +134,15 @@ def html_report(models: Models, *, title: str, pictures: Mapping[str, bytes]) ->
 
 def as_csv(models: Models) -> str:
     """A line for every model, attention, length, kind and depth."""
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error"])
+    rows = []
     for length, kind, attention in _cells(models):
         for name, results in models.items():
             found = answers(results, length, kind, attention)
             for measured, measure in MEASURES.items():
                 for depth, value, error in depth_curve(found, measure):
                     cells = [name, attention, length, kind, f"{depth:.2f}", measured]
-                    writer.writerow([*cells, f"{value:.5g}", f"{error:.3g}"])
-    return lines.getvalue()
+                    rows.append([*cells, f"{value:.5g}", f"{error:.3g}"])
+    return csv_text(["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error"], rows)
 
 
 def _cells(models: Models) -> list[tuple[int, str, str]]:

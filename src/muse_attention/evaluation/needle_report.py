@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -28,8 +26,9 @@ from muse_attention.evaluation.needle_statistics import (
     token_means,
 )
 from muse_attention.evaluation.needles import BUCKETS, CANDIDATES, depth_of
-from muse_attention.evaluation.page import Page, Table, fenced, markdown_table
+from muse_attention.evaluation.page import Page, Table
 from muse_attention.machine import machine_lines
+from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.sizes import format_size
 
 MEASURES: dict[str, Measure] = {"exact match": is_exact, f"right of {CANDIDATES}": is_preferred}
@@ -187,12 +186,12 @@ def failure_lines(results: Results) -> list[str]:
 
 
 def markdown_report(results: Results, *, title: str) -> str:
-    parts = [f"# {title}", "\n".join(f"- {line}" for line in _facts(results)), fenced(results.commands)]
+    parts = [f"# {markdown_line(title)}", markdown_list(_facts(results)), fenced(results.commands)]
     parts += [TASK, markdown_table(*summary_table(results)), _MEASURED, PREFILL]
     parts += ["## Where errors are", markdown_table(*places_table(results)), PLACES]
     for name, measure in MEASURES.items():
         for panel, table in depth_tables(results, measure):
-            parts += [f"## {name}: {panel}", markdown_table(*table)]
+            parts += [f"## {markdown_line(f'{name}: {panel}')}", markdown_table(*table)]
     if failures(results):
         parts += ["## Failed", fenced(failure_lines(results))]
     parts += ["## The paper", markdown_table(*paper_table()), PAPER_IN_WORDS]
@@ -241,24 +240,21 @@ def show_paper(page: Page) -> None:
 
 def as_csv(results: Results) -> str:
     """A line for every question, and for every sample that failed."""
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(
-        [
-            *("length", "kind", "attention", "bucket", "number", "question", "depth", "uid", "generated"),
-            *("exact", "preferred", "log_probability", "margin", "ranks", "error"),
-        ]
+    header = (
+        *("length", "kind", "attention", "bucket", "number", "question", "depth", "uid", "generated"),
+        *("exact", "preferred", "log_probability", "margin", "ranks", "error"),
     )
+    rows: list[Sequence[object]] = []
     for task, outcome in results.outcomes.items():
         sample = [task.length, task.kind, task.attention, task.bucket, task.number]
         for question, answer in enumerate(outcome.answers):
             asked = [question, f"{depth_of(answer.bucket):.2f}", answer.uid, answer.generated]
             scores = [int(answer.is_exact), int(answer.is_preferred), f"{answer.log_probability:.5g}"]
             ranks = " ".join(map(str, answer.ranks))
-            writer.writerow([*sample, *asked, *scores, f"{answer.margin:.5g}", ranks, ""])
+            rows.append([*sample, *asked, *scores, f"{answer.margin:.5g}", ranks, ""])
         if outcome.error:
-            writer.writerow([*sample, *[""] * 9, outcome.error])
-    return lines.getvalue()
+            rows.append([*sample, *[""] * 9, outcome.error])
+    return csv_text(header, rows)
 
 
 def format_share(found: Share | None) -> str:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.needle_scores import Answer, answer
 from muse_attention.evaluation.needles import BUCKETS, KINDS, NeedleSamples
 from muse_attention.evaluation.settings import OnStep, start_or_continue
 from muse_attention.files import replace_file
+from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -147,13 +149,14 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes(), finite=False)
         results = Results(
             machine=dict(document["machine"]),
             settings=Settings(**document["settings"]),
             commands=list(document["commands"]),
             outcomes=dict(map(_entry_from_json, document["needles"])),
         )
+        check_types(results)
         configs = [(entry["attention"], entry["config"]) for entry in document["attentions"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

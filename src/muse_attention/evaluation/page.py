@@ -1,4 +1,4 @@
-"""Reports as one HTML file that needs nothing else, with tables and pictures inside it, and tables for Markdown."""
+"""Reports as one HTML file that needs nothing else, with tables and pictures inside it."""
 
 from __future__ import annotations
 
@@ -81,17 +81,6 @@ class Page:
             f"<title>{escape(self._title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
             f"<h1>{escape(self._title)}</h1>\n<nav>{links}</nav>\n{body}\n</body>\n</html>\n"
         )
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same for Markdown; the first column is text, the others numbers."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def fenced(lines: Sequence[str]) -> str:
-    """Lines as they are, for Markdown."""
-    return "\n".join(["```", *lines, "```"])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

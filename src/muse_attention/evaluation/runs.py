@@ -22,7 +22,14 @@ from muse_attention.pretraining.metrics import FILE, read_metrics
 from muse_attention.pretraining.model import make_config
 from muse_attention.pretraining.optimiser import restore_weights
 from muse_attention.pretraining.recipes import Recipe
-from muse_attention.pretraining.run_folder import CHECKPOINTS, MODEL, run_corpus, run_recipe
+from muse_attention.pretraining.run_folder import (
+    CHECKPOINTS,
+    MODEL,
+    latest_checkpoint,
+    open_checkpoint,
+    run_corpus,
+    run_recipe,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +54,7 @@ def open_runs(
 ) -> list[StoredRun]:
     """What there is in each folder; a ValueError if it is no run of this corpus, or has no weights yet.
 
-    `on_refused` hears of each checkpoint of an unfinished run that is not whole.
+    `on_refused` hears of each checkpoint of an unfinished run that is not whole, and of broken lines of metrics.
     """
     return [
         _open_run(folder, name, corpus, on_refused)
@@ -60,7 +67,7 @@ def load_weights(run: StoredRun, step: int, corpus: Corpus, device: str) -> PreT
     if run.is_finished and step == run.newest:
         model, _ = load_model(run.folder / MODEL, device=device)
         return model
-    checkpoint = checkpoints.verify(run.folder / CHECKPOINTS, step)
+    checkpoint = open_checkpoint(run.folder, step, run.recipe, corpus)
     with torch.random.fork_rng(devices=[]):
         trained: PreTrainedModel = DecoderForCausalLM(make_config(corpus, run.recipe)).eval()
     restore_weights(trained, checkpoint)
@@ -82,29 +89,34 @@ def _open_run(folder: Path, name: str, corpus: Corpus, on_refused: Callable[[str
         raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
     newest, is_finished = recipe.steps, (folder / MODEL).is_dir()
     if not is_finished:
-        found = checkpoints.latest_good(folder / CHECKPOINTS, on_refused)
+        found = latest_checkpoint(folder, recipe, corpus, on_refused)
         if found is None:
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
         newest = found.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
-    return StoredRun(folder, name, recipe, _read_curves(folder), newest, is_finished, earlier)
+    return StoredRun(folder, name, recipe, _read_curves(folder, on_refused), newest, is_finished, earlier)
 
 
-def _read_curves(folder: Path) -> TrainingCurves:
+def _read_curves(folder: Path, on_broken: Callable[[str], None]) -> TrainingCurves:
     try:
-        return TrainingCurves.of(read_metrics(folder))
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return TrainingCurves.of(read_metrics(folder, on_broken))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{folder / FILE} is not of this version of muse train; move it away") from None
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """The last part of each path, with the one before it where that does not tell them apart."""
-    last = [folder.name for folder in folders]
+    last = [_as_text(folder) for folder in folders]
     names = [
-        name if last.count(name) == 1 else f"{folder.parent.name}/{name}"
+        name if last.count(name) == 1 else f"{_as_text(folder.parent)}/{name}"
         for folder, name in zip(folders, last, strict=True)
     ]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"two of the runs are called {name}; give each once, and rename one of two")
     return names
+
+
+def _as_text(folder: Path) -> str:
+    """Its name; bytes of it that are no text, which no report could be written with, as \\udcff."""
+    return folder.name.encode("utf-8", "backslashreplace").decode()

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import start_or_continue
 from muse_attention.evaluation.standard_tasks import BENCHMARKS, Benchmark, Data
 from muse_attention.files import replace_file
 from muse_attention.sizes import format_size
+from muse_attention.strict_json import parse_json
 
 _SECONDS_BETWEEN_WRITES = 2.0
 
@@ -219,7 +221,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes(), finite=False)
         cells = [_cell_from_json(entry) for entry in document["tasks"]]
         results = Results(
             machine=dict(document["machine"]),
@@ -227,6 +229,7 @@ def read_results(path: Path) -> Results:
             commands=list(document["commands"]),
             cells={(cell.task, cell.length): cell for cell in cells},
         )
+        check_types(results)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not hold the results of muse eval tasks; choose another --name, or drop --resume to start "

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 
 from muse_attention.config import MuSeConfig
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.page import Page, Table, fenced, markdown_table
+from muse_attention.evaluation.page import Page, Table
 from muse_attention.evaluation.standard_tasks import RULER
 from muse_attention.evaluation.tasks import Answer, Cell, Results
 from muse_attention.machine import machine_lines
+from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.sizes import format_size
 
 _MEASURED = (
@@ -125,12 +124,8 @@ def failures_table(results: Results) -> Table:
 
 
 def markdown_report(results: Results, *, title: str) -> str:
-    parts = [
-        f"# {title}",
-        "\n".join(f"- {line}" for line in _facts(results)),
-        fenced(results.commands),
-    ]
-    parts += [markdown_table(*scores_table(results)), *_notes(results)]
+    parts = [f"# {markdown_line(title)}", markdown_list(_facts(results)), fenced(results.commands)]
+    parts += [markdown_table(*scores_table(results)), *map(markdown_line, _notes(results))]
     if results.failed:
         parts += ["## Samples that failed", markdown_table(*failures_table(results))]
     parts += ["## Data", markdown_table(*data_table(results)), _DATA]
@@ -157,9 +152,8 @@ def html_report(results: Results, *, title: str) -> str:
 
 def as_csv(results: Results) -> str:
     """A line for every sample, attention and metric."""
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["task", "length", "attention", "sample", "tokens", "is_cut", "metric", "score", "error"])
+    header = ["task", "length", "attention", "sample", "tokens", "is_cut", "metric", "score", "error"]
+    rows = []
     for cell in results.cells.values():
         for attention, answers in cell.answers.items():
             for index in sorted(answers):
@@ -167,8 +161,8 @@ def as_csv(results: Results) -> str:
                 begin = [cell.task, cell.length or "", attention, index + 1, answer.tokens, answer.is_cut]
                 for metric in cell.benchmark.metrics:
                     score = f"{answer.scores[metric]:.6g}" if answer.error is None else ""
-                    writer.writerow([*begin, metric, score, answer.error or ""])
-    return lines.getvalue()
+                    rows.append([*begin, metric, score, answer.error or ""])
+    return csv_text(header, rows)
 
 
 def format_score(score: Mean | None, *, signed: bool) -> str:

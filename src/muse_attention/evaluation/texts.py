@@ -59,7 +59,8 @@ def read_texts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """
     for folder, file in list(_files(paths)) if paths else _standard_library():
         try:
-            yield file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8", errors="replace")
+            name = file.relative_to(folder).as_posix().encode("utf-8", "replace").decode()  # as its content
+            yield name, file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ValueError(f"cannot read {file}: {error.strerror}") from None
 

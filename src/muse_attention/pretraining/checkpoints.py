@@ -10,30 +10,42 @@ is nobody's, and the next run clears it away. Nothing is pickled. Shards of any 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muse_attention.files import errors_naming, remove_folder, replace_file, replace_folder
 from muse_attention.pretraining.shards import hash_file
+from muse_attention.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 BYTES_PER_FILE = 2**30
+_BYTES_OF_A_MANIFEST = 2**26
 _FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8,})")
+_FILE_NAME = re.compile(r"rank-[0-9]{5,}-[0-9]{5,}\.safetensors")
 _UNFINISHED = ".tmp"
+_SHOWN = 200
+"""Characters of a foreign text."""
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is torn, damaged, or of another run."""
+
+
+class TensorKind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -46,13 +58,23 @@ class Checkpoint:
     about: dict[str, Any]
     """what its writer noted: the recipe, the corpus"""
     files: tuple[str, ...]
+    tensors: dict[str, TensorKind] = field(default_factory=dict)
+    """by name, shards joined"""
 
 
 @dataclass(frozen=True)
 class _File:
+    """A file of a checkpoint. Its name is never a path: nothing outside of the checkpoint is read."""
+
     name: str
     size: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _FILE_NAME.fullmatch(self.name):
+            raise ValueError("no name of a file of tensors")
+        if type(self.size) is not int or not isinstance(self.sha256, str):
+            raise ValueError("no size and hash of a file")
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -63,8 +85,9 @@ def steps_in(folder: Path) -> list[int]:
     """Of all checkpoints that are finished, whole or not, in order."""
     if not folder.is_dir():
         return []
-    found = [_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
-    return sorted(int(match[1]) for match in found if match)
+    found = [(path.name, _NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
+    steps = [(name, int(match[1])) for name, match in found if match]
+    return sorted(step for name, step in steps if folder_of(folder, step).name == name)
 
 
 # Writing
@@ -130,21 +153,12 @@ def clear_unfinished(folder: Path) -> None:
 
 
 def verify(folder: Path, step: int) -> Checkpoint:
-    """A CheckpointError if anything is not as it was written."""
+    """A CheckpointError if anything is not as it was written, or is nothing that a run can go on from."""
     path = folder_of(folder, step)
-    try:
-        document = json.loads((path / MANIFEST).read_bytes())
-        claimed = document.pop("sha256")
-        files = [_File(**file) for file in document["files"]]
-        if _own_hash(document) != claimed or document["format"] != _FORMAT or document["step"] != step:
-            raise ValueError
-        about = dict(document["about"])
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} is torn: its {MANIFEST}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"checkpoint {path} is damaged: its {MANIFEST} is not what was written") from None
+    about, files = _read_manifest(path, step)
     for file in files:
         try:
+            _check_is_inside(path, file.name)
             size = (path / file.name).stat().st_size
             if size != file.size:
                 raise CheckpointError(f"checkpoint {path} is torn: {file.name} has {size} bytes, not {file.size}")
@@ -152,38 +166,118 @@ def verify(folder: Path, step: int) -> Checkpoint:
                 raise CheckpointError(f"checkpoint {path} is damaged: {file.name} is not what was written")
         except OSError as error:
             raise CheckpointError(f"checkpoint {path} is torn: {file.name}: {error.strerror}") from None
-    return Checkpoint(path, step, about, tuple(file.name for file in files))
+    checkpoint = Checkpoint(path, step, about, tuple(file.name for file in files))
+    for name, tensor in read_tensors(checkpoint):
+        with _reading(checkpoint, _shown(name)):
+            is_finite = bool(tensor.isfinite().all())
+        if not is_finite:
+            raise CheckpointError(f"checkpoint {path} is damaged: {_shown(name)} has numbers that are not finite")
+        checkpoint.tensors[name] = TensorKind(tuple(tensor.shape), tensor.dtype)
+    return checkpoint
 
 
-def latest_good(folder: Path, on_refused: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None if there is none at all; `on_refused` hears of each that is not."""
+def latest_good(
+    folder: Path,
+    on_refused: Callable[[str], None],
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole, or None if there is none at all.
+
+    Args:
+        on_refused: told why a checkpoint is not used
+        check: raises a CheckpointError for a checkpoint that is whole, but not to be used
+    """
     steps = steps_in(folder)
     for step in reversed(steps):
         try:
-            return verify(folder, step)
+            found = verify(folder, step)
+            check(found)
         except CheckpointError as error:
             on_refused(str(error))
+        else:
+            return found
     if steps:
         raise CheckpointError(f"none of the checkpoints in {folder} is whole; start again with another output")
     return None
 
 
+def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
+    """A CheckpointError unless a checkpoint has tensors of these names, shapes and dtypes, and no others."""
+    for name in [*checkpoint.tensors, *expected]:
+        if name not in checkpoint.tensors:
+            raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has no {name}")
+        tensor = expected.get(name)
+        if tensor is None or checkpoint.tensors[name] != TensorKind(tuple(tensor.shape), tensor.dtype):
+            raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has another {_shown(name)}")
+
+
 def read_tensors(checkpoint: Checkpoint, beginning: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor whose name begins so, once, its shards joined."""
+    """Every tensor whose name begins so, once, its shards joined; a CheckpointError if they cannot be read."""
     from safetensors import safe_open
 
     places: dict[str, list[str]] = {}
     for name in checkpoint.files:  # in the order of the ranks
-        with safe_open(checkpoint.folder / name, "pt") as tensors:
+        with _reading(checkpoint, name), safe_open(checkpoint.folder / name, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - no mapping
                 if key.startswith(beginning):
                     places.setdefault(key, []).append(name)
     for key, names in places.items():
         shards = []
         for name in names:
-            with safe_open(checkpoint.folder / name, "pt") as tensors:
+            with _reading(checkpoint, name), safe_open(checkpoint.folder / name, "pt") as tensors:
                 shards.append(tensors.get_tensor(key))
-        yield key, shards[0] if len(shards) == 1 else torch.cat(shards)
+        with _reading(checkpoint, names[-1]):
+            whole = shards[0] if len(shards) == 1 else torch.cat(shards)
+        yield key, whole
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
+    """An error in here is one of a file of the checkpoint, and says so."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or _shown(str(error))
+        raise CheckpointError(f"checkpoint {checkpoint.folder} is torn: {name}: {reason}") from None
+    except Exception as error:  # safetensors and PyTorch have an error for each way in which a file can be damaged
+        raise CheckpointError(
+            f"checkpoint {checkpoint.folder} is damaged: {name} holds no tensors of a run: {_shown(str(error))}"
+        ) from None
+
+
+def _read_manifest(path: Path, step: int) -> tuple[dict[str, Any], list[_File]]:
+    """What the writer of the checkpoint noted, and its files."""
+    try:
+        _check_is_inside(path, MANIFEST)
+        if (path / MANIFEST).stat().st_size > _BYTES_OF_A_MANIFEST:
+            raise ValueError
+        document = parse_json((path / MANIFEST).read_bytes())
+        claimed = document.pop("sha256")
+        files = [_File(**file) for file in document["files"]]
+        if _own_hash(document) != claimed or document["format"] != _FORMAT:
+            raise ValueError
+        if type(document["step"]) is not int or document["step"] != step:
+            raise ValueError
+        if not isinstance(document["about"], dict) or len({file.name for file in files}) != len(files):
+            raise ValueError
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} is torn: its {MANIFEST}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        raise CheckpointError(f"checkpoint {path} is damaged: its {MANIFEST} is not what was written") from None
+    return document["about"], files
+
+
+def _check_is_inside(folder: Path, name: str) -> None:
+    """A CheckpointError for a link that leads out of the folder, and for what is no file: a pipe would never end."""
+    path = os.path.realpath(folder / name, strict=True)
+    if os.path.dirname(path) != os.path.realpath(folder) or not os.path.isfile(path):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not a file of its own")
+
+
+def _shown(text: str) -> str:
+    """Text from a file that may be damaged, as part of a line."""
+    words = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

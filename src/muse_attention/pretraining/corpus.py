@@ -23,6 +23,7 @@ from muse_attention.pretraining.shards import (
     read_index,
     read_tokens,
 )
+from muse_attention.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 TRAIN, HELD_OUT = "train", "held-out"
@@ -119,7 +120,7 @@ def read_corpus(folder: Path, *, hashes: bool = True) -> Corpus:
             f"there is no corpus in {folder}: it has no {MANIFEST}, which is written last; run muse prepare"
         ) from None
     try:
-        document = json.loads(content)
+        document = parse_json(content)
         manifest = Manifest(**{**document, "streams": tuple(map(Stream.from_json, document["streams"]))})
         names = manifest.file_names()
         if manifest.format != _FORMAT or manifest.dtype not in DTYPES or any(Path(name).name != name for name in names):

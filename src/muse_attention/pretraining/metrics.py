@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from muse_attention.files import errors_naming, replace_file, sync
+from muse_attention.strict_json import parse_json
 
 FILE = "metrics.jsonl"
 
@@ -41,12 +43,22 @@ class Step:
 class Metrics:
     """Lines of steps after `step`, as of a run that was killed behind it, are forgotten.
 
+    `on_broken` hears of lines before it that cannot be read, and are left out.
+
     JSON has no number for what is not finite, as an error behind exact attention that is zero: it is left out.
     """
 
-    def __init__(self, output: Path, step: int, *, tensorboard: bool = False) -> None:
+    def __init__(
+        self,
+        output: Path,
+        step: int,
+        *,
+        tensorboard: bool = False,
+        on_broken: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self._path = output / FILE
-        replace_file(self._path, "".join(_lines_until(self._path, step)))
+        lines = _read_lines(self._path, on_broken)
+        replace_file(self._path, "".join(line for number, line in lines.items() if number <= step))
         self._board = _open_board(output / "tensorboard", step) if tensorboard else None
 
     def add(self, step: Step) -> None:
@@ -76,9 +88,9 @@ class Metrics:
             self._board.close()
 
 
-def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """Every line but one that is torn, as the last one of a run that was killed may be."""
-    return [json.loads(line) for line in _lines_until(output / FILE, None)]
+def read_metrics(output: Path, on_broken: Callable[[str], None] = lambda message: None) -> list[dict[str, Any]]:
+    """Every line that can be read, by step; `on_broken` hears of the others."""
+    return [parse_json(line) for line in _read_lines(output / FILE, on_broken).values()]
 
 
 def check_tensorboard() -> None:
@@ -91,19 +103,33 @@ def check_tensorboard() -> None:
         ) from None
 
 
-def _lines_until(path: Path, step: int | None) -> list[str]:
-    """Of all steps up to this one, or of all."""
-    kept = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                found = json.loads(line)["step"]
-                if step is not None and found > step:
-                    break
-            except (ValueError, KeyError, TypeError):
-                break  # torn: the last line of a run that was killed
-            kept.append(line + "\n")
-    return kept
+def _read_lines(path: Path, on_broken: Callable[[str], None]) -> dict[int, str]:
+    """By step, in order. A last line without an end is that of a run that was killed, and nothing to speak of."""
+    if not path.exists():
+        return {}
+    found: dict[int, str] = {}
+    broken = []
+    with errors_naming(path):
+        *lines, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate([*lines, torn], start=1):
+        step = _step_of(line)
+        if step is not None and step not in found:
+            found[step] = f"{line}\n"
+        elif number <= len(lines):
+            broken.append(number)
+    if broken:
+        first = f"line {broken[0]}" if len(broken) == 1 else f"line {broken[0]} and {len(broken) - 1} more"
+        on_broken(f"{path} is damaged: {first} cannot be read and left out; all others are kept")
+    return dict(sorted(found.items()))
+
+
+def _step_of(line: str) -> int | None:
+    """None for a line that is broken."""
+    try:
+        step = parse_json(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int and step >= 1 else None
 
 
 def _open_board(folder: Path, step: int) -> Any:

@@ -44,6 +44,12 @@ def make_model(corpus: Corpus, recipe: Recipe, weights: Mapping[str, Tensor] | N
     return model
 
 
+def make_empty_model(corpus: Corpus, recipe: Recipe) -> DecoderForCausalLM:
+    """Shapes and dtypes alone, without weights."""
+    with torch.device("meta"):
+        return DecoderForCausalLM(make_config(corpus, recipe))
+
+
 @dataclass(frozen=True)
 class InitialWeights:
     tensors: dict[str, Tensor]
@@ -70,9 +76,11 @@ def read_initial(corpus: Corpus, recipe: Recipe) -> InitialWeights:
         raise ValueError(
             f"{what} reads other tokens than {corpus.folder} has; prepare the corpus with --tokenizer {folder}"
         )
-    with torch.device("meta"):
-        expected = DecoderForCausalLM(make_config(corpus, recipe))
+    expected = make_empty_model(corpus, recipe)
     shapes = {name: parameter.shape for name, parameter in expected.named_parameters()}
     if {name: weight.shape for name, weight in weights.items()} != shapes:
         raise ValueError(f"{what} is another model than that of scale={recipe.scale}; choose the scale that it has")
+    for name, weight in weights.items():
+        if not weight.is_floating_point() or not torch.isfinite(weight.float()).all():
+            raise ValueError(f"{what} is damaged: {name} has numbers that are not finite; give another")
     return InitialWeights(weights, fingerprint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from muse_attention.pretraining.parallel import copy_whole, local_part
 from muse_attention.pretraining.recipes import Recipe
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+_KINDS = (WEIGHT, *MOMENTS)
 
 
 def make_optimiser(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -33,6 +34,16 @@ def set_learning_rate(optimiser: torch.optim.AdamW, rate: float) -> None:
 def learnt(model: nn.Module, optimiser: torch.optim.AdamW) -> dict[str, Tensor]:
     """This rank's part of it, after at least one update."""
     return {name: local_part(tensor) for name, tensor in _named(model, optimiser)}
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all numbers are. The device is asked once."""
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+
+def expected_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Of each tensor of a checkpoint, one of the same shape and dtype; the model may be on the meta device."""
+    return {f"{kind}/{name}": parameter for name, parameter in model.named_parameters() for kind in _KINDS}
 
 
 def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoint) -> None:

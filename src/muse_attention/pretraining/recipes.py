@@ -20,6 +20,10 @@ PAPER_TOKENS = {3: 2.0e9, 4: 4.0e9, 5: 7.5e9, 6: 12.9e9, 8: 23.6e9}
 """by scale"""
 PRECISIONS = ("float32", "bfloat16")
 MIXTURES = ("none", "niah")
+MOST_STEPS, MOST_TOKENS, MOST_SEQUENCES = 10**9, 2**30, 2**20
+"""Of a run, of a sequence, and of an update."""
+MOST_CLIP, LEAST_EPSILON = 1e9, 1e-30
+"""The square of a clipped gradient is far from overflow in float32, and epsilon far from 0."""
 FREE = ("checkpoint_every", "keep", "probe_every")
 """Fields that do not change what is learnt: a run may go on with others."""
 
@@ -75,12 +79,19 @@ class Recipe:
     """newest checkpoints; older ones are removed"""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "length", "batch", "micro_batch", "checkpoint_every", "keep"):
-            _check(self, name, lambda value: value >= 1, "at least 1")
-        for name in ("scale", "warmup", "seed", "probe_every", "weight_decay"):
-            _check(self, name, lambda value: value >= 0, "at least 0")
-        for name in ("peak_rate", "epsilon", "clip"):
-            _check(self, name, lambda value: value > 0, "above 0")
+        for name in ("steps", "checkpoint_every", "keep"):
+            _check(self, name, lambda value: 1 <= value <= MOST_STEPS, f"at least 1 and at most {MOST_STEPS}")
+        for name in ("warmup", "probe_every"):
+            _check(self, name, lambda value: 0 <= value <= MOST_STEPS, f"at least 0 and at most {MOST_STEPS}")
+        for name in ("batch", "micro_batch"):
+            _check(self, name, lambda value: 1 <= value <= MOST_SEQUENCES, f"at least 1 and at most {MOST_SEQUENCES}")
+        _check(self, "length", lambda value: 1 <= value <= MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}")
+        _check(self, "scale", lambda value: 0 <= value <= max(PAPER_TOKENS), f"at least 0, at most {max(PAPER_TOKENS)}")
+        _check(self, "seed", lambda value: 0 <= value < 2**63, "at least 0 and below 2^63")
+        _check(self, "peak_rate", lambda value: 0 < value <= 1, "above 0 and at most 1")
+        _check(self, "weight_decay", lambda value: 0 <= value <= 1000, "at least 0 and at most 1000")
+        _check(self, "clip", lambda value: 0 < value <= MOST_CLIP, f"above 0 and at most {MOST_CLIP:g}")
+        _check(self, "epsilon", lambda value: LEAST_EPSILON <= value <= 1, f"at least {LEAST_EPSILON:g} and at most 1")
         for name in ("exact_tail", "final_rate", "mixture_share"):
             _check(self, name, lambda value: 0 <= value <= 1, "between 0 and 1")
         for name in ("beta1", "beta2"):
@@ -92,6 +103,11 @@ class Recipe:
             raise ValueError(f"initial={self.initial!r} must be a string, the path of a folder")
         if self.scale and self.scale not in PAPER_TOKENS:
             raise ValueError(f"scale={self.scale} must be 0 or one of the paper's: {', '.join(map(str, PAPER_TOKENS))}")
+        if self.peak_rate * self.weight_decay > 1:
+            raise ValueError(
+                f"weight_decay={self.weight_decay} with peak_rate={self.peak_rate} would turn the sign of all weights; "
+                "choose a product of at most 1"
+            )
         if self.warmup > self.steps:
             raise ValueError(f"warmup={self.warmup} is longer than steps={self.steps}; choose fewer")
         if self.batch % self.micro_batch:
@@ -217,5 +233,6 @@ def _check(recipe: Recipe, name: str, holds: Callable[[Any], bool], what: str) -
     is_integer = next(field for field in dataclasses.fields(recipe) if field.name == name).type == "int"
     if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):
         raise ValueError(f"{name}={value!r} must be {'an integer' if is_integer else 'a number'}")
-    if not math.isfinite(value) or not holds(value):
-        raise ValueError(f"{name}={value!r} must be {what}")
+    if not holds(value):  # as NaN never does
+        shown = "a huge number" if isinstance(value, int) and value.bit_length() > 64 else repr(value)
+        raise ValueError(f"{name}={shown} must be {what}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,11 @@ import muse_attention
 from muse_attention.files import alone_in, replace_file
 from muse_attention.pretraining import checkpoints, needles
 from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.model import make_empty_model
+from muse_attention.pretraining.optimiser import expected_tensors
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
+from muse_attention.strict_json import parse_json
 
 RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
 
@@ -82,10 +86,23 @@ def find_checkpoint(
         document = _read_run(output)
         if has_learnt(output):
             _check_same(document, output / RUN, recipe, corpus)
-    found = checkpoints.latest_good(output / CHECKPOINTS, on_refused)
-    if found is not None:
-        _check_same(found.about, found.folder, recipe, corpus)
-    return found
+    return latest_checkpoint(output, recipe, corpus, on_refused)
+
+
+def latest_checkpoint(
+    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
+) -> checkpoints.Checkpoint | None:
+    """The newest good checkpoint of the run in a folder, or None; `on_refused` hears of each that is not good."""
+    return checkpoints.latest_good(
+        output / CHECKPOINTS, on_refused, functools.partial(_check_is_of, recipe=recipe, corpus=corpus)
+    )
+
+
+def open_checkpoint(output: Path, step: int, recipe: Recipe, corpus: Corpus) -> checkpoints.Checkpoint:
+    """One of the run in a folder; a CheckpointError if it is not good."""
+    checkpoint = checkpoints.verify(output / CHECKPOINTS, step)
+    _check_is_of(checkpoint, recipe, corpus)
+    return checkpoint
 
 
 def describe_run(
@@ -99,7 +116,24 @@ def describe_run(
         "needles": None if recipe.mixture == "none" else needles.VERSION,
         "muse_attention": muse_attention.__version__,
         "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
     }
+
+
+def describe_changes(checkpoint: checkpoints.Checkpoint, about: dict[str, Any], device: torch.device) -> str | None:
+    """What differs between the process that wrote a checkpoint and this one, and can change bits, in words."""
+    names = {"torch": "PyTorch", "muse_attention": "muse-attention"}
+    if device.type == "cpu":
+        names["threads"] = "threads"  # sums are split among them
+    before = checkpoint.about
+    changed = [
+        f"{words} {before[name]!r}, now {about[name]!r}"
+        for name, words in names.items()
+        if name in before and before[name] != about[name]
+    ]
+    if not changed:
+        return None
+    return f"checkpoint {checkpoint.folder} was written with {'; '.join(changed)}: the last bits of the run may differ"
 
 
 def describe_last_good(folder: Path) -> str:
@@ -116,14 +150,21 @@ def describe_last_good(folder: Path) -> str:
 def _read_run(output: Path) -> dict[str, Any]:
     path = output / RUN
     try:
-        document = json.loads(path.read_bytes())
+        document = parse_json(path.read_bytes())
     except OSError as error:
         raise ValueError(f"there is no run in {output}: {path}: {error.strerror}") from None
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        raise ValueError(f"{path} is not of muse train; choose another output")
+        raise ValueError(f"{path} is not of muse train; {_way_out(output)}")
     return document
+
+
+def _way_out(output: Path) -> str:
+    """What to do about a `run.json` that cannot be read."""
+    if not has_learnt(output):
+        return "choose another output"
+    return f"choose another output, or move {RUN} away and resume with the recipe that the run had"
 
 
 def _recipe_of(document: dict[str, Any], where: Path) -> Recipe:
@@ -131,6 +172,23 @@ def _recipe_of(document: dict[str, Any], where: Path) -> Recipe:
         return read_recipe(document["recipe"])
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{where} is of another version of muse train; choose another output") from None
+
+
+def _check_is_of(checkpoint: checkpoints.Checkpoint, recipe: Recipe, corpus: Corpus) -> None:
+    """A ValueError for the checkpoint of another run, a CheckpointError for one that this run cannot have written."""
+    about, folder = checkpoint.about, checkpoint.folder
+    try:
+        _recipe_of(about, folder)
+    except ValueError as error:
+        raise checkpoints.CheckpointError(f"checkpoint {error}") from None
+    _check_same(about, folder, recipe, corpus)
+    if not 1 <= checkpoint.step <= recipe.steps:
+        raise checkpoints.CheckpointError(
+            f"checkpoint {folder} is damaged: the run has {recipe.steps} steps, and none is {checkpoint.step}"
+        )
+    if not isinstance(about.get("initial"), str | None):
+        raise checkpoints.CheckpointError(f"checkpoint {folder} is damaged: it names no initial weights")
+    checkpoints.check_tensors(checkpoint, expected_tensors(make_empty_model(corpus, recipe)))
 
 
 def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: Corpus) -> None:

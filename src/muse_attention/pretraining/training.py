@@ -36,7 +36,7 @@ from muse_attention.pretraining.decoder import DecoderForCausalLM
 from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
 from muse_attention.pretraining.mixture import NeedleDocuments
 from muse_attention.pretraining.model import WEIGHTS, make_config, make_model, read_initial
-from muse_attention.pretraining.optimiser import learnt, make_optimiser, restore, set_learning_rate
+from muse_attention.pretraining.optimiser import are_finite, learnt, make_optimiser, restore, set_learning_rate
 from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
 from muse_attention.pretraining.probe import answers_loss, relative_squared_errors
 from muse_attention.pretraining.reading import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
@@ -46,6 +46,7 @@ from muse_attention.pretraining.run_folder import (
     MODEL,
     check_may_start,
     claimed,
+    describe_changes,
     describe_last_good,
     describe_run,
     find_checkpoint,
@@ -68,6 +69,7 @@ def train(
     tensorboard: bool = False,
     on_step: Callable[[Step], None] = lambda step: None,
     on_refused: Callable[[str], None] = lambda message: None,
+    on_note: Callable[[str], None] = lambda message: None,
 ) -> Path:
     """Train a model, and return the folder that it is in. A ValueError is a mistake, a TrainingError a mishap.
 
@@ -75,6 +77,7 @@ def train(
         resume: go on with the run in `output`, or start it if there is none
         on_step: called after every update, on the first rank
         on_refused: told why a checkpoint is not used
+        on_note: told what a run that goes on should know: lines of its metrics that are lost, other versions
     """
     world = world or World(torch.device("cpu"))
     batches = make_batches(corpus, recipe, world.ranks)
@@ -103,6 +106,8 @@ def train(
                 f"files in {folder} yet; resume again in a minute"
             )
         if world.is_first:
+            if checkpoint is not None and (changes := describe_changes(checkpoint, about, world.device)):
+                on_note(changes)
             write_run(output, about)
             checkpoints.clear_unfinished(folder)
             checkpoints.clear_after(folder, step)
@@ -112,7 +117,9 @@ def train(
             optimiser = make_ready(model, recipe, world)
             if checkpoint is not None:
                 restore(model, optimiser, checkpoint)
-            metrics = Metrics(output, step, tensorboard=tensorboard) if world.is_first else None
+            metrics = None
+            if world.is_first:
+                metrics = Metrics(output, step, tensorboard=tensorboard, on_broken=on_note)
             run = _Run(model, optimiser, recipe, batches, world, folder, about, metrics, probed)
             try:
                 with contextlib.closing(run.steps(step)) as steps:
@@ -265,6 +272,12 @@ class _Run:
 
     def _save(self, step: int) -> None:
         world, folder = self.world, self.folder
+        tensors = learnt(self.model, self.optimiser)
+        if not world.all_succeed(are_finite(tensors.values())):
+            raise TrainingError(
+                f"the weights after step {step} are not finite, and are not kept; {describe_last_good(folder)}; "
+                "start again from its recipe with a lower peak_rate"
+            )
 
         def finish() -> None:
             if self.metrics is not None:
@@ -273,7 +286,7 @@ class _Run:
             checkpoints.prune(folder, step, self.recipe.keep)
 
         self._together(lambda: checkpoints.begin(folder, step), first_alone=True)
-        self._together(lambda: checkpoints.write_shard(folder, step, world.rank, learnt(self.model, self.optimiser)))
+        self._together(lambda: checkpoints.write_shard(folder, step, world.rank, tensors))
         self._together(finish, first_alone=True)
 
     def _together(self, action: Callable[[], None], *, first_alone: bool = False) -> None:

@@ -1,0 +1,83 @@
+"""Text in Markdown and CSV: whatever comes in is shown as it is, never read as markup, nor as a formula.
+
+Every report goes through here. Names of runs and models, commands and errors are anybody's text.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+_MARKUP = re.compile(r"[\\`*\[\]<>&|$~]|(?<![^\W_])_|_(?![^\W_])")
+"""An underscore between letters or digits is no markup, and names are full of them."""
+_BLOCK = re.compile(r"[#+=-]|(?<=\d)[.)]")
+"""Where a line begins so, or with such a number: headings, lists and rules."""
+_SPACE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
+_BACKTICKS = re.compile(r"`+")
+_NUMBER = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf|nan)", re.IGNORECASE)
+_FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
+"""By which spreadsheets know a formula, in half and full width."""
+
+
+class Code(str):
+    """Text of a cell that is shown as code."""
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_column: int = 0) -> str:
+    """One column is text, the others numbers."""
+    rule = ["---" if column == text_column else "---:" for column in range(len(header))]
+    lines = [list(map(_cell, header)), rule, *(list(map(_cell, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def markdown_line(text: str) -> str:
+    """Text for one line of Markdown: a paragraph, an item of a list, a heading."""
+    shown = _escaped(text)
+    digits = len(shown) - len(shown.lstrip("0123456789"))
+    mark = _BLOCK.match(shown, digits)
+    return f"{shown[:digits]}\\{shown[digits:]}" if mark and (mark[0] in ".)") == (digits > 0) else shown
+
+
+def markdown_list(items: Iterable[str]) -> str:
+    return "\n".join(f"- {markdown_line(item)}" for item in items)
+
+
+def fenced(lines: Sequence[str]) -> str:
+    """Lines as they are, for Markdown."""
+    fence = "`" * max(3, 1 + _longest_backticks("\n".join(lines)))
+    return "\n".join([fence, *lines, fence])
+
+
+def csv_text(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Text that a spreadsheet would take for a formula has a ' before it; numbers are as they are."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    for row in (header, *rows):
+        writer.writerow([_csv_cell(cell) if isinstance(cell, str) else cell for cell in row])
+    return lines.getvalue()
+
+
+def _cell(text: str) -> str:
+    return _code(text) if isinstance(text, Code) else _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    return _MARKUP.sub(lambda match: f"\\{match[0]}", _SPACE.sub(" ", text).strip())
+
+
+def _code(text: str) -> str:
+    shown = _SPACE.sub(" ", text).replace("|", "\\|")
+    quotes = "`" * (1 + _longest_backticks(shown))
+    padding = " " if shown[:1] == "`" or shown[-1:] == "`" else ""
+    return f"{quotes}{padding}{shown}{padding}{quotes}"
+
+
+def _longest_backticks(text: str) -> int:
+    return max((len(found) for found in _BACKTICKS.findall(text)), default=0)
+
+
+def _csv_cell(text: str) -> str:
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")  # csv quotes a line's end, but not every reader knows \r
+    return f"'{lines}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else lines
