@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,11 +33,13 @@ from torch import Tensor
 from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
+from muse_attention.packing import refuse_packed_documents
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
 except ImportError as error:
     raise ImportError(
         "models of transformers need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
@@ -53,7 +56,12 @@ BY_NAME = "muse_attention."
 
 _SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
 """Where one of these is part of a name, transformers takes paths of its own."""
-_OTHER_SOFTMAX = {"softcap": "caps its logits", "s_aux": "has attention sinks"}
+_OTHER_SOFTMAX = {
+    "softcap": "caps its logits",
+    "s_aux": "has attention sinks",
+    "indices": "selects the keys of each query",
+    "block_indices": "selects the keys of each query",
+}
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _EXACT_ONLY = ("position_bias", "cache")
 """Arguments that change the attention, and that transformers' exact attention understands."""
@@ -111,10 +119,6 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     try:
         for inner in _models(model):  # one with a config of its own is not always reached through the whole
             inner.set_attn_implementation(name)
-        if model.config._attn_implementation != name:
-            raise ValueError(
-                f"{type(model).__name__} does not use the attention interface of transformers; use a model that does"
-            )
         yield
     finally:
         for config, earlier in zip(configs, before, strict=True):
@@ -122,9 +126,11 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def register_function(name: str, function: AttentionFunction) -> None:
-    """Make `attn_implementation=name` this function. Without a mask function, padding would be dropped silently."""
+    """Make `attn_implementation=name` this function, and a ValueError for models that would not call it."""
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, _mask)  # without one, padding would be dropped silently
+    _registered.add(name)
+    _guard_models()
 
 
 def exact_forward(
@@ -139,6 +145,9 @@ def exact_forward(
 ) -> tuple[Tensor, None]:
     """transformers' own exact attention: masks, caches, windows and dropout, but no softcap and no sinks."""
     _refuse_other_softmax(module, others)
+    if _stands_for_causal(attention_mask):
+        attention_mask, others["is_causal"] = None, True
+    refuse_packed_documents(query, attention_mask, others)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
 
 
@@ -190,12 +199,17 @@ def _forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse_other_softmax(module, others)
-    if is_causal is None:
+    if _stands_for_causal(attention_mask):
+        attention_mask, is_causal = None, True
+    elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    refuse_packed_documents(query, attention_mask, others)
     reason = _why_exact(module, query, key, attention_mask, dropout, is_causal, block_size, others)
     if reason is not None:
         _say_once(asked_for, reason)
-        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
+        )
     length = query.shape[2]  # a static cache has room for more keys, which no query sees yet
     out = attention(
         query, key[:, :, :length], value[:, :, :length], is_causal=is_causal, scale=scaling, enable_gqa=True
@@ -263,19 +277,26 @@ def _mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """transformers' mask for SDPA: None where the call is plainly causal or full, else (batch, 1, queries, keys).
+    """transformers' mask for SDPA, (batch, 1, queries, keys), or none where the call is plainly causal or full.
+
+    None says that nothing is masked. A causal mask that would be None for SDPA has no keys instead: only the attention
+    functions of this file know what it stands for, and a layer that reads it itself fails rather than masks nothing.
 
     Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
     there is none if no padding mask was given, and the compiled graph checks that nothing was packed.
     """
-    if torch.compiler.is_compiling() and attention_mask is None and local_size is None and not use_vmap:
+    compiling = torch.compiler.is_compiling()
+    if not compiling:  # a model that is compiled was built, and refused then
+        _refuse_config(others.get("config"))
+    causal = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
+    if compiling and attention_mask is None and local_size is None and not use_vmap:
         if allow_is_bidirectional_skip:
             return None
         if q_length == kv_length and (allow_is_causal_skip or mask_function is not causal_mask_function):
             if not allow_is_causal_skip:
                 _assert_one_sequence(mask_function, batch_size, q_length, device)
-            return None
-    return sdpa_mask(
+            return causal
+    mask = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -288,6 +309,13 @@ def _mask(
         device=device,
         **others,
     )
+    # One query sees every key, whoever reads the mask.
+    return causal if mask is None and allow_is_causal_skip and q_length > 1 else mask
+
+
+def _stands_for_causal(attention_mask: Tensor | None) -> bool:
+    """Whether it is what `_mask` gives for a plainly causal call."""
+    return attention_mask is not None and attention_mask.shape[-1] == 0
 
 
 def _assert_one_sequence(
@@ -303,6 +331,74 @@ def _assert_one_sequence(
         sees_first.all() & ~sees_next.any(),
         "packed position_ids in a compiled model: compile its layers instead, or pass a 4D attention_mask",
     )
+
+
+_registered: set[str] = set()
+"""The names behind which there is a function of this library."""
+
+
+@functools.cache
+def _guard_models() -> None:
+    """Make a model that does not use the attention interface refuse our names, when it is built and when it is set.
+
+    transformers has no place to declare this. It logs a warning at most: such a model then masks nothing, attends as
+    before, or looks for the name in a table of its own.
+    """
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+    set_implementation = PreTrainedModel.set_attn_implementation
+
+    @functools.wraps(check)
+    def guarded_check(model: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation in _registered:
+            _refuse_without_interface(type(model))
+        return check(model, attn_implementation, *args, **kwargs)
+
+    @functools.wraps(set_implementation)
+    def guarded_set(
+        model: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        configs = _configs_to_set(model.config, attn_implementation)
+        for inner in _models(model):
+            if id(inner.config) in configs:
+                _refuse_without_interface(type(inner))
+        set_implementation(model, attn_implementation, *args, **kwargs)
+
+    PreTrainedModel._check_and_adjust_attn_implementation = guarded_check
+    PreTrainedModel.set_attn_implementation = guarded_set
+
+
+def _configs_to_set(config: PreTrainedConfig, attn_implementation: str | dict[str, Any] | None) -> set[int]:
+    """The ids of the configs, of a model and its parts, that `set_attn_implementation` would give one of our names."""
+    parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
+    if not isinstance(attn_implementation, dict):
+        attn_implementation = dict.fromkeys(["", *parts], attn_implementation)
+    found = {id(config)} if attn_implementation.get("") in _registered else set()
+    return found.union(*(_configs_to_set(getattr(config, part), attn_implementation.get(part)) for part in parts))
+
+
+def _refuse_config(config: PreTrainedConfig | None) -> None:
+    """What asks for a mask is known by its config alone, and that may have been changed after the model was built."""
+    model = MODEL_MAPPING.get(type(config), None)
+    for model_class in model if isinstance(model, tuple) else (model,):
+        if model_class is not None:
+            _refuse_without_interface(model_class)
+
+
+def _refuse_without_interface(model_class: type[PreTrainedModel]) -> None:
+    if not _uses_interface(model_class):
+        raise ValueError(
+            f"{model_class.__name__} does not use the attention interface of transformers, and would ignore the "
+            "attention asked for: set attn_implementation='eager', or use a model that does"
+        )
+
+
+def _uses_interface(model_class: type[PreTrainedModel]) -> bool:
+    """Whether its layers call the attention function of the name in their config."""
+    if not model_class._can_set_attn_implementation():
+        return False
+    module = sys.modules[model_class.__module__]
+    own_tables = [value for value in vars(module).values() if isinstance(value, dict) and "eager" in value]
+    return not own_tables
 
 
 def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
