@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers.masking_utils import create_causal_mask
 
 from muse_attention import MuSeConfig, get_attention, huggingface
 from muse_attention.capture import capture
@@ -404,6 +405,18 @@ def test_a_model_without_the_attention_interface_is_refused() -> None:
         use_attention(_OwnModel(PreTrainedConfig()), "muse"),
     ):
         pass
+
+
+def test_a_causal_mask_left_out_cannot_be_read_as_no_mask() -> None:
+    """By a layer that adds the mask to its logits itself, say. None would mean to it that nothing is masked."""
+    config = transformers.LlamaConfig(**SIZES, attn_implementation="muse")
+    mask = create_causal_mask(config, torch.zeros(1, 100, 64), attention_mask=None, past_key_values=None)
+    assert mask is not None
+    assert mask.numel() == 0  # and costs nothing
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        torch.zeros(1, 4, 100, 100) + mask
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        torch.zeros(1, 4, 100, 100).masked_fill(~mask, -1e9)
 
 
 def test_without_transformers_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import causal_mask_function, sdpa_mask
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 except ImportError as error:
     raise ImportError(
         "models of transformers need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
@@ -253,7 +253,8 @@ def _why_exact(
 
 def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bool:
     """Whether the layer has no window. In a short input a window shows in no mask, so the layer itself is asked."""
-    if others.get("sliding_window") is not None or getattr(module, "sliding_window", None) is not None:
+    own = getattr(module, "sliding_window", None)  # the same in all layers of some models, which pass it in some
+    if others.get("sliding_window", own) is not None:
         return False
     kind = getattr(module, "layer_type", None)
     if isinstance(kind, str):  # a compiled layer that asks for its index serves no other layer
@@ -377,11 +378,12 @@ def _configs_to_set(config: PreTrainedConfig, attn_implementation: str | dict[st
 
 
 def _refuse_config(config: PreTrainedConfig | None) -> None:
-    """What asks for a mask is known by its config alone, and that may have been changed after the model was built."""
-    model = MODEL_MAPPING.get(type(config), None)
-    for model_class in model if isinstance(model, tuple) else (model,):
-        if model_class is not None:
-            _refuse_without_interface(model_class)
+    """Refuse the model of a config: it asks for a mask, and its config may have been changed after it was built."""
+    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        found = mapping.get(type(config), None)
+        for model_class in found if isinstance(found, tuple) else (found,):
+            if model_class is not None:
+                _refuse_without_interface(model_class)
 
 
 def _refuse_without_interface(model_class: type[PreTrainedModel]) -> None:
