@@ -16,7 +16,7 @@ ARCHITECTURES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _SIZES = {
     97: "vocab_size src_vocab_size vocab_size_per_layer_input",
     64: "hidden_size d_model n_embd embedding_size emb_dim input_embedding_size output_embedding_size "
-    "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff ffn_hidden_size d_inner dense_intermediate_size",
+    "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff ffn_hidden_size d_inner",
     256: "max_position_embeddings n_positions max_seq_len max_target_positions",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
     "num_encoder_layers num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k "
@@ -41,7 +41,7 @@ SMALL |= {"initializer_range": 0.2, "init_std": 0.2, "attention_dropout": 0.0}
 _ALSO_IF_NONE = {"head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"}
 
 _INDEXED: dict[str, Any] = {
-    "layer_types": ["linear_attention", "indexed_attention"],
+    "layer_types": ["linear_attention", "full_attention"],
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
@@ -50,7 +50,9 @@ _INDEXED: dict[str, Any] = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
