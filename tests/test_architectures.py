@@ -5,6 +5,7 @@ A model that is in none of the lists below must attend with MuSe. One that is in
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,8 @@ EXACT = {
 }
 READS_ITS_MASK = {"doge"} if transformers.__version__.startswith("5.17.") else set()
 """Later it asks for a mask that it can read."""
+POSITIONS_UNSEEN = {"granitemoehybrid"}
+"""It passes position_ids neither to its attention function nor to the maker of its mask, so packing is not seen."""
 REFUSED = {name: what for what, names in OTHER_SOFTMAX.items() for name in names.split()}
 REFUSED |= dict.fromkeys(WITHOUT_INTERFACE, "does not use the attention interface")
 NOT_MUSE = {name for names in EXACT.values() for name in names.split()}
@@ -110,6 +113,25 @@ def test_a_model_is_causal_and_agrees_with_eager_attention(name: str, monkeypatc
     expected_gradients = gradients(model, expected)
     assert expected_gradients.norm() > 0
     assert (found_gradients - expected_gradients).norm() < 1e-3 * expected_gradients.norm()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in SERVED if name not in POSITIONS_UNSEEN and name not in READS_ITS_MASK]
+)
+def test_packed_documents_are_refused_or_kept_apart(name: str) -> None:
+    model, (ids, others) = small_model(name, "muse"), inputs()
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return
+    positions = torch.cat([torch.arange(CHANGED_FROM), torch.arange(LENGTH - CHANGED_FROM)])[None]
+    try:
+        with torch.no_grad():
+            found = model(input_ids=ids, position_ids=positions, use_cache=True).logits
+            others = torch.cat([others.flip(1)[:, :CHANGED_FROM], ids[:, CHANGED_FROM:]], 1)
+            after_change = model(input_ids=others, position_ids=positions, use_cache=True).logits
+    except ValueError as error:
+        assert "packed documents would see each other" in str(error)  # noqa: PT017 - one of two right outcomes
+        return
+    assert (after_change - found)[:, CHANGED_FROM:].abs().max() < ROUNDING * found.std()
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in REFUSED])

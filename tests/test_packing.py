@@ -146,14 +146,13 @@ def test_one_document_in_each_row_by_length_is_served() -> None:
 
 def test_positions_in_three_components() -> None:
     """Those of a multimodal RoPE: all tokens of an image are at one time, in rows and columns that begin anew."""
-    query = torch.randn(2, 4, 8, 16)
     time = torch.tensor([0, 0, 0, 0, 2, 3, 4, 5])
     row = torch.tensor([0, 0, 1, 1, 2, 3, 4, 5])
     column = torch.tensor([0, 1, 0, 1, 2, 3, 4, 5])
     image = torch.stack([time, row, column])[:, None].expand(3, 2, 8)
-    refuse_packed_documents(query, None, {"position_ids": image})
+    refuse_packed_documents(2, 8, None, {"position_ids": image})
     with pytest.raises(ValueError, match="packed documents"):
-        refuse_packed_documents(query, None, {"position_ids": torch.cat([image[..., 4:], image[..., 4:]], -1)})
+        refuse_packed_documents(2, 8, None, {"position_ids": torch.cat([image[..., 4:], image[..., 4:]], -1)})
 
 
 def test_a_changed_tensor_is_read_again() -> None:

@@ -10,12 +10,16 @@ the one that attends. Without it, and without `register(config)`, it is `MuSeCon
 
 MuSe attends where a whole sequence attends to itself: training, and prefill. Everything else is attended to exactly, by
 transformers' own function, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV cache,
-inputs of one block, padded or packed batches, layers with a sliding window, attention dropout. Attention that is not a
-softmax over the keys alone (a softcap, sinks) is an error.
+inputs of one block, padded batches, packed documents that a mask separates, layers with a sliding window, attention
+dropout.
+
+A ValueError refuses what neither can do: models that do not use the attention interface (Bloom, GPT-J), attention that
+is not a softmax over all keys (a softcap, sinks, selected keys), and packed documents that would see each other, as
+they would in transformers with a KV cache or an `attention_mask` of ones. With `use_cache=False` and without
+`attention_mask`, transformers separates them.
 
 Under `torch.compile` of a whole model a padding mask cannot be looked at: leave it out where nothing is padded. Packed
-`position_ids` are an error there: compile the layers instead. Everywhere, transformers heeds packing only with
-`use_cache=False`.
+`position_ids` are an error there: compile the layers instead.
 """
 
 from __future__ import annotations
@@ -36,7 +40,13 @@ from muse_attention.config import MuSeConfig
 from muse_attention.packing import refuse_packed_documents
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        PreTrainedConfig,
+        PreTrainedModel,
+        masking_utils,
+    )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -131,6 +141,7 @@ def register_function(name: str, function: AttentionFunction) -> None:
     AttentionMaskInterface.register(name, _mask)  # without one, padding would be dropped silently
     _registered.add(name)
     _guard_models()
+    _guard_masks()
 
 
 def exact_forward(
@@ -147,7 +158,7 @@ def exact_forward(
     _refuse_other_softmax(module, others)
     if _stands_for_causal(attention_mask):
         attention_mask, others["is_causal"] = None, True
-    refuse_packed_documents(query, attention_mask, others)
+    refuse_packed_documents(query.shape[0], query.shape[2], attention_mask, others)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
 
 
@@ -203,7 +214,7 @@ def _forward(
         attention_mask, is_causal = None, True
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    refuse_packed_documents(query, attention_mask, others)
+    refuse_packed_documents(query.shape[0], query.shape[2], attention_mask, others)
     reason = _why_exact(module, query, key, attention_mask, dropout, is_causal, block_size, others)
     if reason is not None:
         _say_once(asked_for, reason)
@@ -345,14 +356,14 @@ def _guard_models() -> None:
     transformers has no place to declare this. It logs a warning at most: such a model then masks nothing, attends as
     before, or looks for the name in a table of its own.
     """
-    check = PreTrainedModel._check_and_adjust_attn_implementation
+    check = PreTrainedModel.get_correct_attn_implementation
     set_implementation = PreTrainedModel.set_attn_implementation
 
     @functools.wraps(check)
-    def guarded_check(model: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation in _registered:
+    def guarded_check(model: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention in _registered:
             _refuse_without_interface(type(model))
-        return check(model, attn_implementation, *args, **kwargs)
+        return check(model, requested_attention, *args, **kwargs)
 
     @functools.wraps(set_implementation)
     def guarded_set(
@@ -364,8 +375,34 @@ def _guard_models() -> None:
                 _refuse_without_interface(type(inner))
         set_implementation(model, attn_implementation, *args, **kwargs)
 
-    PreTrainedModel._check_and_adjust_attn_implementation = guarded_check
+    PreTrainedModel.get_correct_attn_implementation = guarded_check
     PreTrainedModel.set_attn_implementation = guarded_set
+
+
+@functools.cache
+def _guard_masks() -> None:
+    """Refuse packed documents also in models that pass their `position_ids` to the makers of masks alone."""
+    prepare = masking_utils._preprocess_mask_arguments
+
+    @functools.wraps(prepare)
+    def guarded_prepare(
+        config: PreTrainedConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        is_cached = attention_mask is None and past_key_values is not None
+        if config._attn_implementation in _registered and (is_padding or is_cached):
+            batch, queries = inputs_embeds.shape[:2]
+            padding = attention_mask[:, None, None].bool() if is_padding else None
+            refuse_packed_documents(batch, queries, padding, {"position_ids": position_ids})
+        return prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
+
+    masking_utils._preprocess_mask_arguments = guarded_prepare
 
 
 def _configs_to_set(config: PreTrainedConfig, attn_implementation: str | dict[str, Any] | None) -> set[int]:

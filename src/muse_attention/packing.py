@@ -19,18 +19,18 @@ _REFUSAL = (
 )
 
 
-def refuse_packed_documents(query: Tensor, attention_mask: Tensor | None, arguments: dict[str, Any]) -> None:
+def refuse_packed_documents(batch: int, queries: int, attention_mask: Tensor | None, arguments: dict[str, Any]) -> None:
     """Raise a ValueError where a token sees the document before its own.
 
     Args:
-        query: (batch, heads, queries, head_dim)
+        batch: rows of the input
+        queries: tokens in a row
         attention_mask: what a query sees, (batch, heads or 1, queries or 1, keys), boolean or added to the logits; None
             if it sees all of the row, or of its past
         arguments: the keyword arguments of the attention function. `position_ids`, (batch or 1, queries) or
             (components, batch, queries), and `cu_seq_lens_q`, the ends of all documents in all rows one after another,
             tell where a document starts
     """
-    batch, _, queries, _ = query.shape
     if queries == 1:
         return
     for name in ("position_ids", "cu_seq_lens_q"):

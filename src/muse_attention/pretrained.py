@@ -33,7 +33,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model `smollm2`, or that of a local folder, in evaluation mode, and its tokenizer.
 
-    Nothing is downloaded, and no Python code in a folder is run. What is missing or broken is a ValueError of one line that says what to do.
+    Nothing is downloaded, and no Python code in a folder is run. What is missing or broken is a ValueError of one line
+    that says what to do.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
