@@ -47,10 +47,11 @@ EXACT = {
     "a sliding window in every layer": "ministral mistral recurrent_gemma",
     "a mask or a bias of its own": "doge gemma4_unified inkling_text qwen4_exp qwen4_exp_text",
 }
-READS_ITS_MASK = {"doge"} if transformers.__version__.startswith("5.17.") else set()
+_IS_5_17 = transformers.__version__.startswith("5.17.")
+READS_ITS_MASK = {"doge"} if _IS_5_17 else set()
 """Later it asks for a mask that it can read."""
-POSITIONS_UNSEEN = {"granitemoehybrid"}
-"""It passes position_ids neither to its attention function nor to the maker of its mask, so packing is not seen."""
+POSITIONS_UNSEEN = {"granitemoehybrid", "moshi"} if _IS_5_17 else {"granitemoehybrid"}
+"""They pass position_ids neither to an attention function nor to the maker of a mask, so packing is not seen."""
 REFUSED = {name: what for what, names in OTHER_SOFTMAX.items() for name in names.split()}
 REFUSED |= dict.fromkeys(WITHOUT_INTERFACE, "does not use the attention interface")
 NOT_MUSE = {name for names in EXACT.values() for name in names.split()}

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -156,7 +157,7 @@ def exact_forward(
 ) -> tuple[Tensor, None]:
     """transformers' own exact attention: masks, caches, windows and dropout, but no softcap and no sinks."""
     _refuse_other_softmax(module, others)
-    if _stands_for_causal(attention_mask):
+    if stands_for_causal(attention_mask):
         attention_mask, others["is_causal"] = None, True
     refuse_packed_documents(query.shape[0], query.shape[2], attention_mask, others)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
@@ -210,7 +211,7 @@ def _forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse_other_softmax(module, others)
-    if _stands_for_causal(attention_mask):
+    if stands_for_causal(attention_mask):
         attention_mask, is_causal = None, True
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -275,6 +276,11 @@ def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bo
     return index is None or index >= len(types) or types[index] not in _WINDOWED
 
 
+def stands_for_causal(attention_mask: Tensor | None) -> bool:
+    """Whether it is what a registered attention gets in place of a plain causal mask: it has no keys."""
+    return attention_mask is not None and attention_mask.shape[-1] == 0
+
+
 def _mask(
     *,
     batch_size: int,
@@ -325,11 +331,6 @@ def _mask(
     return causal if mask is None and allow_is_causal_skip and q_length > 1 else mask
 
 
-def _stands_for_causal(attention_mask: Tensor | None) -> bool:
-    """Whether it is what `_mask` gives for a plainly causal call."""
-    return attention_mask is not None and attention_mask.shape[-1] == 0
-
-
 def _assert_one_sequence(
     mask_function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device | str
 ) -> None:
@@ -374,6 +375,12 @@ def _guard_models() -> None:
             if id(inner.config) in configs:
                 _refuse_without_interface(type(inner))
         set_implementation(model, attn_implementation, *args, **kwargs)
+        for inner in _models(model):
+            if id(inner.config) in configs and inner.config._attn_implementation not in _registered:
+                raise ValueError(
+                    f"transformers cannot read the source of {type(inner).__name__}, and does not set its attention: "
+                    "pass attn_implementation when you make the model"
+                )
 
     PreTrainedModel.get_correct_attn_implementation = guarded_check
     PreTrainedModel.set_attn_implementation = guarded_set
@@ -432,10 +439,14 @@ def _refuse_without_interface(model_class: type[PreTrainedModel]) -> None:
 
 
 def _uses_interface(model_class: type[PreTrainedModel]) -> bool:
-    """Whether its layers call the attention function of the name in their config."""
-    if not model_class._can_set_attn_implementation():
-        return False
+    """Whether its layers call the attention function that their config names. Without source, as in a notebook: yes."""
     module = sys.modules[model_class.__module__]
+    if not model_class._can_set_attn_implementation():
+        try:
+            inspect.getsource(module)
+        except (OSError, TypeError):
+            return True
+        return False
     own_tables = [value for value in vars(module).values() if isinstance(value, dict) and "eager" in value]
     return not own_tables
 
