@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -175,9 +176,30 @@ def test_an_attention_that_transformers_refuses_is_an_error(monkeypatch: pytest.
     """It says so in its log alone, and goes on with the one before."""
     model = tiny()
     monkeypatch.setattr(DecoderForCausalLM, "_can_set_attn_implementation", lambda *_: False)
-    with pytest.raises(ValueError, match=f"leaves DecoderForCausalLM at 'muse_attention.exact' .* '{COARSE}'"):
+    with pytest.raises(ValueError, match="DecoderForCausalLM does not use the attention interface"):
         model.set_attention(COARSE)
     assert model.config.attention == "exact"
+
+
+class _LargestMask(TorchDispatchMode):
+    """The elements of the largest boolean tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.bool:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("attention", ["exact", COARSE])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_whole_sequences_need_no_mask(attention: str, use_cache: bool) -> None:
+    model, ids = tiny(attention=attention), token_ids(400)
+    with torch.no_grad(), _LargestMask() as largest:
+        model(ids, use_cache=use_cache)
+    assert largest.elements < 400 * 400
 
 
 def test_registered_attention() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers.masking_utils import create_causal_mask
 
 from muse_attention import MuSeConfig, get_attention, huggingface
 from muse_attention.capture import capture
@@ -404,6 +406,37 @@ def test_a_model_without_the_attention_interface_is_refused() -> None:
         use_attention(_OwnModel(PreTrainedConfig()), "muse"),
     ):
         pass
+
+
+def test_a_model_without_source_is_given_its_attention_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is defined in a notebook: transformers sets no attention whose use it cannot read."""
+    monkeypatch.setitem(sys.modules, "notebook", types.ModuleType("notebook"))
+    own = {"__module__": "notebook", "_can_set_attn_implementation_cached_value": None}  # not what is known of Llama
+    model_class = type("NotebookModel", (LlamaForCausalLM,), own)
+    ids = token_ids(300)
+    config = transformers.LlamaConfig(**SIZES, attn_implementation="muse")
+    made = model_class(config).double().eval()
+    expected = LlamaForCausalLM(config).double().eval()
+    made.load_state_dict(expected.state_dict())
+    torch.testing.assert_close(made(ids).logits, expected(ids).logits)
+    model = model_class(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match=r"source of NotebookModel, .* pass attn_implementation when"):
+        model.set_attn_implementation("muse")
+    with pytest.raises(ValueError, match="cannot read the source of NotebookModel"), use_attention(model, "exact"):
+        pass
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_causal_mask_left_out_cannot_be_read_as_no_mask() -> None:
+    """By a layer that adds the mask to its logits itself, say. None would mean to it that nothing is masked."""
+    config = transformers.LlamaConfig(**SIZES, attn_implementation="muse")
+    mask = create_causal_mask(config, torch.zeros(1, 100, 64), attention_mask=None, past_key_values=None)
+    assert mask is not None
+    assert mask.numel() == 0  # and costs nothing
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        torch.zeros(1, 4, 100, 100) + mask
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        torch.zeros(1, 4, 100, 100).masked_fill(~mask, -1e9)
 
 
 def test_without_transformers_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

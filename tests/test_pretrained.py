@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -119,6 +120,25 @@ def test_a_broken_folder_is_refused(folder: Path, broken: str, by: str) -> None:
         if broken in ("all", file.name):
             file.write_text("nonsense") if by == "nonsense" else file.unlink()
     assert_refused("cannot load a language model from ", folder)
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_code_in_a_folder_is_never_run(folder: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is there a question whether to run it, to which somebody might say yes."""
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+    ran = folder / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    if part == "model":
+        file, settings = folder / "config.json", {"model_type": "own", "architectures": ["OwnModel"]}
+        settings["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    else:
+        file, settings = folder / "tokenizer_config.json", {"tokenizer_class": "OwnTokenizer"}
+        settings["auto_map"] = {"AutoTokenizer": ["own.OwnTokenizer", None]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    assert_refused("brings Python code of its own, which is not run; use a model that is part of transformers", folder)
+    assert not questions
+    assert not ran.exists()
 
 
 def test_missing_weights_are_not_replaced_by_random_ones(folder: Path) -> None:

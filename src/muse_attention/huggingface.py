@@ -10,18 +10,24 @@ the one that attends. Without it, and without `register(config)`, it is `MuSeCon
 
 MuSe attends where a whole sequence attends to itself: training, and prefill. Everything else is attended to exactly, by
 transformers' own function, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV cache,
-inputs of one block, padded or packed batches, layers with a sliding window, attention dropout. Attention that is not a
-softmax over the keys alone (a softcap, sinks) is an error.
+inputs of one block, padded batches, packed documents that a mask separates, layers with a sliding window, attention
+dropout.
+
+A ValueError refuses what neither can do: models that do not use the attention interface (Bloom, GPT-J), attention that
+is not a softmax over all keys (a softcap, sinks, selected keys), and packed documents that would see each other, as
+they would in transformers with a KV cache or an `attention_mask` of ones. With `use_cache=False` and without
+`attention_mask`, transformers separates them.
 
 Under `torch.compile` of a whole model a padding mask cannot be looked at: leave it out where nothing is padded. Packed
-`position_ids` are an error there: compile the layers instead. Everywhere, transformers heeds packing only with
-`use_cache=False`.
+`position_ids` are an error there: compile the layers instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,11 +38,19 @@ from torch import Tensor
 from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
+from muse_attention.packing import refuse_packed_documents
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        PreTrainedConfig,
+        PreTrainedModel,
+        masking_utils,
+    )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 except ImportError as error:
     raise ImportError(
         "models of transformers need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
@@ -53,7 +67,12 @@ BY_NAME = "muse_attention."
 
 _SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
 """Where one of these is part of a name, transformers takes paths of its own."""
-_OTHER_SOFTMAX = {"softcap": "caps its logits", "s_aux": "has attention sinks"}
+_OTHER_SOFTMAX = {
+    "softcap": "caps its logits",
+    "s_aux": "has attention sinks",
+    "indices": "selects the keys of each query",
+    "block_indices": "selects the keys of each query",
+}
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _EXACT_ONLY = ("position_bias", "cache")
 """Arguments that change the attention, and that transformers' exact attention understands."""
@@ -111,10 +130,6 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     try:
         for inner in _models(model):  # one with a config of its own is not always reached through the whole
             inner.set_attn_implementation(name)
-        if model.config._attn_implementation != name:
-            raise ValueError(
-                f"{type(model).__name__} does not use the attention interface of transformers; use a model that does"
-            )
         yield
     finally:
         for config, earlier in zip(configs, before, strict=True):
@@ -122,9 +137,12 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def register_function(name: str, function: AttentionFunction) -> None:
-    """Make `attn_implementation=name` this function. Without a mask function, padding would be dropped silently."""
+    """Make `attn_implementation=name` this function, and a ValueError for models that would not call it."""
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, _mask)  # without one, padding would be dropped silently
+    _registered.add(name)
+    _guard_models()
+    _guard_masks()
 
 
 def exact_forward(
@@ -139,6 +157,9 @@ def exact_forward(
 ) -> tuple[Tensor, None]:
     """transformers' own exact attention: masks, caches, windows and dropout, but no softcap and no sinks."""
     _refuse_other_softmax(module, others)
+    if stands_for_causal(attention_mask):
+        attention_mask, others["is_causal"] = None, True
+    refuse_packed_documents(query.shape[0], query.shape[2], attention_mask, others)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
 
 
@@ -190,12 +211,17 @@ def _forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse_other_softmax(module, others)
-    if is_causal is None:
+    if stands_for_causal(attention_mask):
+        attention_mask, is_causal = None, True
+    elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    refuse_packed_documents(query.shape[0], query.shape[2], attention_mask, others)
     reason = _why_exact(module, query, key, attention_mask, dropout, is_causal, block_size, others)
     if reason is not None:
         _say_once(asked_for, reason)
-        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
+        )
     length = query.shape[2]  # a static cache has room for more keys, which no query sees yet
     out = attention(
         query, key[:, :, :length], value[:, :, :length], is_causal=is_causal, scale=scaling, enable_gqa=True
@@ -239,7 +265,8 @@ def _why_exact(
 
 def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bool:
     """Whether the layer has no window. In a short input a window shows in no mask, so the layer itself is asked."""
-    if others.get("sliding_window") is not None or getattr(module, "sliding_window", None) is not None:
+    own = getattr(module, "sliding_window", None)  # the same in all layers of some models, which pass it in some
+    if others.get("sliding_window", own) is not None:
         return False
     kind = getattr(module, "layer_type", None)
     if isinstance(kind, str):  # a compiled layer that asks for its index serves no other layer
@@ -247,6 +274,11 @@ def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bo
     types = getattr(getattr(module, "config", None), "layer_types", None) or []
     index = getattr(module, "layer_idx", None)
     return index is None or index >= len(types) or types[index] not in _WINDOWED
+
+
+def stands_for_causal(attention_mask: Tensor | None) -> bool:
+    """Whether it is what a registered attention gets in place of a plain causal mask: it has no keys."""
+    return attention_mask is not None and attention_mask.shape[-1] == 0
 
 
 def _mask(
@@ -263,19 +295,26 @@ def _mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """transformers' mask for SDPA: None where the call is plainly causal or full, else (batch, 1, queries, keys).
+    """transformers' mask for SDPA, (batch, 1, queries, keys), or none where the call is plainly causal or full.
+
+    None says that nothing is masked. A causal mask that would be None for SDPA has no keys instead: only the attention
+    functions of this file know what it stands for, and a layer that reads it itself fails rather than masks nothing.
 
     Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
     there is none if no padding mask was given, and the compiled graph checks that nothing was packed.
     """
-    if torch.compiler.is_compiling() and attention_mask is None and local_size is None and not use_vmap:
+    compiling = torch.compiler.is_compiling()
+    if not compiling:  # a model that is compiled was built, and refused then
+        _refuse_config(others.get("config"))
+    causal = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
+    if compiling and attention_mask is None and local_size is None and not use_vmap:
         if allow_is_bidirectional_skip:
             return None
         if q_length == kv_length and (allow_is_causal_skip or mask_function is not causal_mask_function):
             if not allow_is_causal_skip:
                 _assert_one_sequence(mask_function, batch_size, q_length, device)
-            return None
-    return sdpa_mask(
+            return causal
+    mask = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -288,6 +327,8 @@ def _mask(
         device=device,
         **others,
     )
+    # One query sees every key, whoever reads the mask.
+    return causal if mask is None and allow_is_causal_skip and q_length > 1 else mask
 
 
 def _assert_one_sequence(
@@ -303,6 +344,111 @@ def _assert_one_sequence(
         sees_first.all() & ~sees_next.any(),
         "packed position_ids in a compiled model: compile its layers instead, or pass a 4D attention_mask",
     )
+
+
+_registered: set[str] = set()
+"""The names behind which there is a function of this library."""
+
+
+@functools.cache
+def _guard_models() -> None:
+    """Make a model that does not use the attention interface refuse our names, when it is built and when it is set.
+
+    transformers has no place to declare this. It logs a warning at most: such a model then masks nothing, attends as
+    before, or looks for the name in a table of its own.
+    """
+    check = PreTrainedModel.get_correct_attn_implementation
+    set_implementation = PreTrainedModel.set_attn_implementation
+
+    @functools.wraps(check)
+    def guarded_check(model: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention in _registered:
+            _refuse_without_interface(type(model))
+        return check(model, requested_attention, *args, **kwargs)
+
+    @functools.wraps(set_implementation)
+    def guarded_set(
+        model: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        configs = _configs_to_set(model.config, attn_implementation)
+        for inner in _models(model):
+            if id(inner.config) in configs:
+                _refuse_without_interface(type(inner))
+        set_implementation(model, attn_implementation, *args, **kwargs)
+        for inner in _models(model):
+            if id(inner.config) in configs and inner.config._attn_implementation not in _registered:
+                raise ValueError(
+                    f"transformers cannot read the source of {type(inner).__name__}, and does not set its attention: "
+                    "pass attn_implementation when you make the model"
+                )
+
+    PreTrainedModel.get_correct_attn_implementation = guarded_check
+    PreTrainedModel.set_attn_implementation = guarded_set
+
+
+@functools.cache
+def _guard_masks() -> None:
+    """Refuse packed documents also in models that pass their `position_ids` to the makers of masks alone."""
+    prepare = masking_utils._preprocess_mask_arguments
+
+    @functools.wraps(prepare)
+    def guarded_prepare(
+        config: PreTrainedConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        is_cached = attention_mask is None and past_key_values is not None
+        if config._attn_implementation in _registered and (is_padding or is_cached):
+            batch, queries = inputs_embeds.shape[:2]
+            padding = attention_mask[:, None, None].bool() if is_padding else None
+            refuse_packed_documents(batch, queries, padding, {"position_ids": position_ids})
+        return prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
+
+    masking_utils._preprocess_mask_arguments = guarded_prepare
+
+
+def _configs_to_set(config: PreTrainedConfig, attn_implementation: str | dict[str, Any] | None) -> set[int]:
+    """The ids of the configs, of a model and its parts, that `set_attn_implementation` would give one of our names."""
+    parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
+    if not isinstance(attn_implementation, dict):
+        attn_implementation = dict.fromkeys(["", *parts], attn_implementation)
+    found = {id(config)} if attn_implementation.get("") in _registered else set()
+    return found.union(*(_configs_to_set(getattr(config, part), attn_implementation.get(part)) for part in parts))
+
+
+def _refuse_config(config: PreTrainedConfig | None) -> None:
+    """Refuse the model of a config: it asks for a mask, and its config may have been changed after it was built."""
+    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        found = mapping.get(type(config), None)
+        for model_class in found if isinstance(found, tuple) else (found,):
+            if model_class is not None:
+                _refuse_without_interface(model_class)
+
+
+def _refuse_without_interface(model_class: type[PreTrainedModel]) -> None:
+    if not _uses_interface(model_class):
+        raise ValueError(
+            f"{model_class.__name__} does not use the attention interface of transformers, and would ignore the "
+            "attention asked for: set attn_implementation='eager', or use a model that does"
+        )
+
+
+def _uses_interface(model_class: type[PreTrainedModel]) -> bool:
+    """Whether its layers call the attention function that their config names. Without source, as in a notebook: yes."""
+    module = sys.modules[model_class.__module__]
+    if not model_class._can_set_attn_implementation():
+        try:
+            inspect.getsource(module)
+        except (OSError, TypeError):
+            return True
+        return False
+    own_tables = [value for value in vars(module).values() if isinstance(value, dict) and "eager" in value]
+    return not own_tables
 
 
 def _models(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -33,7 +33,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model `smollm2`, or that of a local folder, in evaluation mode, and its tokenizer.
 
-    Nothing is downloaded. What is missing or broken is a ValueError of one line that says what to do.
+    Nothing is downloaded, and no Python code in a folder is run. What is missing or broken is a ValueError of one line
+    that says what to do.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,12 +55,16 @@ def load_model(
         folder = _smollm2_folder()
     register_auto_classes()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:  # a folder can be broken in as many ways as its files have readers
         line = " ".join(str(error).split())
+        if "trust_remote_code" in line:  # transformers advises to run it
+            raise ValueError(
+                f"{folder} brings Python code of its own, which is not run; use a model that is part of transformers"
+            ) from None
         raise ValueError(f"cannot load a language model from {folder}: {line}") from error
     if missing := sorted(report["missing_keys"]):  # transformers would take random numbers for them
         raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} among them; copy it again")
@@ -117,8 +122,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        quantised = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     except ImportError:
         raise ValueError(f"reading {gguf.name} needs the packages gguf and accelerate: {_INSTALL}") from None
     config = type(quantised.config)(

@@ -126,7 +126,7 @@ def read_corpus(folder: Path, *, hashes: bool = True) -> Corpus:
         if manifest.format != _FORMAT or manifest.dtype not in DTYPES or any(Path(name).name != name for name in names):
             raise ValueError
         sizes_agree = all(sum(shard.tokens for shard in stream.shards) == stream.tokens for stream in manifest.streams)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is no manifest of this version of muse prepare; run it again") from None
     if not sizes_agree:
         raise ValueError(f"{path} contradicts itself: shards do not add up to their stream; run muse prepare again")

@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from muse_attention.huggingface import BY_NAME, register_attention
+from muse_attention.huggingface import BY_NAME, register_attention, stands_for_causal
 from muse_attention.precision import compute_dtype
 from muse_attention.pretraining.chunked_loss import IGNORED, chunked_cross_entropy
 from muse_attention.pretraining.configuration import GLOBAL, SLIDING, DecoderConfig
@@ -138,13 +138,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
 
         `save_pretrained` keeps it.
         """
-        name = register_attention(attention)
-        self.set_attn_implementation(name)
-        if self.config._attn_implementation != name:  # transformers refuses by a line of its log
-            raise ValueError(
-                f"transformers leaves {type(self).__name__} at {self.config._attn_implementation!r} and does not set "
-                f"{attention!r}; make a model with that attention instead"
-            )
+        self.set_attn_implementation(register_attention(attention))
         self.config.attention = attention
 
     @torch.no_grad()
@@ -165,7 +159,7 @@ class Decoder(DecoderPreTrainedModel):
         self.norm = _layer_norm(config)
         self.gradient_checkpointing = False
         self._exact_config = copy.copy(config)
-        """Whatever the global layers attend by, it makes boolean masks, and none where none is needed."""
+        """Whatever the global layers attend by, it makes boolean masks, and tells where a plain causal one would do."""
         self._exact_config._attn_implementation = register_attention("exact")
         self.post_init()
 
@@ -218,7 +212,7 @@ class Decoder(DecoderPreTrainedModel):
         }
         masks = {GLOBAL: create_causal_mask(config=self.config, **arguments), SLIDING: None}
         from_start = hidden_states.shape[1] > 1 and (past is None or past.get_seq_length() == 0)
-        if not (from_start and create_causal_mask(config=self._exact_config, **arguments) is None):
+        if not (from_start and stands_for_causal(create_causal_mask(config=self._exact_config, **arguments))):
             masks[SLIDING] = create_sliding_window_causal_mask(config=self._exact_config, **arguments)
         return masks
 
@@ -315,6 +309,8 @@ def register_auto_classes() -> None:
 def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, window: int) -> Tensor:
     """Without a mask, one token attends to all keys, and more are a whole sequence."""
     length = query.shape[2]
+    if stands_for_causal(attention_mask):
+        attention_mask = None
     if attention_mask is not None or length == 1:
         return scaled_dot_product_attention(query, key, value, attention_mask)
     key, value = key[:, :, :length], value[:, :, :length]  # a static cache has room for more, which no query sees yet
