@@ -71,9 +71,8 @@ def _sees_previous(attention_mask: Tensor | None, starts: Tensor) -> Tensor:
         return torch.ones_like(starts)
     queries, keys = starts.shape[-1] + 1, attention_mask.shape[-1]
     attention_mask = attention_mask.expand(-1, -1, queries, -1)
-    if (
-        queries != keys
-    ):  # where the queries stand among the keys of a cache is not known: a first token sees itself alone
+    if queries != keys:
+        # Where the queries stand among the keys of a cache is not known: a first token sees itself alone.
         return _visible(attention_mask).any(1).sum(-1)[:, 1:] > 1
     previous = _visible(attention_mask.diagonal(-1, -2, -1))
     itself = _visible(attention_mask.diagonal(0, -2, -1))[..., 1:]
