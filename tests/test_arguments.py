@@ -146,8 +146,9 @@ def _expect(words: list[str], call: Callable[[], object]) -> None:
     ids=["head dim", "clusters", "dipole"],
 )
 def test_what_the_kernels_cannot_hold(query: Tensor, config: str, words: list[str]) -> None:
-    """(The tests on a CPU run the kernels in Triton's interpreter, so these are the obstacles that remain.)"""
+    """(Without a GPU, tests run the kernels in Triton's interpreter, so these are the obstacles that remain.)"""
     pytest.importorskip("triton")
+    query = query.to("cuda" if torch.cuda.is_available() else "cpu")
     _expect(
         ["backend='triton'", "backend='torch'", *words],
         lambda: muse_attention(query, query, query, config=config, backend="triton"),
