@@ -107,7 +107,7 @@ class _WithAlignedGradient(torch.autograd.Function):
 
 def _aligned(tensor: Tensor) -> Tensor:
     """FlashAttention reads eight numbers of a row at once: rows are contiguous, and begin at a multiple of eight."""
-    starts = tensor.stride()[:-1]
+    starts: tuple[int | torch.SymInt, ...] = tensor.stride()[:-1]
     if not torch.compiler.is_compiling():  # the compiler does not know it, and aligns what it makes
         starts = (tensor.storage_offset(), *starts)
     if tensor.stride(-1) == 1 and all(start % _MULTIPLE_FLASH == 0 for start in starts):
