@@ -28,17 +28,18 @@ _SMALLEST = {
     "seed": 0,
 }
 _CAPS = ("cap_factor", "query_cap_factor")
-_SWITCHES = ("tilt", "monopole", "differentiable_aggregation")
+_SWITCHES = ("tilt", "monopole", "differentiable_aggregation", "second_order")
 _SYMBOLS = {
     "Q": ("query_clusters",),
     "K": ("key_clusters",),
     "QK": ("query_clusters", "key_clusters"),
     "R": ("retrieved_clusters",),
     "SP": ("retrieved_blocks",),
+    "T": ("tolerance",),
     "B": ("block_size",),
 }
-_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}k?)")
-_EXAMPLE = 'write it like "Q128K128R8SP1B8k" or "QK32R2B1k,clustering=lloyd"'
+_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}k?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
+_EXAMPLE = 'write it like "Q128K128R8SP1B8k", "QK64R8T0.01B8k" or "QK32R2B1k,clustering=lloyd"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,8 @@ class MuSeConfig:
     """The operating point of MuSe attention.
 
     `str(config)` is the paper's notation, `Q128K128R8SP1B8k`, followed by `,name=value` for every other field that is
-    not at its default; `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024.
+    not at its default; `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024. With
+    a tolerance it is `Q64K64R8T0.01B8k`.
     """
 
     query_clusters: int = 128
@@ -54,11 +56,18 @@ class MuSeConfig:
     key_clusters: int = 128
     """K: clusters of keys, found over the whole sequence."""
     retrieved_clusters: int = 8
-    """R: key clusters each query opens. 0 leaves only the summaries."""
+    """R: key clusters each query opens. 0 leaves only the summaries. With a tolerance it is a budget: the most buckets
+    that the queries of a head retrieve, on average."""
     retrieved_blocks: int = 1
-    """SP: blocks of an opened cluster that are attended to token by token."""
+    """SP: blocks of an opened cluster that are attended to token by token. Without a tolerance."""
     block_size: int = 8192
     """B: length of a spatial block. Attention inside a block is exact."""
+    tolerance: float | None = None
+    """T: a query retrieves every bucket whose summary is expected to be wrong by more than this, as a share of the
+    query's softmax. None: the paper's rule, as many buckets for every query."""
+    second_order: bool | None = None
+    """Add to the mass of a summary what the spread of its keys contributes for a query off its centroid. None: with a
+    tolerance."""
     tilt: bool = True
     """Weigh each summary by `exp(query centroid . key)`. False: plain means, and queries are not clustered."""
     monopole: bool = True
@@ -90,7 +99,7 @@ class MuSeConfig:
             if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
                 raise ValueError(f"MuSeConfig: {name}={size!r} must be an integer of at least {smallest}")
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), bool) and not (name == "second_order" and self.second_order is None):
                 raise ValueError(f"MuSeConfig: {name}={getattr(self, name)!r} must be True or False")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -107,15 +116,41 @@ class MuSeConfig:
                     "below 1 the clusters of a block cannot hold its tokens"
                 )
             object.__setattr__(self, name, float(factor))
+        if self.tolerance is not None:
+            self._check_tolerance(self.tolerance)
+        if self.dipole != "none" and self.uses_second_order:
+            raise ValueError(
+                f"MuSeConfig: dipole={self.dipole!r} corrects summaries of first order: it needs second_order=False "
+                "and no tolerance"
+            )
         if self.dipole != "none" and (self.retrieved_clusters > 0 or not self.monopole):
             raise ValueError(
                 f"MuSeConfig: dipole={self.dipole!r} corrects the summaries and replaces retrieval: "
                 "it needs retrieved_clusters=0 and monopole=True"
             )
 
+    def _check_tolerance(self, tolerance: object) -> None:
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
+            raise ValueError(f"MuSeConfig: tolerance={tolerance!r} must be a number of at least 0, or None")
+        if self.retrieved_blocks != 1 or not self.monopole:
+            raise ValueError(
+                f"MuSeConfig: tolerance={tolerance!r} decides on every block of a cluster, and what it leaves is a "
+                "summary: it needs retrieved_blocks=1 and monopole=True"
+            )
+        object.__setattr__(self, "tolerance", float(tolerance))
+
+    @property
+    def uses_second_order(self) -> bool:
+        return self.tolerance is not None if self.second_order is None else self.second_order
+
     def __str__(self) -> str:
         symbols = {symbol: names[0] for symbol, names in _SYMBOLS.items() if len(names) == 1}
-        notation = "".join(symbol + format_size(getattr(self, name)) for symbol, name in symbols.items())
+        unused = "T" if self.tolerance is None else "SP"
+        notation = "".join(
+            f"T{self.tolerance}" if symbol == "T" else symbol + format_size(getattr(self, name))
+            for symbol, name in symbols.items()
+            if symbol != unused
+        )
         others = [field for field in dataclasses.fields(self) if field.name not in symbols.values()]
         changed = [field.name for field in others if getattr(self, field.name) != field.default]
         return ",".join([notation, *(f"{name}={_format_option(getattr(self, name))}" for name in changed)])
@@ -149,6 +184,11 @@ class MuSeConfig:
             block_size=block_size,
         )
 
+    @classmethod
+    def paper(cls, length: int) -> MuSeConfig:
+        """The paper's method to the letter: its scaling rule, streaming clustering, and its limit on both sides."""
+        return cls.for_length(length).replace(clustering="streaming", cap_factor=4.0, query_cap_factor=4.0)
+
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
         unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
@@ -162,6 +202,11 @@ class MuSeConfig:
     def lloyd_stride(self, length: int, clusters: int) -> int:
         """`clustering="lloyd"` looks at every so many-th vector."""
         return max(1, length // (self.lloyd_sample * clusters))
+
+    @property
+    def mean_bucket(self) -> float:
+        """Keys of a bucket, on average."""
+        return self.block_size / self.key_clusters
 
     @property
     def largest_key_cluster(self) -> int | None:
@@ -205,9 +250,12 @@ def _parse_cached(text: str) -> MuSeConfig:
         term = _TERM.match(notation, position)
         if term is None:
             raise ValueError(f"cannot read {notation[position:]!r} in the MuSe configuration {text!r}: {_EXAMPLE}")
-        symbol, size = term.groups()
-        for name in _SYMBOLS[symbol]:
-            change(name, 0 if size.strip("0") in ("", "k") else parse_size(size))
+        symbol, size, _, tolerance = term.groups()
+        if symbol is None:
+            change("tolerance", float(tolerance))
+        else:
+            for name in _SYMBOLS[symbol]:
+                change(name, 0 if size.strip("0") in ("", "k") else parse_size(size))
         position = term.end()
     for option in options:
         name, equals, setting = (part.strip() for part in option.partition("="))
@@ -225,12 +273,13 @@ def _read_option(name: str, setting: str, text: str) -> Any:
         return setting
     if name in _SWITCHES and setting.lower() in ("true", "false"):
         return setting.lower() == "true"
-    if name in _CAPS and setting.lower() == "none":
+    numbers = (*_CAPS, "tolerance")
+    if name in (*numbers, "second_order") and setting.lower() == "none":
         return None
     try:
-        return float(setting) if name in _CAPS else int(setting)
+        return float(setting) if name in numbers else int(setting)
     except ValueError:
-        kind = "true or false" if name in _SWITCHES else "a number" if name in _CAPS else "an integer"
+        kind = "true or false" if name in _SWITCHES else "a number" if name in numbers else "an integer"
         raise ValueError(f"{name}={setting!r} in the MuSe configuration {text!r} must be {kind}") from None
 
 

@@ -6,11 +6,13 @@ length on purpose. Read it from top to bottom:
 1. cluster the queries and the keys separately (`find_clusters`);
 2. summarise every bucket, the keys of one cluster in one block, as each query cluster sees it (`_summarise`);
 3. accumulate the summaries over the blocks a query can see (`_accumulate`);
-4. select, for each query, the clusters to open and the blocks to retrieve (`_select`);
+4. select, for each query, the clusters to open and the blocks to retrieve (`_select`, or `_select_by_tolerance`);
 5. attend: ONE softmax over the query's own block, the retrieved keys, and the summaries of all the rest.
 
 Symbols follow the paper: `q = c + r` is a query, its centroid and its residual; `mu`, `kbar`, `vbar` are a summary's
-log-mass and tilted means; `i` is a query cluster, `j` a key cluster, `b` a block, `n` a query, `m` a key.
+log-mass and tilted means; `i` is a query cluster, `j` a key cluster, `b` a block, `n` a query, `m` a key. Beyond the
+paper, a summary of second order also has the variance of its keys (`Spread`), which corrects its mass for queries off
+their centroid and tells how wrong it may be.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from muse_attention.bits import pack_bits, unpack_bits
+from muse_attention.budget import ERROR_BINS, error_bins, lowest_affordable_bin
 from muse_attention.config import MuSeConfig
 from muse_attention.shuffle import seeded_shuffle
 from muse_attention.structures import Clusters, Selection, Summaries
@@ -77,8 +81,8 @@ def reference_attention(
     blocks = torch.arange(number_of_blocks, device=q.device)
     sees = blocks[:, None] > blocks if is_causal else blocks[:, None] != blocks  # (b, b')
 
-    summaries = _summarise(k, v, centroids, key_cluster, block, config)
-    accumulated = _accumulate(summaries, sees, config)
+    summaries, weights = _summarise(k, v, centroids, key_cluster, block, config)
+    accumulated, shares = _accumulate(summaries, sees, config)
 
     # What each query reads: the summaries of its own query cluster, accumulated up to its own block.
     c = _take_rows(centroids, query_cluster)  # (batch, heads, n, D)
@@ -96,15 +100,40 @@ def reference_attention(
     cluster_exists = mu_all != -math.inf
     block_exists = (mu != -math.inf) & sees[block][:, :, None]
 
-    if selection is None:
-        selection = _select(cluster_logits, cluster_exists, block_logits, block_exists, config)
-    opened, retrieved = _selection_masks(selection, config.key_clusters, number_of_blocks)
-
     # The four groups of terms. Together they contain every visible key exactly once.
+    token_logits = q @ k.mT
     own = block[:, None] == block
     if is_causal:
         own = own & (at[:, None] >= at)
     own = own.expand(*q.shape[:2], length, length)
+
+    if config.uses_second_order:
+        # Constants for the gradient, all of it: letting one flow through it changes nothing that can be measured.
+        with torch.no_grad():
+            of_blocks = _spread(k, summaries, weights, clusters, key_cluster, block, config)
+            of_clusters = _accumulate_spread(of_blocks, summaries, accumulated, shares, sees)
+            metric = clusters.key_spread.to(q.dtype).repeat_interleave(group, dim=1)[:, :, None]
+            width = (metric * r * r).sum(-1)  # (batch, heads, n)
+            cluster_sigma = _sigma(_take_rows(of_clusters.variance, query_cluster)[:, :, at, block], width)
+            block_sigma = _sigma(_take_rows(of_blocks.variance, query_cluster), width)
+            cluster_size, block_size = of_clusters.size[:, :, block], of_blocks.size[:, :, None]
+            cluster_gain = _mass_off_centroid(cluster_sigma, cluster_size)
+            block_gain = _mass_off_centroid(block_sigma, block_size)
+        cluster_logits, block_logits = cluster_logits + cluster_gain, block_logits + block_gain
+
+    if selection is None and config.tolerance is None:
+        selection = _select(cluster_logits, cluster_exists, block_logits, block_exists, config)
+    elif selection is None:
+        own_lse, far_lse = _masked_logsumexp(token_logits, own), _masked_logsumexp(cluster_logits, cluster_exists)
+        lse = torch.logaddexp(own_lse, far_lse).detach()
+        selection = _select_by_tolerance(
+            _expected_error(cluster_logits, lse[..., None], cluster_sigma, cluster_exists),
+            _expected_error(block_logits, lse[..., None, None], block_sigma, block_exists)
+            / (block_size / config.mean_bucket).clamp(min=1 / config.mean_bucket).sqrt(),
+            config,
+        )
+    opened, retrieved = _selection_masks(selection, config, number_of_blocks)
+
     key_retrieved = retrieved[..., block, :].gather(-1, key_cluster[:, :, None, :, None].expand(-1, -1, length, -1, 1))[
         ..., 0
     ]
@@ -113,7 +142,6 @@ def reference_attention(
     if not config.monopole:
         cluster_stays, block_stays = torch.zeros_like(cluster_stays), torch.zeros_like(block_stays)
 
-    token_logits = q @ k.mT
     logits = torch.cat([token_logits, token_logits, cluster_logits, block_logits.flatten(-2)], dim=-1)
     present = torch.cat([own, key_retrieved, cluster_stays, block_stays.flatten(-2)], dim=-1)
     lse = _masked_logsumexp(logits, present)
@@ -153,7 +181,17 @@ def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig) -> Clus
         query_assignment = torch.zeros(scaled_query.shape[:-1], dtype=torch.int32, device=key.device)
     key_centroids = _centroids(key, config.key_clusters, config)
     key_assignment = _assign(key, key_centroids, config.largest_key_cluster, config)
-    return Clusters(query_centroids, query_assignment, key_centroids, key_assignment)
+    spread = find_key_spread(key, key_centroids, key_assignment) if config.uses_second_order else None
+    return Clusters(query_centroids, query_assignment, key_centroids, key_assignment, spread)
+
+
+def find_key_spread(key: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
+    """(batch, key heads, D): variance of the keys about their centroids in each dimension, scaled to a mean of 1."""
+    key = torch.nan_to_num(key, nan=0.0, posinf=0.0, neginf=0.0)
+    residual = key - _take_rows(centroids, assignment.long())
+    variance = (residual / residual.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)).square().mean(-2)
+    mean = variance.mean(-1, keepdim=True)
+    return torch.where(mean > 0, variance / mean.clamp(min=1e-30), 1)
 
 
 def _centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor:
@@ -217,19 +255,23 @@ def _assign(vectors: Tensor, centroids: Tensor, cap: int | None, config: MuSeCon
 
 def _summarise(
     k: Tensor, v: Tensor, centroids: Tensor, key_cluster: Tensor, block: Tensor, config: MuSeConfig
-) -> Summaries:
-    """`mu = log sum exp(c_i . k)`, `kbar`, `vbar` = means weighted by `exp(c_i . k)`, over each bucket (j, b)."""
+) -> tuple[Summaries, Tensor]:
+    """`mu = log sum exp(c_i . k)`, `kbar`, `vbar` = means weighted by `exp(c_i . k)`, over each bucket (j, b).
+
+    Also the weights, (batch, heads, i, b, j, m).
+    """
     member = _bucket_members(key_cluster, block, config)[:, :, None]  # (batch, heads, 1, b, j, m)
     tilt = (centroids @ k.mT)[:, :, :, None, None]  # (batch, heads, i, 1, 1, m)
     mu = _masked_logsumexp(tilt, member)
     weights = _masked_softmax(tilt, mu, member)
     if not config.differentiable_aggregation:
         weights = weights.detach()
-    return Summaries(
+    of_buckets = Summaries(
         log_mass=mu,
         key_mean=torch.einsum("xhibjm,xhmd->xhibjd", weights, k),
         value_mean=torch.einsum("xhibjm,xhmd->xhibjd", weights, v),
     )
+    return of_buckets, weights
 
 
 def _bucket_members(key_cluster: Tensor, block: Tensor, config: MuSeConfig) -> Tensor:
@@ -238,19 +280,75 @@ def _bucket_members(key_cluster: Tensor, block: Tensor, config: MuSeConfig) -> T
     return in_block[:, None] & in_cluster[:, :, None]  # (batch, heads, b, j, m)
 
 
-def _accumulate(summaries: Summaries, sees: Tensor, config: MuSeConfig) -> Summaries:
-    """For each block, one summary per key cluster of all the blocks it sees."""
+def _accumulate(summaries: Summaries, sees: Tensor, config: MuSeConfig) -> tuple[Summaries, Tensor]:
+    """For each block, one summary per key cluster of all the blocks it sees.
+
+    Also the share of each of these blocks in it, (batch, heads, i, b, b', j).
+    """
     mu = summaries.log_mass[:, :, :, None]  # (batch, heads, i, 1, b', j)
     visible = sees[:, :, None] & (mu != -math.inf)  # (batch, heads, i, b, b', j)
     mu_all = _masked_logsumexp(mu.mT, visible.mT)  # (batch, heads, i, b, j)
     weights = _masked_softmax(mu.mT, mu_all, visible.mT).mT
     if not config.differentiable_aggregation:
         weights = weights.detach()
-    return Summaries(
+    seen = Summaries(
         log_mass=mu_all,
         key_mean=torch.einsum("xhibcj,xhicjd->xhibjd", weights, summaries.key_mean),
         value_mean=torch.einsum("xhibcj,xhicjd->xhibjd", weights, summaries.value_mean),
     )
+    return seen, weights
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far the keys behind a summary are from their mean, and how many they are."""
+
+    variance: Tensor
+    """(batch, heads, i, b, j): `E |k - kbar|^2 / D` under the summary's weights"""
+    size: Tensor
+    """(batch, heads, b, j)"""
+
+
+def _spread(
+    k: Tensor,
+    summaries: Summaries,
+    weights: Tensor,
+    clusters: Clusters,
+    key_cluster: Tensor,
+    block: Tensor,
+    config: MuSeConfig,
+) -> Spread:
+    """Of each bucket. Keys are taken relative to their centroid, so that little cancels."""
+    centroids = clusters.key_centroids.to(k.dtype).repeat_interleave(k.shape[1] // clusters.key_centroids.shape[1], 1)
+    squared = (k - _take_rows(centroids, key_cluster)).square().sum(-1)  # (batch, heads, m)
+    offset = (summaries.key_mean - centroids[:, :, None, None]).square().sum(-1)
+    size = _bucket_members(key_cluster, block, config).sum(-1).to(k.dtype)
+    variance = torch.einsum("xhibjm,xhm->xhibj", weights, squared) - offset
+    return Spread(torch.where(size[:, :, None] > 1, variance.clamp(min=0) / k.shape[-1], 0), size)
+
+
+def _accumulate_spread(
+    of_blocks: Spread, summaries: Summaries, accumulated: Summaries, shares: Tensor, sees: Tensor
+) -> Spread:
+    """Of each cluster over all the blocks a block sees: the mean inside the blocks, and that of their means."""
+    offset = (
+        summaries.key_mean[:, :, :, None] - accumulated.key_mean[:, :, :, :, None]
+    )  # (batch, heads, i, b, b', j, D)
+    each = of_blocks.variance[:, :, :, None] + offset.square().mean(-1)
+    size = torch.einsum("bc,xhcj->xhbj", sees.to(shares.dtype), of_blocks.size)
+    return Spread((shares * each).sum(-2), size)
+
+
+def _sigma(variance: Tensor, width: Tensor) -> Tensor:
+    """Standard deviation of a query's logits over the keys behind each summary: `variance * width` is its square."""
+    return (variance * width.reshape(*width.shape, *[1] * (variance.dim() - width.dim()))).sqrt()
+
+
+def _mass_off_centroid(sigma: Tensor, size: Tensor) -> Tensor:
+    """`log E exp(r . (k - kbar))`: `sigma^2 / 2`, and where so few keys cannot have as much, the most they can."""
+    log_size = size.clamp(min=1).log()
+    most = (2 * log_size).sqrt()
+    return torch.where(sigma > most, sigma * most - log_size, sigma * sigma / 2)
 
 
 def _dipole(
@@ -306,6 +404,26 @@ def _select(
     return Selection(opened.int(), retrieved.int())
 
 
+def _expected_error(logits: Tensor, lse: Tensor, sigma: Tensor, exists: Tensor) -> Tensor:
+    """A summary's weight in the softmax, times how far the logits of its keys are apart; 0 where there is none."""
+    return torch.where(exists, torch.exp(torch.where(exists, logits - lse, -math.inf)) * sigma, 0).detach()
+
+
+def _select_by_tolerance(of_clusters: Tensor, of_blocks: Tensor, config: MuSeConfig) -> Selection:
+    """Open every cluster, and retrieve every block of an opened one, whose expected error is above the tolerance.
+
+    A head that would exceed its budget takes the pairs of largest error, as far as whole bins of `log2` of it go.
+    """
+    assert config.tolerance is not None
+    opened = of_clusters > config.tolerance  # (batch, heads, n, j)
+    wanted = (of_blocks > config.tolerance) & opened[..., None, :]  # (batch, heads, n, b, j)
+    bins = error_bins(of_blocks)
+    budget = config.retrieved_clusters * of_clusters.shape[2]
+    counts = torch.stack([(wanted & (bins == bin_)).flatten(2).sum(-1) for bin_ in range(ERROR_BINS)], dim=-1)
+    retrieved = wanted & (bins >= lowest_affordable_bin(counts, budget)[..., None, None, None])
+    return Selection(pack_bits(opened), pack_bits(retrieved))
+
+
 def _top(logits: Tensor, exists: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest logits among those that exist; -1 where there are fewer."""
     count = min(count, logits.shape[-1])
@@ -313,8 +431,11 @@ def _top(logits: Tensor, exists: Tensor, count: int) -> Tensor:
     return torch.where(exists.gather(-1, top), top, -1)
 
 
-def _selection_masks(selection: Selection, key_clusters: int, number_of_blocks: int) -> tuple[Tensor, Tensor]:
+def _selection_masks(selection: Selection, config: MuSeConfig, number_of_blocks: int) -> tuple[Tensor, Tensor]:
     """`opened` (batch, heads, n, j) and `retrieved` (batch, heads, n, b, j), as booleans."""
+    key_clusters = config.key_clusters
+    if config.tolerance is not None:
+        return unpack_bits(selection.opened, key_clusters), unpack_bits(selection.retrieved, key_clusters)
     opened_at = torch.nn.functional.one_hot(selection.opened.long() + 1, key_clusters + 1)[..., 1:]
     block_at = torch.nn.functional.one_hot(selection.retrieved.long() + 1, number_of_blocks + 1)[..., 1:].sum(-2)
     return opened_at.any(-2), torch.einsum("xhnpj,xhnpb->xhnbj", opened_at.float(), block_at.float()) > 0

@@ -40,6 +40,9 @@ class Clusters:
     """(batch, key heads, K, D)"""
     key_assignment: Tensor
     """(batch, key heads, N) int32: the cluster of each key"""
+    key_spread: Tensor | None = None
+    """(batch, key heads, D): variance of the keys inside their clusters in each dimension, scaled to a mean of 1. For
+    summaries of second order; None without."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,15 @@ class Summaries:
 class Selection:
     """The key clusters each query opens and, in each of them, the blocks it attends to token by token.
 
-    -1 means none, comes last, and only where there are no more to choose from. The stages have the first three axes
-    flattened into rows.
+    -1 means none, comes last, and only where there are no more to choose from. With a tolerance, queries open and
+    retrieve different numbers, and both are sets of key clusters, in `words` of 32 bits (`bits`). The stages have the
+    first three axes flattened into rows.
     """
 
     opened: Tensor
-    """(batch, query heads, N, opened clusters) int32"""
+    """(batch, query heads, N, opened clusters) int32; with a tolerance (batch, query heads, N, words)"""
     retrieved: Tensor
-    """(batch, query heads, N, opened clusters, blocks) int32"""
+    """(batch, query heads, N, opened clusters, blocks) int32; with a tolerance (batch, query heads, N, nb, words)"""
 
 
 @dataclass(frozen=True)
