@@ -95,6 +95,8 @@ class Conformance:
             "Q4K5R2B32,clustering=streaming",
             "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
             "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
+            "Q4K5R9T0.02B32,clustering=streaming",
+            "Q4K5R1T0.001B32,clustering=lloyd",
         ],
     )
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
@@ -112,7 +114,7 @@ class Conformance:
     # --- the seven properties ----------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R100SP100B32"])
+    @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R100SP100B32", "Q3K5R25T0B32"])
     def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
         query, key, value = Shape(config, config, length=150, heads=self.heads).tensors(torch.float64)
         out, lse = self._call(query, key, value, config, is_causal=is_causal, return_lse=True)
@@ -172,6 +174,10 @@ class Conformance:
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_property_3_lse_is_never_above_the_exact_lse(self, variant: str, is_causal: bool) -> None:
+        """Of first order; the mass of second order is an estimate, which may be above."""
+        if MuSeConfig.parse(variant).uses_second_order:
+            variant += ",second_order=false"
+            variant = variant.replace("second_order=true,", "")
         query, key, value = Shape(variant, variant, length=150).tensors(torch.float64, requires_grad=False)
         _, lse = self._call(query, key, value, variant, is_causal=is_causal, return_lse=True)
         gap = _exact_logits(query, key, is_causal=is_causal).logsumexp(-1) - lse
@@ -229,6 +235,9 @@ class Conformance:
 
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
+        """With the clustering held fixed, and a budget that is not met: it is shared by all queries of a head."""
+        if MuSeConfig.parse(variant).tolerance is not None:
+            variant = str(MuSeConfig.parse(variant).replace(retrieved_clusters=999))
         cut = 85
         inputs = Shape(variant, variant, length=150).tensors(torch.float64)
         clusters = find_clusters(inputs[0], inputs[1], config=variant, backend=self.backend)
@@ -257,8 +266,9 @@ class Conformance:
             ["QK16R0B128", "QK16R1B128", "QK16R4B128", "QK16R16SP8B128"],
             ["QK16R4SP1B128", "QK16R4SP2B128", "QK16R4SP8B128"],
             ["Q1K16R0B128,tilt=false", "Q4K16R0B128", "Q32K16R0B128"],
+            ["QK16R9T0.1B128", "QK16R20T0.03B128", "QK16R50T0.01B128", "QK16R200T0.001B128"],
         ],
-        ids=["clusters", "retrieved clusters", "retrieved blocks", "query clusters"],
+        ids=["clusters", "retrieved clusters", "retrieved blocks", "query clusters", "tolerance"],
     )
     def test_property_7_error_falls_as_clusters_or_retrieval_grow(self, series: list[str]) -> None:
         self._check_error_falls(series, length=1024)
@@ -340,6 +350,10 @@ class Conformance:
             "QK4R2B32,cap_factor=none",
             "QK4R0B32,dipole=tilted",
             "QK4R0B32,dipole=centred",
+            "QK4R2T0.01B32",
+            "QK4R0T0B32",
+            "QK4R50T0B32",
+            "QK4R2TinfB32",
         ],
     )
     @pytest.mark.parametrize(
@@ -367,7 +381,8 @@ class Conformance:
             assert tensor.isfinite().all(), f"{name} is not finite"
         exact_lse = _exact_logits(query.double(), key.double(), is_causal=is_causal).logsumexp(-1)
         slack = 1e-5 * (1 + exact_lse.abs().max())
-        assert (lse <= exact_lse + slack).all()
+        if not MuSeConfig.parse(config).uses_second_order:
+            assert (lse <= exact_lse + slack).all()
         if case in ("equal keys", "all equal", "zeros", "tiny"):
             torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
 
@@ -382,7 +397,9 @@ class Conformance:
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
     @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
-    @pytest.mark.parametrize("config", ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false"])
+    @pytest.mark.parametrize(
+        "config", ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false", "QK4R9T0.01B32"]
+    )
     def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
         self, config: str, target: int, poison: float
     ) -> None:

@@ -436,7 +436,7 @@ class _Sizes:
     product: float
     """bound of a logit, from the norms of queries and keys: its terms may be as large even if it is not"""
     terms: dict[str, float]
-    """of the gradients of queries and keys: `dO . v` and `dL`, times a key, or times the queries that see one"""
+    """of the output: values; of gradients: `dO . v` and `dL`, times a key, or times the queries that see one"""
 
     @classmethod
     def of(cls, case: Case, dense: list[Tensor], exact: list[Tensor], weights: tuple[Tensor, Tensor]) -> _Sizes:
@@ -448,7 +448,11 @@ class _Sizes:
         if "dipole" in case.attention:  # values are moved by a covariance of values and keys, times a residual
             value *= max(1, product)
         response = scale * (of_out * max(value, out) + _largest(weights[1]))
-        terms = {"gradient of query": response * key, "gradient of key": response * query * math.sqrt(queries)}
+        terms = {
+            "output": value,
+            "gradient of query": response * key,
+            "gradient of key": response * query * math.sqrt(queries),
+        }
         return cls(_largest(exact[1]), product, terms)
 
 

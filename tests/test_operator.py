@@ -14,7 +14,7 @@ from tests.shapes import Shape
 
 CONFIG = "Q4K5R2B32"
 SHAPE = Shape("", CONFIG, length=150, batch=2, heads=4, key_heads=2)
-ATTENTIONS = [f"muse:{CONFIG}", "exact", "block_diagonal:32", "moba:L32B8R2"]
+ATTENTIONS = [f"muse:{CONFIG}", "muse:Q4K5R2T0.01B32", "exact", "block_diagonal:32", "moba:L32B8R2"]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ ATTENTIONS = [f"muse:{CONFIG}", "exact", "block_diagonal:32", "moba:L32B8R2"]
         ("Q4K5R0B32,dipole=tilted", "torch"),
         ("Q4K5R2B500", "torch"),
         ("Q4K5R2B32,tilt=false", "torch"),
+        ("Q4K5R2T0.01B32", "torch"),
         ("Q3K4R2B32", "triton"),
     ],
 )
@@ -36,7 +37,7 @@ def test_opcheck(config: str, backend: str) -> None:
     plain = [tensor.detach() for tensor in (query, key, value)]
     torch.library.opcheck(operator._cluster, (*plain[:2], config, 0.25, backend))
     clusters = operator.cluster(query, key, MuSeConfig.parse(config), scale=0.25, backend=backend)
-    parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment)
+    parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment, clusters.key_spread)
     torch.library.opcheck(operator._forward, (query, key, value, *parts, None, None, *settings))
     out, lse, opened, retrieved, memory = operator._forward(*plain, *parts, None, None, *settings)
     torch.library.opcheck(operator._forward, (query, key, value, *parts, opened, retrieved, *settings))

@@ -172,6 +172,10 @@ def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSe
                 f"clusters.{name} has shape {found} where these tensors and this config need {shape}; "
                 "find them with the same config and lengths"
             )
+    if config.tolerance is not None or config.second_order:
+        spread, shape = clusters.key_spread, (*key.shape[:2], key.shape[3])
+        if spread is None or tuple(spread.shape) != shape or spread.device != query.device:
+            raise ValueError(f"clusters.key_spread must be of shape {shape} here; find them with the same config")
     for side in ("query", "key"):
         number = expected[f"{side}_centroids"][2]
         _check_range(f"clusters.{side}_assignment", getattr(clusters, f"{side}_assignment"), number)

@@ -141,7 +141,13 @@ class MuSeConfig:
 
     @property
     def uses_second_order(self) -> bool:
+        """Whether the spread of a summary's keys adds to its mass."""
         return self.tolerance is not None if self.second_order is None else self.second_order
+
+    @property
+    def needs_spread(self) -> bool:
+        """Whether the spread of a summary's keys is found: it adds to the mass, or tells the expected error."""
+        return self.tolerance is not None or self.uses_second_order
 
     def __str__(self) -> str:
         symbols = {symbol: names[0] for symbol, names in _SYMBOLS.items() if len(names) == 1}

@@ -6,6 +6,7 @@ selection are outputs of the forward operators, so that a backward pass never de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,11 @@ def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
-    return Clusters(*_cluster(query.detach(), key.detach(), str(config), scale, backend))
+    centroids, assignment, key_centroids, key_assignment, spread = _cluster(
+        query.detach(), key.detach(), str(config), scale, backend
+    )
+    is_found = spread.dim() == 3  # what the configuration says, which the compiler cannot ask for a property
+    return Clusters(centroids, assignment, key_centroids, key_assignment, spread if is_found else None)
 
 
 def single_cluster(query: Tensor, key: Tensor) -> Clusters:
@@ -62,6 +67,7 @@ def attend(
         clusters.query_centroids,
         clusters.query_assignment,
         clusters.key_assignment,
+        clusters.key_spread,
         None if selection is None else selection.opened,
         None if selection is None else selection.retrieved,
         str(config),
@@ -75,14 +81,17 @@ def attend(
 @torch.library.custom_op(f"{NAMESPACE}::cluster", mutates_args=())
 def _cluster(
     query: Tensor, key: Tensor, config: str, scale: float, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _no_autocast(query):
         found = pipeline.find_clusters(query, key, MuSeConfig.parse(config), scale=scale, backend=backend)
-    return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment
+    spread = query.new_empty(0) if found.key_spread is None else found.key_spread
+    return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment, spread
 
 
 @_cluster.register_fake
-def _(query: Tensor, key: Tensor, config: str, scale: float, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, config: str, scale: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parsed = MuSeConfig.parse(config)
     dtype = compute_dtype(query.dtype)
     query_clusters = parsed.query_clusters if parsed.tilt else 1
@@ -91,6 +100,7 @@ def _(query: Tensor, key: Tensor, config: str, scale: float, backend: str) -> tu
         query.new_empty(query.shape[:3], dtype=torch.int32),
         key.new_empty(*key.shape[:2], parsed.key_clusters, key.shape[3], dtype=dtype),
         key.new_empty(key.shape[:3], dtype=torch.int32),
+        key.new_empty(*key.shape[:2], key.shape[3], dtype=dtype) if parsed.needs_spread else query.new_empty(0),
     )
 
 
@@ -102,6 +112,7 @@ def _forward(
     query_centroids: Tensor,
     query_assignment: Tensor,
     key_assignment: Tensor,
+    key_spread: Tensor | None,
     opened: Tensor | None,
     retrieved: Tensor | None,
     config: str,
@@ -115,7 +126,7 @@ def _forward(
             query,
             key,
             value,
-            _clusters(query_centroids, query_assignment, key_assignment),
+            _clusters(query_centroids, query_assignment, key_assignment, key_spread),
             chosen,
             MuSeConfig.parse(config),
             is_causal=is_causal,
@@ -135,6 +146,7 @@ def _(
     query_centroids: Tensor,
     query_assignment: Tensor,
     key_assignment: Tensor,
+    key_spread: Tensor | None,
     opened: Tensor | None,
     retrieved: Tensor | None,
     config: str,
@@ -145,15 +157,16 @@ def _(
     parsed = MuSeConfig.parse(config)
     batch, heads, length, _ = query.shape
     rows = (batch, heads, length)
-    k1, k2 = pipeline.selection_shape(parsed, length) if retrieved is None else retrieved.shape[-2:]
+    of_opened, of_retrieved, _ = pipeline.selection_shapes(parsed, length)
+    picks = math.prod(of_retrieved if retrieved is None else retrieved.shape[-2:])
     memory = pipeline.memory_size(
-        parsed, batch * heads, batch * key.shape[1], length, query_centroids.shape[2], k1 * k2, backend
+        parsed, batch * heads, batch * key.shape[1], length, query_centroids.shape[2], picks, backend
     )
     return (
         query.new_empty(*rows, value.shape[3]),
         query.new_empty(rows, dtype=large_logits.lse_dtype(query, backend)),
-        query.new_empty(*rows, k1, dtype=torch.int32) if opened is None else torch.empty_like(opened),
-        query.new_empty(*rows, k1, k2, dtype=torch.int32) if retrieved is None else torch.empty_like(retrieved),
+        query.new_empty(*rows, *of_opened, dtype=torch.int32) if opened is None else torch.empty_like(opened),
+        query.new_empty(*rows, *of_retrieved, dtype=torch.int32) if retrieved is None else torch.empty_like(retrieved),
         query.new_empty(memory, dtype=torch.int32),
     )
 
@@ -168,6 +181,7 @@ def _backward(
     query_centroids: Tensor,
     query_assignment: Tensor,
     key_assignment: Tensor,
+    key_spread: Tensor | None,
     opened: Tensor,
     retrieved: Tensor,
     out: Tensor,
@@ -185,7 +199,7 @@ def _backward(
             query,
             key,
             value,
-            _clusters(query_centroids, query_assignment, key_assignment),
+            _clusters(query_centroids, query_assignment, key_assignment, key_spread),
             Selection(opened, retrieved),
             Partial(out, lse),
             memory,
@@ -215,9 +229,11 @@ def _no_autocast(query: Tensor) -> torch.autocast:
     return torch.autocast(query.device.type, enabled=False)
 
 
-def _clusters(query_centroids: Tensor, query_assignment: Tensor, key_assignment: Tensor) -> Clusters:
+def _clusters(
+    query_centroids: Tensor, query_assignment: Tensor, key_assignment: Tensor, key_spread: Tensor | None
+) -> Clusters:
     """Attention reads the assignment of keys alone, never their centroids."""
-    return Clusters(query_centroids, query_assignment, query_centroids.new_empty(0), key_assignment)
+    return Clusters(query_centroids, query_assignment, query_centroids.new_empty(0), key_assignment, key_spread)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -234,7 +250,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     if grad_out is None:
         grad_out = torch.zeros_like(saved[-3])
     (grad_out,) = as_contiguous(grad_out)
-    return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 9)
+    return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 10)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from muse_attention import local
+from muse_attention.bits import number_of_words
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels.plan import Plan
 from muse_attention.precision import compute_dtype
-from muse_attention.structures import Clusters, Partial, Selection, Side
+from muse_attention.structures import Clusters, Partial, Selection, SelectionShapes, Side
 
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
@@ -40,7 +41,8 @@ def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: floa
     else:
         # Clustering is a chain of small steps: queries and keys take them together.
         of_queries, of_keys = cluster([queries, keys], config.key_clusters, config)
-    return Clusters(*of_queries, *of_keys)
+    spread = _far_field(backend).find_key_spread(key, *of_keys) if config.needs_spread else None
+    return Clusters(of_queries[0], of_queries[1], of_keys[0], of_keys[1], spread)
 
 
 def forward(
@@ -60,15 +62,13 @@ def forward(
     A `chosen` selection is used as it is.
     """
     own = local.attend(query, key, value, config.block_size, is_causal=is_causal, scale=scale)
-    shape = selection_shape(config, query.shape[2])
+    shapes = selection_shapes(config, query.shape[2])
     if not has_far_field(config, query.shape[2]):
         integers = clusters.query_assignment
-        nothing = Selection(
-            integers.new_full((*query.shape[:3], shape[0]), -1), integers.new_full((*query.shape[:3], *shape), -1)
-        )
+        nothing = Selection(*(integers.new_full((*query.shape[:3], *shape), shapes.none) for shape in shapes.both))
         return own, chosen or nothing, integers.new_empty(0)
     merged: tuple[Partial, Selection, Tensor] = _far_field(backend).attend(
-        own, query, key, value, clusters, chosen, shape, config, is_causal=is_causal, scale=scale
+        own, query, key, value, clusters, chosen, shapes, config, is_causal=is_causal, scale=scale
     )
     return merged
 
@@ -108,11 +108,14 @@ def has_far_field(config: MuSeConfig, length: int) -> bool:
     return length > config.block_size and (config.monopole or config.retrieved_clusters > 0)
 
 
-def selection_shape(config: MuSeConfig, length: int) -> tuple[int, int]:
-    """Clusters and blocks per cluster that a selection has room for."""
-    return min(config.retrieved_clusters, config.key_clusters), min(
-        config.retrieved_blocks, config.number_of_blocks(length)
-    )
+def selection_shapes(config: MuSeConfig, length: int) -> SelectionShapes:
+    """Room for the clusters and blocks per cluster of the paper's rule, or for the bits of all that a query may see."""
+    blocks = config.number_of_blocks(length)
+    if config.tolerance is not None:
+        words = number_of_words(config.key_clusters)
+        return SelectionShapes((words,), (blocks, words), 0)
+    clusters = min(config.retrieved_clusters, config.key_clusters)
+    return SelectionShapes((clusters,), (clusters, min(config.retrieved_blocks, blocks)), -1)
 
 
 def memory_size(

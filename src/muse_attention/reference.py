@@ -107,11 +107,12 @@ def reference_attention(
         own = own & (at[:, None] >= at)
     own = own.expand(*q.shape[:2], length, length)
 
-    if config.uses_second_order:
+    if config.needs_spread:
         # Constants for the gradient, all of it: letting one flow through it changes nothing that can be measured.
         with torch.no_grad():
             of_blocks = _spread(k, summaries, weights, clusters, key_cluster, block, config)
             of_clusters = _accumulate_spread(of_blocks, summaries, accumulated, shares, sees)
+            assert clusters.key_spread is not None
             metric = clusters.key_spread.to(q.dtype).repeat_interleave(group, dim=1)[:, :, None]
             width = (metric * r * r).sum(-1)  # (batch, heads, n)
             cluster_sigma = _sigma(_take_rows(of_clusters.variance, query_cluster)[:, :, at, block], width)
@@ -119,7 +120,8 @@ def reference_attention(
             cluster_size, block_size = of_clusters.size[:, :, block], of_blocks.size[:, :, None]
             cluster_gain = _mass_off_centroid(cluster_sigma, cluster_size)
             block_gain = _mass_off_centroid(block_sigma, block_size)
-        cluster_logits, block_logits = cluster_logits + cluster_gain, block_logits + block_gain
+        if config.uses_second_order:
+            cluster_logits, block_logits = cluster_logits + cluster_gain, block_logits + block_gain
 
     if selection is None and config.tolerance is None:
         selection = _select(cluster_logits, cluster_exists, block_logits, block_exists, config)
@@ -181,7 +183,7 @@ def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig) -> Clus
         query_assignment = torch.zeros(scaled_query.shape[:-1], dtype=torch.int32, device=key.device)
     key_centroids = _centroids(key, config.key_clusters, config)
     key_assignment = _assign(key, key_centroids, config.largest_key_cluster, config)
-    spread = find_key_spread(key, key_centroids, key_assignment) if config.uses_second_order else None
+    spread = find_key_spread(key, key_centroids, key_assignment) if config.needs_spread else None
     return Clusters(query_centroids, query_assignment, key_centroids, key_assignment, spread)
 
 

@@ -16,7 +16,7 @@ from muse_attention.kernels.plan import Plan
 from muse_attention.kernels.rows import take_residuals, take_rows
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 from muse_attention.precision import compute_dtype
-from muse_attention.structures import Clusters, Partial, Selection, Side, Summaries
+from muse_attention.structures import Clusters, Partial, Selection, SelectionShapes, Side, Summaries
 
 WORKSPACE_BYTES = 7 << 28
 WORKSPACE_OF_INPUTS = 2
@@ -43,22 +43,22 @@ def attend(
     value: Tensor,
     clusters: Clusters,
     chosen: Selection | None,
-    shape: tuple[int, int],
+    shapes: SelectionShapes,
     config: MuSeConfig,
     *,
     is_causal: bool,
     scale: float,
 ) -> tuple[Partial, Selection, Tensor]:
-    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`,
-    and what `attend_backward` wants to be told."""
+    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of these `shapes`, and what
+    `attend_backward` wants to be told."""
     heads = _Heads.of(query, key, value, clusters)
     merged = Partial(_by_head(own.out), _by_head(own.lse))
     rows = None if chosen is None else _selection_by_head(chosen)
-    if rows is not None:
-        shape = (rows.retrieved.shape[-2], rows.retrieved.shape[-1])
-    shapes = heads.plan_shapes(config, shape)
-    memory = torch.empty(sum(map(math.prod, shapes)), dtype=torch.int32, device=query.device)
-    plan = Plan.of(memory, shapes)
+    retrieved_shape = shapes.retrieved if rows is None else rows.retrieved.shape[-2:]
+    shape = (retrieved_shape[0], retrieved_shape[1])
+    of_plan = heads.plan_shapes(config, shape)
+    memory = torch.empty(sum(map(math.prod, of_plan)), dtype=torch.int32, device=query.device)
+    plan = Plan.of(memory, of_plan)
     parts = []
     for group in heads.groups(config, shape):
         some = heads[group]

@@ -10,10 +10,22 @@ from torch import Tensor
 
 from muse_attention.config import MuSeConfig
 from muse_attention.precision import compute_dtype
-from muse_attention.stages import clustering, dipole, merging, retrieval, selection, summaries
+from muse_attention.stages import (
+    clustering,
+    dipole,
+    error_control,
+    merging,
+    retrieval,
+    segments,
+    selection,
+    summaries,
+)
 from muse_attention.stages.grouping import join, with_spare_row
 from muse_attention.stages.layout import FarField, Heads, by_key_head, head_groups
-from muse_attention.structures import Clusters, Partial, Selection, Side
+from muse_attention.structures import Clusters, Partial, Selection, SelectionShapes, Side
+
+_NO_SHAPES = SelectionShapes((0,), (0, 1), -1)
+"""Where a selection is at hand."""
 
 
 def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
@@ -39,6 +51,16 @@ def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[
     ]
 
 
+def find_key_spread(key: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
+    """(batch, key heads, D): variance of the keys about their centroids in each dimension, scaled to a mean of 1."""
+    batch, heads, _, head_dim = key.shape
+    spread = [
+        clustering.spread_of(*head)
+        for head in zip(key.flatten(0, 1), centroids.flatten(0, 1), assignment.flatten(0, 1), strict=True)
+    ]
+    return torch.stack(spread).view(batch, heads, head_dim)
+
+
 def attend(
     own: Partial,
     query: Tensor,
@@ -46,14 +68,14 @@ def attend(
     value: Tensor,
     clusters: Clusters,
     chosen: Selection | None,
-    shape: tuple[int, int],
+    shapes: SelectionShapes,
     config: MuSeConfig,
     *,
     is_causal: bool,
     scale: float,
 ) -> tuple[Partial, Selection, Tensor]:
-    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of (clusters, blocks) `shape`,
-    and what `attend_backward` wants to be told: nothing."""
+    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of these `shapes`, and what
+    `attend_backward` wants to be told: nothing."""
     of_rows = query.shape[:3]
     heads = Heads.of(query, key, value, clusters, scale)
     shared_by = heads.query.shape[1]
@@ -64,7 +86,7 @@ def attend(
             Partial(heads.rows(out[group]), lse[group].flatten()),
             heads[group],
             None if rows is None else _rows_of(rows, group),
-            shape,
+            shapes,
             config,
             is_causal=is_causal,
         )
@@ -138,7 +160,7 @@ def _attend_heads(
     own: Partial,
     heads: Heads,
     chosen: Selection | None,
-    shape: tuple[int, int],
+    shapes: SelectionShapes,
     config: MuSeConfig,
     *,
     is_causal: bool,
@@ -146,44 +168,69 @@ def _attend_heads(
     partials = [own]
     far = heads.far_field(config)
     if config.monopole or chosen is None:
-        of_summaries, chosen = _attend_to_summaries(far, chosen, shape, config, is_causal=is_causal)
+        of_summaries, chosen = _attend_to_summaries(far, own.lse, chosen, shapes, config, is_causal=is_causal)
         partials.append(of_summaries)
     if chosen.opened.shape[-1] > 0:
-        picks = far.buckets_of(chosen)
-        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, picks, far.buckets))
+        pairs = far.pairs(chosen, config)
+        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, pairs, far.buckets))
     return merging.merge(partials), chosen
 
 
 def _attend_to_summaries(
-    far: FarField, chosen: Selection | None, shape: tuple[int, int], config: MuSeConfig, *, is_causal: bool
+    far: FarField,
+    own_lse: Tensor,
+    chosen: Selection | None,
+    shapes: SelectionShapes,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
 ) -> tuple[Partial, Selection]:
     rows = far.queries.shape[0]
     table = with_spare_row(rows, far.values.shape[-1], far.queries)
     partial = Partial(table, torch.full_like(table[:, 0], -torch.inf))
     filled = chosen
     if filled is None:
-        k1, k2 = shape
-        no_index = torch.full((rows + 1, k1, 1 + k2), -1, dtype=torch.int32, device=table.device)
-        filled = Selection(no_index[..., 0].contiguous(), no_index[..., 1:].contiguous())
-    for part in far.parts(config):
-        of_buckets, seen = part.summaries(is_causal=is_causal)
+        filled = Selection(
+            *(table.new_full((rows + 1, *shape), shapes.none, dtype=torch.int32) for shape in shapes.both)
+        )
+    if config.tolerance is not None:
+        _control_error(far, own_lse, chosen is None, filled, partial, config, is_causal=is_causal)
+    for part in far.parts(config) if config.tolerance is None else ():
+        scored = part.score(is_causal=is_causal)
         selection.select_and_attend(
-            part.residuals,
-            part.segments,
-            of_buckets,
-            seen,
-            filled,
-            partial,
-            is_causal=is_causal,
-            select=chosen is None,
-            attend=config.monopole,
+            scored, filled, partial, is_causal=is_causal, select=chosen is None, attend=config.monopole
         )
         if config.dipole != "none":
-            correction = part.correction(seen, config, is_causal=is_causal)
+            correction = part.correction(scored.accumulated, config, is_causal=is_causal)
             partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
     if chosen is None:
         filled = Selection(filled.opened[:-1], filled.retrieved[:-1])
     return Partial(partial.out[:-1], partial.lse[:-1]), filled
+
+
+def _control_error(
+    far: FarField,
+    own_lse: Tensor,
+    select: bool,
+    filled: Selection,
+    partial: Partial,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+) -> None:
+    """Selection by tolerance and attention to the rest, again if a head would retrieve more than its budget."""
+    assert config.tolerance is not None
+    rows_per_head = far.keys.shape[1]
+    rule = None
+    if select:
+        rule = error_control.Tolerance.of(config.tolerance, config.mean_bucket, own_lse, rows_per_head)
+    for _ in range(2):
+        for part in far.parts(config):
+            scored = part.score(is_causal=is_causal)
+            error_control.select_and_attend(scored, rule, filled, partial, is_causal=is_causal)
+        rule = None if rule is None else rule.within(config.retrieved_clusters)
+        if rule is None:
+            return
 
 
 def _attend_heads_backward(
@@ -209,10 +256,10 @@ def _attend_heads_backward(
     row_grad = heads.rows(grad_out)
     delta = merging.shared_delta(heads.rows(merged.out), row_grad, None if grad_lse is None else grad_lse.flatten())
     if selected.opened.shape[-1] > 0:
-        picks = far.buckets_of(selected)
+        pairs = far.pairs(selected, config)
         add(
             *retrieval.attend_backward(
-                row_grad, row_lse, delta, far.queries, far.key_rows, far.value_rows, picks, far.buckets
+                row_grad, row_lse, delta, far.queries, far.key_rows, far.value_rows, pairs, far.buckets
             )
         )
     if config.monopole:
@@ -234,26 +281,19 @@ def _summaries_backward(
         with_spare_row(rows.shape[0], rows.shape[1], rows) for rows in (far.residuals, far.key_rows, far.value_rows)
     )
     for part in far.parts(config):
-        of_buckets, seen = part.summaries(is_causal=is_causal)
+        scored = part.score(is_causal=is_causal)
+        of_buckets, seen = scored.summaries, scored.accumulated
         if config.dipole != "none":
             correction = part.correction(seen, config, is_causal=is_causal)
             shift = dipole.shift_values(correction, part.residuals, part.segments)
             # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`. (One part only.)
             delta = delta - (grad_out * shift).sum(-1)
-        grad_buckets, grad_seen = selection.attend_backward(
-            grad_out,
-            lse,
-            delta,
-            part.residuals,
-            part.segments,
-            of_buckets,
-            seen,
-            selected,
-            is_causal=is_causal,
-            fill_in=grad_residuals,
-        )
+        rule = selection if config.tolerance is None else error_control
+        gradients = segments.Gradients(scored, grad_out, lse, delta)
+        rule.attend_backward(scored, selected, gradients, is_causal=is_causal, fill_in=grad_residuals)
+        grad_buckets, grad_seen = gradients.of_buckets, gradients.accumulated
         if config.dipole != "none":
-            of_summaries, _ = _attend_to_summaries(far, selected, (0, 1), config, is_causal=is_causal)
+            of_summaries, _ = _attend_to_summaries(far, lse, selected, _NO_SHAPES, config, is_causal=is_causal)
             share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
             to_residuals, to_matrix = dipole.shift_values_backward(
                 share * grad_out, correction, part.residuals, part.segments

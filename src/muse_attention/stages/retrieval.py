@@ -6,6 +6,7 @@ so its softmax is complete and each pair yields one partial.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,28 +23,61 @@ PARTIAL_ELEMENTS = 1 << 26
 """Numbers in the partial outputs, one for each pair, kept at a time: queries go in groups that need about as many."""
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
+@dataclass(frozen=True)
+class Pairs:
+    """Which queries attend to which buckets, in the order of the queries."""
+
+    query: Tensor
+    """(pairs,) int64: rows of queries, ascending"""
+    bucket: Tensor
+    """(pairs,) int64; -1 for none"""
+    per_query: int | None
+    """as many for each query, if that is so"""
+
+    @classmethod
+    def of_picks(cls, picks: Tensor) -> Pairs:
+        """(rows, picks) int64: numbers of buckets, or -1."""
+        query = torch.arange(picks.shape[0], device=picks.device).repeat_interleave(picks.shape[1])
+        return cls(query, picks.flatten(), picks.shape[1])
+
+    def of_something(self, buckets: Groups) -> Pairs:
+        """Without those of empty buckets, which only a query that is not finite can make."""
+        bucket = torch.where(buckets.sizes[self.bucket.clamp(min=0)] > 0, self.bucket, -1)
+        return Pairs(self.query, bucket, self.per_query)
+
+    def split(self, rows: int, pairs_at_once: int) -> Iterator[tuple[slice, Pairs]]:
+        """Some of the `rows` of queries at a time, with not many more pairs than that at once; rows count from 0."""
+        starts = torch.searchsorted(self.query, torch.arange(rows + 1, device=self.query.device)).tolist()
+        begin = 0
+        while begin < rows:
+            end = max(begin + 1, bisect.bisect_right(starts, starts[begin] + pairs_at_once) - 1)
+            some = slice(starts[begin], starts[end])
+            yield slice(begin, end), Pairs(self.query[some] - begin, self.bucket[some], self.per_query)
+            begin = end
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups) -> Partial:
     """Attention of (rows, D) queries to the buckets each of them picked.
 
-    `keys` and `values` are the rows that `buckets` groups; `picks` is (rows, picks) int64: numbers of buckets, or -1.
+    `keys` and `values` are the rows that `buckets` groups.
     """
-    picks = _of_something(picks, buckets)
+    pairs = pairs.of_something(buckets)
     values = _with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
-    at_once = max(1, PARTIAL_ELEMENTS // (picks.shape[1] * values.shape[1]))
     partials = [
-        _attend(some_queries, keys, values, some_picks, buckets)
-        for some_queries, some_picks in zip(queries.split(at_once), picks.split(at_once), strict=True)
+        _attend(queries[rows], keys, values, some_pairs, buckets)
+        for rows, some_pairs in pairs.split(queries.shape[0], max(1, PARTIAL_ELEMENTS // values.shape[1]))
     ]
     return Partial(join([partial.out for partial in partials]), join([partial.lse for partial in partials]))
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups) -> Partial:
     """`values` has a column of ones, which makes the normaliser one more weighted sum, and a zero row at the end."""
     value_dim = values.shape[-1] - 1
-    out = values.new_empty(picks.numel() + 1, value_dim)
-    out[torch.nonzero(picks.flatten() < 0)[:, 0]] = 0
-    lse = values.new_full((picks.numel() + 1,), -torch.inf)
-    for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
+    number = pairs.bucket.shape[0]
+    out = values.new_empty(number + 1, value_dim)
+    out[torch.nonzero(pairs.bucket < 0)[:, 0]] = 0
+    lse = values.new_full((number + 1,), -torch.inf)
+    for tile in _pair_tiles(pairs, buckets, queries.shape[-1]):
         logits = torch.bmm(take_rows(queries, tile.query_rows), take_rows(keys, tile.key_rows).mT)  # (T, m, s)
         # Padding repeats a key of the bucket, so the maximum is right; its value is the zero row, out of the sums.
         shift = logits.amax(-1, keepdim=True)
@@ -51,11 +85,23 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, bucket
         total = sums[..., value_dim:]
         tile.pairs.scatter(out, sums[..., :value_dim] / total)
         tile.pairs.scatter(lse, (total.log() + shift)[..., 0])
-    lse = lse[:-1].view(picks.shape)
-    merged = lse.logsumexp(-1)
-    shift = torch.where(merged == -torch.inf, 0, merged)
-    shares = exp_(lse - shift[:, None])
-    return Partial(torch.bmm(shares[:, None], out[:-1].view(*picks.shape, value_dim))[:, 0], merged)
+    return _merge(Partial(out[:-1], lse[:-1]), pairs, queries.shape[0])
+
+
+def _merge(partial: Partial, pairs: Pairs, rows: int) -> Partial:
+    """The pairs of each query into one."""
+    if pairs.per_query is not None:
+        lse = partial.lse.view(rows, pairs.per_query)
+        merged = lse.logsumexp(-1)
+        shares = exp_(lse - torch.where(merged == -torch.inf, 0, merged)[:, None])
+        return Partial(torch.bmm(shares[:, None], partial.out.view(*lse.shape, -1))[:, 0], merged)
+    largest = partial.lse.new_full((rows,), -torch.inf).scatter_reduce_(0, pairs.query, partial.lse, "amax")
+    largest = torch.where(largest == -torch.inf, 0, largest)
+    shares = exp_(partial.lse - largest[pairs.query])
+    total = torch.zeros_like(largest).index_add_(0, pairs.query, shares)
+    out = partial.out.new_zeros(rows, partial.out.shape[1])
+    out.index_add_(0, pairs.query, shares[:, None] * partial.out)
+    return Partial(out / torch.where(total == 0, 1, total)[:, None], total.log() + largest)
 
 
 def attend_backward(
@@ -65,14 +111,14 @@ def attend_backward(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    picks: Tensor,
+    pairs: Pairs,
     buckets: Groups,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
     # Padded keys are the zero row: they give nothing to the queries, and what they receive falls into a spare row.
     keys, values = _with_zero_row(keys), _with_zero_row(values)
     grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
-    for tile in _pair_tiles(_of_something(picks, buckets), buckets, queries.shape[-1]):
+    for tile in _pair_tiles(pairs.of_something(buckets), buckets, queries.shape[-1]):
         tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
         tile_keys, tile_values = take_rows(keys, tile.key_places), take_rows(values, tile.key_places)
         # Padded queries get an infinite lse, and so no weight.
@@ -99,21 +145,16 @@ class _PairTiles:
     """(T, s); a padded place is the row after all keys"""
 
 
-def _of_something(picks: Tensor, buckets: Groups) -> Tensor:
-    """Picks without those of empty buckets, which only a query that is not finite can make."""
-    return torch.where(buckets.sizes[picks.clamp(min=0)] > 0, picks, -1)
-
-
-def _pair_tiles(picks: Tensor, buckets: Groups, head_dim: int) -> Iterator[_PairTiles]:
+def _pair_tiles(pairs: Pairs, buckets: Groups, head_dim: int) -> Iterator[_PairTiles]:
     """Walk over all pairs, buckets of similar size together."""
-    pairs = group_rows(picks.flatten(), buckets.sizes.shape[0])
-    for among, longest in _buckets_by_size(buckets, pairs):
-        for tile in tiles(pairs, longest + 3 * head_dim, among=among, most_rows=LONGEST_TILE):
-            place = torch.arange(longest, device=picks.device)
+    by_bucket = group_rows(pairs.bucket, buckets.sizes.shape[0])
+    for among, longest in _buckets_by_size(buckets, by_bucket):
+        for tile in tiles(by_bucket, longest + 3 * head_dim, among=among, most_rows=LONGEST_TILE):
+            place = torch.arange(longest, device=pairs.bucket.device)
             size = buckets.sizes[tile.group][:, None]
             key_rows = buckets.order[buckets.starts[tile.group][:, None] + torch.minimum(place, size - 1)]
             key_places = torch.where(place < size, key_rows, buckets.order.shape[0])
-            yield _PairTiles(tile, tile.rows // picks.shape[1], key_rows, key_places)
+            yield _PairTiles(tile, pairs.query[tile.rows], key_rows, key_places)
 
 
 def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, int]]:

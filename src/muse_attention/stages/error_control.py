@@ -1,0 +1,150 @@
+"""Stage 4, by tolerance: every query retrieves the buckets whose summaries are expected to be wrong by more than that.
+
+A summary's expected error is its weight in the softmax times sigma, the spread of the query's logits over its keys. To
+open a cluster and to retrieve a block of it are comparisons with the tolerance, and both are kept as bits. A head that
+would retrieve more than its budget takes the buckets of largest error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from muse_attention.bits import pack_bits, unpack_bits
+from muse_attention.budget import ERROR_BINS, error_bins, lowest_affordable_bin
+from muse_attention.stages.exponential import exp_
+from muse_attention.stages.grouping import Tiles
+from muse_attention.stages.segments import Columns, Gradients, Scored, attend_to_terms
+from muse_attention.structures import Partial, Selection
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The rule, and what it has found out about each query head on the way."""
+
+    tolerance: float
+    mean_bucket: float
+    own_lse: Tensor
+    """(rows,): of each query's own block"""
+    rows_per_head: int
+    lowest_bin: Tensor
+    """(query heads,) int64: errors below it are not retrieved"""
+    counts: Tensor
+    """(query heads, bins) int64: pairs above the tolerance, by their error"""
+
+    @classmethod
+    def of(cls, tolerance: float, mean_bucket: float, own_lse: Tensor, rows_per_head: int) -> Tolerance:
+        heads = own_lse.shape[0] // rows_per_head
+        counts = torch.zeros(heads, ERROR_BINS, dtype=torch.int64, device=own_lse.device)
+        return cls(tolerance, mean_bucket, own_lse, rows_per_head, counts[:, 0].clone(), counts)
+
+    def within(self, budget: int) -> Tolerance | None:
+        """The rule that keeps all heads within so many pairs for each query; None if this one did."""
+        if not bool((self.counts.sum(-1) > budget * self.rows_per_head).any()):
+            return None
+        lowest = lowest_affordable_bin(self.counts, budget * self.rows_per_head)
+        return Tolerance(
+            self.tolerance, self.mean_bucket, self.own_lse, self.rows_per_head, lowest, torch.zeros_like(self.counts)
+        )
+
+    def open(self, tile: Tiles, logits: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, m, K) bool: the clusters that each query opens; and its lse, (T, m, 1), as far as summaries tell."""
+        lse = torch.logaddexp(tile.gather(self.own_lse), logits.logsumexp(-1))[..., None]
+        return self._errors(logits, lse, sigma) > self.tolerance, lse
+
+    def retrieve(
+        self,
+        tile: Tiles,
+        columns: Columns,
+        log_size: Tensor,
+        opened: Tensor,
+        logits: Tensor,
+        lse: Tensor,
+        sigma: Tensor,
+    ) -> Tensor:
+        """(T, m, seen, U) bool: the buckets that each query retrieves, of the clusters that it opens.
+
+        A large bucket must be that much worse: retrieving it costs more.
+        """
+        errors = self._errors(logits, lse, sigma) * exp_(0.5 * (math.log(self.mean_bucket) - log_size))
+        errors = errors.unflatten(-1, (-1, columns.width))
+        wanted = (errors > self.tolerance) & columns.gather(opened)[:, :, None] & tile.valid[..., None, None]
+        head = tile.rows // self.rows_per_head
+        bins = error_bins(errors)
+        place = (head[..., None, None] * ERROR_BINS + bins)[wanted]
+        self.counts.view(-1).add_(torch.bincount(place, minlength=self.counts.numel()))
+        return wanted & (bins >= self.lowest_bin[head][..., None, None])
+
+    def _errors(self, logits: Tensor, lse: Tensor, sigma: Tensor) -> Tensor:
+        weights = exp_(logits - torch.where(lse == -torch.inf, 0, lse))
+        return torch.where(logits == -torch.inf, 0, weights * sigma)
+
+
+def select_and_attend(
+    scored: Scored, rule: Tolerance | None, selection: Selection, partial: Partial, *, is_causal: bool
+) -> None:
+    """Fill in the rows of `partial`, attention to the summary terms that `selection` leaves.
+
+    With a `rule`, the rows of `selection` are filled in first. What is filled in has a spare last row.
+    """
+    for tile, where in scored.walk(is_causal=is_causal):
+        clusters, cluster_logits, cluster_sigma = scored.clusters(tile, where)
+        key_clusters = cluster_logits.shape[-1]
+        if rule is not None:
+            opened, lse = rule.open(tile, cluster_logits, _certain(cluster_sigma))
+            tile.scatter(selection.opened, pack_bits(opened))
+        else:
+            opened = unpack_bits(tile.gather(selection.opened), key_clusters)
+        columns = where.columns(opened.any(1))
+        blocks, block_logits, block_sigma = scored.blocks(tile, columns)
+        if rule is not None:
+            log_size = columns.copy_spread(_certain(scored.second_order).of_buckets).log_size
+            retrieved = rule.retrieve(tile, columns, log_size, opened, block_logits, lse, _certain(block_sigma))
+            everywhere = columns.scatter(retrieved, selection.retrieved.shape[1], key_clusters)
+            tile.scatter(selection.retrieved, pack_bits(everywhere))
+        else:
+            retrieved = _retrieved(tile, columns, selection, key_clusters)
+        _keep_only_terms(cluster_logits, block_logits, columns, opened, retrieved)
+        attend_to_terms(tile, [cluster_logits, block_logits], [clusters.values, blocks.values], partial)
+
+
+def attend_backward(
+    scored: Scored, selection: Selection, gradients: Gradients, *, is_causal: bool, fill_in: Tensor
+) -> None:
+    """Add to the `gradients` of the summaries; those of the residuals go to `fill_in`, (rows + 1, D)."""
+    for tile, where in scored.walk(is_causal=is_causal):
+        clusters, cluster_logits, _ = scored.clusters(tile, where)
+        opened = unpack_bits(tile.gather(selection.opened), cluster_logits.shape[-1])
+        columns = where.columns(opened.any(1))
+        blocks, block_logits, _ = scored.blocks(tile, columns)
+        retrieved = _retrieved(tile, columns, selection, cluster_logits.shape[-1])
+        _keep_only_terms(cluster_logits, block_logits, columns, opened, retrieved)
+        to_residuals = gradients.add_clusters(tile, where, clusters, cluster_logits)
+        to_residuals += gradients.add_blocks(tile, columns, blocks, block_logits)
+        tile.scatter(fill_in, to_residuals)
+
+
+def _retrieved(tile: Tiles, columns: Columns, selection: Selection, key_clusters: int) -> Tensor:
+    """(T, m, seen, U) bool"""
+    return columns.gather(unpack_bits(tile.gather(selection.retrieved), key_clusters)[:, :, : columns.segments.seen])
+
+
+def _keep_only_terms(
+    cluster_logits: Tensor, block_logits: Tensor, columns: Columns, opened: Tensor, retrieved: Tensor
+) -> None:
+    """Set to -inf, in place, clusters that were opened, blocks that were retrieved, and blocks of other clusters."""
+    cluster_logits.masked_fill_(opened, -torch.inf)
+    no_term = retrieved | ~columns.gather(opened)[:, :, None]
+    block_logits.unflatten(-1, (-1, columns.width)).masked_fill_(no_term, -torch.inf)
+
+
+def _certain(found: Kind | None) -> Kind:
+    """Of summaries of second order, which a tolerance always has."""
+    assert found is not None
+    return found
