@@ -63,6 +63,23 @@ def test_text_round_trips(config: MuSeConfig) -> None:
     assert MuSeConfig.parse(str(config)) == config
 
 
+def test_the_papers_method() -> None:
+    assert str(MuSeConfig.paper(65536)) == "Q128K128R8SP1B8k,clustering=streaming,query_cap_factor=4.0"
+    assert MuSeConfig.paper(16384).largest_query_cluster == 4 * 2048 // 64
+
+
+@pytest.mark.parametrize("change", [{"retrieved_blocks": 2}, {"monopole": False}])
+def test_what_a_tolerance_does_not_go_with(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="decides on every block"):
+        MuSeConfig(tolerance=0.1, **change)
+
+
+@pytest.mark.parametrize("tolerance", [-1, float("nan"), True, "0.1"])
+def test_what_is_no_tolerance(tolerance: object) -> None:
+    with pytest.raises(ValueError, match="must be a number of at least 0"):
+        MuSeConfig(tolerance=tolerance)
+
+
 @pytest.mark.parametrize(
     ("length", "text"),
     [

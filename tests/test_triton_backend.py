@@ -41,6 +41,11 @@ VARIANTS = [
     "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
     "Q3K5R2B32,cap_factor=none",
 ]
+FOUND = [
+    "Q4K5R2B32,clustering=streaming",
+    "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
+    "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
+]
 
 
 class TestTritonBackend(OperatorConformance):
@@ -62,6 +67,10 @@ class TestTritonBackend(OperatorConformance):
         text = f"{variant},differentiable_aggregation={str(not frozen).lower()}"
         shape = Shape(variant, text, length=80, heads=2, key_heads=1, value_dim=8, is_causal=is_causal)
         self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize("variant", FOUND)
+    def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
+        super().test_finds_the_clusters_and_selection_of_the_reference(variant)
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize("config", ["Q3K5R5SP9B64"])

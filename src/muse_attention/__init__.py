@@ -9,7 +9,8 @@ The algorithm, in order, and where to read each step:
 1. Cluster queries and keys, separately, over the whole sequence; assign inside each block: `stages/clustering.py`.
 2. Summarise each (query cluster, key cluster, block) by exponentially tilted means, and
 3. accumulate the summaries over the blocks a query sees: `stages/summaries.py`.
-4. Select the clusters to open and the blocks to retrieve; attend to the summaries of the rest: `stages/selection.py`.
+4. Select the clusters to open and the blocks to retrieve; attend to the summaries of the rest: `stages/selection.py`,
+   or by a tolerance, `stages/error_control.py`.
 5. Attend exactly to the retrieved buckets, `stages/retrieval.py`, and to the own block, `local.py`.
 6. Merge everything as one softmax: `stages/merging.py`.
 

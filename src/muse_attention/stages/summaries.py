@@ -61,7 +61,9 @@ def find_spread(
     heads, query_clusters, blocks, key_clusters = of_buckets.log_mass.shape
     head_dim = keys.shape[2]
     row_cluster = (torch.arange(heads, device=keys.device)[:, None] * key_clusters + key_cluster).flatten()
-    middle = keys.new_zeros(heads * key_clusters, head_dim).index_add_(0, row_cluster, keys.flatten(0, 1))
+    # A key that is not finite must poison what attends to it, not every summary of its cluster.
+    finite = torch.nan_to_num(keys.flatten(0, 1), nan=0.0, posinf=0.0, neginf=0.0)
+    middle = keys.new_zeros(heads * key_clusters, head_dim).index_add_(0, row_cluster, finite)
     middle /= torch.bincount(row_cluster, minlength=heads * key_clusters).clamp(min=1)[:, None]
     squared = (keys.flatten(0, 1) - middle[row_cluster]).square().sum(-1)
     moment = torch.zeros_like(of_buckets.log_mass)

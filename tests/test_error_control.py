@@ -1,0 +1,105 @@
+"""Second-order mass and selection by tolerance: what they promise beyond conformance to the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from muse_attention import MuSeConfig, exact_attention, find_clusters, muse_attention, operator
+from muse_attention.bits import pack_bits, unpack_bits
+from muse_attention.synthetic import clustered_qkv
+from tests.shapes import Shape
+
+
+@pytest.mark.parametrize("members", [1, 31, 32, 33, 100])
+def test_bits_round_trip(members: int) -> None:
+    mask = torch.rand(3, 4, members) > 0.5
+    mask[0] = True
+    assert torch.equal(unpack_bits(pack_bits(mask), members), mask)
+
+
+def _pairs(inputs: tuple[Tensor, ...], text: str, clusters: object = None) -> Tensor:
+    """(heads,): retrieved buckets for each query, on average."""
+    config = MuSeConfig.parse(text)
+    found = clusters or find_clusters(*inputs[:2], config=config)
+    _, selection = operator.attend(*inputs, found, config, is_causal=True, scale=0.25, backend="torch")
+    return unpack_bits(selection.retrieved, config.key_clusters).sum((0, 2, 3, 4)) / inputs[0].shape[2]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_no_head_exceeds_its_budget(budget: int) -> None:
+    inputs = tuple(tensor.detach() for tensor in Shape("", "", length=300, heads=4).tensors(torch.float32))
+    wanted = _pairs(inputs, "Q4K8R100T0.001B32")
+    assert (wanted > 3).all(), "the budget must matter"
+    spent = _pairs(inputs, f"Q4K8R{budget}T0.001B32")
+    assert (spent <= budget).all()
+    assert budget == 0 or (spent > 0.6 * budget).all(), "most of a budget is used"
+
+
+def test_a_head_does_not_depend_on_what_is_beside_it() -> None:
+    inputs = [tensor.detach() for tensor in Shape("", "", length=200, batch=2, heads=4).tensors(torch.float64)]
+    config = "Q4K8R2T0.001B32"  # meets its budget
+    together = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=config)
+    for sequence in range(2):
+        for head in range(2):
+            alone = muse_attention(
+                inputs[0][sequence : sequence + 1, 2 * head : 2 * head + 2],
+                *(tensor[sequence : sequence + 1, head : head + 1] for tensor in inputs[1:]),
+                is_causal=True,
+                enable_gqa=True,
+                config=config,
+            )
+            torch.testing.assert_close(alone[0], together[sequence, 2 * head : 2 * head + 2], rtol=1e-12, atol=1e-12)
+
+
+def test_error_of_the_mass_is_of_third_order_where_keys_are_symmetric() -> None:
+    """One far bucket of keys `mean +- d`, and a metric that fits them: halving the residual divides the error by 16,
+    where it divides that of first order by 4."""
+    dim, half = 8, 16
+    offsets = torch.randn(half, dim, dtype=torch.float64)
+    offsets = torch.linalg.qr(offsets.mT @ offsets)[0][: dim // 2].repeat(half // (dim // 2), 1)
+    mean = torch.randn(dim, dtype=torch.float64)
+    keys = torch.cat([mean + offsets, mean - offsets, torch.zeros(2 * half, dim, dtype=torch.float64)])[None, None]
+    values = torch.zeros_like(keys)
+    direction = torch.randn(dim, dtype=torch.float64)
+    variance = offsets.square().mean(0)
+    errors: dict[str, list[float]] = {"true": [], "false": []}
+    for second_order, found in errors.items():
+        config = f"Q1K1R0B{2 * half},second_order={second_order},cap_factor=none"
+        for size in (0.2, 0.1):
+            query = (size * direction).expand(1, 1, 4 * half, dim).contiguous()
+            clusters = find_clusters(query, keys, config=config, scale=1.0)
+            clusters = dataclasses.replace(
+                clusters,
+                query_centroids=torch.zeros_like(clusters.query_centroids),
+                key_spread=_metric(offsets, direction, variance) if second_order == "true" else None,
+            )
+            _, lse = muse_attention(
+                query, keys, values, is_causal=True, scale=1.0, config=config, clusters=clusters, return_lse=True
+            )
+            _, exact = exact_attention(query, keys, values, is_causal=True, scale=1.0, return_lse=True)
+            found.append(float((lse - exact)[0, 0, -1].abs()))
+    assert errors["false"][0] / errors["false"][1] == pytest.approx(4, rel=0.1)
+    assert errors["true"][0] / errors["true"][1] > 14
+    assert errors["true"][0] < 0.05 * errors["false"][0]
+
+
+def _metric(offsets: Tensor, direction: Tensor, variance: Tensor) -> Tensor:
+    """A metric in which this direction has just the variance that the keys have along it."""
+    along = (offsets @ direction).square().mean()
+    return (along / (variance.mean() * direction.square().sum())).expand(1, 1, direction.shape[0]).contiguous()
+
+
+def test_less_error_than_the_papers_rule_for_as_many_pairs() -> None:
+    query, key, value = clustered_qkv(1, 4, 1024, 16, topics=40)
+    exact = exact_attention(query, key, value, is_causal=True)
+
+    def error(config: str) -> float:
+        out = muse_attention(query, key, value, is_causal=True, config=config)
+        return float((out - exact).square().sum() / exact.square().sum())
+
+    assert float(_pairs((query, key, value), "QK16R2T0B128").max()) <= 2
+    assert error("QK16R2T0B128") < 0.6 * error("QK16R2B128")
