@@ -112,6 +112,20 @@ class TestTritonConformance(OperatorConformance):
     test_gradient_of_the_lse_alone = None
     test_more_clusters_than_tokens_and_empty_buckets = None
 
+    @pytest.mark.parametrize(
+        "series", [["QK4R0B128", "QK16R0B128", "QK64R0B128"], ["QK16R0B128", "QK16R1B128", "QK16R16SP8B128"]]
+    )
+    def test_property_7_error_falls_as_clusters_or_retrieval_grow(self, series: list[str]) -> None:
+        super().test_property_7_error_falls_as_clusters_or_retrieval_grow(series)
+
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+    @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
+    @pytest.mark.parametrize("config", ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false"])
+    def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
+        self, config: str, target: int, poison: float
+    ) -> None:
+        super().test_nan_and_inf_come_out_where_they_do_in_exact_attention(config, target, poison)
+
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize(
         "config",

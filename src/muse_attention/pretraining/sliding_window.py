@@ -90,7 +90,8 @@ def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int, sca
         *(tensor.transpose(1, 2) for tensor in (query, key, value)), None, None, length, length, 0.0, False, False,
         scale=scale, window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
-    return _WithAlignedGradient.apply(out.transpose(1, 2))
+    out = out.transpose(1, 2)
+    return out if torch.compiler.is_compiling() else _WithAlignedGradient.apply(out)
 
 
 class _WithAlignedGradient(torch.autograd.Function):
@@ -108,7 +109,7 @@ class _WithAlignedGradient(torch.autograd.Function):
 def _aligned(tensor: Tensor) -> Tensor:
     """FlashAttention reads eight numbers of a row at once: rows are contiguous, and begin at a multiple of eight."""
     starts: tuple[int | torch.SymInt, ...] = tensor.stride()[:-1]
-    if not torch.compiler.is_compiling():  # the compiler does not know it, and aligns what it makes
+    if not torch.compiler.is_compiling():  # the compiler knows no offsets, and aligns what it makes
         starts = (tensor.storage_offset(), *starts)
     if tensor.stride(-1) == 1 and all(start % _MULTIPLE_FLASH == 0 for start in starts):
         return tensor

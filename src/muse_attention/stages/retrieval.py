@@ -95,12 +95,12 @@ def _merge(partial: Partial, pairs: Pairs, rows: int) -> Partial:
         merged = lse.logsumexp(-1)
         shares = exp_(lse - torch.where(merged == -torch.inf, 0, merged)[:, None])
         return Partial(torch.bmm(shares[:, None], partial.out.view(*lse.shape, -1))[:, 0], merged)
-    largest = partial.lse.new_full((rows,), -torch.inf).scatter_reduce_(0, pairs.query, partial.lse, "amax")
+    lengths = torch.bincount(pairs.query, minlength=rows)
+    largest = torch.segment_reduce(partial.lse, "max", lengths=lengths, unsafe=True)
     largest = torch.where(largest == -torch.inf, 0, largest)
     shares = exp_(partial.lse - largest[pairs.query])
-    total = torch.zeros_like(largest).index_add_(0, pairs.query, shares)
-    out = partial.out.new_zeros(rows, partial.out.shape[1])
-    out.index_add_(0, pairs.query, shares[:, None] * partial.out)
+    total = torch.segment_reduce(shares, "sum", lengths=lengths, unsafe=True)
+    out = torch.segment_reduce(shares[:, None] * partial.out, "sum", lengths=lengths, unsafe=True)
     return Partial(out / torch.where(total == 0, 1, total)[:, None], total.log() + largest)
 
 

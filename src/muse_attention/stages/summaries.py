@@ -55,17 +55,18 @@ def find_spread(
 ) -> tuple[Spread, Spread]:
     """The spread of each bucket, and of all that each block sees of a key cluster.
 
-    The second moment of a cluster's keys about a fixed point accumulates as a mean does; about the middle of the
-    cluster, little of it cancels. `key_cluster` is (G, N) int64.
+    The second moment of a cluster's keys about a fixed point accumulates as a mean does. About the first of the keys,
+    little of it cancels. `key_cluster` is (G, N) int64.
     """
     heads, query_clusters, blocks, key_clusters = of_buckets.log_mass.shape
     head_dim = keys.shape[2]
     row_cluster = (torch.arange(heads, device=keys.device)[:, None] * key_clusters + key_cluster).flatten()
+    rows = torch.arange(row_cluster.shape[0], device=keys.device)
+    first = torch.zeros(heads * key_clusters, dtype=torch.int64, device=keys.device)
+    first = first.scatter_reduce_(0, row_cluster, rows, "amin", include_self=False)
     # A key that is not finite must poison what attends to it, not every summary of its cluster.
-    finite = torch.nan_to_num(keys.flatten(0, 1), nan=0.0, posinf=0.0, neginf=0.0)
-    middle = keys.new_zeros(heads * key_clusters, head_dim).index_add_(0, row_cluster, finite)
-    middle /= torch.bincount(row_cluster, minlength=heads * key_clusters).clamp(min=1)[:, None]
-    squared = (keys.flatten(0, 1) - middle[row_cluster]).square().sum(-1)
+    point = torch.nan_to_num(keys.flatten(0, 1)[first], nan=0.0, posinf=0.0, neginf=0.0)
+    squared = (keys.flatten(0, 1) - point[row_cluster]).square().sum(-1)
     moment = torch.zeros_like(of_buckets.log_mass)
     for tile in tiles(buckets, query_clusters + head_dim):
         at = _bucket_index(tile.group, blocks, key_clusters)
@@ -78,10 +79,10 @@ def find_spread(
     if not is_causal:
         seen = _combine(seen, _exclusive_scan(parts, reverse=True))
         seen_sizes = sizes.sum(2, keepdim=True) - sizes
-    middle = middle.view(heads, 1, 1, key_clusters, head_dim)
+    point = point.view(heads, 1, 1, key_clusters, head_dim)
 
     def spread(key_mean: Tensor, moment: Tensor, sizes: Tensor) -> Spread:
-        variance = (moment - (key_mean - middle).square().sum(-1)).clamp(min=0) / head_dim
+        variance = (moment - (key_mean - point).square().sum(-1)).clamp(min=0) / head_dim
         return Spread(torch.where(sizes > 1, variance, 0), sizes.clamp(min=1).log())
 
     _, seen_mean, seen_moment = seen
