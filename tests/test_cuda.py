@@ -14,7 +14,7 @@ from muse_attention.pretraining.sliding_window import sliding_window_attention
 from muse_attention.reference import reference_attention
 from muse_attention.synthetic import clustered_qkv
 from tests.conformance import OperatorConformance
-from tests.fuzz import LAYOUTS
+from tests.layouts import LAYOUTS
 from tests.shapes import Shape
 from tests.test_torch_backend import TestTorchBackend as _TorchBackend
 from tests.test_triton_backend import VARIANTS

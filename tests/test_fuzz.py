@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz import check, draw
+from tests.fuzz import check
+from tests.fuzz_cases import draw
 
 CASES, AT_ONCE = 200, 20
 

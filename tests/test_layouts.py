@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from muse_attention import get_attention
-from tests.fuzz import LAYOUTS
+from tests.layouts import LAYOUTS
 from tests.shapes import Shape
 
 ATTENTIONS = ["muse:Q3K4R2B16", "exact", "block_diagonal:16", "moba:L16B8R2"]
