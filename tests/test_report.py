@@ -16,6 +16,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
+from muse_attention.evaluation.attentions import check_meaning, settings_of
 from tests.test_tasks import MUSE, PARTS, Scripted, run_parts
 
 
@@ -137,3 +138,12 @@ def test_nothing_is_written_if_something_is_not_there(good: Path) -> None:
     assert (code, out) == (2, "")
     assert "there is no file or folder" in lines[0]
     assert not good.with_suffix(".html").exists()
+
+
+def test_results_from_before_a_setting_existed_keep_their_meaning() -> None:
+    name = "muse:Q64K64R4SP1B2k"
+    settings = settings_of(name)
+    assert settings is not None
+    check_meaning(name, {field: value for field, value in settings.items() if field != "tolerance"})
+    with pytest.raises(ValueError, match="other defaults"):
+        check_meaning(name, {**settings, "lloyd_iterations": 2})

@@ -57,7 +57,12 @@ def settings_of(attention: str) -> dict[str, Any] | None:
 def check_meaning(
     attention: str, settings: dict[str, Any] | None, *, way_out: str = "drop --resume to start over"
 ) -> None:
-    """A ValueError if the name meant something else to who wrote it beside these settings: defaults can change."""
+    """A ValueError if the name meant something else to who wrote it beside these settings: defaults can change.
+
+    A field that was not there yet has its default, which means what was done before there was a choice.
+    """
+    if settings is not None:
+        settings = {**asdict(MuSeConfig()), **settings}
     if settings != settings_of(attention):
         raise ValueError(f"{attention} was measured with other defaults than it has now; {way_out}")
 
