@@ -73,8 +73,13 @@ def draw(seed: int, number: int, device: str = "cpu") -> Case:
     elif attention == "moba":
         attention = f"moba:L{block * rng.choice([1, 2, 4])}B{block}R{rng.randint(1, 4)}"
     values = "normal" if kind == "arguments" else rng.choice(["normal", "normal", *VALUES])
-    if "dipole" in attention and values.startswith("logits of"):
+    is_large = values.startswith("logits of")
+    if "dipole" in attention and is_large:
         values = "normal"  # residuals of that size are far outside of a first order: it amplifies every rounding
+    if dtype == "float64" and ("T" in attention or "second_order=true" in attention) and is_large:
+        # Where one key has all the weight, sigma is the root of a difference that is all rounding: it has half of the
+        # digits. In lower precision plain PyTorch, which has the same, is compared with.
+        values = "normal"
     kinds = list(LAYOUTS)
     layouts = [rng.choice(["contiguous", *kinds]) for _ in range(3)]
     if rng.random() < 0.15:
