@@ -195,14 +195,15 @@ def _attend_to_summaries(
         )
     if config.tolerance is not None:
         _control_error(far, own_lse, chosen is None, filled, partial, config, is_causal=is_causal)
-    for part in far.parts(config) if config.tolerance is None else ():
-        scored = part.score(is_causal=is_causal)
-        selection.select_and_attend(
-            scored, filled, partial, is_causal=is_causal, select=chosen is None, attend=config.monopole
-        )
-        if config.dipole != "none":
-            correction = part.correction(scored.accumulated, config, is_causal=is_causal)
-            partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
+    else:
+        for part in far.parts(config):
+            scored = part.score(is_causal=is_causal)
+            selection.select_and_attend(
+                scored, filled, partial, is_causal=is_causal, select=chosen is None, attend=config.monopole
+            )
+            if config.dipole != "none":
+                correction = part.correction(scored.accumulated, config, is_causal=is_causal)
+                partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
     if chosen is None:
         filled = Selection(filled.opened[:-1], filled.retrieved[:-1])
     return Partial(partial.out[:-1], partial.lse[:-1]), filled
