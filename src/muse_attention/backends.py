@@ -48,8 +48,6 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
         )
     if config.dipole != "none":
         return f"has no kernels for dipoles, the config has dipole={config.dipole!r}: use dipole='none'"
-    if config.tolerance is not None or config.second_order:
-        return "has no kernels for summaries of second order yet: use a config without tolerance and second_order"
     clusters = max(config.query_clusters, config.key_clusters)
     most = MOST_CENTROID_NUMBERS // _power_of_two(query.shape[-1])
     if _power_of_two(clusters) > most:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 ERROR_BINS = 128
-_BINS_PER_OCTAVE = 4
-_SMALLEST_OCTAVE = -24
+BINS_PER_OCTAVE = 4
+SMALLEST_OCTAVE = -24
 """Below 2^-24 an error is lost in the rounding of float32: all of it is one bin."""
 
 
 def error_bins(errors: Tensor) -> Tensor:
     """The bin of each expected error, int64: a quarter of an octave, from 2^-24 to 2^8."""
-    place = torch.floor(_BINS_PER_OCTAVE * (torch.log2(errors) - _SMALLEST_OCTAVE))
+    place = torch.floor(BINS_PER_OCTAVE * (torch.log2(errors) - SMALLEST_OCTAVE))
     return torch.nan_to_num(place, nan=ERROR_BINS - 1).clamp(0, ERROR_BINS - 1).long()
 
 

@@ -6,7 +6,6 @@ selection are outputs of the forward operators, so that a backward pass never de
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.autograd import forward_ad
 
 from muse_attention import large_logits, pipeline
 from muse_attention.config import MuSeConfig
+from muse_attention.kernels.plan import pairs_per_query
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection
 
@@ -158,7 +158,7 @@ def _(
     batch, heads, length, _ = query.shape
     rows = (batch, heads, length)
     of_opened, of_retrieved, _ = pipeline.selection_shapes(parsed, length)
-    picks = math.prod(of_retrieved if retrieved is None else retrieved.shape[-2:])
+    picks = pairs_per_query(parsed, of_retrieved if retrieved is None else tuple(retrieved.shape[-2:]))
     memory = pipeline.memory_size(
         parsed, batch * heads, batch * key.shape[1], length, query_centroids.shape[2], picks, backend
     )

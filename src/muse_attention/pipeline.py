@@ -125,7 +125,10 @@ def memory_size(
     if not (backend == "triton" and has_far_field(config, length)):
         return 0
     blocks = config.number_of_blocks(length)
-    shapes = Plan.shapes(heads, key_heads, length, blocks, query_clusters, config.key_clusters, picks)
+    shapes = Plan.shapes(
+        heads, key_heads, length, blocks, query_clusters, config.key_clusters, picks,
+        is_ragged=config.tolerance is not None,
+    )  # fmt: skip
     return sum(rows * columns for rows, columns in shapes)
 
 

@@ -10,13 +10,24 @@ import triton
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
-from muse_attention.kernels import clustering, merging, retrieval, selection, summaries, terms
+from muse_attention.kernels import (
+    clustering,
+    error_control,
+    key_spread,
+    merging,
+    pairs,
+    retrieval,
+    selection,
+    summaries,
+    terms,
+)
 from muse_attention.kernels.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
-from muse_attention.kernels.plan import Plan
+from muse_attention.kernels.opened import list_opened, list_opened_bits
+from muse_attention.kernels.plan import Plan, pairs_per_query
 from muse_attention.kernels.rows import take_residuals, take_rows
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 from muse_attention.precision import compute_dtype
-from muse_attention.structures import Clusters, Partial, Selection, SelectionShapes, Side, Summaries
+from muse_attention.structures import Clusters, Partial, Selection, SelectionShapes, Side
 
 WORKSPACE_BYTES = 7 << 28
 WORKSPACE_OF_INPUTS = 2
@@ -34,6 +45,12 @@ def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[
         )
         for side, (centroids, assignment) in zip(sides, found, strict=True)
     ]
+
+
+def find_key_spread(key: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
+    """(batch, key heads, D): variance of the keys about their centroids in each dimension, scaled to a mean of 1."""
+    spread = key_spread.find_key_spread(_by_head(key), _by_head(centroids), _by_head(assignment))
+    return spread.view(*key.shape[:2], key.shape[3])
 
 
 def attend(
@@ -54,13 +71,12 @@ def attend(
     heads = _Heads.of(query, key, value, clusters)
     merged = Partial(_by_head(own.out), _by_head(own.lse))
     rows = None if chosen is None else _selection_by_head(chosen)
-    retrieved_shape = shapes.retrieved if rows is None else rows.retrieved.shape[-2:]
-    shape = (retrieved_shape[0], retrieved_shape[1])
-    of_plan = heads.plan_shapes(config, shape)
+    picks = pairs_per_query(config, shapes.retrieved if rows is None else rows.retrieved.shape[-2:])
+    of_plan = heads.plan_shapes(config, picks)
     memory = torch.empty(sum(map(math.prod, of_plan)), dtype=torch.int32, device=query.device)
     plan = Plan.of(memory, of_plan)
     parts = []
-    for group in heads.groups(config, shape):
+    for group in heads.groups(config, picks):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
         some_merged = Partial(merged.out[of_queries], merged.lse[of_queries])
@@ -71,7 +87,8 @@ def attend(
                 some,
                 picked,
                 plan.of_heads(group, of_queries),
-                shape,
+                shapes,
+                picks,
                 config,
                 is_causal=is_causal,
                 scale=scale,
@@ -81,7 +98,7 @@ def attend(
         opened = parts[0].opened if len(parts) == 1 else torch.cat([part.opened for part in parts])
         retrieved = parts[0].retrieved if len(parts) == 1 else torch.cat([part.retrieved for part in parts])
         of_rows = query.shape[:3]
-        chosen = Selection(opened.view(*of_rows, shape[0]), retrieved.view(*of_rows, *shape))
+        chosen = Selection(opened.view(*of_rows, *shapes.opened), retrieved.view(*of_rows, *shapes.retrieved))
     return Partial(merged.out.view(own.out.shape), merged.lse.view(own.lse.shape)), chosen, memory
 
 
@@ -108,9 +125,9 @@ def attend_backward(
     grad_out, out = _by_head(grad_out), _by_head(merged.out)
     lse = _by_head(merged.lse)
     grad_lse = None if grad_lse is None else _by_head(grad_lse)
-    shape = (rows.retrieved.shape[-2], rows.retrieved.shape[-1])
-    plan = Plan.of(memory, heads.plan_shapes(config, shape))
-    for group in heads.groups(config, shape):
+    picks = pairs_per_query(config, rows.retrieved.shape[-2:])
+    plan = Plan.of(memory, heads.plan_shapes(config, picks))
+    for group in heads.groups(config, picks):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
         _attend_backward(
@@ -121,6 +138,7 @@ def attend_backward(
             some,
             Selection(rows.opened[of_queries], rows.retrieved[of_queries]),
             plan.of_heads(group, of_queries),
+            picks,
             config,
             is_causal=is_causal,
             scale=scale,
@@ -145,6 +163,8 @@ class _Heads:
     """(H, N) int32"""
     key_assignment: Tensor
     """(G, N) int32"""
+    key_spread: Tensor | None
+    """(G, D)"""
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, clusters: Clusters) -> _Heads:
@@ -155,6 +175,7 @@ class _Heads:
             _by_head(clusters.query_centroids).to(compute_dtype(query.dtype)),
             _by_head(clusters.query_assignment).int(),
             _by_head(clusters.key_assignment).int(),
+            None if clusters.key_spread is None else _by_head(clusters.key_spread),
         )
 
     @property
@@ -170,12 +191,13 @@ class _Heads:
             self.query_centroids[of_queries],
             self.query_assignment[of_queries],
             self.key_assignment[group],
+            None if self.key_spread is None else self.key_spread[group],
         )
 
     def slice_of_queries(self, group: slice) -> slice:
         return slice(group.start * self.shared_by, group.stop * self.shared_by)
 
-    def plan_shapes(self, config: MuSeConfig, picks: tuple[int, int]) -> list[tuple[int, int]]:
+    def plan_shapes(self, config: MuSeConfig, picks: int) -> list[tuple[int, int]]:
         key_heads, length, _ = self.keys.shape
         return Plan.shapes(
             self.queries.shape[0],
@@ -184,10 +206,11 @@ class _Heads:
             config.number_of_blocks(length),
             self.query_centroids.shape[1],
             config.key_clusters,
-            picks[0] * picks[1],
+            picks,
+            is_ragged=config.tolerance is not None,
         )
 
-    def groups(self, config: MuSeConfig, picks: tuple[int, int]) -> list[slice]:
+    def groups(self, config: MuSeConfig, picks: int) -> list[slice]:
         """Groups of key heads, of equal size or nearly so, that fit the workspace."""
         key_heads, length, head_dim = self.keys.shape
         both = head_dim + self.values.shape[-1]
@@ -196,7 +219,7 @@ class _Heads:
         of_rows = (2 * self.shared_by + 1) * length * both
         # Backward holds two kinds of summaries and their gradients; then one of these, the gradient of each pair's
         # query, and those of keys and values in pieces.
-        of_pairs = self.shared_by * length * picks[0] * picks[1] * head_dim
+        of_pairs = self.shared_by * length * picks * head_dim
         of_pieces = (length + summaries.ROWS_OF_TILE * buckets) * both if of_pairs else 0
         numbers = of_rows + max(4 * of_summaries, of_summaries + of_pairs + of_pieces)
         of_inputs = sum(tensor.nbytes for tensor in (self.queries, self.keys, self.values))
@@ -223,9 +246,14 @@ class _FarField:
             Groups(plan.segment_order, plan.segment_starts),
             Groups(plan.bucket_order, plan.bucket_starts),
         )
+        residuals, width = take_residuals(
+            heads.queries, heads.query_centroids, heads.query_assignment, heads.key_spread, in_segments, scale=scale
+        )
         return cls(
             Segments(
-                take_residuals(heads.queries, heads.query_centroids, heads.query_assignment, in_segments, scale=scale),
+                residuals,
+                width,
+                config.uses_second_order,
                 in_segments,
                 tiles_of_groups(in_segments, ROWS_OF_TILE),
                 config.number_of_blocks(heads.keys.shape[1]),
@@ -239,7 +267,7 @@ class _FarField:
             heads.query_centroids,
         )
 
-    def summaries(self) -> tuple[Summaries, summaries.Accumulated]:
+    def summaries(self) -> tuple[summaries.ScoredSummaries, summaries.Accumulated]:
         return summaries.summarise(
             self.keys,
             self.values,
@@ -248,6 +276,7 @@ class _FarField:
             self.segments.blocks,
             self.segments.key_clusters,
             is_causal=self.segments.is_causal,
+            has_spread=self.segments.width is not None,
         )
 
 
@@ -256,7 +285,8 @@ def _attend(
     heads: _Heads,
     chosen: Selection | None,
     plan: Plan,
-    shape: tuple[int, int],
+    shapes: SelectionShapes,
+    picks: int,
     config: MuSeConfig,
     *,
     is_causal: bool,
@@ -277,20 +307,61 @@ def _attend(
     if config.monopole or chosen is None:
         of_buckets, accumulated = far.summaries()
         if chosen is None:
-            chosen, listed = selection.select(far.segments, of_buckets, accumulated.seen, *shape)
-        else:
-            listed = selection.list_opened(far.segments, chosen.opened)
+            chosen = _select(far, of_buckets, accumulated.seen, merged.lse, shapes, config)
         if config.monopole:
-            left = terms.find_terms(far.segments, chosen, listed)
+            left = _find_terms(far.segments, chosen, config)
             of_summaries = terms.attend(far.segments, of_buckets, accumulated.seen, left)
         del of_buckets, accumulated
-    if chosen.opened.shape[-1] > 0:
-        groups = Groups(plan.pair_order, plan.pair_starts)
-        retrieval.sort_pairs(chosen, far.segments.blocks, groups)
-        pairs = retrieval.Pairs.of(groups, chosen)
-        of_pairs = retrieval.attend(heads.queries, far.keys, far.values, pairs, far.buckets, scale=scale)
-    merging.merge(merged, of_summaries, of_pairs, fill_in=merged)
+    found = None
+    if picks > 0:
+        _sort_pairs(chosen, plan, far.segments.blocks, config)
+        found = _pairs(plan, picks, config)
+        of_pairs = retrieval.attend(heads.queries, far.keys, far.values, found, far.buckets, scale=scale)
+    merging.merge(merged, of_summaries, of_pairs, found, fill_in=merged)
     return chosen
+
+
+def _select(
+    far: _FarField,
+    of_buckets: summaries.ScoredSummaries,
+    seen: summaries.ScoredSummaries,
+    own_lse: Tensor,
+    shapes: SelectionShapes,
+    config: MuSeConfig,
+) -> Selection:
+    if config.tolerance is None:
+        clusters, blocks = shapes.retrieved
+        return selection.select(far.segments, of_buckets, seen, clusters, blocks)
+    return error_control.select(
+        far.segments,
+        of_buckets,
+        seen,
+        own_lse,
+        shapes.opened[0],
+        tolerance=config.tolerance,
+        mean_bucket=config.mean_bucket,
+        budget=config.retrieved_clusters * own_lse.shape[1],
+    )
+
+
+def _find_terms(segments: Segments, chosen: Selection, config: MuSeConfig) -> terms.Terms:
+    if config.tolerance is None:
+        return terms.find_terms(segments, chosen, list_opened(segments, chosen.opened))
+    return terms.find_terms_of_bits(segments, chosen, list_opened_bits(segments, chosen.opened))
+
+
+def _sort_pairs(chosen: Selection, plan: Plan, blocks: int, config: MuSeConfig) -> None:
+    """Fill in the pairs of a `plan`."""
+    groups = Groups(plan.pair_order, plan.pair_starts)
+    if config.tolerance is None:
+        pairs.sort_picks(chosen, blocks, groups)
+    else:
+        pairs.sort_bits(chosen, plan.pair_order.shape[0], groups, plan.pair_rows, plan.row_starts)
+
+
+def _pairs(plan: Plan, picks: int, config: MuSeConfig) -> pairs.Pairs:
+    groups = Groups(plan.pair_order, plan.pair_starts)
+    return pairs.Pairs.of(groups, picks if config.tolerance is None else 0, plan.pair_rows, plan.row_starts)
 
 
 def _attend_backward(
@@ -301,6 +372,7 @@ def _attend_backward(
     heads: _Heads,
     selected: Selection,
     plan: Plan,
+    picks: int,
     config: MuSeConfig,
     *,
     is_causal: bool,
@@ -312,8 +384,7 @@ def _attend_backward(
     of_summaries = of_pairs = to_keys = grad_buckets = log_mass = None
     if config.monopole:
         of_buckets, accumulated = far.summaries()
-        listed = selection.list_opened(far.segments, selected.opened)
-        left = terms.find_terms(far.segments, selected, listed)
+        left = _find_terms(far.segments, selected, config)
         grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
         of_summaries = terms.attend_backward(
             ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, left,
@@ -321,14 +392,15 @@ def _attend_backward(
         )  # fmt: skip
         log_mass = of_buckets.log_mass
         summaries.accumulate_backward(
-            grad_seen, log_mass, accumulated, listed.place, is_causal=is_causal, add_to=grad_buckets
+            grad_seen, log_mass, accumulated, left.opened.place, is_causal=is_causal, add_to=grad_buckets
         )
-        del of_buckets, accumulated, left, listed, grad_seen
+        del of_buckets, accumulated, left, grad_seen
     del ordered, ordered_delta
-    if selected.opened.shape[-1] > 0:
-        pairs = retrieval.Pairs.of(Groups(plan.pair_order, plan.pair_starts), selected)
+    found = None
+    if picks > 0:
+        found = _pairs(plan, picks, config)
         of_pairs, to_keys = retrieval.attend_backward(
-            grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
+            grad_out, merged.lse, delta, heads.queries, far.keys, far.values, found, far.buckets, bucket_tiles,
             rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
         )  # fmt: skip
     summaries.summarise_backward(
@@ -344,7 +416,7 @@ def _attend_backward(
         differentiable_aggregation=config.differentiable_aggregation,
         add_to=gradients[1:],
     )
-    merging.add_to_queries(gradients[0], of_summaries, of_pairs, selected.retrieved, gradients[0], scale=scale)
+    merging.add_to_queries(gradients[0], of_summaries, of_pairs, found, selected.retrieved, gradients[0], scale=scale)
 
 
 def _by_head(tensor: Tensor) -> Tensor:

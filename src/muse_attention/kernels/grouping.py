@@ -84,9 +84,15 @@ def group_by_cluster_and_block(
     return found
 
 
-def group_rows(group_of_row: Tensor, number_of_groups: int, fill_in: Groups | None = None) -> Groups:
-    """Sort the rows of (S, L) int32 by group; rows of group -1 come after all groups."""
+def group_rows(
+    group_of_row: Tensor, number_of_groups: int, fill_in: Groups | None = None, used: Tensor | None = None
+) -> Groups:
+    """Sort the rows of (S, L) int32 by group; rows of group -1 come after all groups.
+
+    If only so many rows are `used`, (S,) int32, the order of the others is undefined.
+    """
     sequences, length = group_of_row.shape
+    limit = {"limits": group_of_row if used is None else used, "IS_LIMITED": used is not None}
     tiles = triton.cdiv(length, _TILE)
     digits = 1 << _DIGIT
     counts = group_of_row.new_empty(sequences, digits, tiles)
@@ -99,23 +105,30 @@ def group_rows(group_of_row: Tensor, number_of_groups: int, fill_in: Groups | No
     packed = torch.empty_like(group_of_row, dtype=dtype)
     width = 1024
     _pack[(triton.cdiv(length, width), sequences)](
-        group_of_row, packed, length, number_of_groups, ROW_BITS=row_bits, WIDTH=width
+        group_of_row, packed, length, number_of_groups, ROW_BITS=row_bits, WIDTH=width, **limit
     )
     for shift in range(row_bits, row_bits + bits, _DIGIT):
-        _count_digits[(tiles, sequences)](packed, counts, length, shift, tiles, TILE=_TILE, DIGITS=digits)
+        _count_digits[(tiles, sequences)](packed, counts, length, shift, tiles, TILE=_TILE, DIGITS=digits, **limit)
         _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
         _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
         by_digit = torch.empty_like(packed)
         _place_by_digit[(tiles, sequences)](
             packed, counts, digit_starts, by_digit, found.order, length, shift, tiles,
-            IS_LAST=shift + _DIGIT >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits,
+            IS_LAST=shift + _DIGIT >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits, **limit,
         )  # fmt: skip
         packed = by_digit
     width = min(128, triton.next_power_of_2(number_of_groups + 1))
     _find_starts[(triton.cdiv(number_of_groups + 1, width), sequences)](
-        packed, found.starts, length, number_of_groups, ROW_BITS=row_bits, STEPS=length.bit_length(), WIDTH=width
-    )
+        packed, found.starts, length, number_of_groups, ROW_BITS=row_bits, STEPS=length.bit_length(), WIDTH=width,
+        **limit,
+    )  # fmt: skip
     return found
+
+
+def sum_before(counts: Tensor, totals: Tensor) -> None:
+    """Replace each of (S, L) int32 counts by the sum of those before it; `totals` (S,) are the sums of all."""
+    sequences, length = counts.shape
+    _sum_rows[(1, sequences)](counts, totals, length, WIDTH=min(1024, triton.next_power_of_2(length)))
 
 
 def tiles(begin: Tensor, end: Tensor, most_rows: int | Tensor, most_tiles: int) -> Tiles:
@@ -217,32 +230,44 @@ def _place_by_cluster(
 
 
 @triton.jit(do_not_specialize=["length", "groups"])
-def _pack(group_of_row, packed, length, groups, ROW_BITS: tl.constexpr, WIDTH: tl.constexpr):
+def _pack(
+    group_of_row, packed, length, groups, limits, ROW_BITS: tl.constexpr, WIDTH: tl.constexpr, IS_LIMITED: tl.constexpr
+):
     """Rows of no group get the number after the last."""
     sequence = tl.program_id(1).to(tl.int64)
+    limit = tl.load(limits + sequence) if IS_LIMITED else length
     row = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    group = tl.load(group_of_row + sequence * length + row, mask=row < length, other=0)
+    group = tl.load(group_of_row + sequence * length + row, mask=row < limit, other=0)
     group = tl.where(group < 0, groups, group).to(packed.dtype.element_ty)
-    tl.store(packed + sequence * length + row, (group << ROW_BITS) | row, mask=row < length)
+    tl.store(packed + sequence * length + row, (group << ROW_BITS) | row, mask=row < limit)
 
 
 @triton.jit(do_not_specialize=["length", "shift", "tiles"])
-def _count_digits(packed, counts, length, shift, tiles, TILE: tl.constexpr, DIGITS: tl.constexpr):
+def _count_digits(
+    packed, counts, length, shift, tiles, limits, TILE: tl.constexpr, DIGITS: tl.constexpr, IS_LIMITED: tl.constexpr
+):
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    limit = tl.load(limits + sequence) if IS_LIMITED else length
     place, number = tile * TILE + tl.arange(0, TILE), tl.arange(0, DIGITS)
-    digit = (tl.load(packed + sequence * length + place, mask=place < length, other=0) >> shift) & (DIGITS - 1)
-    member = (digit[:, None] == number[None, :]) & (place < length)[:, None]
+    if tile * TILE >= limit:
+        tl.store(counts + (sequence * DIGITS + number) * tiles + tile, tl.zeros([DIGITS], tl.int32))
+        return
+    digit = (tl.load(packed + sequence * length + place, mask=place < limit, other=0) >> shift) & (DIGITS - 1)
+    member = (digit[:, None] == number[None, :]) & (place < limit)[:, None]
     tl.store(counts + (sequence * DIGITS + number) * tiles + tile, tl.sum(member.to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["length", "shift", "tiles"])
 def _place_by_digit(
-    packed, counts, digit_starts, by_digit, order, length, shift, tiles, IS_LAST: tl.constexpr, ROW_BITS: tl.constexpr,
-    TILE: tl.constexpr, DIGITS: tl.constexpr,
+    packed, counts, digit_starts, by_digit, order, length, shift, tiles, limits, IS_LAST: tl.constexpr,
+    ROW_BITS: tl.constexpr, TILE: tl.constexpr, DIGITS: tl.constexpr, IS_LIMITED: tl.constexpr,
 ):  # fmt: skip
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    limit = tl.load(limits + sequence) if IS_LIMITED else length
+    if tile * TILE >= limit:
+        return
     place, number = tile * TILE + tl.arange(0, TILE), tl.arange(0, DIGITS)
-    inside = place < length
+    inside = place < limit
     both = tl.load(packed + sequence * length + place, mask=inside, other=0)
     member = ((((both >> shift) & (DIGITS - 1))[None, :] == number[:, None]) & inside[None, :]).to(tl.int32)
     start = tl.load(digit_starts + sequence * (DIGITS + 1) + number)
@@ -254,13 +279,16 @@ def _place_by_digit(
 
 
 @triton.jit(do_not_specialize=["length", "groups"])
-def _find_starts(packed, starts, length, groups, ROW_BITS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr):
+def _find_starts(
+    packed, starts, length, groups, limits, ROW_BITS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
+):  # fmt: skip
     """A group begins at the first place whose group is not smaller."""
     sequence = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     packed += sequence * length
     low = tl.zeros([WIDTH], tl.int32)
-    high = tl.zeros([WIDTH], tl.int32) + length
+    high = tl.zeros([WIDTH], tl.int32) + (tl.load(limits + sequence) if IS_LIMITED else length)
     for _ in range(STEPS):
         middle = (low + high) // 2
         is_open = low < high

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,22 +11,26 @@ from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups
 from muse_attention.kernels.numbers import arithmetic, padded
+from muse_attention.kernels.pairs import Pairs
 from muse_attention.structures import Partial
 
 _TILE = 64
 
 
-def merge(own: Partial, of_summaries: Partial | None, of_pairs: Partial | None, fill_in: Partial) -> None:
-    """The softmax over all terms: `own` (H, N, Dv), `of_summaries` (H, N, Dv), `of_pairs` (H, N, P, Dv).
+def merge(
+    own: Partial, of_summaries: Partial | None, of_pairs: Partial | None, pairs: Pairs | None, fill_in: Partial
+) -> None:
+    """The softmax over all terms: `own` (H, N, Dv), `of_summaries` (H, N, Dv), `of_pairs` (G, L, Dv), one for each of
+    the `pairs`.
 
     `fill_in` may be `own`.
     """
     heads, length, value_dim = own.out.shape
-    far, pairs = of_summaries or own, of_pairs or own
+    far, retrieved = of_summaries or own, of_pairs or own
     _merge[(triton.cdiv(heads * length, _TILE),)](
-        own.out, own.lse, far.out, far.lse, pairs.out, pairs.lse, fill_in.out, fill_in.lse, heads * length,
-        0 if of_pairs is None else of_pairs.lse.shape[-1], HAS_SUMMARIES=of_summaries is not None, DV=value_dim,
-        DVP=padded(value_dim), TILE=_TILE, ACC=arithmetic(own.out.dtype)["ACC"],
+        own.out, own.lse, far.out, far.lse, retrieved.out, retrieved.lse, fill_in.out, fill_in.lse, heads * length,
+        **_of_rows(pairs, own.lse), HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim),
+        TILE=_TILE, ACC=arithmetic(own.out.dtype)["ACC"],
     )  # fmt: skip
 
 
@@ -47,25 +53,63 @@ def shared_delta(
 
 
 def add_to_queries(
-    own: Tensor, of_summaries: Tensor | None, of_pairs: Tensor | None, picks: Tensor, fill_in: Tensor, *, scale: float
+    own: Tensor,
+    of_summaries: Tensor | None,
+    of_pairs: Tensor | None,
+    pairs: Pairs | None,
+    has_bucket: Tensor,
+    fill_in: Tensor,
+    *,
+    scale: float,
 ) -> None:
-    """Gradients of queries: `own` + `scale` (`of_summaries` + the sum of `of_pairs` over the queries' picks).
+    """Gradients of queries: `own` + `scale` (`of_summaries` + the sum of `of_pairs` over the query's pairs).
 
-    `picks` has an integer for each pair, which is negative if the query has no such pick.
+    `of_pairs` is (G, L, D). Where every query has as many picks, `has_bucket` has an integer for each pair, which is
+    negative if it has none.
     """
     heads, length, head_dim = own.shape
     _add_to_queries[(triton.cdiv(heads * length, _TILE),)](
-        own, own if of_summaries is None else of_summaries, own if of_pairs is None else of_pairs,
-        picks, fill_in, heads * length, 0 if of_pairs is None else of_pairs.shape[-2],
-        HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
-        ACC=arithmetic(own.dtype)["ACC"],
+        own, own if of_summaries is None else of_summaries, own if of_pairs is None else of_pairs, has_bucket, fill_in,
+        heads * length, **_of_rows(pairs, has_bucket), HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim,
+        DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(own.dtype)["ACC"],
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "picks"])
+def _of_rows(pairs: Pairs | None, some: Tensor) -> dict[str, Any]:
+    """The pairs of each row, as kernels take them."""
+    if pairs is None:
+        return {"row_starts": some, "rows_of_head": 1, "room": 0, "picks": 0, "IS_RAGGED": False}
+    return {
+        "row_starts": pairs.row_starts,
+        "rows_of_head": pairs.row_starts.shape[1] - 1,
+        "room": pairs.shape[1],
+        "picks": pairs.picks,
+        "IS_RAGGED": pairs.is_ragged,
+    }
+
+
+@triton.jit
+def _pairs_of_row(row_starts, row, is_row, rows_of_head, room, picks, IS_RAGGED: tl.constexpr):
+    """The first pair of each row and their number, and the largest such number."""
+    if IS_RAGGED:
+        key_head = row // rows_of_head
+        at = row_starts + key_head * (rows_of_head + 1) + row % rows_of_head
+        start = tl.load(at, mask=is_row, other=0)
+        number = tl.load(at + 1, mask=is_row, other=0) - start
+        first = key_head * room + start
+        most = tl.max(number, 0)
+    else:
+        number = tl.zeros_like(row).to(tl.int32) + picks
+        first = row * picks
+        most = picks
+    return first, number, most
+
+
+@triton.jit(do_not_specialize=["rows", "rows_of_head", "room", "picks"])
 def _merge(
-    own_out, own_lse, far_out, far_lse, pair_out, pair_lse, out, lse, rows, picks, HAS_SUMMARIES: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    own_out, own_lse, far_out, far_lse, pair_out, pair_lse, out, lse, rows, row_starts, rows_of_head, room, picks,
+    IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, DVP)
@@ -77,8 +121,10 @@ def _merge(
     if HAS_SUMMARIES:
         far = tl.load(far_lse + row, mask=is_row, other=0.0)
         largest = tl.maximum(largest, far)
-    for pick in range(picks):
-        largest = tl.maximum(largest, tl.load(pair_lse + row * picks + pick, mask=is_row, other=0.0))
+    first, number, most = _pairs_of_row(row_starts, row, is_row, rows_of_head, room, picks, IS_RAGGED)
+    for pick in range(most):
+        log = tl.load(pair_lse + first + pick, mask=is_row & (pick < number), other=float("-inf"))
+        largest = tl.maximum(largest, log)
     # The own block holds at least the query's own key, so the largest is not -inf.
     share = tl.exp(own - largest)
     total = share
@@ -87,9 +133,9 @@ def _merge(
         share = tl.exp(far - largest)
         total += share
         weighted += tl.load(far_out + at, mask=inside, other=0.0).to(ACC) * share[:, None]
-    for pick in range(picks):
-        pair = row * picks + pick
-        log = tl.load(pair_lse + pair, mask=is_row, other=float("-inf"))
+    for pick in range(most):
+        pair = first + pick
+        log = tl.load(pair_lse + pair, mask=is_row & (pick < number), other=float("-inf"))
         share = tl.exp(log - largest)
         total += share
         exists = is_row & (log != float("-inf"))
@@ -123,10 +169,11 @@ def _find_delta(
     tl.store(sorted_grad + place[:, None] * DV + column[None, :], gradient, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "picks"])
+@triton.jit(do_not_specialize=["rows", "rows_of_head", "room", "picks"])
 def _add_to_queries(
-    own, of_summaries, of_pairs, pick_table, total, rows, picks, HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    own, of_summaries, of_pairs, has_bucket, total, rows, row_starts, rows_of_head, room, picks,
+    IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     dim = tl.arange(0, DP)
@@ -136,9 +183,12 @@ def _add_to_queries(
     summed = tl.zeros([TILE, DP], ACC)
     if HAS_SUMMARIES:
         summed += tl.load(of_summaries + at, mask=inside, other=0.0).to(ACC)
-    for pick in range(picks):
-        pair = row * picks + pick
-        exists = tl.load(pick_table + pair, mask=is_row, other=-1) >= 0
+    first, number, most = _pairs_of_row(row_starts, row, is_row, rows_of_head, room, picks, IS_RAGGED)
+    for pick in range(most):
+        pair = first + pick
+        exists = is_row & (pick < number)
+        if not IS_RAGGED:
+            exists &= tl.load(has_bucket + pair, mask=exists, other=-1) >= 0
         summed += tl.load(
             of_pairs + pair[:, None] * D + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0
         ).to(ACC)

@@ -75,3 +75,20 @@ def store_rows(table, first, offset, is_row, rows, X: tl.constexpr, XP: tl.const
         tl.store(at, rows, mask=is_row[:, None])
     else:
         tl.store(at, rows, mask=is_row[:, None] & (column < X)[None, :])
+
+
+@triton.jit
+def count_bits(words):
+    """Of int32: how many bits are set."""
+    rest = words.to(tl.uint32, bitcast=True)
+    rest = rest - ((rest >> 1) & 0x55555555)
+    rest = (rest & 0x33333333) + ((rest >> 2) & 0x33333333)
+    rest = (rest + (rest >> 4)) & 0x0F0F0F0F
+    return ((rest * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def lowest_bit(words):
+    """Of int32: the number of the lowest bit that is set, 32 for none, and the words without it."""
+    lowest = words & -words
+    return count_bits(lowest - 1), words ^ lowest

@@ -12,6 +12,8 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from muse_attention.config import MuSeConfig
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -29,18 +31,34 @@ class Plan:
     """(G, R N picks)"""
     pair_starts: Tensor
     """(G, K nb + 1)"""
+    pair_rows: Tensor
+    """(G, R N picks), as in `Pairs`; empty if every query has as many pairs"""
+    row_starts: Tensor
+    """(G, R N + 1), likewise"""
 
     @staticmethod
     def shapes(
-        heads: int, key_heads: int, length: int, blocks: int, query_clusters: int, key_clusters: int, picks: int
+        heads: int,
+        key_heads: int,
+        length: int,
+        blocks: int,
+        query_clusters: int,
+        key_clusters: int,
+        picks: int,
+        *,
+        is_ragged: bool,
     ) -> list[tuple[int, int]]:
+        """`picks` are the pairs of a query; if they are ragged, on average, at most."""
+        rows = heads // key_heads * length
         return [
             (heads, length),
             (heads, query_clusters * blocks + 1),
             (key_heads, length),
             (key_heads, key_clusters * blocks + 1),
-            (key_heads, heads // key_heads * length * picks),
+            (key_heads, rows * picks),
             (key_heads, key_clusters * blocks + 1),
+            (key_heads, rows * picks if is_ragged else 0),
+            (key_heads, rows + 1 if is_ragged else 0),
         ]
 
     @classmethod
@@ -59,4 +77,13 @@ class Plan:
             self.bucket_starts[group],
             self.pair_order[group],
             self.pair_starts[group],
+            self.pair_rows[group],
+            self.row_starts[group],
         )
+
+
+def pairs_per_query(config: MuSeConfig, retrieved: tuple[int, ...]) -> int:
+    """The most pairs that the queries of a head have, on average; `retrieved` is the shape of one's selection."""
+    if config.tolerance is not None:
+        return min(config.retrieved_clusters, retrieved[0] * config.key_clusters)
+    return math.prod(retrieved)

@@ -7,7 +7,6 @@ of keys, through which the bucket's queries are streamed, those of keys and valu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.kernels.grouping import Groups, Tiles, group_rows, tiles, tiles_of_groups
+from muse_attention.kernels.grouping import Groups, Tiles, tiles
 from muse_attention.kernels.numbers import (
     LOG2_E,
     LOG_2,
@@ -26,12 +25,11 @@ from muse_attention.kernels.numbers import (
     padded,
     store_rows,
 )
+from muse_attention.kernels.pairs import PAIRS_OF_TILE, Pairs, row_of_pair
 from muse_attention.kernels.summaries import PairGradients
 from muse_attention.precision import compute_dtype
-from muse_attention.structures import Partial, Selection
+from muse_attention.structures import Partial
 
-PAIRS_OF_TILE = 64
-"""Queries of one bucket that one program works on."""
 ATTEND = {
     128: {"KEYS": 32, "num_warps": 4, "num_stages": 3},
     256: {"KEYS": 32, "num_warps": 4, "num_stages": 3},
@@ -51,45 +49,20 @@ PAIRS_OF_PIECE = 2048
 """Queries of one bucket that one program streams through a tile of its keys, if there is room for all the pieces."""
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Every query with each bucket it retrieves, sorted by bucket."""
-
-    shape: tuple[int, int, int]
-    """(H, N, P)"""
-    groups: Groups
-    """pairs `(query row * P + pick)` of each key head by bucket"""
-    tiles: Tiles
-
-    @classmethod
-    def of(cls, groups: Groups, selection: Selection) -> Pairs:
-        heads, length, opened, retrieved = selection.retrieved.shape
-        return cls((heads, length, opened * retrieved), groups, tiles_of_groups(groups, PAIRS_OF_TILE))
-
-
-def sort_pairs(selection: Selection, blocks: int, fill_in: Groups) -> None:
-    """Sort the pairs of each key head by bucket, `cluster * nb + block`; those without a bucket come last."""
-    number, retrieved = selection.retrieved.numel(), selection.retrieved.shape[-1]
-    bucket = torch.empty_like(fill_in.order)
-    width = 1024
-    _number_buckets[(triton.cdiv(number, width),)](
-        selection.opened, selection.retrieved, bucket, number, retrieved, blocks, WIDTH=width
-    )
-    group_rows(bucket, fill_in.number, fill_in)
-
-
 def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups, *, scale: float) -> Partial:
-    """Attention of (H, N, D) queries to the buckets each of them picked: (H, N, P, Dv) and (H, N, P).
+    """Attention of the query of each pair to its bucket: (G, L, Dv) and (G, L).
 
-    `keys` (G, N, D) and `values` (G, N, Dv) are in the order of `buckets`. Where a query has no pick the lse is -inf
-    and the output is undefined.
+    `queries` are (H, N, D); `keys` (G, N, D) and `values` (G, N, Dv) are in the order of `buckets`. Where a query has
+    no pick the lse is -inf and the output is undefined; beyond the last pair both are.
     """
     _, length, value_dim = values.shape
     out = values.new_empty(*pairs.shape, value_dim)
-    lse = torch.full(pairs.shape, -torch.inf, dtype=compute_dtype(values.dtype), device=values.device)
+    lse = values.new_empty(pairs.shape, dtype=compute_dtype(values.dtype))
+    if not pairs.is_ragged:
+        lse.fill_(-torch.inf)
     _attend_to_buckets[pairs.tiles.grid](
         queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts, out, lse, length,
-        queries.shape[0] // keys.shape[0], pairs.shape[-1], buckets.number, PAIRS=PAIRS_OF_TILE,
+        queries.shape[0] // keys.shape[0], buckets.number, PAIRS=PAIRS_OF_TILE, **pairs.numbering,
         **_constants(queries, values, scale), **_fitting(ATTEND, queries, values),
     )  # fmt: skip
     return Partial(out, lse)
@@ -109,17 +82,17 @@ def attend_backward(
     rows_of_bucket_tile: int,
     scale: float,
 ) -> tuple[Tensor, PairGradients]:
-    """Gradients of each pair's (scaled) query, (H, N, P, D), and of the keys and values, tile by tile.
+    """Gradients of each pair's (scaled) query, (G, L, D), and of the keys and values, tile by tile.
 
     `lse` and `delta` are those of the merged softmax. Where a query has no pick its gradient is undefined.
     """
     key_heads, length, head_dim = keys.shape
-    shared_by, picks = queries.shape[0] // key_heads, pairs.shape[-1]
+    shared_by = queries.shape[0] // key_heads
     grad_pairs = queries.new_empty(*pairs.shape, head_dim, dtype=gradient_dtype(queries.dtype))
     constants = _constants(queries, values, scale)
     _buckets_backward_to_queries[pairs.tiles.grid](
         grad_out, lse, delta, queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts,
-        grad_pairs, length, shared_by, picks, buckets.number, PAIRS=PAIRS_OF_TILE, **constants,
+        grad_pairs, length, shared_by, buckets.number, PAIRS=PAIRS_OF_TILE, **pairs.numbering, **constants,
         **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
     )  # fmt: skip
     pieces = _cut_into_pieces(pairs, bucket_tiles)
@@ -131,8 +104,8 @@ def attend_backward(
     )
     _buckets_backward_to_keys[pieces.grid](
         grad_out, lse, delta, queries, keys, values, pairs.groups.order, *bucket_tiles.parts()[1:], *pieces.parts(),
-        gradients.keys, gradients.values, length, shared_by, picks, bucket_tiles.group.shape[1],
-        KEYS=rows_of_bucket_tile, **constants, **_fitting(ATTEND_BACKWARD_TO_KEYS, queries, values),
+        gradients.keys, gradients.values, length, shared_by, bucket_tiles.group.shape[1], KEYS=rows_of_bucket_tile,
+        **pairs.numbering, **constants, **_fitting(ATTEND_BACKWARD_TO_KEYS, queries, values),
     )  # fmt: skip
     return grad_pairs, gradients
 
@@ -169,15 +142,6 @@ def _constants(queries: Tensor, values: Tensor, scale: float) -> dict[str, Any]:
     }
 
 
-@triton.jit(do_not_specialize=["number", "retrieved_blocks", "blocks"])
-def _number_buckets(opened, retrieved, picks, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = at < number
-    block = tl.load(retrieved + at, mask=inside, other=-1)
-    cluster = tl.load(opened + at // retrieved_blocks, mask=inside, other=-1)
-    tl.store(picks + at, tl.where((block < 0) | (cluster < 0), -1, cluster * blocks + block), mask=inside)
-
-
 @triton.jit(do_not_specialize=["tiles", "buckets", "most_pieces"])
 def _plan_pieces(
     tile_group, pair_starts, begin, end, size, tiles, buckets, most_pieces, SHORTEST: tl.constexpr, WIDTH: tl.constexpr
@@ -201,11 +165,12 @@ def _plan_pieces(
     tl.store(size + key_head, SHORTEST << fitting)
 
 
-@triton.jit(do_not_specialize=["length", "shared_by", "picks", "buckets"])
+@triton.jit(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
 def _attend_to_buckets(
     queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts, out, lse, length, shared_by,
-    picks, buckets, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    buckets, pair_rows, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     tile = key_head * tl.num_programs(0) + tl.program_id(0)
@@ -215,8 +180,9 @@ def _attend_to_buckets(
     first_row = key_head * shared_by * length
     place = tl.load(tile_begin + tile) + tl.arange(0, PAIRS)
     is_pair = place < tl.load(tile_end + tile)
-    pair = tl.load(pair_order + first_row * picks + place, mask=is_pair, other=0)
-    some_queries = load_rows(queries, first_row, pair // picks, is_pair, D, DP)
+    pair = tl.load(pair_order + key_head * room + place, mask=is_pair, other=0)
+    row = row_of_pair(pair_rows + key_head * room, pair, is_pair, picks, IS_RAGGED)
+    some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
     largest = tl.full([PAIRS], float("-inf"), ACC)
     total = tl.zeros([PAIRS], ACC)
     weighted = tl.zeros([PAIRS, DVP], ACC)
@@ -242,17 +208,17 @@ def _attend_to_buckets(
         largest = larger
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
-    pair = first_row * picks + pair
+    pair = key_head * room + pair
     store_rows(out, 0, pair, is_pair, weighted, DV, DVP)
     tl.store(lse + pair, tl.where(nothing, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=is_pair)
 
 
-@triton.jit(do_not_specialize=["length", "shared_by", "picks", "buckets"])
+@triton.jit(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
 def _buckets_backward_to_queries(
     grad_out, lse, delta, queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts,
-    grad_pairs, length, shared_by, picks, buckets, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_pairs, length, shared_by, buckets, pair_rows, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     tile = key_head * tl.num_programs(0) + tl.program_id(0)
@@ -262,8 +228,8 @@ def _buckets_backward_to_queries(
     first_row = key_head * shared_by * length
     place = tl.load(tile_begin + tile) + tl.arange(0, PAIRS)
     is_pair = place < tl.load(tile_end + tile)
-    pair = tl.load(pair_order + first_row * picks + place, mask=is_pair, other=0)
-    row = pair // picks
+    pair = tl.load(pair_order + key_head * room + place, mask=is_pair, other=0)
+    row = row_of_pair(pair_rows + key_head * room, pair, is_pair, picks, IS_RAGGED)
     some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
     some_grad = load_rows(grad_out, first_row, row, is_pair, DV, DVP)
     row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf")) * LOG2_E
@@ -281,15 +247,15 @@ def _buckets_backward_to_queries(
         response = tl.dot(some_grad, tl.trans(some_values), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[:, None])
         gradient = tl.dot(d_logits.to(some_keys.dtype), some_keys, gradient, input_precision=PRECISION, out_dtype=ACC)
-    store_rows(grad_pairs, 0, first_row * picks + pair, is_pair, gradient, D, DP)
+    store_rows(grad_pairs, 0, key_head * room + pair, is_pair, gradient, D, DP)
 
 
-@triton.jit(do_not_specialize=["length", "shared_by", "picks", "tiles"])
+@triton.jit(do_not_specialize=["length", "shared_by", "room", "picks", "tiles"])
 def _buckets_backward_to_keys(
     grad_out, lse, delta, queries, keys, values, pair_order, tile_begin, tile_end, piece_tile, piece_begin, piece_end,
-    grad_keys, grad_values, length, shared_by, picks, tiles, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_keys, grad_values, length, shared_by, tiles, pair_rows, room, picks, IS_RAGGED: tl.constexpr,
+    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
+    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     piece = key_head * tl.num_programs(0) + tl.program_id(0)
@@ -303,12 +269,13 @@ def _buckets_backward_to_keys(
     d_keys = tl.zeros([KEYS, DP], ACC)
     d_values = tl.zeros([KEYS, DVP], ACC)
     first_row = key_head * shared_by * length
-    pair_order += first_row * picks
+    pair_order += key_head * room
     end = tl.load(piece_end + piece)
     for begin in range(tl.load(piece_begin + piece), end, PAIRS):
         place = begin + tl.arange(0, PAIRS)
         is_pair = place < end
-        row = tl.load(pair_order + place, mask=is_pair, other=0) // picks
+        pair = tl.load(pair_order + place, mask=is_pair, other=0)
+        row = row_of_pair(pair_rows + key_head * room, pair, is_pair, picks, IS_RAGGED)
         some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
         some_grad = load_rows(grad_out, first_row, row, is_pair, DV, DVP)
         row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf")) * LOG2_E

@@ -11,6 +11,7 @@ from muse_attention.kernels.grouping import Groups
 from muse_attention.kernels.numbers import arithmetic, padded
 
 _TILE = 64
+WIDEST = tl.constexpr(1e18)
 
 
 def take_rows(table: Tensor, groups: Groups) -> Tensor:
@@ -21,15 +22,31 @@ def take_rows(table: Tensor, groups: Groups) -> Tensor:
     return taken
 
 
-def take_residuals(queries: Tensor, centroids: Tensor, assignment: Tensor, segments: Groups, *, scale: float) -> Tensor:
-    """(H, N, D): scaled queries less the centroid of their cluster, in the order of `segments`."""
-    _, length, head_dim = queries.shape
-    residuals = torch.empty_like(queries)
+def take_residuals(
+    queries: Tensor,
+    centroids: Tensor,
+    assignment: Tensor,
+    key_spread: Tensor | None,
+    segments: Groups,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor | None]:
+    """(H, N, D): scaled queries less the centroid of their cluster, in the order of `segments`.
+
+    With the (G, D) `key_spread` also their widths, (H, N): the norms of residuals in units of it.
+    """
+    heads, length, head_dim = queries.shape
+    residuals, width = torch.empty_like(queries), None
+    spread, shared_by = queries, 1
+    if key_spread is not None:
+        width = centroids.new_empty(heads, length)
+        spread, shared_by = key_spread, heads // key_spread.shape[0]
     _take_residuals[_grid(queries)](
-        queries, centroids, assignment, segments.order, residuals, length, centroids.shape[1], SCALE=scale,
-        D=head_dim, DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(queries.dtype)["ACC"],
+        queries, centroids, assignment, segments.order, spread, residuals, residuals if width is None else width,
+        length, centroids.shape[1], shared_by, HAS_WIDTH=width is not None, SCALE=scale, D=head_dim,
+        DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(queries.dtype)["ACC"],
     )  # fmt: skip
-    return residuals
+    return residuals, width
 
 
 def _grid(table: Tensor) -> tuple[int, int]:
@@ -46,10 +63,11 @@ def _take_rows(table, order, taken, length, X: tl.constexpr, XP: tl.constexpr, T
     tl.store(taken + (sequence * length + place)[:, None] * X + column[None, :], rows, mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "clusters"])
+@triton.jit(do_not_specialize=["length", "clusters", "shared_by"])
 def _take_residuals(
-    queries, centroids, assignment, order, residuals, length, clusters, SCALE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    queries, centroids, assignment, order, key_spread, residuals, width, length, clusters, shared_by,
+    HAS_WIDTH: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     place, dim = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
@@ -58,4 +76,10 @@ def _take_residuals(
     cluster = head * clusters + tl.load(assignment + head * length + row, mask=place < length, other=0)
     scaled = tl.load(queries + (head * length + row)[:, None] * D + dim[None, :], mask=inside, other=0.0).to(ACC)
     centroid = tl.load(centroids + cluster[:, None] * D + dim[None, :], mask=inside, other=0.0).to(ACC)
-    tl.store(residuals + (head * length + place)[:, None] * D + dim[None, :], scaled * SCALE - centroid, mask=inside)
+    residual = scaled * SCALE - centroid
+    tl.store(residuals + (head * length + place)[:, None] * D + dim[None, :], residual, mask=inside)
+    if HAS_WIDTH:
+        spread = tl.load(key_spread + head // shared_by * D + dim, mask=dim < D, other=0.0).to(ACC)
+        norm = tl.sqrt(tl.sum(residual * residual * spread[None, :], 1))
+        # (The square of a gigantic residual is infinite.)
+        tl.store(width + head * length + place, tl.where(norm < WIDEST, norm, WIDEST), mask=place < length)

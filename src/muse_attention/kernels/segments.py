@@ -22,6 +22,10 @@ class Segments:
 
     residuals: Tensor
     """(H, N, D), in the order of `groups`"""
+    width: Tensor | None
+    """(H, N), likewise: norms of the residuals in units of the spread of keys; None if nobody asks for it"""
+    adds_mass: bool
+    """whether summaries are of second order"""
     groups: Groups
     tiles: Tiles
     blocks: int
@@ -40,8 +44,14 @@ class Segments:
             "D": head_dim,
             "DP": padded(head_dim),
             "IS_CAUSAL": self.is_causal,
+            "SECOND_ORDER": self.adds_mass,
             **arithmetic(self.residuals.dtype),
         }
+
+    @property
+    def widths(self) -> Tensor:
+        """(A kernel takes a tensor even where it does not look at it.)"""
+        return self.residuals if self.width is None else self.width
 
     def few(self, launch: dict[str, int]) -> dict[str, int]:
         """No more columns at a time than there are key clusters."""
@@ -55,11 +65,27 @@ class Segments:
 
 
 @triton.jit
+def mass_off_centroid(sigma, most):
+    """`log E exp(r . (k - kbar))`: `sigma^2 / 2` up to `most`, and from there on the line that continues it: so few
+    keys cannot have more."""
+    within = tl.minimum(sigma, most)
+    return within * (sigma - 0.5 * within)
+
+
+@triton.jit
 def score(
-    residual, mass, key_mean, first, cluster, is_cluster, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    residual, width, mass, key_mean, deviation, most, first, first_size, cluster, is_cluster, D: tl.constexpr,
+    DP: tl.constexpr, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Means of the keys of the summaries `first + cluster`, and the logits of the queries against them."""
+    """Means of the keys of the summaries `first + cluster`, and the logits of the queries against them.
+
+    `first_size` is where `most` of these summaries begins.
+    """
     means = load_rows(key_mean, first, cluster, is_cluster, D, DP)
     masses = tl.load(mass + first + cluster, mask=is_cluster, other=float("-inf"))
-    return means, tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]
+    logits = tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]
+    if SECOND_ORDER:
+        deviations = tl.load(deviation + first + cluster, mask=is_cluster, other=0.0)
+        mosts = tl.load(most + first_size + cluster, mask=is_cluster, other=0.0)
+        logits += mass_off_centroid(width[:, None] * deviations[None, :], mosts[None, :])
+    return means, logits

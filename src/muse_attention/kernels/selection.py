@@ -1,88 +1,52 @@
-"""Stage 4, first half: which clusters each query opens, and which blocks of them it retrieves.
-
-The queries of a query cluster open much the same key clusters. So the clusters that any of them opens are listed, and
-the blocks of all listed clusters are scored for each query: a small dense matrix product.
-"""
+"""Stage 4, first half, by the paper's rule: which clusters each query opens, and which blocks of them it retrieves."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from muse_attention.kernels.numbers import index_in_order, load_rows, padded
+from muse_attention.kernels.opened import list_opened
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, score
-from muse_attention.structures import Selection, Summaries
+from muse_attention.kernels.summaries import ScoredSummaries
+from muse_attention.structures import Selection
 
 SELECT_CLUSTERS = {"num_warps": 4}
 SELECT_BLOCKS = {"CLUSTERS": 16, "num_warps": 4, "num_stages": 1}
 
 
-@dataclass(frozen=True)
-class OpenedClusters:
-    """The key clusters that any query of a query cluster opens: only their blocks' summaries are terms of anything."""
-
-    listed: Tensor
-    """(H, Q, K) int32: their numbers, ascending"""
-    number: Tensor
-    """(H, Q) int32: how many they are"""
-    place: Tensor
-    """(H, Q, K) int16: where a cluster stands among the listed ones, or -1"""
-
-
 def select(
-    segments: Segments, of_buckets: Summaries, seen: Summaries, clusters: int, blocks: int
-) -> tuple[Selection, OpenedClusters]:
+    segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummaries, clusters: int, blocks: int
+) -> Selection:
     """The `clusters` best clusters of each query by the summaries it sees, and the `blocks` best blocks in each."""
     heads, length, _ = segments.residuals.shape
     opened = segments.groups.order.new_empty(heads, length, clusters)
     retrieved = segments.groups.order.new_empty(heads, length, clusters, blocks)
     if clusters == 0:
-        return Selection(opened, retrieved), list_opened(segments, opened)
+        return Selection(opened, retrieved)
     tiles = segments.tiles
     where = (*tiles.parts(), segments.groups.order)
     _select_clusters[tiles.grid](
-        segments.residuals, seen.log_mass, seen.key_mean, *where, opened, retrieved, clusters, blocks,
+        segments.residuals, segments.widths, *seen.tables_of_logits(), *where, opened, retrieved, clusters, blocks,
         *segments.sizes, ROWS=ROWS_OF_TILE, CP=padded(segments.key_clusters),
         IS_PACKED=segments.residuals.dtype in (torch.float16, torch.bfloat16), **segments.constants, **SELECT_CLUSTERS,
     )  # fmt: skip
     listed = list_opened(segments, opened)
     _select_blocks[tiles.grid](
-        segments.residuals, of_buckets.log_mass, of_buckets.key_mean, *where, listed.listed, listed.number, opened,
-        retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1, **segments.constants,
-        **segments.few(SELECT_BLOCKS),
+        segments.residuals, segments.widths, *of_buckets.tables_of_logits(), *where, listed.listed, listed.number,
+        opened, retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1,
+        **segments.constants, **segments.few(SELECT_BLOCKS),
     )  # fmt: skip
-    return Selection(opened, retrieved), listed
-
-
-def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
-    """`opened` is (H, N, clusters), in the order of the inputs."""
-    heads, length, clusters = opened.shape
-    shape = (heads, segments.query_clusters, segments.key_clusters)
-    found = OpenedClusters(
-        opened.new_empty(shape), opened.new_empty(shape[:2]), opened.new_empty(shape, dtype=torch.int16)
-    )
-    if clusters == 0:
-        found.number.zero_()
-        found.place.fill_(-1)
-        return found
-    _list_opened[(segments.query_clusters, heads)](
-        segments.groups.order, segments.groups.starts, opened, found.listed, found.number, found.place, length,
-        segments.blocks, segments.key_clusters, OPENED=clusters, OP=triton.next_power_of_2(clusters), ROWS=64,
-        CP=padded(segments.key_clusters),
-    )  # fmt: skip
-    return found
+    return Selection(opened, retrieved)
 
 
 @triton.jit(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
 def _select_clusters(
-    residuals, seen_mass, seen_key_mean, tile_group, tile_begin, tile_end, order, opened, retrieved, opened_clusters,
-    retrieved_blocks, length, blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, IS_PACKED: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    residuals, widths, seen_mass, seen_key_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order,
+    opened, retrieved, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,
+    D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
+    CP: tl.constexpr, IS_PACKED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -99,7 +63,12 @@ def _select_clusters(
     of_block = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters
     residual = load_rows(residuals, first_place, place, is_row, D, DP)
     # (Block 0 of causal attention sees nothing: its masses are all -inf.)
-    _, logits = score(residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+    width = tl.load(widths + first_place + place, mask=is_row, other=0.0) if SECOND_ORDER else 0.0
+    of_sizes = (head * blocks + segment % blocks) * key_clusters
+    _, logits = score(
+        residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block, of_sizes, cluster, is_cluster,
+        D, DP, SECOND_ORDER, ACC, PRECISION,
+    )  # fmt: skip
     opened += head * length * opened_clusters
     retrieved += head * length * opened_clusters * retrieved_blocks
     exists = is_row[:, None] & (logits > float("-inf"))
@@ -132,10 +101,10 @@ def _select_clusters(
 
 @triton.jit(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
 def _select_blocks(
-    residuals, mass, key_mean, tile_group, tile_begin, tile_end, order, listed, listed_number, opened, retrieved,
-    opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, IS_SINGLE: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    residuals, widths, mass, key_mean, deviation, most, tile_group, tile_begin, tile_end, order, listed, listed_number,
+    opened, retrieved, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,
+    D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_SINGLE: tl.constexpr,
+    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For each opened cluster the best blocks, one after another."""
     head = tl.program_id(1).to(tl.int64)
@@ -153,6 +122,7 @@ def _select_blocks(
     if seen_blocks == 0:
         return
     residual = load_rows(residuals, first_place, place, is_row, D, DP)
+    width = tl.load(widths + first_place + place, mask=is_row, other=0.0) if SECOND_ORDER else 0.0
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
     listed_here = tl.load(listed_number + line)
@@ -176,7 +146,10 @@ def _select_blocks(
             found = tl.full([ROWS, CLUSTERS], -1, tl.int32)
             for block in range(seen_blocks):
                 of_block = of_cluster + block * key_clusters
-                _, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                _, logits = score(
+                    residual, width, mass, key_mean, deviation, most, of_block, (head * blocks + block) * key_clusters,
+                    cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                )  # fmt: skip
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
                 # Those that come after the last one found: with a lower score, or later with the same.
@@ -191,35 +164,3 @@ def _select_blocks(
             )  # fmt: skip
             last_score = tl.where(found < 0, float("-inf"), best)
             last_block = tl.where(found < 0, blocks, found)
-
-
-@triton.jit(do_not_specialize=["length", "blocks", "key_clusters"])
-def _list_opened(
-    order, starts, opened, listed, listed_number, listed_place, length, blocks, key_clusters, OPENED: tl.constexpr,
-    OP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
-):  # fmt: skip
-    """The clusters that any query of a query cluster opens."""
-    query_clusters, head = tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    line = head * query_clusters + tl.program_id(0)
-    cluster, number = tl.arange(0, CP), tl.arange(0, OP)
-    listed_place += line * key_clusters
-    tl.store(listed_place + cluster, tl.full([CP], -1, tl.int16), mask=cluster < key_clusters)
-    tl.debug_barrier()
-    starts += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
-    end = tl.load(starts + blocks)
-    for begin in range(tl.load(starts), end, ROWS):
-        place = begin + tl.arange(0, ROWS)
-        row = head * length + tl.load(order + head * length + place, mask=place < end, other=0)
-        own = tl.load(
-            opened + row[:, None] * OPENED + number[None, :], mask=(place < end)[:, None] & (number < OPENED)[None, :],
-            other=-1,
-        )  # fmt: skip
-        # (Many write here, but all the same.)
-        tl.store(listed_place + own, tl.zeros([ROWS, OP], tl.int16), mask=own >= 0)
-    tl.debug_barrier()
-    is_listed = tl.load(listed_place + cluster, mask=cluster < key_clusters, other=-1) >= 0
-    to = tl.cumsum(is_listed.to(tl.int32), 0) - 1
-    tl.debug_barrier()
-    tl.store(listed_place + cluster, to.to(tl.int16), mask=is_listed)
-    tl.store(listed + line * key_clusters + to, cluster, mask=is_listed)
-    tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))

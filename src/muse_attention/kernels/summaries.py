@@ -28,10 +28,26 @@ from muse_attention.structures import Summaries
 
 
 @dataclass(frozen=True)
+class ScoredSummaries(Summaries):
+    """Summaries, and how far the keys behind them are apart. (Without second order nobody looks at that.)"""
+
+    deviation: Tensor
+    """(H, Q, nb, K): square root of `E |k - kbar|^2 / D` under the summary's weights"""
+    most: Tensor
+    """(H, nb, K): `sqrt(2 log n)` of `n` keys"""
+
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return *self.parts(), self.deviation, self.most
+
+    def tables_of_logits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.log_mass, self.key_mean, self.deviation, self.most
+
+
+@dataclass(frozen=True)
 class Accumulated:
     """For each block, one summary per key cluster of all the blocks it sees: the earlier ones, or all others."""
 
-    seen: Summaries
+    seen: ScoredSummaries
     """(H, Q, nb, K, ...)"""
     mass_before: Tensor
     """(H, Q, nb, K): log-mass of the blocks before; the log-mass of `seen` itself if these are all it sees"""
@@ -40,17 +56,30 @@ class Accumulated:
 
 
 def summarise(
-    keys: Tensor, values: Tensor, centroids: Tensor, buckets: Groups, blocks: int, key_clusters: int, *, is_causal: bool
-) -> tuple[Summaries, Accumulated]:
+    keys: Tensor,
+    values: Tensor,
+    centroids: Tensor,
+    buckets: Groups,
+    blocks: int,
+    key_clusters: int,
+    *,
+    is_causal: bool,
+    has_spread: bool,
+) -> tuple[ScoredSummaries, Accumulated]:
     """Summaries of (G, N, D) keys and (G, N, Dv) values, in the order of `buckets`, from (H, Q, D) query centroids."""
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
     shape = (heads, query_clusters, blocks, key_clusters)
     wide = compute_dtype(keys.dtype)
 
-    def new() -> Summaries:
-        return Summaries(
-            keys.new_empty(shape, dtype=wide), keys.new_empty(*shape, head_dim), keys.new_empty(*shape, value_dim)
+    def new() -> ScoredSummaries:
+        log_mass = keys.new_empty(shape, dtype=wide)
+        return ScoredSummaries(
+            log_mass,
+            keys.new_empty(*shape, head_dim),
+            keys.new_empty(*shape, value_dim),
+            torch.empty_like(log_mass) if has_spread else log_mass,
+            log_mass.new_empty(heads, blocks, key_clusters) if has_spread else log_mass,
         )
 
     of_buckets, seen = new(), new()
@@ -58,9 +87,9 @@ def summarise(
     after = before if is_causal else torch.empty_like(seen.log_mass)
     launch = _few(SUMMARISE, query_clusters, keys, values)
     _summarise[(key_clusters, triton.cdiv(query_clusters, launch["TILE"]), heads)](
-        keys, values, centroids, buckets.starts, *of_buckets.parts(), *seen.parts(), before, after, length, blocks,
+        keys, values, centroids, buckets.starts, *of_buckets.tables(), *seen.tables(), before, after, length, blocks,
         query_clusters, key_clusters, heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim,
-        DVP=padded(value_dim), IS_CAUSAL=is_causal, **arithmetic(keys.dtype), **launch,
+        DVP=padded(value_dim), IS_CAUSAL=is_causal, HAS_SPREAD=has_spread, **arithmetic(keys.dtype), **launch,
     )  # fmt: skip
     return of_buckets, Accumulated(seen, before, after)
 
@@ -184,12 +213,39 @@ def _log_of_sum(first, second):
     return tl.where(largest == float("-inf"), largest, total)
 
 
+@triton.jit
+def _most(number, ACC: tl.constexpr):
+    """`sqrt(2 log n)`; 0 for none or one."""
+    return tl.sqrt(2.0 * tl.log(tl.maximum(number, 1).to(ACC)))
+
+
+@triton.jit
+def _load_point(row, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr):
+    """A key. One that is not finite must poison what attends to it, not the spread of its bucket."""
+    dim = tl.arange(0, DP)
+    point = tl.load(row + dim, mask=dim < D, other=0.0).to(ACC)
+    return tl.where(tl.abs(point) < float("inf"), point, 0.0)
+
+
+@triton.jit
+def _finite_square(square):
+    """What rounding or overflow made of a sum of squares: 0 if it is negative or no number."""
+    return tl.where((square > 0) & (square < float("inf")), square, 0.0)
+
+
+@triton.jit
+def _joint_variance(first, second, first_mean, second_mean, first_share, second_share, D: tl.constexpr):
+    """Of two sets of keys as one: the mean inside the sets, and that of their means."""
+    between = (first_mean - second_mean) * tl.sqrt(first_share * second_share)[:, None]
+    return first * first_share + second * second_share + _finite_square(tl.sum(between * between, 1)) / D
+
+
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
 def _summarise(
-    keys, values, centroids, starts, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean,
-    mass_before, mass_after, length, blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    keys, values, centroids, starts, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
+    seen_value_mean, seen_deviation, seen_most, mass_before, mass_after, length, blocks, query_clusters, key_clusters,
+    shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_cluster, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
     key_head = head // shared_by
@@ -206,8 +262,17 @@ def _summarise(
     seen_log = tl.full([TILE], float("-inf"), ACC)
     seen_keys = tl.zeros([TILE, DP], ACC)
     seen_values = tl.zeros([TILE, DVP], ACC)
+    seen_variance = tl.zeros([TILE], ACC)
+    first_key, last_key = tl.load(starts), tl.load(starts + blocks)
     for block in range(blocks):
         at = entry + block * key_clusters
+        if HAS_SPREAD:
+            begin, end = tl.load(starts + block), tl.load(starts + block + 1)
+            seen_keys_number = begin - first_key if IS_CAUSAL else last_key - first_key - (end - begin)
+            size = (head * blocks + block) * key_clusters + key_cluster
+            tl.store(most + size, _most(end - begin, ACC), mask=first_cluster == 0)
+            tl.store(seen_most + size, _most(seen_keys_number, ACC), mask=first_cluster == 0)
+            tl.store(seen_deviation + at + summary, tl.sqrt(seen_variance), mask=is_cluster)
         tl.store(mass_before + at + summary, seen_log, mask=is_cluster)
         store_rows(seen_key_mean, at, summary, is_cluster, seen_keys, D, DP)
         store_rows(seen_value_mean, at, summary, is_cluster, seen_values, DV, DVP)
@@ -216,7 +281,13 @@ def _summarise(
         total = tl.zeros([TILE], ACC)
         key_sum = tl.zeros([TILE, DP], ACC)
         value_sum = tl.zeros([TILE, DVP], ACC)
+        moment = tl.zeros([TILE], ACC)
+        rounded_total = tl.zeros([TILE], ACC)
         end = tl.load(starts + block + 1)
+        if HAS_SPREAD:
+            # The second moment is taken about a key of the bucket, so that little of it cancels.
+            row = tl.minimum(tl.load(starts + block), length - 1)
+            point = _load_point(keys + (key_head * length + row) * D, D, DP, ACC)
         for begin in range(tl.load(starts + block), end, KEYS):
             row = begin + place
             is_row = row < end
@@ -230,6 +301,12 @@ def _summarise(
             kept = tl.exp(largest - shift)
             total = total * kept + tl.sum(weights, 1)
             weights = weights.to(some_keys.dtype)
+            if HAS_SPREAD:
+                # (With the weights that the means have, or what should cancel does not.)
+                off = some_keys.to(ACC) - point[None, :]
+                squared = tl.where(is_row, tl.sum(off * off, 1), 0.0)
+                moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
+                rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
             key_sum = tl.dot(weights, some_keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
             value_sum = tl.dot(
                 weights, some_values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC
@@ -237,15 +314,22 @@ def _summarise(
             largest = larger
         is_empty = total == 0
         log_mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))
-        inverse = 1.0 / tl.where(is_empty, 1.0, total)
+        inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total if HAS_SPREAD else total)
         key_sum *= inverse[:, None]
         value_sum *= inverse[:, None]
+        if HAS_SPREAD:
+            off = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])
+            variance = _finite_square(moment * inverse - tl.sum(off * off, 1)) / D
+            variance = tl.where(end - tl.load(starts + block) > 1, variance, 0.0)
+            tl.store(deviation + at + summary, tl.sqrt(variance), mask=is_cluster)
         tl.store(mass + at + summary, log_mass, mask=is_cluster)
         store_rows(key_mean, at, summary, is_cluster, key_sum, D, DP)
         store_rows(value_mean, at, summary, is_cluster, value_sum, DV, DVP)
 
         together = _log_of_sum(seen_log, log_mass)
         share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(seen_log, together)
+        if HAS_SPREAD:
+            seen_variance = _joint_variance(seen_variance, variance, seen_keys, key_sum, share_before, share, D)
         seen_keys = seen_keys * share_before[:, None] + key_sum * share[:, None]
         seen_values = seen_values * share_before[:, None] + value_sum * share[:, None]
         seen_log = together
@@ -255,6 +339,7 @@ def _summarise(
         after_log = tl.full([TILE], float("-inf"), ACC)
         after_keys = tl.zeros([TILE, DP], ACC)
         after_values = tl.zeros([TILE, DVP], ACC)
+        after_variance = tl.zeros([TILE], ACC)
         tl.debug_barrier()
         for step in range(blocks):
             at = entry + (blocks - 1 - step) * key_clusters
@@ -263,6 +348,12 @@ def _summarise(
             share_before, share = _exp_of_difference(before_log, together), _exp_of_difference(after_log, together)
             before_keys = load_rows(seen_key_mean, at, summary, is_cluster, D, DP).to(ACC)
             before_values = load_rows(seen_value_mean, at, summary, is_cluster, DV, DVP).to(ACC)
+            if HAS_SPREAD:
+                before_deviation = tl.load(seen_deviation + at + summary, mask=is_cluster, other=0.0)
+                both = _joint_variance(
+                    before_deviation * before_deviation, after_variance, before_keys, after_keys, share_before, share, D
+                )
+                tl.store(seen_deviation + at + summary, tl.sqrt(both), mask=is_cluster)
             both_keys = before_keys * share_before[:, None] + after_keys * share[:, None]
             both_values = before_values * share_before[:, None] + after_values * share[:, None]
             tl.store(mass_after + at + summary, after_log, mask=is_cluster)
@@ -274,6 +365,11 @@ def _summarise(
             share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(after_log, together)
             own_keys = load_rows(key_mean, at, summary, is_cluster, D, DP).to(ACC)
             own_values = load_rows(value_mean, at, summary, is_cluster, DV, DVP).to(ACC)
+            if HAS_SPREAD:
+                own_deviation = tl.load(deviation + at + summary, mask=is_cluster, other=0.0)
+                after_variance = _joint_variance(
+                    after_variance, own_deviation * own_deviation, after_keys, own_keys, share_before, share, D
+                )
             after_keys = after_keys * share_before[:, None] + own_keys * share[:, None]
             after_values = after_values * share_before[:, None] + own_values * share[:, None]
             after_log = together

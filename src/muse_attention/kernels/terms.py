@@ -13,9 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.kernels.numbers import exp_of_less, gradient_dtype, load_rows, padded, store_rows
-from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, score
-from muse_attention.kernels.selection import OpenedClusters
+from muse_attention.kernels.numbers import (
+    count_bits,
+    exp_of_less,
+    gradient_dtype,
+    load_rows,
+    lowest_bit,
+    padded,
+    store_rows,
+)
+from muse_attention.kernels.opened import OpenedClusters
+from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, mass_off_centroid, score
+from muse_attention.kernels.summaries import ScoredSummaries
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection, Summaries
 
@@ -54,8 +63,24 @@ class Terms:
     opened: OpenedClusters
 
 
+def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
+    """The terms that a selection by tolerance leaves; `listed` is `list_opened_bits` of it."""
+    heads, length, words = selection.opened.shape
+    terms = Terms(
+        selection.opened.new_empty(heads, words, length),
+        selection.opened.new_zeros(heads, segments.blocks, words, length),
+        listed,
+    )
+    _mark_terms_of_bits[segments.tiles.grid](
+        *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
+        terms.clusters, terms.blocks, *segments.sizes, WORDS=words, BLOCKS=triton.next_power_of_2(segments.blocks),
+        IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
+    )  # fmt: skip
+    return terms
+
+
 def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
-    """The terms that a selection leaves; `listed` is `list_opened` of it."""
+    """The terms that a selection by the paper's rule leaves; `listed` is `list_opened` of it."""
     heads, length, clusters, blocks = selection.retrieved.shape
     words = triton.cdiv(segments.key_clusters, _WORD)
     terms = Terms(
@@ -71,7 +96,7 @@ def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters)
     return terms
 
 
-def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Terms) -> Partial:
+def attend(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummaries, terms: Terms) -> Partial:
     """Attention to the summary terms: (H, N, Dv) and (H, N), in the order of the inputs."""
     heads, length, _ = segments.residuals.shape
     value_dim = seen.value_mean.shape[-1]
@@ -82,10 +107,10 @@ def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Te
     )
     tiles = segments.tiles
     _attend_to_summaries[tiles.grid](
-        segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(), segments.groups.order, terms.clusters,
-        terms.blocks, terms.opened.listed, terms.opened.number, partial.out, partial.lse, *segments.sizes,
-        terms.clusters.shape[1], DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE, **segments.constants,
-        **segments.fit(ATTEND, value_dim),
+        segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
+        segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, partial.out,
+        partial.lse, *segments.sizes, terms.clusters.shape[1], DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE,
+        **segments.constants, **segments.fit(ATTEND, value_dim),
     )  # fmt: skip
     return partial
 
@@ -95,8 +120,8 @@ def attend_backward(
     lse: Tensor,
     delta: Tensor,
     segments: Segments,
-    of_buckets: Summaries,
-    seen: Summaries,
+    of_buckets: ScoredSummaries,
+    seen: ScoredSummaries,
     terms: Terms,
     *,
     differentiable_aggregation: bool,
@@ -116,7 +141,7 @@ def attend_backward(
     words = terms.clusters.shape[1]
     constants = {"DV": value_dim, "DVP": padded(value_dim), **segments.constants}
     _summaries_backward_to_queries[tiles.grid](
-        grad_out, lse, delta, segments.residuals, *of_buckets.parts(), *seen.parts(), *tiles.parts(),
+        grad_out, lse, delta, segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
         segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, grad_queries,
         *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants, **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
     )  # fmt: skip
@@ -132,8 +157,8 @@ def attend_backward(
             heads,
         )
         _backward_to_summaries[grid](
-            grad_out, lse, delta, segments.residuals, *summaries.parts(), segments.groups.starts, bits,
-            terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
+            grad_out, lse, delta, segments.residuals, segments.widths, *summaries.tables(), segments.groups.starts,
+            bits, terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
             IS_FROZEN=not differentiable_aggregation, **constants, **launch,
         )  # fmt: skip
     return grad_queries
@@ -232,6 +257,46 @@ def _mark_terms(
             tl.store(of_blocks + at + place, terms, mask=is_row)
 
 
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
+def _mark_terms_of_bits(
+    tile_group, tile_begin, tile_end, order, opened, retrieved, listed_place, of_clusters, of_blocks, length, blocks,
+    query_clusters, key_clusters, WORDS: tl.constexpr, BLOCKS: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Every opened cluster of a query, one after another, in all blocks at once. `of_blocks` is 0 before."""
+    head = tl.program_id(1).to(tl.int64)
+    tile = head * tl.num_programs(0) + tl.program_id(0)
+    segment = tl.load(tile_group + tile)
+    if segment < 0:
+        return
+    begin = tl.load(tile_begin + tile)
+    place, block = tl.arange(0, ROWS), tl.arange(0, BLOCKS)
+    is_row = place < tl.load(tile_end + tile) - begin
+    own_block = segment % blocks
+    seen_blocks = own_block if IS_CAUSAL else blocks
+    if seen_blocks == 0:
+        return
+    row = tl.load(order + head * length + begin + place, mask=is_row, other=0)
+    opened += (head * length + row) * WORDS
+    retrieved += (head * length + row)[:, None] * blocks * WORDS + block[None, :] * WORDS
+    listed_place += (head * query_clusters + segment // blocks) * key_clusters
+    of_blocks += head * blocks * WORDS * length + begin
+    for word in tl.static_range(WORDS):
+        own = tl.load(opened + word, mask=is_row, other=0)
+        tl.store(of_clusters + (head * WORDS + word) * length + begin + place, ~own, mask=is_row)
+        if tl.max((own != 0).to(tl.int32), 0) > 0:
+            inside = (own != 0)[:, None] & (block < seen_blocks)[None, :]
+            not_retrieved = ~tl.load(retrieved + word, mask=inside, other=-1)
+            for _ in range(tl.max(count_bits(own), 0)):
+                has_bit = own != 0
+                bit, own = lowest_bit(own)
+                listed = tl.load(listed_place + word * 32 + bit, mask=has_bit, other=0).to(tl.int32)
+                is_term = inside & has_bit[:, None] & (((not_retrieved >> (bit & 31)[:, None]) & 1) != 0)
+                at = (block[None, :] * WORDS + (listed // 32)[:, None]) * length + place[:, None]
+                value = ((place * 0 + 1) << (listed & 31))[:, None] + (block * 0)[None, :]
+                tl.atomic_or(of_blocks + at, value, mask=is_term, sem="relaxed")
+
+
 @triton.jit
 def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECISION: tl.constexpr):
     """Terms into the running softmax."""
@@ -248,10 +313,11 @@ def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECIS
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _attend_to_summaries(
-    residuals, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean, tile_group, tile_begin, tile_end,
-    order, cluster_terms, block_terms, listed, listed_number, out, lse, length, blocks, query_clusters, key_clusters,
-    words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
+    seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms, listed,
+    listed_number, out, lse, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -266,18 +332,23 @@ def _attend_to_summaries(
     seen_blocks = own_block if IS_CAUSAL else blocks
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
+    of_sizes = head * blocks * key_clusters
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
     weighted = tl.zeros([ROWS, DVP], ACC)
     if seen_blocks > 0:
         residual = load_rows(residuals, first_place, place, is_row, D, DP)
+        width = tl.load(widths + first_place + place, mask=is_row, other=0.0) if SECOND_ORDER else 0.0
         for first in range(0, key_clusters, CLUSTERS):
             cluster = first + tl.arange(0, CLUSTERS)
             is_cluster = cluster < key_clusters
             bits = cluster_terms + head * words * length + begin
             low, high = _words_of_clusters(bits, place, is_row, first, length, words, CLUSTERS)
             of_block = of_cluster + own_block * key_clusters
-            _, logits = score(residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+            _, logits = score(
+                residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block,
+                of_sizes + own_block * key_clusters, cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+            )  # fmt: skip
             logits = tl.where(_bit_of_row(low, high, first, CLUSTERS, 32), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
@@ -298,7 +369,10 @@ def _attend_to_summaries(
                 low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
                 of_block = of_cluster + block * key_clusters
                 is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
-                _, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                _, logits = score(
+                    residual, width, mass, key_mean, deviation, most, of_block, of_sizes + block * key_clusters,
+                    cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                )  # fmt: skip
                 logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
                 values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
                 largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
@@ -319,11 +393,11 @@ def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr,
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _summaries_backward_to_queries(
-    grad_out, lse, delta, residuals, mass, key_mean, value_mean, seen_mass, seen_key_mean, seen_value_mean, tile_group,
-    tile_begin, tile_end, order, cluster_terms, block_terms, listed, listed_number, grad_queries, length, blocks,
-    query_clusters, key_clusters, words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
+    seen_value_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms,
+    listed, listed_number, grad_queries, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
+    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -338,9 +412,11 @@ def _summaries_backward_to_queries(
     seen_blocks = own_block if IS_CAUSAL else blocks
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
+    of_sizes = head * blocks * key_clusters
     gradient = tl.zeros([ROWS, DP], ACC)
     if seen_blocks > 0:
         residual = load_rows(residuals, first_place, place, is_row, D, DP)
+        width = tl.load(widths + first_place + place, mask=is_row, other=0.0) if SECOND_ORDER else 0.0
         some_grad = load_rows(grad_out, first_place, place, is_row, DV, DVP)
         row_lse = tl.load(lse + first_place + place, mask=is_row, other=float("inf"))
         row_delta = tl.load(delta + first_place + place, mask=is_row, other=0.0)
@@ -351,8 +427,9 @@ def _summaries_backward_to_queries(
             low, high = _words_of_clusters(bits, place, is_row, first, length, words, CLUSTERS)
             of_block = of_cluster + own_block * key_clusters
             means, logits = score(
-                residual, seen_mass, seen_key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION
-            )
+                residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block,
+                of_sizes + own_block * key_clusters, cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+            )  # fmt: skip
             logits = tl.where(_bit_of_row(low, high, first, CLUSTERS, 32), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
@@ -374,7 +451,10 @@ def _summaries_backward_to_queries(
                 low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
                 of_block = of_cluster + block * key_clusters
                 is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
-                means, logits = score(residual, mass, key_mean, of_block, cluster, is_cluster, D, DP, ACC, PRECISION)
+                means, logits = score(
+                    residual, width, mass, key_mean, deviation, most, of_block, of_sizes + block * key_clusters,
+                    cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                )  # fmt: skip
                 logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
                 values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
                 d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
@@ -385,10 +465,11 @@ def _summaries_backward_to_queries(
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _backward_to_summaries(
-    grad_out, lse, delta, residuals, mass, key_mean, value_mean, starts, terms, listed, listed_number, grad_mass,
-    grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, words, IS_SEEN: tl.constexpr,
-    IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, starts, terms, listed,
+    listed_number, grad_mass, grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, words,
+    IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of some summaries, what they receive from all queries of their query cluster that see them.
 
@@ -424,6 +505,10 @@ def _backward_to_summaries(
     means = load_rows(key_mean, of_block, cluster, is_cluster, D, DP)
     values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
     masses = tl.load(mass + of_block + cluster, mask=is_cluster, other=float("-inf"))
+    if SECOND_ORDER:
+        of_sizes = (head * blocks + block) * key_clusters
+        deviations = tl.load(deviation + of_block + cluster, mask=is_cluster, other=0.0)
+        mosts = tl.load(most + of_sizes + cluster, mask=is_cluster, other=0.0)
     d_mass = tl.zeros([CLUSTERS], ACC)
     d_means = tl.zeros([CLUSTERS, DP], ACC)
     d_values = tl.zeros([CLUSTERS, DVP], ACC)
@@ -452,6 +537,9 @@ def _backward_to_summaries(
         row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
         # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
         logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+        if SECOND_ORDER:
+            width = tl.load(widths + head * length + place, mask=is_row, other=0.0)
+            logits += mass_off_centroid(deviations[:, None] * width[None, :], mosts[:, None])
         logits = tl.where(_bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
         weights = exp_of_less(logits, row_lse[None, :])
         d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)

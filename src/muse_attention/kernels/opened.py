@@ -1,0 +1,133 @@
+"""The key clusters that the queries of a query cluster open.
+
+They open much the same ones. So the clusters that any of them opens are listed, and the blocks of all listed clusters
+are scored for each query: a small dense matrix product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.bits import number_of_words
+from muse_attention.kernels.numbers import padded
+from muse_attention.kernels.segments import Segments
+
+
+@dataclass(frozen=True)
+class OpenedClusters:
+    """The key clusters that any query of a query cluster opens: only their blocks' summaries are terms of anything."""
+
+    listed: Tensor
+    """(H, Q, K) int32: their numbers, ascending"""
+    number: Tensor
+    """(H, Q) int32: how many they are"""
+    place: Tensor
+    """(H, Q, K) int16: where a cluster stands among the listed ones, or -1"""
+
+
+def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
+    """`opened` is (H, N, clusters), in the order of the inputs."""
+    _, length, clusters = opened.shape
+    found = _room(segments, opened)
+    if clusters == 0:
+        found.number.zero_()
+        found.place.fill_(-1)
+        return found
+    _list_opened[found.number.shape[::-1]](
+        segments.groups.order, segments.groups.starts, opened, found.listed, found.number, found.place, length,
+        segments.blocks, segments.key_clusters, OPENED=clusters, OP=triton.next_power_of_2(clusters), ROWS=64,
+        CP=padded(segments.key_clusters),
+    )  # fmt: skip
+    return found
+
+
+def list_opened_bits(segments: Segments, opened: Tensor) -> OpenedClusters:
+    """`opened` is (H, N, words), in the order of the inputs: a bit for each key cluster."""
+    found = _room(segments, opened)
+    words = number_of_words(segments.key_clusters)
+    _list_opened_bits[found.number.shape[::-1]](
+        segments.groups.order, segments.groups.starts, opened, found.listed, found.number, found.place,
+        opened.shape[1], segments.blocks, segments.key_clusters, WORDS=words, WP=triton.next_power_of_2(words),
+        ROWS=128, CP=padded(segments.key_clusters),
+    )  # fmt: skip
+    return found
+
+
+def _room(segments: Segments, opened: Tensor) -> OpenedClusters:
+    shape = (opened.shape[0], segments.query_clusters, segments.key_clusters)
+    return OpenedClusters(
+        opened.new_empty(shape), opened.new_empty(shape[:2]), opened.new_empty(shape, dtype=torch.int16)
+    )
+
+
+@triton.jit
+def _union(first, second):
+    return first | second
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "key_clusters"])
+def _list_opened_bits(
+    order, starts, opened, listed, listed_number, listed_place, length, blocks, key_clusters, WORDS: tl.constexpr,
+    WP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    """The clusters that any query of a query cluster opens."""
+    query_clusters, head = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    line = head * query_clusters + tl.program_id(0)
+    cluster, word = tl.arange(0, CP), tl.arange(0, WP)
+    starts += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
+    end = tl.load(starts + blocks)
+    any_opens = tl.zeros([WP], tl.int32)
+    for begin in range(tl.load(starts), end, ROWS):
+        place = begin + tl.arange(0, ROWS)
+        row = head * length + tl.load(order + head * length + place, mask=place < end, other=0)
+        own = tl.load(
+            opened + row[:, None] * WORDS + word[None, :], mask=(place < end)[:, None] & (word < WORDS)[None, :],
+            other=0,
+        )  # fmt: skip
+        any_opens |= tl.reduce(own, 0, _union)
+    of_cluster = tl.sum(tl.where((cluster // 32)[:, None] == word[None, :], any_opens[None, :], 0), 1)
+    is_listed = (((of_cluster >> (cluster & 31)) & 1) != 0) & (cluster < key_clusters)
+    to = tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    tl.store(
+        listed_place + line * key_clusters + cluster, tl.where(is_listed, to, -1).to(tl.int16),
+        mask=cluster < key_clusters,
+    )  # fmt: skip
+    tl.store(listed + line * key_clusters + to, cluster, mask=is_listed)
+    tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "key_clusters"])
+def _list_opened(
+    order, starts, opened, listed, listed_number, listed_place, length, blocks, key_clusters, OPENED: tl.constexpr,
+    OP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    """The clusters that any query of a query cluster opens."""
+    query_clusters, head = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    line = head * query_clusters + tl.program_id(0)
+    cluster, number = tl.arange(0, CP), tl.arange(0, OP)
+    listed_place += line * key_clusters
+    tl.store(listed_place + cluster, tl.full([CP], -1, tl.int16), mask=cluster < key_clusters)
+    tl.debug_barrier()
+    starts += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
+    end = tl.load(starts + blocks)
+    for begin in range(tl.load(starts), end, ROWS):
+        place = begin + tl.arange(0, ROWS)
+        row = head * length + tl.load(order + head * length + place, mask=place < end, other=0)
+        own = tl.load(
+            opened + row[:, None] * OPENED + number[None, :], mask=(place < end)[:, None] & (number < OPENED)[None, :],
+            other=-1,
+        )  # fmt: skip
+        # (Many write here, but all the same.)
+        tl.store(listed_place + own, tl.zeros([ROWS, OP], tl.int16), mask=own >= 0)
+    tl.debug_barrier()
+    is_listed = tl.load(listed_place + cluster, mask=cluster < key_clusters, other=-1) >= 0
+    to = tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    tl.debug_barrier()
+    tl.store(listed_place + cluster, to.to(tl.int16), mask=is_listed)
+    tl.store(listed + line * key_clusters + to, cluster, mask=is_listed)
+    tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))

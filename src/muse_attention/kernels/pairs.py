@@ -1,0 +1,148 @@
+"""Every query with each bucket it retrieves: one numbered pair each, and the pairs of a key head sorted by bucket.
+
+By the paper's rule every query has as many pairs, some of them without a bucket, and a pair's number tells its query.
+By tolerance queries have different numbers of pairs, which are numbered one query after another; there is room for as
+many as the budget allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.kernels.grouping import Groups, Tiles, group_rows, sum_before, tiles_of_groups
+from muse_attention.kernels.numbers import count_bits, lowest_bit
+from muse_attention.structures import Selection
+
+PAIRS_OF_TILE = 64
+"""Queries of one bucket that one program works on."""
+_ROWS = 128
+"""Queries whose pairs one program numbers."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of `G` key heads, with room for `L` of each."""
+
+    groups: Groups
+    """pairs by bucket: order (G, L)"""
+    tiles: Tiles
+    picks: int
+    """pairs of every query; 0 if these differ"""
+    rows: Tensor
+    """(G, L) int32: the query of each pair, a row of the key head's; not looked at if `picks` tells"""
+    row_starts: Tensor
+    """(G, rows + 1) int32: the first pair of each query; likewise"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.groups.order.shape
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.picks == 0
+
+    @property
+    def numbering(self) -> dict[str, Any]:
+        """As kernels take it."""
+        return {"pair_rows": self.rows, "room": self.shape[1], "picks": self.picks, "IS_RAGGED": self.is_ragged}
+
+    @classmethod
+    def of(cls, groups: Groups, picks: int, rows: Tensor, row_starts: Tensor) -> Pairs:
+        return cls(groups, tiles_of_groups(groups, PAIRS_OF_TILE), picks, rows, row_starts)
+
+
+def sort_picks(selection: Selection, blocks: int, fill_in: Groups) -> None:
+    """Sort the picks of each key head by bucket, `cluster * nb + block`; those without a bucket come last."""
+    number, retrieved = selection.retrieved.numel(), selection.retrieved.shape[-1]
+    bucket = torch.empty_like(fill_in.order)
+    width = 1024
+    _number_buckets[(triton.cdiv(number, width),)](
+        selection.opened, selection.retrieved, bucket, number, retrieved, blocks, WIDTH=width
+    )
+    group_rows(bucket, fill_in.number, fill_in)
+
+
+def sort_bits(selection: Selection, key_heads: int, fill_in: Groups, rows: Tensor, row_starts: Tensor) -> None:
+    """Number the pairs of a selection by tolerance, and sort those of each key head by bucket."""
+    heads, length, blocks, words = selection.retrieved.shape
+    room = fill_in.order.shape[1]
+    tiles = triton.cdiv(length, _ROWS)
+    before = rows.new_empty(key_heads, heads // key_heads * tiles)
+    bucket = torch.empty_like(rows)
+    used = rows.new_empty(key_heads)
+    grid = (tiles, heads)
+    _count_pairs[grid](selection.retrieved, before, length, blocks * words, ROWS=_ROWS)
+    sum_before(before, used)
+    _number_pairs[grid](
+        selection.retrieved, before, bucket, rows, row_starts, length, blocks, words, heads // key_heads, room,
+        ROWS=_ROWS,
+    )  # fmt: skip
+    group_rows(bucket, fill_in.number, fill_in, used)
+
+
+@triton.jit
+def row_of_pair(rows, pair, is_pair, picks, IS_RAGGED: tl.constexpr):
+    """The query of a pair; `rows` are those of the key head."""
+    if IS_RAGGED:
+        return tl.load(rows + pair, mask=is_pair, other=0)
+    else:
+        return pair // picks
+
+
+@triton.jit(do_not_specialize=["number", "retrieved_blocks", "blocks"])
+def _number_buckets(opened, retrieved, picks, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = at < number
+    block = tl.load(retrieved + at, mask=inside, other=-1)
+    cluster = tl.load(opened + at // retrieved_blocks, mask=inside, other=-1)
+    tl.store(picks + at, tl.where((block < 0) | (cluster < 0), -1, cluster * blocks + block), mask=inside)
+
+
+@triton.jit
+def _pairs_of_rows(retrieved, first_row, row, is_row, all_words, ROWS: tl.constexpr):
+    count = tl.zeros([ROWS], tl.int32)
+    for word in range(all_words):
+        count += count_bits(tl.load(retrieved + (first_row + row) * all_words + word, mask=is_row, other=0))
+    return count
+
+
+@triton.jit(do_not_specialize=["length", "all_words"])
+def _count_pairs(retrieved, counts, length, all_words, ROWS: tl.constexpr):
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    count = _pairs_of_rows(retrieved, head * length, row, row < length, all_words, ROWS)
+    tl.store(counts + head * tl.num_programs(0) + tl.program_id(0), tl.sum(count, 0))
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "words", "shared_by", "room"])
+def _number_pairs(
+    retrieved, before, bucket, rows, row_starts, length, blocks, words, shared_by, room, ROWS: tl.constexpr
+):
+    """The pairs of a query in the order of block and cluster, bit after bit of all queries at once."""
+    head = tl.program_id(1).to(tl.int64)
+    key_head, of_group = head // shared_by, head % shared_by
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < length
+    count = _pairs_of_rows(retrieved, head * length, row, is_row, blocks * words, ROWS)
+    pair = tl.load(before + head * tl.num_programs(0) + tl.program_id(0)) + tl.cumsum(count, 0) - count
+    starts = row_starts + key_head * (shared_by * length + 1) + of_group * length
+    tl.store(starts + row, pair, mask=is_row)
+    if of_group == shared_by - 1:
+        tl.store(starts + row + 1, pair + count, mask=row == length - 1)
+    bucket += key_head * room
+    rows += key_head * room
+    retrieved += head * length * blocks * words
+    for word in range(blocks * words):
+        left = tl.load(retrieved + row.to(tl.int64) * blocks * words + word, mask=is_row, other=0)
+        for _ in range(tl.max(count_bits(left), 0)):
+            exists = left != 0
+            bit, left = lowest_bit(left)
+            tl.store(bucket + pair, (word % words * 32 + bit) * blocks + word // words, mask=exists & (pair < room))
+            tl.store(rows + pair, of_group.to(tl.int32) * length + row, mask=exists & (pair < room))
+            pair += exists.to(tl.int32)
