@@ -113,14 +113,14 @@ _FEW = [None, None, None, -0.3, 0.0]
 def _draw_config(rng: random.Random, block: int, backend: str) -> MuSeConfig:
     dipole = rng.choice(["none"] * 5 + ["tilted", "shared", "centred"]) if backend == "torch" else "none"
     tolerances = [None, None, 0.1, 0.01, 0.001, 0.0, math.inf]
-    tolerance = rng.choice(tolerances) if backend == "torch" and dipole == "none" else None
+    tolerance = rng.choice(tolerances) if dipole == "none" else None
     return MuSeConfig(
         query_clusters=rng.randint(1, 6),
         key_clusters=rng.choice([rng.randint(1, 6), rng.randint(1, 6), 40]),
         retrieved_clusters=0 if dipole != "none" else rng.randint(0, 7),
         retrieved_blocks=1 if tolerance is not None else rng.randint(1, 3),
         tolerance=tolerance,
-        second_order=rng.choice([None, None, True, False]) if backend == "torch" and dipole == "none" else None,
+        second_order=rng.choice([None, None, True, False]) if dipole == "none" else None,
         block_size=block,
         tilt=rng.random() < 0.8,
         monopole=dipole != "none" or tolerance is not None or rng.random() < 0.8,

@@ -32,6 +32,8 @@ SHAPES = [
     Shape("ragged, query heads 4 to 2", "QK16R2B256", length=1500, batch=2, heads=4),
     Shape("full", "Q16K20R3SP2B256", length=1500, is_causal=False),
     Shape("many clusters", "QK128R8B512", length=3000),
+    Shape("tolerance, query heads 4 to 2", "Q16K40R4T0.01B256", length=1500, batch=2, heads=4),
+    Shape("tolerance over budget, full", "Q16K64R1T0.001B256", length=1500, is_causal=False),
 ]
 
 
@@ -113,14 +115,22 @@ class TestTritonConformance(OperatorConformance):
     test_more_clusters_than_tokens_and_empty_buckets = None
 
     @pytest.mark.parametrize(
-        "series", [["QK4R0B128", "QK16R0B128", "QK64R0B128"], ["QK16R0B128", "QK16R1B128", "QK16R16SP8B128"]]
+        "series",
+        [
+            ["QK4R0B128", "QK16R0B128", "QK64R0B128"],
+            ["QK16R0B128", "QK16R1B128", "QK16R16SP8B128"],
+            ["QK16R9T0.1B128", "QK16R50T0.01B128", "QK16R200T0.001B128"],
+        ],
     )
     def test_property_7_error_falls_as_clusters_or_retrieval_grow(self, series: list[str]) -> None:
         super().test_property_7_error_falls_as_clusters_or_retrieval_grow(series)
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
     @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
-    @pytest.mark.parametrize("config", ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false"])
+    @pytest.mark.parametrize(
+        "config",
+        ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false", "QK4R9T0.01B32"],
+    )
     def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
         self, config: str, target: int, poison: float
     ) -> None:
@@ -129,7 +139,15 @@ class TestTritonConformance(OperatorConformance):
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize(
         "config",
-        ["QK4R2B32", "QK4R2B32,clustering=lloyd,cap_factor=1.0,query_cap_factor=1.0", "QK4R2B32,cap_factor=none"],
+        [
+            "QK4R2B32",
+            "QK4R2B32,clustering=lloyd,cap_factor=1.0,query_cap_factor=1.0",
+            "QK4R2B32,cap_factor=none",
+            "QK4R2T0.01B32",
+            "QK4R0T0B32",
+            "QK4R50T0B32",
+            "QK4R2TinfB32",
+        ],
     )
     @pytest.mark.parametrize(
         "case", ["equal keys", "all equal", "zeros", "logits 1e4", "gigantic key", "gigantic query", "tiny"]
@@ -145,6 +163,7 @@ class TestTritonConformance(OperatorConformance):
     [
         ("muse:QK8R2B128,clustering=lloyd", 300, 64),
         ("muse:QK8R2B64,clustering=streaming", 300, 40),
+        ("muse:Q4K8R2T0.01B64", 300, 64),
         ("exact", 300, 64),
         ("exact", 100, 40),
         ("block_diagonal:128", 300, 64),
@@ -207,32 +226,38 @@ def _long_inputs() -> tuple[tuple[Tensor, ...], Tensor]:
     return data, torch.randn_like(data[0])
 
 
+CONFIGS = pytest.mark.parametrize("config", ["QK64R4B1k", "Q16K64R2T0.01B1k"])
+
+
+@CONFIGS
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_gpu() -> None:
+def test_nothing_waits_for_the_gpu(config: str) -> None:
     data, grad_out = _long_inputs()
-    _whole(data, grad_out, "QK64R4B1k")
+    _whole(data, grad_out, config)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        _whole(data, grad_out, "QK64R4B1k")
+        _whole(data, grad_out, config)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_deterministic_algorithms_give_the_same_bits_twice() -> None:
+@CONFIGS
+def test_deterministic_algorithms_give_the_same_bits_twice(config: str) -> None:
     data, grad_out = _long_inputs()
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = (_whole(data, grad_out, "QK64R4B1k") for _ in range(2))
+        first, second = (_whole(data, grad_out, config) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
 
 
-def test_all_but_the_gradient_of_queries_has_the_same_bits_twice_by_default() -> None:
+@CONFIGS
+def test_all_but_the_gradient_of_queries_has_the_same_bits_twice_by_default(config: str) -> None:
     """cuDNN sums the gradient of queries in any order."""
     data, grad_out = _long_inputs()
-    first, second = (_whole(data, grad_out, "QK64R4B1k") for _ in range(2))
+    first, second = (_whole(data, grad_out, config) for _ in range(2))
     for name, a, b in zip(("out", "query", "key", "value"), first, second, strict=True):
         if name == "query":
             torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * float(a.abs().max()))
@@ -240,17 +265,18 @@ def test_all_but_the_gradient_of_queries_has_the_same_bits_twice_by_default() ->
             assert torch.equal(a, b), name
 
 
-def test_is_captured_in_a_cuda_graph() -> None:
+@CONFIGS
+def test_is_captured_in_a_cuda_graph(config: str) -> None:
     data, grad_out = _long_inputs()
-    expected = _whole(data, grad_out, "QK64R4B1k")
+    expected = _whole(data, grad_out, config)
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
-        _whole(data, grad_out, "QK64R4B1k")
+        _whole(data, grad_out, config)
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = _whole(data, grad_out, "QK64R4B1k")
+        found = _whole(data, grad_out, config)
     graph.replay()
     torch.cuda.synchronize()
     for a, b in zip(found, expected, strict=True):

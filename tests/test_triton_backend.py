@@ -40,11 +40,18 @@ VARIANTS = [
     "Q3K5R2B32,tilt=false",
     "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
     "Q3K5R2B32,cap_factor=none",
+    "Q3K5R2SP2B32,second_order=true",
+    "Q3K5R9T0.03B32",
+    "Q2K40R1T0.003B32",
+    "Q3K5R1T0B32,tilt=false,second_order=false",
+    "Q3K5R0T0.01B32",
 ]
 FOUND = [
     "Q4K5R2B32,clustering=streaming",
     "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
     "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
+    "Q4K5R9T0.02B32,clustering=streaming",
+    "Q4K5R1T0.001B32,clustering=lloyd",
 ]
 
 
@@ -73,7 +80,7 @@ class TestTritonBackend(OperatorConformance):
         super().test_finds_the_clusters_and_selection_of_the_reference(variant)
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("config", ["Q3K5R5SP9B64"])
+    @pytest.mark.parametrize("config", ["Q3K5R5SP9B64", "Q3K5R25T0B64"])
     def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
         super().test_property_1_exact_when_one_block_or_everything_is_retrieved(config, is_causal)
 
@@ -83,11 +90,11 @@ class TestTritonBackend(OperatorConformance):
         super().test_property_3_lse_is_never_above_the_exact_lse(variant, is_causal)
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32"])
+    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32", "Q4K5R1T0.01B32"])
     def test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(self, variant: str, is_causal: bool) -> None:
         super().test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(variant, is_causal)
 
-    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32"])
+    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32", "Q4K5R9T0.01B32"])
     def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
         super().test_property_6_nothing_after_a_query_changes_its_output(variant)
 
@@ -100,19 +107,19 @@ class TestTritonBackend(OperatorConformance):
         super().test_only_some_inputs_require_grad(wanted)
 
     @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
-    @pytest.mark.parametrize("config", ["QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"])
+    @pytest.mark.parametrize("config", ["QK4R2B64,cap_factor=1.0,query_cap_factor=1.5", "QK4R1T0.001B64"])
     @pytest.mark.parametrize("case", ["equal keys", "zeros", "logits 1e4", "gigantic key", "gigantic query"])
     def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
         super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
 
-    @pytest.mark.parametrize("config", ["QK40R4B16", "Q2K64R8SP3B16"])
+    @pytest.mark.parametrize("config", ["QK40R4B16", "Q2K64R8SP3B16", "Q2K64R8T0.003B16"])
     @pytest.mark.parametrize("length", [33])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
     @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
-    @pytest.mark.parametrize("config", ["QK4R2B32"])
+    @pytest.mark.parametrize("config", ["QK4R2B32", "QK4R9T0.01B32"])
     def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
         self, config: str, target: int, poison: float
     ) -> None:

@@ -15,13 +15,20 @@ OWN_BLOCK, OTHER = "own block", "other"
 _FUSED_ATTENTION = ("cudnn", "flash", "fmha")
 """One of these is in the name of every kernel of a fused exact attention."""
 _KERNELS = {
-    "clustering": ("_take", "_stream", "_sum_members", "_mean_of_parts", "_find_nearest", "_move_overflow"),
+    "clustering": (
+        "_take", "_stream", "_sum_members", "_mean_of_parts", "_find_nearest", "_move_overflow", "_sum_squares",
+        "_scale_to_mean",
+    ),
     "sorting": (
         "_count_clusters", "_sum_rows", "_sum_before", "_place_by_cluster", "_pack", "_count_digits", "_place_by_digit",
-        "_find_starts", "_count_tiles", "_cut", "_number_buckets", "_plan_pieces", "_take_rows", "_take_residuals",
+        "_find_starts", "_count_tiles", "_cut", "_number_buckets", "_count_pairs", "_number_pairs", "_plan_pieces",
+        "_take_rows", "_take_residuals",
     ),
     "summaries": ("_summarise", "_accumulate_backward", "_summarise_backward"),
-    "selection": ("_select_clusters", "_select_blocks", "_list_opened", "_mark_terms"),
+    "selection": (
+        "_select_clusters", "_select_blocks", "_open_clusters", "_retrieve_blocks", "_find_lowest_bin", "_list_opened",
+        "_list_opened_bits", "_mark_terms", "_mark_terms_of_bits",
+    ),
     "attention to summaries": ("_attend_to_summaries", "_summaries_backward_to_queries", "_backward_to_summaries"),
     "retrieval": ("_attend_to_buckets", "_buckets_backward_to_queries", "_buckets_backward_to_keys"),
     "merging": ("_merge", "_find_delta", "_add_to_queries"),
