@@ -286,8 +286,8 @@ def _summarise(
         end = tl.load(starts + block + 1)
         if HAS_SPREAD:
             # The second moment is taken about a key of the bucket, so that little of it cancels.
-            row = tl.minimum(tl.load(starts + block), length - 1)
-            point = _load_point(keys + (key_head * length + row) * D, D, DP, ACC)
+            of_point = key_head * length + tl.minimum(tl.load(starts + block), length - 1)
+            point = _load_point(keys + of_point * D, D, DP, ACC)
         for begin in range(tl.load(starts + block), end, KEYS):
             row = begin + place
             is_row = row < end
