@@ -26,10 +26,12 @@ _KERNELS = {
     ),
     "summaries": ("_summarise", "_accumulate_backward", "_summarise_backward"),
     "selection": (
-        "_select_clusters", "_select_blocks", "_open_clusters", "_retrieve_blocks", "_find_lowest_bin", "_list_opened",
-        "_list_opened_bits", "_mark_terms", "_mark_terms_of_bits",
+        "_select_clusters", "_select_blocks", "_find_lowest_bin", "_list_opened", "_count_openers", "_list_by_openers",
+        "_mark_terms", "_mark_terms_of_bits",
     ),
-    "attention to summaries": ("_attend_to_summaries", "_summaries_backward_to_queries", "_backward_to_summaries"),
+    "attention to summaries": (
+        "_select_and_attend", "_attend_to_summaries", "_summaries_backward_to_queries", "_backward_to_summaries",
+    ),
     "retrieval": ("_attend_to_buckets", "_buckets_backward_to_queries", "_buckets_backward_to_keys"),
     "merging": ("_merge", "_find_delta", "_add_to_queries"),
 }  # fmt: skip

@@ -1,78 +1,73 @@
-"""Stage 4, first half, by tolerance: a query retrieves every bucket whose summary is expected to be wrong by more.
+"""Stage 4, by tolerance: a query retrieves every bucket whose summary is expected to be wrong by more than that.
 
 A summary's expected error is its weight in the softmax times sigma, the spread of the query's logits over its keys. To
-open a cluster and to retrieve a block of it are comparisons, and bits. Pairs above the tolerance are counted by their
-error; a head that has more of them than its budget gives those of smallest error back, in a second pass that all other
-heads leave at once.
+open a cluster and to retrieve a block of it are comparisons of what attention to the summaries computes anyway, so one
+kernel does both. Pairs above the tolerance are counted by their error; a head that has more of them than its budget
+gives those of smallest error back, in a second pass that all other heads leave at once.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from muse_attention.budget import BINS_PER_OCTAVE, ERROR_BINS, SMALLEST_OCTAVE
-from muse_attention.kernels.numbers import exp_of_less, load_rows
-from muse_attention.kernels.opened import list_opened_bits
-from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, score
+from muse_attention.kernels.numbers import exp_of_less, load_rows, padded, store_rows
+from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, include, score
 from muse_attention.kernels.summaries import ScoredSummaries
-from muse_attention.structures import Selection
+from muse_attention.structures import Partial, Selection
 
-OPEN = {
-    128: {"CLUSTERS": 64, "num_warps": 4, "num_stages": 3},
-    256: {"CLUSTERS": 64, "num_warps": 4, "num_stages": 2},
-    512: {"CLUSTERS": 32, "num_warps": 4, "num_stages": 1},
-}
-RETRIEVE = {
-    128: {"LISTED": 16, "num_warps": 4, "num_stages": 2},
-    256: {"LISTED": 16, "num_warps": 4, "num_stages": 2},
-    512: {"LISTED": 8, "num_warps": 4, "num_stages": 1},
+SELECT_AND_ATTEND = {
+    128: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
+    256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
+    512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
 }
 _BINS = tl.constexpr(ERROR_BINS)
 _PER_OCTAVE = tl.constexpr(BINS_PER_OCTAVE)
 _SMALLEST = tl.constexpr(SMALLEST_OCTAVE)
 
 
-def select(
+def select_and_attend(
     segments: Segments,
     of_buckets: ScoredSummaries,
     seen: ScoredSummaries,
     own_lse: Tensor,
+    chosen: Selection | None,
     words: int,
     *,
     tolerance: float,
     mean_bucket: float,
     budget: int,
-) -> Selection:
-    """What each query opens and retrieves: (H, N, words) and (H, N, nb, words), in the order of the inputs.
+) -> tuple[Selection, Partial]:
+    """What each query opens and retrieves, (H, N, words) and (H, N, nb, words), `chosen` if there is a choice; and
+    attention to the summaries that this leaves, (H, N, Dv) and (H, N). All is in the order of the inputs.
 
     `own_lse` (H, N) is that of the queries' own blocks; `budget` is the most pairs of a head.
     """
     heads, length, _ = segments.residuals.shape
+    value_dim = seen.value_mean.shape[-1]
     integers = segments.groups.order
-    chosen = Selection(
+    selection = chosen or Selection(
         integers.new_zeros(heads, length, words), integers.new_zeros(heads, length, segments.blocks, words)
     )
-    lse = own_lse.new_empty(heads, length)
+    partial = Partial(segments.residuals.new_empty(heads, length, value_dim), torch.empty_like(own_lse))
     tiles = segments.tiles
-    where = (*tiles.parts(), segments.groups.order)
-    _open_clusters[tiles.grid](
-        segments.residuals, segments.widths, *seen.tables_of_logits(), *where, own_lse, lse, chosen.opened, tolerance,
-        *segments.sizes, words, ROWS=ROWS_OF_TILE, **segments.constants, **segments.fit(OPEN, 1),
-    )  # fmt: skip
-    listed = list_opened_bits(segments, chosen.opened)
-    counts = own_lse.new_zeros(heads, ERROR_BINS, dtype=integers.dtype).long()
+    lists = integers.new_empty(*tiles.group.shape, segments.key_clusters)
+    counts = integers.new_zeros(heads, ERROR_BINS, dtype=torch.int64)
     lowest = integers.new_zeros(heads)
-    for is_first in (1, 0):
-        _retrieve_blocks[tiles.grid](
-            segments.residuals, segments.widths, *of_buckets.tables_of_logits(), *where, listed.listed, listed.number,
-            lse, chosen.opened, chosen.retrieved, counts, lowest, is_first, tolerance, mean_bucket, *segments.sizes,
-            words, ROWS=ROWS_OF_TILE, **segments.constants, **segments.fit(RETRIEVE, 1),
+    for is_first in (1, 0) if chosen is None else (1,):
+        _select_and_attend[tiles.grid](
+            segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
+            segments.groups.order, own_lse, selection.opened, selection.retrieved, lists, counts, lowest, partial.out,
+            partial.lse, is_first, tolerance, mean_bucket, *segments.sizes, words, DV=value_dim, DVP=padded(value_dim),
+            SELECTS=chosen is None, ROWS=ROWS_OF_TILE, **segments.constants,
+            **segments.fit(SELECT_AND_ATTEND, value_dim),
         )  # fmt: skip
         if is_first:
-            _find_lowest_bin[(heads,)](counts, lowest, min(budget, (1 << 62)))
-    return chosen
+            _find_lowest_bin[(heads,)](counts, lowest, budget)
+    return selection, partial
 
 
 @triton.jit
@@ -81,72 +76,25 @@ def _expected_error(logits, lse, sigma):
     return tl.where(logits == float("-inf"), 0.0, exp_of_less(logits, lse[:, None]) * sigma)
 
 
-@triton.jit(do_not_specialize=["tolerance", "length", "blocks", "query_clusters", "words"])
-def _open_clusters(
-    residuals, widths, seen_mass, seen_key_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order,
-    own_lse, lse, opened, tolerance, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr,
-    DP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Open every cluster whose accumulated summary has an error above the tolerance. `opened` is 0 before."""
-    head = tl.program_id(1).to(tl.int64)
-    tile = head * tl.num_programs(0) + tl.program_id(0)
-    segment = tl.load(tile_group + tile)
-    if segment < 0:
-        return
-    begin = tl.load(tile_begin + tile)
-    place = tl.arange(0, ROWS)
-    is_row = place < tl.load(tile_end + tile) - begin
-    first_place = head * length + begin
-    block = segment % blocks
-    if IS_CAUSAL and block == 0:
-        return
-    row = head * length + tl.load(order + first_place + place, mask=is_row, other=0)
-    residual = load_rows(residuals, first_place, place, is_row, D, DP)
-    width = tl.load(widths + first_place + place, mask=is_row, other=0.0)
-    of_block = ((head * query_clusters + segment // blocks) * blocks + block) * key_clusters
-    of_sizes = (head * blocks + block) * key_clusters
-    # The lse of the own block and of all that is seen of every cluster.
-    largest = tl.load(own_lse + row, mask=is_row, other=0.0).to(ACC)
-    total = tl.full([ROWS], 1.0, ACC)
-    for first in range(0, key_clusters, CLUSTERS):
-        cluster = first + tl.arange(0, CLUSTERS)
-        _, logits = score(
-            residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block, of_sizes, cluster,
-            cluster < key_clusters, D, DP, SECOND_ORDER, ACC, PRECISION,
-        )  # fmt: skip
-        larger = tl.maximum(largest, tl.max(logits, 1))
-        total = total * tl.exp(largest - larger) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
-        largest = larger
-    row_lse = largest + tl.log(total)
-    tl.store(lse + first_place + place, row_lse, mask=is_row)
-    for first in range(0, key_clusters, CLUSTERS):
-        cluster = first + tl.arange(0, CLUSTERS)
-        is_cluster = cluster < key_clusters
-        _, logits = score(
-            residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block, of_sizes, cluster,
-            is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
-        )  # fmt: skip
-        deviations = tl.load(seen_deviation + of_block + cluster, mask=is_cluster, other=0.0)
-        errors = _expected_error(logits, row_lse, width[:, None] * deviations[None, :])
-        bit = (place * 0 + 1)[:, None] << (cluster & 31)[None, :]
-        tl.atomic_or(
-            opened + row[:, None] * words + (cluster // 32)[None, :], bit,
-            mask=(errors > tolerance) & is_row[:, None] & is_cluster[None, :], sem="relaxed",
-        )  # fmt: skip
+@triton.jit
+def _has_bit(word, number):
+    return ((word >> (number & 31)[None, :]) & 1) != 0
 
 
 @triton.jit(do_not_specialize=["is_first", "tolerance", "mean_bucket", "length", "blocks", "query_clusters", "words"])
-def _retrieve_blocks(
-    residuals, widths, mass, key_mean, deviation, most, tile_group, tile_begin, tile_end, order, listed, listed_number,
-    lse, opened, retrieved, counts, lowest, is_first, tolerance, mean_bucket, length, blocks, query_clusters,
-    key_clusters, words, D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+def _select_and_attend(
+    residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
+    seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, own_lse, opened, retrieved, lists, counts,
+    lowest, out, lse, is_first, tolerance, mean_bucket, length, blocks, query_clusters, key_clusters, words,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    SECOND_ORDER: tl.constexpr, SELECTS: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
+    LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of every opened cluster, retrieve the blocks whose summary has an error above the tolerance, and count them by
-    their error; in the second pass, give back those below the lowest bin that the head can afford.
+    """Open every cluster whose accumulated summary has an error above the tolerance, and attend to the others. Of the
+    opened ones retrieve every block whose summary has, and attend to the others.
 
-    `retrieved` is 0 before the first pass. Both passes are one kernel, so that they find the same errors.
+    Retrieved pairs are counted by their error. In the second pass, those below the lowest bin that the head can afford
+    are given back. Both passes are one kernel, so that they find the same errors. `retrieved` is 0 before the first.
     """
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -160,33 +108,78 @@ def _retrieve_blocks(
     place = tl.arange(0, ROWS)
     is_row = place < tl.load(tile_end + tile) - begin
     first_place = head * length + begin
+    row = head * length + tl.load(order + first_place + place, mask=is_row, other=0)
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
-    if seen_blocks == 0:
-        return
-    row = head * length + tl.load(order + first_place + place, mask=is_row, other=0)
-    residual = load_rows(residuals, first_place, place, is_row, D, DP)
-    width = tl.load(widths + first_place + place, mask=is_row, other=0.0)
-    row_lse = tl.load(lse + first_place + place, mask=is_row, other=0.0)
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
     of_sizes = head * blocks * key_clusters
-    listed_here = tl.load(listed_number + line)
-    listed += line * key_clusters
-    column = tl.arange(0, 2 * LISTED)
-    for first in range(0, listed_here, LISTED):
-        index = first + column % LISTED
-        cluster = tl.load(listed + index, mask=index < listed_here, other=0)
-        own = tl.load(
-            opened + row[:, None] * words + (cluster // 32)[None, :],
-            mask=is_row[:, None] & (index < listed_here)[None, :], other=0,
-        )  # fmt: skip
-        is_open = ((own >> (cluster & 31)[None, :]) & 1) != 0
-        if tl.max(tl.max(is_open.to(tl.int32), 1), 0) > 0:
+    lists += tile * key_clusters
+    largest = tl.full([ROWS], float("-inf"), ACC)
+    total = tl.zeros([ROWS], ACC)
+    weighted = tl.zeros([ROWS, DVP], ACC)
+    if seen_blocks > 0:
+        residual = load_rows(residuals, first_place, place, is_row, D, DP)
+        width = tl.load(widths + first_place + place, mask=is_row, other=0.0)
+        at, of_size = of_cluster + own_block * key_clusters, of_sizes + own_block * key_clusters
+        estimate = tl.zeros([ROWS], ACC)
+        if SELECTS:
+            # The lse of the own block and of all that is seen of every cluster.
+            so_far = tl.load(own_lse + row, mask=is_row, other=0.0).to(ACC)
+            sum_so_far = tl.full([ROWS], 1.0, ACC)
+            for first in range(0, key_clusters, CLUSTERS):
+                cluster = first + tl.arange(0, CLUSTERS)
+                _, logits = score(
+                    residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, at, of_size, cluster,
+                    cluster < key_clusters, D, DP, SECOND_ORDER, ACC, PRECISION,
+                )  # fmt: skip
+                larger = tl.maximum(so_far, tl.max(logits, 1))
+                sum_so_far = sum_so_far * tl.exp(so_far - larger) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
+                so_far = larger
+            estimate = so_far + tl.log(sum_so_far)
+        listed = 0
+        for first in range(0, key_clusters, CLUSTERS):
+            column = tl.arange(0, CLUSTERS)
+            cluster = first + column
+            is_cluster = cluster < key_clusters
+            _, logits = score(
+                residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, at, of_size, cluster, is_cluster,
+                D, DP, SECOND_ORDER, ACC, PRECISION,
+            )  # fmt: skip
+            inside = is_row[:, None] & is_cluster[None, :]
+            at_word = opened + row[:, None] * words + (cluster // 32)[None, :]
+            if SELECTS:
+                deviations = tl.load(seen_deviation + at + cluster, mask=is_cluster, other=0.0)
+                errors = _expected_error(logits, estimate, width[:, None] * deviations[None, :])
+                is_open = (errors > tolerance) & inside
+                bits = tl.where(is_open, (place * 0 + 1)[:, None] << (column & 31)[None, :], 0)
+                for word in tl.static_range((CLUSTERS + 31) // 32):
+                    # (Bits of different columns: their sum is their union.)
+                    packed = tl.sum(tl.where((column // 32 == word)[None, :], bits, 0), 1)
+                    number = first // 32 + word
+                    tl.store(opened + row * words + number, packed, mask=is_row & (place * 0 + number < words))
+            else:
+                is_open = _has_bit(tl.load(at_word, mask=inside, other=0), cluster)
+            is_listed = tl.max(is_open.to(tl.int32), 0)
+            tl.store(lists + listed + tl.cumsum(is_listed, 0) - is_listed, cluster, mask=is_listed > 0)
+            listed += tl.sum(is_listed, 0)
+            logits = tl.where(is_open, float("-inf"), logits)
+            values = load_rows(seen_value_mean, at, cluster, is_cluster, DV, DVP)
+            largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
+        tl.debug_barrier()
+        column = tl.arange(0, 2 * LISTED)
+        for first in range(0, listed, LISTED):
+            index = first + column % LISTED
+            cluster = tl.load(lists + index, mask=index < listed, other=0)
+            own = tl.load(
+                opened + row[:, None] * words + (cluster // 32)[None, :],
+                mask=is_row[:, None] & (index < listed)[None, :], other=0,
+            )  # fmt: skip
+            is_open = _has_bit(own, cluster)
             bit = (place * 0 + 1)[:, None] << (cluster & 31)[None, :]
             for block in range(0, seen_blocks, 2):
                 of_column = block + column // LISTED
-                is_cluster = (index < listed_here) & (of_column < seen_blocks)
+                is_cluster = (index < listed) & (of_column < seen_blocks)
                 if not IS_CAUSAL:
                     is_cluster &= of_column != own_block
                 summary = cluster + column // LISTED * key_clusters
@@ -195,21 +188,34 @@ def _retrieve_blocks(
                     residual, width, mass, key_mean, deviation, most, at, of_size, summary, is_cluster, D, DP,
                     SECOND_ORDER, ACC, PRECISION,
                 )  # fmt: skip
-                deviations = tl.load(deviation + at + summary, mask=is_cluster, other=0.0)
-                mosts = tl.load(most + of_size + summary, mask=is_cluster, other=0.0)
-                # A large bucket must be that much worse: retrieving it costs more. (`most^2 / 2` is log n.)
-                smaller = tl.sqrt(mean_bucket * tl.exp(-0.5 * mosts * mosts))
-                errors = _expected_error(logits, row_lse, width[:, None] * (deviations * smaller)[None, :])
-                wanted = (errors > tolerance) & is_open & is_cluster[None, :]
-                octave = tl.log2(tl.where(wanted, errors, 1.0)) - _SMALLEST
-                bins = tl.minimum(tl.maximum(octave * _PER_OCTAVE, 0.0), _BINS - 1).to(tl.int32)
+                is_term = is_open & is_cluster[None, :]
                 at_word = retrieved + (row[:, None] * blocks + of_column[None, :]) * words + (cluster // 32)[None, :]
-                if is_first != 0:
-                    tl.atomic_or(at_word, bit, mask=wanted, sem="relaxed")
-                    one = tl.full([ROWS, 2 * LISTED], 1, tl.int64)
-                    tl.atomic_add(counts + head * _BINS + bins, one, mask=wanted, sem="relaxed")
+                if SELECTS:
+                    deviations = tl.load(deviation + at + summary, mask=is_cluster, other=0.0)
+                    mosts = tl.load(most + of_size + summary, mask=is_cluster, other=0.0)
+                    # A large bucket must be that much worse: retrieving it costs more. (`most^2 / 2` is log n.)
+                    smaller = tl.sqrt(mean_bucket * tl.exp(-0.5 * mosts * mosts))
+                    errors = _expected_error(logits, estimate, width[:, None] * (deviations * smaller)[None, :])
+                    wanted = (errors > tolerance) & is_term
+                    octave = tl.log2(tl.where(wanted, errors, 1.0)) - _SMALLEST
+                    bins = tl.minimum(tl.maximum(octave * _PER_OCTAVE, 0.0), _BINS - 1).to(tl.int32)
+                    is_affordable = bins >= lowest_bin
+                    if is_first != 0:
+                        tl.atomic_or(at_word, bit, mask=wanted, sem="relaxed")
+                        one = tl.full([ROWS, 2 * LISTED], 1, tl.int64)
+                        tl.atomic_add(counts + head * _BINS + bins, one, mask=wanted, sem="relaxed")
+                    else:
+                        tl.atomic_and(at_word, ~bit, mask=wanted & ~is_affordable, sem="relaxed")
+                    wanted &= is_affordable
                 else:
-                    tl.atomic_and(at_word, ~bit, mask=wanted & (bins < lowest_bin), sem="relaxed")
+                    wanted = _has_bit(tl.load(at_word, mask=is_term, other=0), cluster)
+                logits = tl.where(is_term & ~wanted, logits, float("-inf"))
+                values = load_rows(value_mean, at, summary, is_cluster, DV, DVP)
+                largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
+    nothing = total == 0
+    weighted /= tl.where(nothing, 1.0, total)[:, None]
+    store_rows(out, 0, row, is_row, weighted, DV, DVP)
+    tl.store(lse + row, tl.where(nothing, float("-inf"), largest + tl.log(total)), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["budget"])

@@ -305,13 +305,7 @@ def _attend(
     far = _FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
     of_summaries = of_pairs = None
     if config.monopole or chosen is None:
-        of_buckets, accumulated = far.summaries()
-        if chosen is None:
-            chosen = _select(far, of_buckets, accumulated.seen, merged.lse, shapes, config)
-        if config.monopole:
-            left = _find_terms(far.segments, chosen, config)
-            of_summaries = terms.attend(far.segments, of_buckets, accumulated.seen, left)
-        del of_buckets, accumulated
+        chosen, of_summaries = _attend_to_summaries(far, merged.lse, chosen, shapes, config)
     found = None
     if picks > 0:
         _sort_pairs(chosen, plan, far.segments.blocks, config)
@@ -321,27 +315,29 @@ def _attend(
     return chosen
 
 
-def _select(
-    far: _FarField,
-    of_buckets: summaries.ScoredSummaries,
-    seen: summaries.ScoredSummaries,
-    own_lse: Tensor,
-    shapes: SelectionShapes,
-    config: MuSeConfig,
-) -> Selection:
-    if config.tolerance is None:
+def _attend_to_summaries(
+    far: _FarField, own_lse: Tensor, chosen: Selection | None, shapes: SelectionShapes, config: MuSeConfig
+) -> tuple[Selection, Partial | None]:
+    of_buckets, accumulated = far.summaries()
+    if config.tolerance is not None:
+        return error_control.select_and_attend(
+            far.segments,
+            of_buckets,
+            accumulated.seen,
+            own_lse,
+            chosen,
+            shapes.opened[0],
+            tolerance=config.tolerance,
+            mean_bucket=config.mean_bucket,
+            budget=config.retrieved_clusters * own_lse.shape[1],
+        )
+    if chosen is None:
         clusters, blocks = shapes.retrieved
-        return selection.select(far.segments, of_buckets, seen, clusters, blocks)
-    return error_control.select(
-        far.segments,
-        of_buckets,
-        seen,
-        own_lse,
-        shapes.opened[0],
-        tolerance=config.tolerance,
-        mean_bucket=config.mean_bucket,
-        budget=config.retrieved_clusters * own_lse.shape[1],
-    )
+        chosen = selection.select(far.segments, of_buckets, accumulated.seen, clusters, blocks)
+    if not config.monopole:
+        return chosen, None
+    left = _find_terms(far.segments, chosen, config)
+    return chosen, terms.attend(far.segments, of_buckets, accumulated.seen, left)
 
 
 def _find_terms(segments: Segments, chosen: Selection, config: MuSeConfig) -> terms.Terms:

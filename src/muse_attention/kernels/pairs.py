@@ -23,6 +23,7 @@ PAIRS_OF_TILE = 64
 """Queries of one bucket that one program works on."""
 _ROWS = 128
 """Queries whose pairs one program numbers."""
+_WORDS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ def sort_bits(selection: Selection, key_heads: int, fill_in: Groups, rows: Tenso
     bucket = torch.empty_like(rows)
     used = rows.new_empty(key_heads)
     grid = (tiles, heads)
-    _count_pairs[grid](selection.retrieved, before, length, blocks * words, ROWS=_ROWS)
+    padded_words = triton.next_power_of_2(blocks * words)
+    shape = {"ROWS": _ROWS, "STEP": max(1, min(_ROWS, _WORDS_AT_ONCE // padded_words)), "WP": padded_words}
+    _count_pairs[grid](selection.retrieved, before, length, blocks * words, **shape)
     sum_before(before, used)
     _number_pairs[grid](
-        selection.retrieved, before, bucket, rows, row_starts, length, blocks, words, heads // key_heads, room,
-        ROWS=_ROWS,
-    )  # fmt: skip
+        selection.retrieved, before, bucket, rows, row_starts, length, blocks, words, heads // key_heads, room, **shape
+    )
     group_rows(bucket, fill_in.number, fill_in, used)
 
 
@@ -105,44 +107,52 @@ def _number_buckets(opened, retrieved, picks, number, retrieved_blocks, blocks, 
 
 
 @triton.jit
-def _pairs_of_rows(retrieved, first_row, row, is_row, all_words, ROWS: tl.constexpr):
-    count = tl.zeros([ROWS], tl.int32)
-    for word in range(all_words):
-        count += count_bits(tl.load(retrieved + (first_row + row) * all_words + word, mask=is_row, other=0))
-    return count
+def _load_words(retrieved, row, is_row, all_words, WP: tl.constexpr):
+    word = tl.arange(0, WP)
+    at = retrieved + row[:, None] * all_words + word[None, :]
+    return tl.load(at, mask=is_row[:, None] & (word < all_words)[None, :], other=0)
 
 
 @triton.jit(do_not_specialize=["length", "all_words"])
-def _count_pairs(retrieved, counts, length, all_words, ROWS: tl.constexpr):
+def _count_pairs(retrieved, counts, length, all_words, ROWS: tl.constexpr, STEP: tl.constexpr, WP: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    count = _pairs_of_rows(retrieved, head * length, row, row < length, all_words, ROWS)
-    tl.store(counts + head * tl.num_programs(0) + tl.program_id(0), tl.sum(count, 0))
+    total = 0
+    for begin in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, length), STEP):
+        row = begin + tl.arange(0, STEP)
+        words = _load_words(retrieved, head * length + row, row < length, all_words, WP)
+        total += tl.sum(tl.sum(count_bits(words), 1), 0)
+    tl.store(counts + head * tl.num_programs(0) + tl.program_id(0), total)
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "words", "shared_by", "room"])
 def _number_pairs(
-    retrieved, before, bucket, rows, row_starts, length, blocks, words, shared_by, room, ROWS: tl.constexpr
-):
-    """The pairs of a query in the order of block and cluster, bit after bit of all queries at once."""
+    retrieved, before, bucket, rows, row_starts, length, blocks, words, shared_by, room, ROWS: tl.constexpr,
+    STEP: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
+    """The pairs of a query in the order of block and cluster: the lowest bit of all words at once, then the next."""
     head = tl.program_id(1).to(tl.int64)
     key_head, of_group = head // shared_by, head % shared_by
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < length
-    count = _pairs_of_rows(retrieved, head * length, row, is_row, blocks * words, ROWS)
-    pair = tl.load(before + head * tl.num_programs(0) + tl.program_id(0)) + tl.cumsum(count, 0) - count
+    first_pair = tl.load(before + head * tl.num_programs(0) + tl.program_id(0))
     starts = row_starts + key_head * (shared_by * length + 1) + of_group * length
-    tl.store(starts + row, pair, mask=is_row)
-    if of_group == shared_by - 1:
-        tl.store(starts + row + 1, pair + count, mask=row == length - 1)
     bucket += key_head * room
     rows += key_head * room
-    retrieved += head * length * blocks * words
-    for word in range(blocks * words):
-        left = tl.load(retrieved + row.to(tl.int64) * blocks * words + word, mask=is_row, other=0)
-        for _ in range(tl.max(count_bits(left), 0)):
+    word = tl.arange(0, WP)
+    for begin in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, length), STEP):
+        row = begin + tl.arange(0, STEP)
+        left = _load_words(retrieved, head * length + row, row < length, blocks * words, WP)
+        of_words = count_bits(left)
+        of_rows = tl.sum(of_words, 1)
+        pair_of_row = first_pair + tl.cumsum(of_rows, 0) - of_rows
+        tl.store(starts + row, pair_of_row, mask=row < length)
+        if of_group == shared_by - 1:
+            tl.store(starts + row + 1, pair_of_row + of_rows, mask=row == length - 1)
+        pair = pair_of_row[:, None] + tl.cumsum(of_words, 1) - of_words
+        for _ in range(tl.max(tl.max(of_words, 1), 0)):
             exists = left != 0
             bit, left = lowest_bit(left)
-            tl.store(bucket + pair, (word % words * 32 + bit) * blocks + word // words, mask=exists & (pair < room))
-            tl.store(rows + pair, of_group.to(tl.int32) * length + row, mask=exists & (pair < room))
+            number = ((word % words)[None, :] * 32 + bit) * blocks + (word // words)[None, :]
+            tl.store(bucket + pair, number, mask=exists & (pair < room))
+            of_key_head = (of_group.to(tl.int32) * length + row)[:, None] + (word * 0)[None, :]
+            tl.store(rows + pair, of_key_head, mask=exists & (pair < room))
             pair += exists.to(tl.int32)
+        first_pair += tl.sum(of_rows, 0)

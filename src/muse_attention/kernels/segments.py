@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
-from muse_attention.kernels.numbers import arithmetic, fitting, load_rows, padded
+from muse_attention.kernels.numbers import arithmetic, exp_of_less, fitting, load_rows, padded
 
 ROWS_OF_TILE = 64
 """Queries of one segment that one program works on."""
@@ -89,3 +89,17 @@ def score(
         mosts = tl.load(most + first_size + cluster, mask=is_cluster, other=0.0)
         logits += mass_off_centroid(width[:, None] * deviations[None, :], mosts[None, :])
     return means, logits
+
+
+@triton.jit
+def include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """Terms into the running softmax."""
+    larger = tl.maximum(largest, tl.max(logits, 1))
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    weights = exp_of_less(logits, shift[:, None])
+    kept = tl.exp(largest - shift)
+    total = total * kept + tl.sum(weights, 1)
+    weighted = tl.dot(
+        weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
+    )
+    return larger, total, weighted

@@ -86,6 +86,8 @@ def summarise(
     before = seen.log_mass if is_causal else torch.empty_like(seen.log_mass)
     after = before if is_causal else torch.empty_like(seen.log_mass)
     launch = _few(SUMMARISE, query_clusters, keys, values)
+    if length <= SMALL_BUCKET * blocks * key_clusters:
+        launch["KEYS"] = 16
     _summarise[(key_clusters, triton.cdiv(query_clusters, launch["TILE"]), heads)](
         keys, values, centroids, buckets.starts, *of_buckets.tables(), *seen.tables(), before, after, length, blocks,
         query_clusters, key_clusters, heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim,
@@ -176,6 +178,8 @@ SUMMARISE = {
     256: {"TILE": 32, "KEYS": 32, "num_warps": 4, "num_stages": 3},
     512: {"TILE": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
+SMALL_BUCKET = 20
+"""Keys of a bucket on average, up to which keys are taken 16 at a time."""
 SUMMARISE_BACKWARD = {
     128: {"TILE": 32, "num_warps": 4, "num_stages": 2},
     256: {"TILE": 32, "num_warps": 4, "num_stages": 2},

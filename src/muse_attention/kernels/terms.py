@@ -23,7 +23,7 @@ from muse_attention.kernels.numbers import (
     store_rows,
 )
 from muse_attention.kernels.opened import OpenedClusters
-from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, mass_off_centroid, score
+from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, include, mass_off_centroid, score
 from muse_attention.kernels.summaries import ScoredSummaries
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection, Summaries
@@ -192,6 +192,15 @@ def _words_of_blocks(bits, place, of_first, of_second, first, length, words):
 
 
 @triton.jit
+def _any_of(low, high, first, OF_LOW: tl.constexpr):
+    """Whether any row has one of the `OF_LOW` bits from `first` on. The queries of a tile open few of a long list."""
+    word = low | high
+    if OF_LOW < 32:
+        word = (word >> (first & 31)) & ((1 << OF_LOW) - 1)
+    return tl.max((word != 0).to(tl.int32), 0) > 0
+
+
+@triton.jit
 def _bit_of_row(low, high, first, COLUMNS: tl.constexpr, OF_LOW: tl.constexpr):
     """(rows, columns): whether a bit is set. The first `OF_LOW` columns are bits of `low`, the others of `high`."""
     column = tl.arange(0, COLUMNS)
@@ -297,20 +306,6 @@ def _mark_terms_of_bits(
                 tl.atomic_or(of_blocks + at, value, mask=is_term, sem="relaxed")
 
 
-@triton.jit
-def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """Terms into the running softmax."""
-    larger = tl.maximum(largest, tl.max(logits, 1))
-    shift = tl.where(larger == float("-inf"), 0.0, larger)
-    weights = exp_of_less(logits, shift[:, None])
-    kept = tl.exp(largest - shift)
-    total = total * kept + tl.sum(weights, 1)
-    weighted = tl.dot(
-        weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
-    )
-    return larger, total, weighted
-
-
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _attend_to_summaries(
     residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
@@ -351,7 +346,7 @@ def _attend_to_summaries(
             )  # fmt: skip
             logits = tl.where(_bit_of_row(low, high, first, CLUSTERS, 32), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
-            largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
+            largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
         listed_here = tl.load(listed_number + line)
         listed += line * key_clusters
         column = tl.arange(0, 2 * LISTED)
@@ -375,7 +370,7 @@ def _attend_to_summaries(
                 )  # fmt: skip
                 logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
                 values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
-                largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
+                largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
@@ -449,18 +444,48 @@ def _summaries_backward_to_queries(
                         of_second & (place * 0 + block + 1 != own_block),
                     )
                 low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
-                of_block = of_cluster + block * key_clusters
-                is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
-                means, logits = score(
-                    residual, width, mass, key_mean, deviation, most, of_block, of_sizes + block * key_clusters,
-                    cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
-                )  # fmt: skip
-                logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
-                values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
-                d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
-                gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+                if _any_of(low, high, first, LISTED):
+                    of_block = of_cluster + block * key_clusters
+                    is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
+                    means, logits = score(
+                        residual, width, mass, key_mean, deviation, most, of_block, of_sizes + block * key_clusters,
+                        cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                    )  # fmt: skip
+                    logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
+                    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                    d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+                    gradient = tl.dot(
+                        d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC
+                    )
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
+
+
+@triton.jit
+def _add_tile(
+    d_mass, d_means, d_values, means, values, masses, deviations, mosts, grad_out, lse, delta, residuals, widths,
+    first_row, place, is_row, is_term, IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what some queries give to some summaries; `is_term` is (summaries, queries)."""
+    residual = load_rows(residuals, first_row, place, is_row, D, DP)
+    some_grad = load_rows(grad_out, first_row, place, is_row, DV, DVP)
+    row_lse = tl.load(lse + first_row + place, mask=is_row, other=float("inf"))
+    row_delta = tl.load(delta + first_row + place, mask=is_row, other=0.0)
+    # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
+    logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+    if SECOND_ORDER:
+        width = tl.load(widths + first_row + place, mask=is_row, other=0.0)
+        logits += mass_off_centroid(deviations[:, None] * width[None, :], mosts[:, None])
+    logits = tl.where(is_term, logits, float("-inf"))
+    weights = exp_of_less(logits, row_lse[None, :])
+    d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
+    response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
+    d_logits = weights * (response - row_delta[None, :])
+    # The gradient of the values has `sum(weights * response)` along the values.
+    d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
+    d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
+    return d_mass, d_means, d_values
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
@@ -505,6 +530,7 @@ def _backward_to_summaries(
     means = load_rows(key_mean, of_block, cluster, is_cluster, D, DP)
     values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
     masses = tl.load(mass + of_block + cluster, mask=is_cluster, other=float("-inf"))
+    deviations, mosts = masses, masses
     if SECOND_ORDER:
         of_sizes = (head * blocks + block) * key_clusters
         deviations = tl.load(deviation + of_block + cluster, mask=is_cluster, other=0.0)
@@ -531,23 +557,16 @@ def _backward_to_summaries(
             of_first = is_row & ((place < own_begin) | (place >= own_end))
             of_second = is_row & ((place < own_end) | (place >= next_end)) & (place * 0 + block + 1 < blocks)
             low, high = _words_of_blocks(terms, place, of_first, of_second, first, length, words)
-        residual = load_rows(residuals, head * length, place, is_row, D, DP)
-        some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
-        row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
-        row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
-        # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
-        logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
-        if SECOND_ORDER:
-            width = tl.load(widths + head * length + place, mask=is_row, other=0.0)
-            logits += mass_off_centroid(deviations[:, None] * width[None, :], mosts[:, None])
-        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
-        weights = exp_of_less(logits, row_lse[None, :])
-        d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
-        response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
-        d_logits = weights * (response - row_delta[None, :])
-        # The gradient of the values has `sum(weights * response)` along the values.
-        d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
-        d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
+        if IS_SEEN:
+            has_terms = first_row < last_row
+        else:
+            has_terms = _any_of(low, high, first, of_low)
+        if has_terms:
+            d_mass, d_means, d_values = _add_tile(
+                d_mass, d_means, d_values, means, values, masses, deviations, mosts, grad_out, lse, delta, residuals,
+                widths, head * length, place, is_row, _bit_of_column(low, high, first, CLUSTERS, of_low), IS_FROZEN,
+                D, DP, DV, DVP, SECOND_ORDER, ACC, PRECISION,
+            )  # fmt: skip
     if not IS_FROZEN:
         d_mass -= tl.sum(d_means * means.to(ACC), 1)
     tl.store(grad_mass + of_block + cluster, d_mass, mask=is_cluster)
