@@ -20,7 +20,7 @@ from muse_attention.structures import Side
 
 MINIBATCH = 64
 DECAY = 0.9
-_PARTS = 64
+_PARTS = 16
 """Pieces of a sequence whose members are summed by different programs of a Lloyd iteration."""
 _TILES_OF_PART = 16
 """Tiles of vectors that one program assigns."""

@@ -176,7 +176,6 @@ def _select_and_attend(
                 mask=is_row[:, None] & (index < listed)[None, :], other=0,
             )  # fmt: skip
             is_open = _has_bit(own, cluster)
-            bit = (place * 0 + 1)[:, None] << (cluster & 31)[None, :]
             for block in range(0, seen_blocks, 2):
                 of_column = block + column // LISTED
                 is_cluster = (index < listed) & (of_column < seen_blocks)
@@ -197,16 +196,18 @@ def _select_and_attend(
                     smaller = tl.sqrt(mean_bucket * tl.exp(-0.5 * mosts * mosts))
                     errors = _expected_error(logits, estimate, width[:, None] * (deviations * smaller)[None, :])
                     wanted = (errors > tolerance) & is_term
-                    octave = tl.log2(tl.where(wanted, errors, 1.0)) - _SMALLEST
-                    bins = tl.minimum(tl.maximum(octave * _PER_OCTAVE, 0.0), _BINS - 1).to(tl.int32)
-                    is_affordable = bins >= lowest_bin
-                    if is_first != 0:
-                        tl.atomic_or(at_word, bit, mask=wanted, sem="relaxed")
-                        one = tl.full([ROWS, 2 * LISTED], 1, tl.int64)
-                        tl.atomic_add(counts + head * _BINS + bins, one, mask=wanted, sem="relaxed")
-                    else:
-                        tl.atomic_and(at_word, ~bit, mask=wanted & ~is_affordable, sem="relaxed")
-                    wanted &= is_affordable
+                    if tl.max(tl.max(wanted.to(tl.int32), 1), 0) > 0:
+                        bit = (place * 0 + 1)[:, None] << (cluster & 31)[None, :]
+                        octave = tl.log2(tl.where(wanted, errors, 1.0)) - _SMALLEST
+                        bins = tl.minimum(tl.maximum(octave * _PER_OCTAVE, 0.0), _BINS - 1).to(tl.int32)
+                        is_affordable = bins >= lowest_bin
+                        if is_first != 0:
+                            tl.atomic_or(at_word, bit, mask=wanted, sem="relaxed")
+                            one = tl.full([ROWS, 2 * LISTED], 1, tl.int64)
+                            tl.atomic_add(counts + head * _BINS + bins, one, mask=wanted, sem="relaxed")
+                        else:
+                            tl.atomic_and(at_word, ~bit, mask=wanted & ~is_affordable, sem="relaxed")
+                        wanted &= is_affordable
                 else:
                     wanted = _has_bit(tl.load(at_word, mask=is_term, other=0), cluster)
                 logits = tl.where(is_term & ~wanted, logits, float("-inf"))

@@ -61,6 +61,8 @@ class Terms:
     blocks: Tensor
     """(H, nb, words, N) int32: a bit for each listed cluster"""
     opened: OpenedClusters
+    is_sparse: bool
+    """whether it pays to ask if any query of a tile has a term among some listed clusters"""
 
 
 def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
@@ -70,6 +72,7 @@ def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedC
         selection.opened.new_empty(heads, words, length),
         selection.opened.new_zeros(heads, segments.blocks, words, length),
         listed,
+        is_sparse=True,
     )
     _mark_terms_of_bits[segments.tiles.grid](
         *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
@@ -87,6 +90,7 @@ def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters)
         selection.opened.new_empty(heads, words, length),
         selection.opened.new_empty(heads, segments.blocks, words, length),
         listed,
+        is_sparse=False,
     )
     _mark_terms[segments.tiles.grid](
         *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
@@ -143,7 +147,8 @@ def attend_backward(
     _summaries_backward_to_queries[tiles.grid](
         grad_out, lse, delta, segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
         segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, grad_queries,
-        *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants, **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
+        *segments.sizes, words, SKIPS=terms.is_sparse, ROWS=ROWS_OF_TILE, **constants,
+        **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
     )  # fmt: skip
     for is_seen, summaries, gradient, launches, bits in (
         (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS, terms.blocks),
@@ -159,7 +164,7 @@ def attend_backward(
         _backward_to_summaries[grid](
             grad_out, lse, delta, segments.residuals, segments.widths, *summaries.tables(), segments.groups.starts,
             bits, terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
-            IS_FROZEN=not differentiable_aggregation, **constants, **launch,
+            IS_FROZEN=not differentiable_aggregation, SKIPS=terms.is_sparse, **constants, **launch,
         )  # fmt: skip
     return grad_queries
 
@@ -386,13 +391,31 @@ def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr,
     return weights * (response - delta[:, None])
 
 
+@triton.jit
+def _add_blocks(
+    gradient, residual, width, mass, key_mean, value_mean, deviation, most, some_grad, row_lse, row_delta, low, high,
+    of_block, of_sizes, cluster, is_cluster, first, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, SECOND_ORDER: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what some queries receive from the summaries of listed clusters in two blocks."""
+    means, logits = score(
+        residual, width, mass, key_mean, deviation, most, of_block, of_sizes, cluster, is_cluster, D, DP, SECOND_ORDER,
+        ACC, PRECISION,
+    )  # fmt: skip
+    logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
+    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+    d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+    return tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+
+
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _summaries_backward_to_queries(
     grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
     seen_value_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms,
-    listed, listed_number, grad_queries, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    listed, listed_number, grad_queries, length, blocks, query_clusters, key_clusters, words, SKIPS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -444,19 +467,21 @@ def _summaries_backward_to_queries(
                         of_second & (place * 0 + block + 1 != own_block),
                     )
                 low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
-                if _any_of(low, high, first, LISTED):
-                    of_block = of_cluster + block * key_clusters
-                    is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
-                    means, logits = score(
-                        residual, width, mass, key_mean, deviation, most, of_block, of_sizes + block * key_clusters,
-                        cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                if SKIPS:
+                    if _any_of(low, high, first, LISTED):
+                        gradient = _add_blocks(
+                            gradient, residual, width, mass, key_mean, value_mean, deviation, most, some_grad, row_lse,
+                            row_delta, low, high, of_cluster + block * key_clusters, of_sizes + block * key_clusters,
+                            cluster, (index < listed_here) & (block + column // LISTED < seen_blocks), first, D, DP,
+                            DV, DVP, SECOND_ORDER, LISTED, ACC, PRECISION,
+                        )  # fmt: skip
+                else:
+                    gradient = _add_blocks(
+                        gradient, residual, width, mass, key_mean, value_mean, deviation, most, some_grad, row_lse,
+                        row_delta, low, high, of_cluster + block * key_clusters, of_sizes + block * key_clusters,
+                        cluster, (index < listed_here) & (block + column // LISTED < seen_blocks), first, D, DP, DV,
+                        DVP, SECOND_ORDER, LISTED, ACC, PRECISION,
                     )  # fmt: skip
-                    logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
-                    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
-                    d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
-                    gradient = tl.dot(
-                        d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC
-                    )
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
 
@@ -492,9 +517,9 @@ def _add_tile(
 def _backward_to_summaries(
     grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, starts, terms, listed,
     listed_number, grad_mass, grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, words,
-    IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr, SKIPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of some summaries, what they receive from all queries of their query cluster that see them.
 
@@ -557,15 +582,18 @@ def _backward_to_summaries(
             of_first = is_row & ((place < own_begin) | (place >= own_end))
             of_second = is_row & ((place < own_end) | (place >= next_end)) & (place * 0 + block + 1 < blocks)
             low, high = _words_of_blocks(terms, place, of_first, of_second, first, length, words)
-        if IS_SEEN:
-            has_terms = first_row < last_row
+        is_term = _bit_of_column(low, high, first, CLUSTERS, of_low)
+        if SKIPS and not IS_SEEN:
+            if _any_of(low, high, first, of_low):
+                d_mass, d_means, d_values = _add_tile(
+                    d_mass, d_means, d_values, means, values, masses, deviations, mosts, grad_out, lse, delta,
+                    residuals, widths, head * length, place, is_row, is_term, IS_FROZEN, D, DP, DV, DVP, SECOND_ORDER,
+                    ACC, PRECISION,
+                )  # fmt: skip
         else:
-            has_terms = _any_of(low, high, first, of_low)
-        if has_terms:
             d_mass, d_means, d_values = _add_tile(
                 d_mass, d_means, d_values, means, values, masses, deviations, mosts, grad_out, lse, delta, residuals,
-                widths, head * length, place, is_row, _bit_of_column(low, high, first, CLUSTERS, of_low), IS_FROZEN,
-                D, DP, DV, DVP, SECOND_ORDER, ACC, PRECISION,
+                widths, head * length, place, is_row, is_term, IS_FROZEN, D, DP, DV, DVP, SECOND_ORDER, ACC, PRECISION,
             )  # fmt: skip
     if not IS_FROZEN:
         d_mass -= tl.sum(d_means * means.to(ACC), 1)
