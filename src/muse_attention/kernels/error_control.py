@@ -108,9 +108,11 @@ def _select_and_attend(
     place = tl.arange(0, ROWS)
     is_row = place < tl.load(tile_end + tile) - begin
     first_place = head * length + begin
-    row = head * length + tl.load(order + first_place + place, mask=is_row, other=0)
+    row = tl.load(order + first_place + place, mask=is_row, other=0)
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
+    opened += head * length * words
+    retrieved += head * length * blocks * words
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
     of_sizes = head * blocks * key_clusters
@@ -125,7 +127,7 @@ def _select_and_attend(
         estimate = tl.zeros([ROWS], ACC)
         if SELECTS:
             # The lse of the own block and of all that is seen of every cluster.
-            so_far = tl.load(own_lse + row, mask=is_row, other=0.0).to(ACC)
+            so_far = tl.load(own_lse + head * length + row, mask=is_row, other=0.0).to(ACC)
             sum_so_far = tl.full([ROWS], 1.0, ACC)
             for first in range(0, key_clusters, CLUSTERS):
                 cluster = first + tl.arange(0, CLUSTERS)
@@ -215,8 +217,8 @@ def _select_and_attend(
                 largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
-    store_rows(out, 0, row, is_row, weighted, DV, DVP)
-    tl.store(lse + row, tl.where(nothing, float("-inf"), largest + tl.log(total)), mask=is_row)
+    store_rows(out, head * length, row, is_row, weighted, DV, DVP)
+    tl.store(lse + head * length + row, tl.where(nothing, float("-inf"), largest + tl.log(total)), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["budget"])

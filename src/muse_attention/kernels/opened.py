@@ -47,18 +47,17 @@ def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
 
 
 def list_opened_bits(segments: Segments, opened: Tensor) -> OpenedClusters:
-    """`opened` is (H, N, words), in the order of the inputs: a bit for each key cluster. Those that most tiles of
-    queries open come first, so that the last of a long list are left out by most tiles."""
+    """`opened` is (H, N, words), in the order of the inputs: a bit for each key cluster."""
     found = _room(segments, opened)
     words = number_of_words(segments.key_clusters)
-    tiles = torch.zeros_like(found.listed)
-    _count_openers[segments.tiles.grid](
-        *segments.tiles.parts(), segments.groups.order, opened, tiles, opened.shape[1], segments.blocks,
-        segments.query_clusters, segments.key_clusters, WORDS=words, ROWS=ROWS_OF_TILE,
+    any_opens = opened.new_zeros(*found.number.shape, words)
+    _unite_openings[segments.tiles.grid](
+        *segments.tiles.parts(), segments.groups.order, opened, any_opens, opened.shape[1], segments.blocks,
+        segments.query_clusters, WORDS=words, WP=triton.next_power_of_2(words), ROWS=ROWS_OF_TILE,
     )  # fmt: skip
-    _list_by_openers[found.number.shape[::-1]](
-        tiles, found.listed, found.number, found.place, segments.key_clusters, CP=padded(segments.key_clusters),
-        STEP=16,
+    _list_union[found.number.shape[::-1]](
+        any_opens, found.listed, found.number, found.place, words, segments.key_clusters,
+        CP=padded(segments.key_clusters),
     )  # fmt: skip
     return found
 
@@ -75,45 +74,38 @@ def _union(first, second):
     return first | second
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
-def _count_openers(
-    tile_group, tile_begin, tile_end, order, opened, counts, length, blocks, query_clusters, key_clusters,
-    WORDS: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
+def _unite_openings(
+    tile_group, tile_begin, tile_end, order, opened, any_opens, length, blocks, query_clusters, WORDS: tl.constexpr,
+    WP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For each cluster, in how many tiles of a query cluster any query opens it. `counts` is 0 before."""
+    """A bit for each cluster that any query of a query cluster opens. `any_opens` is 0 before."""
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
     segment = tl.load(tile_group + tile)
     if segment < 0:
         return
     begin = tl.load(tile_begin + tile)
-    place, bit = tl.arange(0, ROWS), tl.arange(0, 32)
+    place, word = tl.arange(0, ROWS), tl.arange(0, WP)
     is_row = place < tl.load(tile_end + tile) - begin
     row = head * length + tl.load(order + head * length + begin + place, mask=is_row, other=0)
-    counts += (head * query_clusters + segment // blocks) * key_clusters
-    for word in tl.static_range(WORDS):
-        any_opens = tl.reduce(tl.load(opened + row * WORDS + word, mask=is_row, other=0), 0, _union)
-        is_open = ((any_opens >> bit) & 1) != 0
-        tl.atomic_add(counts + word * 32 + bit, tl.full([32], 1, tl.int32), mask=is_open, sem="relaxed")
+    any_opens += (head * query_clusters + segment // blocks) * WORDS
+    own = tl.load(
+        opened + row[:, None] * WORDS + word[None, :], mask=is_row[:, None] & (word < WORDS)[None, :], other=0
+    )
+    tl.atomic_or(any_opens + word, tl.reduce(own, 0, _union), mask=word < WORDS, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["key_clusters"])
-def _list_by_openers(counts, listed, listed_number, listed_place, key_clusters, CP: tl.constexpr, STEP: tl.constexpr):
-    """Sort the clusters of a query cluster by how many open them, the most first, without those that none opens."""
+@triton.jit(do_not_specialize=["words", "key_clusters"])
+def _list_union(any_opens, listed, listed_number, listed_place, words, key_clusters, CP: tl.constexpr):
     line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     cluster = tl.arange(0, CP)
-    count = tl.load(counts + line * key_clusters + cluster, mask=cluster < key_clusters, other=0)
-    place = tl.zeros([CP], tl.int32)
-    for first in range(0, key_clusters, STEP):
-        other = first + tl.arange(0, STEP)
-        others = tl.load(counts + line * key_clusters + other, mask=other < key_clusters, other=0)
-        is_before = (others[None, :] > count[:, None]) | (
-            (others[None, :] == count[:, None]) & (other[None, :] < cluster[:, None])
-        )
-        place += tl.sum(is_before.to(tl.int32), 1)
-    is_listed = count > 0
+    is_cluster = cluster < key_clusters
+    word = tl.load(any_opens + line * words + cluster // 32, mask=is_cluster, other=0)
+    is_listed = ((word >> (cluster & 31)) & 1) != 0
+    place = tl.cumsum(is_listed.to(tl.int32), 0) - 1
     at = line * key_clusters
-    tl.store(listed_place + at + cluster, tl.where(is_listed, place, -1).to(tl.int16), mask=cluster < key_clusters)
+    tl.store(listed_place + at + cluster, tl.where(is_listed, place, -1).to(tl.int16), mask=is_cluster)
     tl.store(listed + at + place, cluster, mask=is_listed)
     tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))
 

@@ -34,7 +34,7 @@ ATTEND = {
     512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_QUERIES = {
-    128: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3},
+    128: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 2},
     256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
     512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
 }
@@ -61,8 +61,6 @@ class Terms:
     blocks: Tensor
     """(H, nb, words, N) int32: a bit for each listed cluster"""
     opened: OpenedClusters
-    is_sparse: bool
-    """whether it pays to ask if any query of a tile has a term among some listed clusters"""
 
 
 def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
@@ -72,7 +70,6 @@ def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedC
         selection.opened.new_empty(heads, words, length),
         selection.opened.new_zeros(heads, segments.blocks, words, length),
         listed,
-        is_sparse=True,
     )
     _mark_terms_of_bits[segments.tiles.grid](
         *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
@@ -90,7 +87,6 @@ def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters)
         selection.opened.new_empty(heads, words, length),
         selection.opened.new_empty(heads, segments.blocks, words, length),
         listed,
-        is_sparse=False,
     )
     _mark_terms[segments.tiles.grid](
         *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
@@ -147,8 +143,7 @@ def attend_backward(
     _summaries_backward_to_queries[tiles.grid](
         grad_out, lse, delta, segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
         segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, grad_queries,
-        *segments.sizes, words, SKIPS=terms.is_sparse, ROWS=ROWS_OF_TILE, **constants,
-        **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
+        *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants, **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
     )  # fmt: skip
     for is_seen, summaries, gradient, launches, bits in (
         (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS, terms.blocks),
@@ -164,7 +159,7 @@ def attend_backward(
         _backward_to_summaries[grid](
             grad_out, lse, delta, segments.residuals, segments.widths, *summaries.tables(), segments.groups.starts,
             bits, terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
-            IS_FROZEN=not differentiable_aggregation, SKIPS=terms.is_sparse, **constants, **launch,
+            IS_FROZEN=not differentiable_aggregation, **constants, **launch,
         )  # fmt: skip
     return grad_queries
 
@@ -194,15 +189,6 @@ def _words_of_blocks(bits, place, of_first, of_second, first, length, words):
     low = tl.load(bits + place, mask=of_first, other=0)
     high = tl.load(bits + words * length + place, mask=of_second, other=0)
     return low, high
-
-
-@triton.jit
-def _any_of(low, high, first, OF_LOW: tl.constexpr):
-    """Whether any row has one of the `OF_LOW` bits from `first` on. The queries of a tile open few of a long list."""
-    word = low | high
-    if OF_LOW < 32:
-        word = (word >> (first & 31)) & ((1 << OF_LOW) - 1)
-    return tl.max((word != 0).to(tl.int32), 0) > 0
 
 
 @triton.jit
@@ -391,31 +377,13 @@ def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr,
     return weights * (response - delta[:, None])
 
 
-@triton.jit
-def _add_blocks(
-    gradient, residual, width, mass, key_mean, value_mean, deviation, most, some_grad, row_lse, row_delta, low, high,
-    of_block, of_sizes, cluster, is_cluster, first, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, SECOND_ORDER: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what some queries receive from the summaries of listed clusters in two blocks."""
-    means, logits = score(
-        residual, width, mass, key_mean, deviation, most, of_block, of_sizes, cluster, is_cluster, D, DP, SECOND_ORDER,
-        ACC, PRECISION,
-    )  # fmt: skip
-    logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
-    values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
-    d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
-    return tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
-
-
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _summaries_backward_to_queries(
     grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
     seen_value_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms,
-    listed, listed_number, grad_queries, length, blocks, query_clusters, key_clusters, words, SKIPS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    listed, listed_number, grad_queries, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
+    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -467,59 +435,27 @@ def _summaries_backward_to_queries(
                         of_second & (place * 0 + block + 1 != own_block),
                     )
                 low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
-                if SKIPS:
-                    if _any_of(low, high, first, LISTED):
-                        gradient = _add_blocks(
-                            gradient, residual, width, mass, key_mean, value_mean, deviation, most, some_grad, row_lse,
-                            row_delta, low, high, of_cluster + block * key_clusters, of_sizes + block * key_clusters,
-                            cluster, (index < listed_here) & (block + column // LISTED < seen_blocks), first, D, DP,
-                            DV, DVP, SECOND_ORDER, LISTED, ACC, PRECISION,
-                        )  # fmt: skip
-                else:
-                    gradient = _add_blocks(
-                        gradient, residual, width, mass, key_mean, value_mean, deviation, most, some_grad, row_lse,
-                        row_delta, low, high, of_cluster + block * key_clusters, of_sizes + block * key_clusters,
-                        cluster, (index < listed_here) & (block + column // LISTED < seen_blocks), first, D, DP, DV,
-                        DVP, SECOND_ORDER, LISTED, ACC, PRECISION,
-                    )  # fmt: skip
+                of_block = of_cluster + block * key_clusters
+                is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
+                means, logits = score(
+                    residual, width, mass, key_mean, deviation, most, of_block, of_sizes + block * key_clusters,
+                    cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                )  # fmt: skip
+                logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
+                values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+                gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
-
-
-@triton.jit
-def _add_tile(
-    d_mass, d_means, d_values, means, values, masses, deviations, mosts, grad_out, lse, delta, residuals, widths,
-    first_row, place, is_row, is_term, IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what some queries give to some summaries; `is_term` is (summaries, queries)."""
-    residual = load_rows(residuals, first_row, place, is_row, D, DP)
-    some_grad = load_rows(grad_out, first_row, place, is_row, DV, DVP)
-    row_lse = tl.load(lse + first_row + place, mask=is_row, other=float("inf"))
-    row_delta = tl.load(delta + first_row + place, mask=is_row, other=0.0)
-    # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
-    logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
-    if SECOND_ORDER:
-        width = tl.load(widths + first_row + place, mask=is_row, other=0.0)
-        logits += mass_off_centroid(deviations[:, None] * width[None, :], mosts[:, None])
-    logits = tl.where(is_term, logits, float("-inf"))
-    weights = exp_of_less(logits, row_lse[None, :])
-    d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
-    response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
-    d_logits = weights * (response - row_delta[None, :])
-    # The gradient of the values has `sum(weights * response)` along the values.
-    d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
-    d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
-    return d_mass, d_means, d_values
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
 def _backward_to_summaries(
     grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, starts, terms, listed,
     listed_number, grad_mass, grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, words,
-    IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr, SKIPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
-    CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of some summaries, what they receive from all queries of their query cluster that see them.
 
@@ -555,7 +491,6 @@ def _backward_to_summaries(
     means = load_rows(key_mean, of_block, cluster, is_cluster, D, DP)
     values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
     masses = tl.load(mass + of_block + cluster, mask=is_cluster, other=float("-inf"))
-    deviations, mosts = masses, masses
     if SECOND_ORDER:
         of_sizes = (head * blocks + block) * key_clusters
         deviations = tl.load(deviation + of_block + cluster, mask=is_cluster, other=0.0)
@@ -582,19 +517,23 @@ def _backward_to_summaries(
             of_first = is_row & ((place < own_begin) | (place >= own_end))
             of_second = is_row & ((place < own_end) | (place >= next_end)) & (place * 0 + block + 1 < blocks)
             low, high = _words_of_blocks(terms, place, of_first, of_second, first, length, words)
-        is_term = _bit_of_column(low, high, first, CLUSTERS, of_low)
-        if SKIPS and not IS_SEEN:
-            if _any_of(low, high, first, of_low):
-                d_mass, d_means, d_values = _add_tile(
-                    d_mass, d_means, d_values, means, values, masses, deviations, mosts, grad_out, lse, delta,
-                    residuals, widths, head * length, place, is_row, is_term, IS_FROZEN, D, DP, DV, DVP, SECOND_ORDER,
-                    ACC, PRECISION,
-                )  # fmt: skip
-        else:
-            d_mass, d_means, d_values = _add_tile(
-                d_mass, d_means, d_values, means, values, masses, deviations, mosts, grad_out, lse, delta, residuals,
-                widths, head * length, place, is_row, is_term, IS_FROZEN, D, DP, DV, DVP, SECOND_ORDER, ACC, PRECISION,
-            )  # fmt: skip
+        residual = load_rows(residuals, head * length, place, is_row, D, DP)
+        some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
+        row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
+        row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
+        # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
+        logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+        if SECOND_ORDER:
+            width = tl.load(widths + head * length + place, mask=is_row, other=0.0)
+            logits += mass_off_centroid(deviations[:, None] * width[None, :], mosts[:, None])
+        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
+        weights = exp_of_less(logits, row_lse[None, :])
+        d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
+        response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
+        d_logits = weights * (response - row_delta[None, :])
+        # The gradient of the values has `sum(weights * response)` along the values.
+        d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
+        d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
     if not IS_FROZEN:
         d_mass -= tl.sum(d_means * means.to(ACC), 1)
     tl.store(grad_mass + of_block + cluster, d_mass, mask=is_cluster)
