@@ -13,6 +13,7 @@ from torch import Tensor
 
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels.grouping import group_by_cluster_and_block
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import arithmetic, index_in_order, padded
 from muse_attention.precision import compute_dtype
 from muse_attention.shuffle import seeded_shuffle
@@ -228,7 +229,7 @@ def _argmax(scores, CP: tl.constexpr, DTYPE: tl.constexpr):
         return tl.argmax(scores, 1)
 
 
-@triton.jit(do_not_specialize=["of_first", "length", "clusters"])
+@kernel(do_not_specialize=["of_first", "length", "clusters"])
 def _take(
     first, second, position, centroids, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -244,7 +245,7 @@ def _take(
     tl.store(centroids + at, x.to(ACC), mask=inside[:, None] & (dim < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["of_first", "length", "clusters"])
+@kernel(do_not_specialize=["of_first", "length", "clusters"])
 def _stream(
     first, second, order, centroids, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, CP: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr,
@@ -281,7 +282,7 @@ def _stream(
     tl.store(centroids + at, rounded, mask=(number < clusters)[:, None] & (dim < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["stride", "of_first", "length", "clusters"])
+@kernel(do_not_specialize=["stride", "of_first", "length", "clusters"])
 def _sum_members(
     first, second, centroids, sums, sizes, stride, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -308,7 +309,7 @@ def _sum_members(
     tl.store(sums + at[:, None] * D + dim[None, :], total, mask=(number < clusters)[:, None] & (dim < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["parts", "clusters"])
+@kernel(do_not_specialize=["parts", "clusters"])
 def _mean_of_parts(
     vectors, sums, sizes, centroids, parts, clusters, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     ACC: tl.constexpr,
@@ -329,7 +330,7 @@ def _mean_of_parts(
     tl.store(at, mean, mask=inside & (count > 0)[:, None])
 
 
-@triton.jit(do_not_specialize=["of_first", "length", "clusters"])
+@kernel(do_not_specialize=["of_first", "length", "clusters"])
 def _find_nearest(
     first, second, centroids, assignment, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr,
@@ -347,7 +348,7 @@ def _find_nearest(
         tl.store(assignment + sequence.to(tl.int64) * length + row, nearest, mask=row < length)
 
 
-@triton.jit(do_not_specialize=["block_size", "cap", "of_first", "length", "clusters"])
+@kernel(do_not_specialize=["block_size", "cap", "of_first", "length", "clusters"])
 def _move_overflow(
     first, second, centroids, assignment, order, starts, waiting, block_size, cap, of_first, length, clusters,
     FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, SCAN: tl.constexpr,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.budget import BINS_PER_OCTAVE, ERROR_BINS, SMALLEST_OCTAVE
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import exp_of_less, load_rows, padded, store_rows
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, include, score
 from muse_attention.kernels.summaries import ScoredSummaries
@@ -81,7 +82,7 @@ def _has_bit(word, number):
     return ((word >> (number & 31)[None, :]) & 1) != 0
 
 
-@triton.jit(do_not_specialize=["is_first", "tolerance", "mean_bucket", "length", "blocks", "query_clusters", "words"])
+@kernel(do_not_specialize=["is_first", "tolerance", "mean_bucket", "length", "blocks", "query_clusters", "words"])
 def _select_and_attend(
     residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
     seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, own_lse, opened, retrieved, lists, counts,
@@ -221,7 +222,7 @@ def _select_and_attend(
     tl.store(lse + head * length + row, tl.where(nothing, float("-inf"), largest + tl.log(total)), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["budget"])
+@kernel(do_not_specialize=["budget"])
 def _find_lowest_bin(counts, lowest, budget):
     """With this bin and all above it, a head has no more pairs than its budget."""
     head, number = tl.program_id(0), tl.arange(0, _BINS)

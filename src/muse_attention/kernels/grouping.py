@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.kernels.launching import kernel
+
 _TOKENS = 128
 """Tokens of a block ranked together."""
 _TILE = 256
@@ -92,7 +94,8 @@ def group_rows(
     If only so many rows are `used`, (S,) int32, the order of the others is undefined.
     """
     sequences, length = group_of_row.shape
-    limit = {"limits": group_of_row if used is None else used, "IS_LIMITED": used is not None}
+    limits = group_of_row if used is None else used
+    limit = {"IS_LIMITED": used is not None}
     tiles = triton.cdiv(length, _TILE)
     digits = 1 << _DIGIT
     counts = group_of_row.new_empty(sequences, digits, tiles)
@@ -105,22 +108,24 @@ def group_rows(
     packed = torch.empty_like(group_of_row, dtype=dtype)
     width = 1024
     _pack[(triton.cdiv(length, width), sequences)](
-        group_of_row, packed, length, number_of_groups, ROW_BITS=row_bits, WIDTH=width, **limit
+        group_of_row, packed, length, number_of_groups, limits, ROW_BITS=row_bits, WIDTH=width, **limit
     )
     for shift in range(row_bits, row_bits + bits, _DIGIT):
-        _count_digits[(tiles, sequences)](packed, counts, length, shift, tiles, TILE=_TILE, DIGITS=digits, **limit)
+        _count_digits[(tiles, sequences)](
+            packed, counts, length, shift, tiles, limits, TILE=_TILE, DIGITS=digits, **limit
+        )
         _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
         _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
         by_digit = torch.empty_like(packed)
         _place_by_digit[(tiles, sequences)](
-            packed, counts, digit_starts, by_digit, found.order, length, shift, tiles,
+            packed, counts, digit_starts, by_digit, found.order, length, shift, tiles, limits,
             IS_LAST=shift + _DIGIT >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits, **limit,
         )  # fmt: skip
         packed = by_digit
     width = min(128, triton.next_power_of_2(number_of_groups + 1))
     _find_starts[(triton.cdiv(number_of_groups + 1, width), sequences)](
-        packed, found.starts, length, number_of_groups, ROW_BITS=row_bits, STEPS=length.bit_length(), WIDTH=width,
-        **limit,
+        packed, found.starts, length, number_of_groups, limits, ROW_BITS=row_bits, STEPS=length.bit_length(),
+        WIDTH=width, **limit,
     )  # fmt: skip
     return found
 
@@ -158,7 +163,7 @@ def tiles_of_groups(groups: Groups, most_rows: int) -> Tiles:
     return tiles(*groups.ranges(), most_rows, most_tiles)
 
 
-@triton.jit(do_not_specialize=["length", "block_size", "clusters"])
+@kernel(do_not_specialize=["length", "block_size", "clusters"])
 def _count_clusters(assignment, counts, length, block_size, clusters, TILE: tl.constexpr, BINS: tl.constexpr):
     tile, block, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place = tile * TILE + tl.arange(0, TILE)
@@ -170,7 +175,7 @@ def _count_clusters(assignment, counts, length, block_size, clusters, TILE: tl.c
     tl.store(counts + at, tl.histogram(cluster, BINS), mask=number < clusters)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@kernel(do_not_specialize=["tiles"])
 def _sum_rows(counts, totals, tiles, WIDTH: tl.constexpr):
     """Replace the counts of a tile by those of all tiles before it."""
     line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -183,7 +188,7 @@ def _sum_rows(counts, totals, tiles, WIDTH: tl.constexpr):
     tl.store(totals + line, before)
 
 
-@triton.jit(do_not_specialize=["number"])
+@kernel(do_not_specialize=["number"])
 def _sum_before(totals, sums, number, WIDTH: tl.constexpr):
     sequence = tl.program_id(0).to(tl.int64)
     before = 0
@@ -195,7 +200,7 @@ def _sum_before(totals, sums, number, WIDTH: tl.constexpr):
     tl.store(sums + sequence * (number + 1) + number, before)
 
 
-@triton.jit(do_not_specialize=["length", "block_size", "clusters"])
+@kernel(do_not_specialize=["length", "block_size", "clusters"])
 def _place_by_cluster(
     assignment, counts, cluster_starts, order, starts, length, block_size, clusters, TILE: tl.constexpr,
     STEP: tl.constexpr, CP: tl.constexpr,
@@ -229,7 +234,7 @@ def _place_by_cluster(
             tl.store(starts_here + clusters * blocks, length)
 
 
-@triton.jit(do_not_specialize=["length", "groups"])
+@kernel(do_not_specialize=["length", "groups"])
 def _pack(
     group_of_row, packed, length, groups, limits, ROW_BITS: tl.constexpr, WIDTH: tl.constexpr, IS_LIMITED: tl.constexpr
 ):
@@ -242,7 +247,7 @@ def _pack(
     tl.store(packed + sequence * length + row, (group << ROW_BITS) | row, mask=row < limit)
 
 
-@triton.jit(do_not_specialize=["length", "shift", "tiles"])
+@kernel(do_not_specialize=["length", "shift", "tiles"])
 def _count_digits(
     packed, counts, length, shift, tiles, limits, TILE: tl.constexpr, DIGITS: tl.constexpr, IS_LIMITED: tl.constexpr
 ):
@@ -257,7 +262,7 @@ def _count_digits(
     tl.store(counts + (sequence * DIGITS + number) * tiles + tile, tl.sum(member.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["length", "shift", "tiles"])
+@kernel(do_not_specialize=["length", "shift", "tiles"])
 def _place_by_digit(
     packed, counts, digit_starts, by_digit, order, length, shift, tiles, limits, IS_LAST: tl.constexpr,
     ROW_BITS: tl.constexpr, TILE: tl.constexpr, DIGITS: tl.constexpr, IS_LIMITED: tl.constexpr,
@@ -278,7 +283,7 @@ def _place_by_digit(
         tl.store(order + sequence * length + to, both & ((1 << ROW_BITS) - 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "groups"])
+@kernel(do_not_specialize=["length", "groups"])
 def _find_starts(
     packed, starts, length, groups, limits, ROW_BITS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr,
     IS_LIMITED: tl.constexpr,
@@ -298,7 +303,7 @@ def _find_starts(
     tl.store(starts + sequence * (groups + 1) + group, low, mask=group <= groups)
 
 
-@triton.jit(do_not_specialize=["begin_stride", "end_stride", "ranges", "size"])
+@kernel(do_not_specialize=["begin_stride", "end_stride", "ranges", "size"])
 def _count_tiles(begin, end, sizes, before, begin_stride, end_stride, ranges, size, WIDTH: tl.constexpr):
     sequence = tl.program_id(0).to(tl.int64)
     most_rows = size if size > 0 else tl.load(sizes + sequence)
@@ -315,7 +320,7 @@ def _count_tiles(begin, end, sizes, before, begin_stride, end_stride, ranges, si
     tl.store(before + sequence * (ranges + 1) + ranges, sum_before)
 
 
-@triton.jit(do_not_specialize=["begin_stride", "end_stride", "most_tiles", "ranges", "size"])
+@kernel(do_not_specialize=["begin_stride", "end_stride", "most_tiles", "ranges", "size"])
 def _cut(
     begin, end, sizes, before, tile_group, tile_begin, tile_end, begin_stride, end_stride, most_tiles, ranges, size,
     STEPS: tl.constexpr, WIDTH: tl.constexpr,

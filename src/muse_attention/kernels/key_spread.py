@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import arithmetic, load_rows, padded
 
 _PARTS = 32
@@ -33,7 +34,7 @@ def _square_of_ratio(part, whole):
     return ratio * ratio
 
 
-@triton.jit(do_not_specialize=["length", "clusters"])
+@kernel(do_not_specialize=["length", "clusters"])
 def _sum_squares(
     keys, centroids, assignment, sums, largest, length, clusters, TILE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, ACC: tl.constexpr,
@@ -60,7 +61,7 @@ def _sum_squares(
     tl.store(largest + at, unit)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@kernel(do_not_specialize=["parts"])
 def _scale_to_mean(sums, largest, spread, parts, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr):
     head, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
     total = tl.zeros([DP], ACC)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import arithmetic, padded
 from muse_attention.kernels.pairs import Pairs
 from muse_attention.structures import Partial
@@ -29,8 +28,9 @@ def merge(
     far, retrieved = of_summaries or own, of_pairs or own
     _merge[(triton.cdiv(heads * length, _TILE),)](
         own.out, own.lse, far.out, far.lse, retrieved.out, retrieved.lse, fill_in.out, fill_in.lse, heads * length,
-        **_of_rows(pairs, own.lse), HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim),
-        TILE=_TILE, ACC=arithmetic(own.out.dtype)["ACC"],
+        *_of_rows(pairs, own.lse), IS_RAGGED=pairs is not None and pairs.is_ragged,
+        HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim), TILE=_TILE,
+        ACC=arithmetic(own.out.dtype)["ACC"],
     )  # fmt: skip
 
 
@@ -70,22 +70,17 @@ def add_to_queries(
     heads, length, head_dim = own.shape
     _add_to_queries[(triton.cdiv(heads * length, _TILE),)](
         own, own if of_summaries is None else of_summaries, own if of_pairs is None else of_pairs, has_bucket, fill_in,
-        heads * length, **_of_rows(pairs, has_bucket), HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim,
-        DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(own.dtype)["ACC"],
+        heads * length, *_of_rows(pairs, has_bucket), IS_RAGGED=pairs is not None and pairs.is_ragged,
+        HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
+        ACC=arithmetic(own.dtype)["ACC"],
     )  # fmt: skip
 
 
-def _of_rows(pairs: Pairs | None, some: Tensor) -> dict[str, Any]:
-    """The pairs of each row, as kernels take them."""
+def _of_rows(pairs: Pairs | None, some: Tensor) -> tuple[Tensor, int, int, int]:
+    """The pairs of each row as kernels take them: the first of each row, rows and room of a key head, and the picks."""
     if pairs is None:
-        return {"row_starts": some, "rows_of_head": 1, "room": 0, "picks": 0, "IS_RAGGED": False}
-    return {
-        "row_starts": pairs.row_starts,
-        "rows_of_head": pairs.row_starts.shape[1] - 1,
-        "room": pairs.shape[1],
-        "picks": pairs.picks,
-        "IS_RAGGED": pairs.is_ragged,
-    }
+        return some, 1, 0, 0
+    return pairs.row_starts, pairs.row_starts.shape[1] - 1, pairs.shape[1], pairs.picks
 
 
 @triton.jit
@@ -105,7 +100,7 @@ def _pairs_of_row(row_starts, row, is_row, rows_of_head, room, picks, IS_RAGGED:
     return first, number, most
 
 
-@triton.jit(do_not_specialize=["rows", "rows_of_head", "room", "picks"])
+@kernel(do_not_specialize=["rows", "rows_of_head", "room", "picks"])
 def _merge(
     own_out, own_lse, far_out, far_lse, pair_out, pair_lse, out, lse, rows, row_starts, rows_of_head, room, picks,
     IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
@@ -147,7 +142,7 @@ def _merge(
     tl.store(lse + row, largest + tl.log(total), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["length"])
+@kernel(do_not_specialize=["length"])
 def _find_delta(
     out, lse, grad_out, grad_lse, order, delta, sorted_grad, sorted_lse, sorted_delta, length,
     HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
@@ -169,7 +164,7 @@ def _find_delta(
     tl.store(sorted_grad + place[:, None] * DV + column[None, :], gradient, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "rows_of_head", "room", "picks"])
+@kernel(do_not_specialize=["rows", "rows_of_head", "room", "picks"])
 def _add_to_queries(
     own, of_summaries, of_pairs, has_bucket, total, rows, row_starts, rows_of_head, room, picks,
     IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,

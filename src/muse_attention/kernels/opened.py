@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.bits import number_of_words
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import padded
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 
@@ -74,7 +75,7 @@ def _union(first, second):
     return first | second
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
+@kernel(do_not_specialize=["length", "blocks", "query_clusters"])
 def _unite_openings(
     tile_group, tile_begin, tile_end, order, opened, any_opens, length, blocks, query_clusters, WORDS: tl.constexpr,
     WP: tl.constexpr, ROWS: tl.constexpr,
@@ -96,7 +97,7 @@ def _unite_openings(
     tl.atomic_or(any_opens + word, tl.reduce(own, 0, _union), mask=word < WORDS, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["words", "key_clusters"])
+@kernel(do_not_specialize=["words", "key_clusters"])
 def _list_union(any_opens, listed, listed_number, listed_place, words, key_clusters, CP: tl.constexpr):
     line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     cluster = tl.arange(0, CP)
@@ -110,7 +111,7 @@ def _list_union(any_opens, listed, listed_number, listed_place, words, key_clust
     tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "key_clusters"])
+@kernel(do_not_specialize=["length", "blocks", "key_clusters"])
 def _list_opened(
     order, starts, opened, listed, listed_number, listed_place, length, blocks, key_clusters, OPENED: tl.constexpr,
     OP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,

@@ -8,7 +8,6 @@ many as the budget allows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles, group_rows, sum_before, tiles_of_groups
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import count_bits, lowest_bit
 from muse_attention.structures import Selection
 
@@ -49,9 +49,9 @@ class Pairs:
         return self.picks == 0
 
     @property
-    def numbering(self) -> dict[str, Any]:
-        """As kernels take it."""
-        return {"pair_rows": self.rows, "room": self.shape[1], "picks": self.picks, "IS_RAGGED": self.is_ragged}
+    def numbering(self) -> tuple[Tensor, int, int]:
+        """As kernels take it: the query of each pair, the room of a key head, and the picks."""
+        return self.rows, self.shape[1], self.picks
 
     @classmethod
     def of(cls, groups: Groups, picks: int, rows: Tensor, row_starts: Tensor) -> Pairs:
@@ -97,7 +97,7 @@ def row_of_pair(rows, pair, is_pair, picks, IS_RAGGED: tl.constexpr):
         return pair // picks
 
 
-@triton.jit(do_not_specialize=["number", "retrieved_blocks", "blocks"])
+@kernel(do_not_specialize=["number", "retrieved_blocks", "blocks"])
 def _number_buckets(opened, retrieved, picks, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = at < number
@@ -113,7 +113,7 @@ def _load_words(retrieved, row, is_row, all_words, WP: tl.constexpr):
     return tl.load(at, mask=is_row[:, None] & (word < all_words)[None, :], other=0)
 
 
-@triton.jit(do_not_specialize=["length", "all_words"])
+@kernel(do_not_specialize=["length", "all_words"])
 def _count_pairs(retrieved, counts, length, all_words, ROWS: tl.constexpr, STEP: tl.constexpr, WP: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     total = 0
@@ -124,7 +124,7 @@ def _count_pairs(retrieved, counts, length, all_words, ROWS: tl.constexpr, STEP:
     tl.store(counts + head * tl.num_programs(0) + tl.program_id(0), total)
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "words", "shared_by", "room"])
+@kernel(do_not_specialize=["length", "blocks", "words", "shared_by", "room"])
 def _number_pairs(
     retrieved, before, bucket, rows, row_starts, length, blocks, words, shared_by, room, ROWS: tl.constexpr,
     STEP: tl.constexpr, WP: tl.constexpr,

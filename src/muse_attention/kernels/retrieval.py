@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles, tiles
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
     LOG2_E,
     LOG_2,
@@ -62,8 +63,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets:
         lse.fill_(-torch.inf)
     _attend_to_buckets[pairs.tiles.grid](
         queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts, out, lse, length,
-        queries.shape[0] // keys.shape[0], buckets.number, PAIRS=PAIRS_OF_TILE, **pairs.numbering,
-        **_constants(queries, values, scale), **_fitting(ATTEND, queries, values),
+        queries.shape[0] // keys.shape[0], buckets.number, *pairs.numbering, IS_RAGGED=pairs.is_ragged,
+        PAIRS=PAIRS_OF_TILE, **_constants(queries, values, scale), **_fitting(ATTEND, queries, values),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -92,8 +93,8 @@ def attend_backward(
     constants = _constants(queries, values, scale)
     _buckets_backward_to_queries[pairs.tiles.grid](
         grad_out, lse, delta, queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts,
-        grad_pairs, length, shared_by, buckets.number, PAIRS=PAIRS_OF_TILE, **pairs.numbering, **constants,
-        **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
+        grad_pairs, length, shared_by, buckets.number, *pairs.numbering, IS_RAGGED=pairs.is_ragged, PAIRS=PAIRS_OF_TILE,
+        **constants, **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
     )  # fmt: skip
     pieces = _cut_into_pieces(pairs, bucket_tiles)
     dtype = gradient_dtype(keys.dtype)
@@ -104,8 +105,9 @@ def attend_backward(
     )
     _buckets_backward_to_keys[pieces.grid](
         grad_out, lse, delta, queries, keys, values, pairs.groups.order, *bucket_tiles.parts()[1:], *pieces.parts(),
-        gradients.keys, gradients.values, length, shared_by, bucket_tiles.group.shape[1], KEYS=rows_of_bucket_tile,
-        **pairs.numbering, **constants, **_fitting(ATTEND_BACKWARD_TO_KEYS, queries, values),
+        gradients.keys, gradients.values, length, shared_by, bucket_tiles.group.shape[1], *pairs.numbering,
+        KEYS=rows_of_bucket_tile, IS_RAGGED=pairs.is_ragged, **constants, **_fitting(ATTEND_BACKWARD_TO_KEYS, queries,
+        values),
     )  # fmt: skip
     return grad_pairs, gradients
 
@@ -142,7 +144,7 @@ def _constants(queries: Tensor, values: Tensor, scale: float) -> dict[str, Any]:
     }
 
 
-@triton.jit(do_not_specialize=["tiles", "buckets", "most_pieces"])
+@kernel(do_not_specialize=["tiles", "buckets", "most_pieces"])
 def _plan_pieces(
     tile_group, pair_starts, begin, end, size, tiles, buckets, most_pieces, SHORTEST: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -165,7 +167,7 @@ def _plan_pieces(
     tl.store(size + key_head, SHORTEST << fitting)
 
 
-@triton.jit(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
+@kernel(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
 def _attend_to_buckets(
     queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts, out, lse, length, shared_by,
     buckets, pair_rows, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -213,7 +215,7 @@ def _attend_to_buckets(
     tl.store(lse + pair, tl.where(nothing, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=is_pair)
 
 
-@triton.jit(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
+@kernel(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
 def _buckets_backward_to_queries(
     grad_out, lse, delta, queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts,
     grad_pairs, length, shared_by, buckets, pair_rows, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr,
@@ -250,7 +252,7 @@ def _buckets_backward_to_queries(
     store_rows(grad_pairs, 0, key_head * room + pair, is_pair, gradient, D, DP)
 
 
-@triton.jit(do_not_specialize=["length", "shared_by", "room", "picks", "tiles"])
+@kernel(do_not_specialize=["length", "shared_by", "room", "picks", "tiles"])
 def _buckets_backward_to_keys(
     grad_out, lse, delta, queries, keys, values, pair_order, tile_begin, tile_end, piece_tile, piece_begin, piece_end,
     grad_keys, grad_values, length, shared_by, tiles, pair_rows, room, picks, IS_RAGGED: tl.constexpr,

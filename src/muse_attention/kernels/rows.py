@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import arithmetic, padded
 
 _TILE = 64
@@ -53,7 +54,7 @@ def _grid(table: Tensor) -> tuple[int, int]:
     return triton.cdiv(table.shape[1], _TILE), table.shape[0]
 
 
-@triton.jit(do_not_specialize=["length"])
+@kernel(do_not_specialize=["length"])
 def _take_rows(table, order, taken, length, X: tl.constexpr, XP: tl.constexpr, TILE: tl.constexpr):
     sequence = tl.program_id(1).to(tl.int64)
     place, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, XP)
@@ -63,7 +64,7 @@ def _take_rows(table, order, taken, length, X: tl.constexpr, XP: tl.constexpr, T
     tl.store(taken + (sequence * length + place)[:, None] * X + column[None, :], rows, mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "clusters", "shared_by"])
+@kernel(do_not_specialize=["length", "clusters", "shared_by"])
 def _take_residuals(
     queries, centroids, assignment, order, key_spread, residuals, width, length, clusters, shared_by,
     HAS_WIDTH: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import index_in_order, load_rows, padded
 from muse_attention.kernels.opened import list_opened
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, score
@@ -41,7 +41,7 @@ def select(
     return Selection(opened, retrieved)
 
 
-@triton.jit(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
+@kernel(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
 def _select_clusters(
     residuals, widths, seen_mass, seen_key_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order,
     opened, retrieved, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,
@@ -99,7 +99,7 @@ def _select_clusters(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
+@kernel(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
 def _select_blocks(
     residuals, widths, mass, key_mean, deviation, most, tile_group, tile_begin, tile_end, order, listed, listed_number,
     opened, retrieved, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
     arithmetic,
     exp_of_less,
@@ -85,7 +86,8 @@ def summarise(
     of_buckets, seen = new(), new()
     before = seen.log_mass if is_causal else torch.empty_like(seen.log_mass)
     after = before if is_causal else torch.empty_like(seen.log_mass)
-    launch = _few(SUMMARISE, query_clusters, keys, values)
+    # (All query clusters of a tile that there are: matrix units want 64 rows, even if some are none.)
+    launch = dict(fitting(SUMMARISE, head_dim, value_dim, keys.dtype))
     if length <= SMALL_BUCKET * blocks * key_clusters:
         launch["KEYS"] = 16
     _summarise[(key_clusters, triton.cdiv(query_clusters, launch["TILE"]), heads)](
@@ -244,7 +246,7 @@ def _joint_variance(first, second, first_mean, second_mean, first_share, second_
     return first * first_share + second * second_share + _finite_square(tl.sum(between * between, 1)) / D
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
+@kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
 def _summarise(
     keys, values, centroids, starts, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
     seen_value_mean, seen_deviation, seen_most, mass_before, mass_after, length, blocks, query_clusters, key_clusters,
@@ -379,7 +381,7 @@ def _summarise(
             after_log = together
 
 
-@triton.jit(do_not_specialize=["blocks", "key_clusters"])
+@kernel(do_not_specialize=["blocks", "key_clusters"])
 def _accumulate_backward(
     grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, listed, add_mass,
     add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
@@ -433,7 +435,7 @@ def _accumulate_backward(
             mass_passed = side_log
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by", "most_pieces"])
+@kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by", "most_pieces"])
 def _summarise_backward(
     grad_mass, grad_key_mean, grad_value_mean, mass, keys, values, centroids, order, tile_group, tile_begin, tile_end,
     pair_keys, pair_values, pieces_before, grad_keys, grad_values, length, blocks, query_clusters, key_clusters,

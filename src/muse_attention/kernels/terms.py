@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
     count_bits,
     exp_of_less,
@@ -213,7 +214,7 @@ def _bit_of_column(low, high, first, COLUMNS: tl.constexpr, OF_LOW: tl.constexpr
     return ((word >> ((first + column % OF_LOW) & 31)[:, None]) & 1) != 0
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
+@kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
 def _mark_terms(
     tile_group, tile_begin, tile_end, order, opened, retrieved, listed_place, of_clusters, of_blocks, length, blocks,
     query_clusters, key_clusters, OPENED: tl.constexpr, OP: tl.constexpr, RETRIEVED: tl.constexpr, WORDS: tl.constexpr,
@@ -257,7 +258,7 @@ def _mark_terms(
             tl.store(of_blocks + at + place, terms, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
+@kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
 def _mark_terms_of_bits(
     tile_group, tile_begin, tile_end, order, opened, retrieved, listed_place, of_clusters, of_blocks, length, blocks,
     query_clusters, key_clusters, WORDS: tl.constexpr, BLOCKS: tl.constexpr, IS_CAUSAL: tl.constexpr,
@@ -297,7 +298,7 @@ def _mark_terms_of_bits(
                 tl.atomic_or(of_blocks + at, value, mask=is_term, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
+@kernel(do_not_specialize=["length", "blocks", "query_clusters"])
 def _attend_to_summaries(
     residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
     seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms, listed,
@@ -377,7 +378,7 @@ def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr,
     return weights * (response - delta[:, None])
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
+@kernel(do_not_specialize=["length", "blocks", "query_clusters"])
 def _summaries_backward_to_queries(
     grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
     seen_value_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms,
@@ -449,7 +450,7 @@ def _summaries_backward_to_queries(
     store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
 
 
-@triton.jit(do_not_specialize=["length", "blocks", "query_clusters"])
+@kernel(do_not_specialize=["length", "blocks", "query_clusters"])
 def _backward_to_summaries(
     grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, starts, terms, listed,
     listed_number, grad_mass, grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, words,
