@@ -22,7 +22,7 @@ _KERNELS = {
     "sorting": (
         "_count_clusters", "_sum_rows", "_sum_before", "_place_by_cluster", "_pack", "_count_digits", "_place_by_digit",
         "_find_starts", "_count_tiles", "_cut", "_number_buckets", "_count_pairs", "_number_pairs", "_plan_pieces",
-        "_take_rows", "_take_residuals",
+        "_take_rows", "_take_residuals", "_square_distances",
     ),
     "summaries": ("_summarise", "_accumulate_backward", "_summarise_backward"),
     "selection": (

@@ -14,7 +14,7 @@ from torch import Tensor
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels.grouping import group_by_cluster_and_block
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import arithmetic, index_in_order, padded
+from muse_attention.kernels.numbers import arithmetic, cdiv, index_in_order, padded, power_of_two
 from muse_attention.precision import compute_dtype
 from muse_attention.shuffle import seeded_shuffle
 from muse_attention.structures import Side
@@ -37,7 +37,7 @@ def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[
     vectors = _Vectors(sides, clusters)
     centroids = vectors.new_table()
     start = _start_positions(vectors.length, clusters, config.seed, vectors.device)
-    vectors.launch(_take, (triton.cdiv(clusters, 16), vectors.heads), start, centroids, TILE=16)
+    vectors.launch(_take, (cdiv(clusters, 16), vectors.heads), start, centroids, TILE=16)
     if config.clustering != "streaming":
         for _ in range(config.lloyd_iterations):
             _lloyd_iteration(vectors, centroids, config.lloyd_stride(vectors.length, clusters))
@@ -86,14 +86,14 @@ class _Vectors:
 def _lloyd_iteration(vectors: _Vectors, centroids: Tensor, stride: int) -> None:
     """Move every centroid to the mean of those nearest to it among every `stride`-th vector."""
     tile = _rows_with_scores(vectors.clusters)
-    parts = min(_PARTS, triton.cdiv(vectors.length, tile * stride))
+    parts = min(_PARTS, cdiv(vectors.length, tile * stride))
     sums = centroids.new_empty(vectors.heads, parts, *centroids.shape[1:])
     sizes = centroids.new_empty(vectors.heads, parts, vectors.clusters)
     vectors.launch(
         _sum_members, (parts, vectors.heads), centroids, sums, sizes, stride, **vectors.clusters_padded, TILE=tile,
         **SUM_MEMBERS,
     )  # fmt: skip
-    _mean_of_parts[(triton.cdiv(vectors.clusters, 16), vectors.heads)](
+    _mean_of_parts[(cdiv(vectors.clusters, 16), vectors.heads)](
         vectors.first, sums, sizes, centroids, parts, vectors.clusters, D=vectors.head_dim, DP=padded(vectors.head_dim),
         ACC=arithmetic(centroids.dtype)["ACC"], TILE=16,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def _find_nearest_of_all(vectors: _Vectors, centroids: Tensor) -> Tensor:
     assignment = torch.empty(vectors.heads, vectors.length, dtype=torch.int32, device=vectors.device)
     tile = _rows_with_scores(vectors.clusters)
     vectors.launch(
-        _find_nearest, (triton.cdiv(vectors.length, tile * _TILES_OF_PART), vectors.heads), centroids, assignment,
+        _find_nearest, (cdiv(vectors.length, tile * _TILES_OF_PART), vectors.heads), centroids, assignment,
         **vectors.clusters_padded, TILE=tile, TILES=_TILES_OF_PART, **FIND_NEAREST,
     )  # fmt: skip
     return assignment
@@ -120,7 +120,7 @@ def _keep_under_cap(vectors: _Vectors, centroids: Tensor, assignment: Tensor, ca
         _move_overflow, (config.number_of_blocks(vectors.length), vectors.heads), centroids, assignment,
         proposals.order, proposals.starts, torch.empty_like(assignment), config.block_size, cap,
         **vectors.clusters_padded, TILE=_rows_with_scores(vectors.clusters),
-        SCAN=min(1024, triton.next_power_of_2(config.block_size)), RANKS=16, num_warps=8,
+        SCAN=min(1024, power_of_two(config.block_size)), RANKS=16, num_warps=8,
     )  # fmt: skip
 
 

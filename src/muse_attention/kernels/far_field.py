@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
@@ -22,9 +21,10 @@ from muse_attention.kernels import (
     terms,
 )
 from muse_attention.kernels.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
+from muse_attention.kernels.numbers import cdiv
 from muse_attention.kernels.opened import list_opened, list_opened_bits
 from muse_attention.kernels.plan import Plan, pairs_per_query
-from muse_attention.kernels.rows import take_residuals, take_rows
+from muse_attention.kernels.rows import square_distances, take_residuals, take_rows
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection, SelectionShapes, Side
@@ -224,8 +224,8 @@ class _Heads:
         numbers = of_rows + max(4 * of_summaries, of_summaries + of_pairs + of_pieces)
         of_inputs = sum(tensor.nbytes for tensor in (self.queries, self.keys, self.values))
         room = max(WORKSPACE_BYTES, WORKSPACE_OF_INPUTS * of_inputs)
-        number = triton.cdiv(key_heads, max(1, room // (numbers * self.keys.element_size())))
-        at_once = triton.cdiv(key_heads, number)
+        number = cdiv(key_heads, max(1, room // (numbers * self.keys.element_size())))
+        at_once = cdiv(key_heads, number)
         return [slice(begin, min(begin + at_once, key_heads)) for begin in range(0, key_heads, at_once)]
 
 
@@ -237,6 +237,8 @@ class _FarField:
     buckets: Groups
     keys: Tensor
     values: Tensor
+    squares: Tensor | None
+    """`square_distances` of the keys, if anyone asks how far they are apart"""
     centroids: Tensor
 
     @classmethod
@@ -249,6 +251,9 @@ class _FarField:
         residuals, width = take_residuals(
             heads.queries, heads.query_centroids, heads.query_assignment, heads.key_spread, in_segments, scale=scale
         )
+        keys, squares = take_rows(heads.keys, buckets), None
+        if width is not None:
+            squares = square_distances(keys, buckets, heads.key_assignment, config.block_size)
         return cls(
             Segments(
                 residuals,
@@ -262,8 +267,9 @@ class _FarField:
                 is_causal,
             ),
             buckets,
-            take_rows(heads.keys, buckets),
+            keys,
             take_rows(heads.values, buckets),
+            squares,
             heads.query_centroids,
         )
 
@@ -275,8 +281,8 @@ class _FarField:
             self.buckets,
             self.segments.blocks,
             self.segments.key_clusters,
+            self.squares,
             is_causal=self.segments.is_causal,
-            has_spread=self.segments.width is not None,
         )
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.launching import kernel
+from muse_attention.kernels.numbers import cdiv, power_of_two
 
 _TOKENS = 128
 """Tokens of a block ranked together."""
@@ -66,8 +66,8 @@ def group_by_cluster_and_block(
 ) -> Groups:
     """Sort (S, N) tokens by cluster and then by position: group `cluster * nb + block` holds those of one block."""
     sequences, length = assignment.shape
-    blocks = triton.cdiv(length, block_size)
-    tiles_of_block = triton.cdiv(min(block_size, length), _TOKENS)
+    blocks = cdiv(length, block_size)
+    tiles_of_block = cdiv(min(block_size, length), _TOKENS)
     tiles = blocks * tiles_of_block
     counts = assignment.new_empty(sequences, clusters, tiles)
     totals = assignment.new_empty(sequences, clusters)
@@ -75,13 +75,13 @@ def group_by_cluster_and_block(
     found = fill_in or Groups(torch.empty_like(assignment), assignment.new_empty(sequences, clusters * blocks + 1))
     grid = (tiles_of_block, blocks, sequences)
     _count_clusters[grid](
-        assignment, counts, length, block_size, clusters, TILE=_TOKENS, BINS=triton.next_power_of_2(clusters + 1)
+        assignment, counts, length, block_size, clusters, TILE=_TOKENS, BINS=power_of_two(clusters + 1)
     )
-    _sum_rows[(clusters, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
-    _sum_before[(sequences,)](totals, cluster_starts, clusters, WIDTH=min(1024, triton.next_power_of_2(clusters)))
+    _sum_rows[(clusters, sequences)](counts, totals, tiles, WIDTH=min(1024, power_of_two(tiles)))
+    _sum_before[(sequences,)](totals, cluster_starts, clusters, WIDTH=min(1024, power_of_two(clusters)))
     _place_by_cluster[grid](
         assignment, counts, cluster_starts, found.order, found.starts, length, block_size, clusters, TILE=_TOKENS,
-        STEP=32, CP=triton.next_power_of_2(clusters),
+        STEP=32, CP=power_of_two(clusters),
     )  # fmt: skip
     return found
 
@@ -96,7 +96,7 @@ def group_rows(
     sequences, length = group_of_row.shape
     limits = group_of_row if used is None else used
     limit = {"IS_LIMITED": used is not None}
-    tiles = triton.cdiv(length, _TILE)
+    tiles = cdiv(length, _TILE)
     digits = 1 << _DIGIT
     counts = group_of_row.new_empty(sequences, digits, tiles)
     totals = group_of_row.new_empty(sequences, digits)
@@ -107,14 +107,14 @@ def group_rows(
     dtype = torch.int32 if bits + row_bits < 32 else torch.int64
     packed = torch.empty_like(group_of_row, dtype=dtype)
     width = 1024
-    _pack[(triton.cdiv(length, width), sequences)](
+    _pack[(cdiv(length, width), sequences)](
         group_of_row, packed, length, number_of_groups, limits, ROW_BITS=row_bits, WIDTH=width, **limit
     )
     for shift in range(row_bits, row_bits + bits, _DIGIT):
         _count_digits[(tiles, sequences)](
             packed, counts, length, shift, tiles, limits, TILE=_TILE, DIGITS=digits, **limit
         )
-        _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, triton.next_power_of_2(tiles)))
+        _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, power_of_two(tiles)))
         _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
         by_digit = torch.empty_like(packed)
         _place_by_digit[(tiles, sequences)](
@@ -122,8 +122,8 @@ def group_rows(
             IS_LAST=shift + _DIGIT >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits, **limit,
         )  # fmt: skip
         packed = by_digit
-    width = min(128, triton.next_power_of_2(number_of_groups + 1))
-    _find_starts[(triton.cdiv(number_of_groups + 1, width), sequences)](
+    width = min(128, power_of_two(number_of_groups + 1))
+    _find_starts[(cdiv(number_of_groups + 1, width), sequences)](
         packed, found.starts, length, number_of_groups, limits, ROW_BITS=row_bits, STEPS=length.bit_length(),
         WIDTH=width, **limit,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def group_rows(
 def sum_before(counts: Tensor, totals: Tensor) -> None:
     """Replace each of (S, L) int32 counts by the sum of those before it; `totals` (S,) are the sums of all."""
     sequences, length = counts.shape
-    _sum_rows[(1, sequences)](counts, totals, length, WIDTH=min(1024, triton.next_power_of_2(length)))
+    _sum_rows[(1, sequences)](counts, totals, length, WIDTH=min(1024, power_of_two(length)))
 
 
 def tiles(begin: Tensor, end: Tensor, most_rows: int | Tensor, most_tiles: int) -> Tiles:
@@ -147,10 +147,10 @@ def tiles(begin: Tensor, end: Tensor, most_rows: int | Tensor, most_tiles: int) 
     found = Tiles(group, first, last, before)
     rows = begin if isinstance(most_rows, int) else most_rows
     size = most_rows if isinstance(most_rows, int) else 0
-    width = min(1024, triton.next_power_of_2(ranges))
+    width = min(1024, power_of_two(ranges))
     _count_tiles[(sequences,)](begin, end, rows, before, begin.stride(0), end.stride(0), ranges, size, WIDTH=width)
-    width = min(128, triton.next_power_of_2(most_tiles))
-    _cut[(triton.cdiv(most_tiles, width), sequences)](
+    width = min(128, power_of_two(most_tiles))
+    _cut[(cdiv(most_tiles, width), sequences)](
         begin, end, rows, before, *found.parts(), begin.stride(0), end.stride(0), most_tiles, ranges, size,
         STEPS=ranges.bit_length(), WIDTH=width,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def tiles(begin: Tensor, end: Tensor, most_rows: int | Tensor, most_tiles: int) 
 
 def tiles_of_groups(groups: Groups, most_rows: int) -> Tiles:
     length = groups.order.shape[1]
-    most_tiles = min(triton.cdiv(length, most_rows) + groups.number, length)
+    most_tiles = min(cdiv(length, most_rows) + groups.number, length)
     return tiles(*groups.ranges(), most_rows, most_tiles)
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import arithmetic, load_rows, padded
+from muse_attention.kernels.numbers import arithmetic, cdiv, load_rows, padded
 
 _PARTS = 32
 """Pieces of a sequence that different programs sum."""
@@ -17,7 +17,7 @@ _TILE = 64
 def find_key_spread(keys: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
     """(G, D): variance of (G, N, D) keys about their centroids in each dimension, scaled to a mean of 1."""
     heads, length, head_dim = keys.shape
-    parts = min(_PARTS, triton.cdiv(length, _TILE))
+    parts = min(_PARTS, cdiv(length, _TILE))
     sums, largest = centroids.new_empty(heads, parts, head_dim), centroids.new_empty(heads, parts)
     spread = centroids.new_empty(heads, head_dim)
     constants = {"D": head_dim, "DP": padded(head_dim), "ACC": arithmetic(keys.dtype)["ACC"]}

@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
@@ -37,9 +36,9 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *arguments: Tensor | int | float, **constants: Any) -> None:
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         key = (
-            torch.cuda.current_device() if torch.cuda.is_available() else None,
+            arguments[0].device,
             tuple(map(_what_code_depends_on, arguments, self._is_specialised)),
             tuple(constants.items()),
         )

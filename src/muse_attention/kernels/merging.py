@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import arithmetic, padded
+from muse_attention.kernels.numbers import arithmetic, cdiv, padded
 from muse_attention.kernels.pairs import Pairs
 from muse_attention.structures import Partial
 
@@ -26,7 +26,7 @@ def merge(
     """
     heads, length, value_dim = own.out.shape
     far, retrieved = of_summaries or own, of_pairs or own
-    _merge[(triton.cdiv(heads * length, _TILE),)](
+    _merge[(cdiv(heads * length, _TILE),)](
         own.out, own.lse, far.out, far.lse, retrieved.out, retrieved.lse, fill_in.out, fill_in.lse, heads * length,
         *_of_rows(pairs, own.lse), IS_RAGGED=pairs is not None and pairs.is_ragged,
         HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim), TILE=_TILE,
@@ -44,7 +44,7 @@ def shared_delta(
     heads, length, value_dim = grad_out.shape
     delta, sorted_delta = torch.empty_like(merged.lse), torch.empty_like(merged.lse)
     ordered = Partial(torch.empty_like(grad_out), torch.empty_like(merged.lse))
-    _find_delta[(triton.cdiv(length, _TILE), heads)](
+    _find_delta[(cdiv(length, _TILE), heads)](
         merged.out, merged.lse, grad_out, merged.lse if grad_lse is None else grad_lse, segments.order, delta,
         ordered.out, ordered.lse, sorted_delta, length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim,
         DVP=padded(value_dim), TILE=_TILE, ACC=arithmetic(grad_out.dtype)["ACC"],
@@ -68,7 +68,7 @@ def add_to_queries(
     negative if it has none.
     """
     heads, length, head_dim = own.shape
-    _add_to_queries[(triton.cdiv(heads * length, _TILE),)](
+    _add_to_queries[(cdiv(heads * length, _TILE),)](
         own, own if of_summaries is None else of_summaries, own if of_pairs is None else of_pairs, has_bucket, fill_in,
         heads * length, *_of_rows(pairs, has_bucket), IS_RAGGED=pairs is not None and pairs.is_ragged,
         HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,

@@ -9,9 +9,19 @@ import triton
 import triton.language as tl
 
 
+def cdiv(number: int, size: int) -> int:
+    """How many of a size hold a number. (Triton's functions of that kind take longer than a launch should.)"""
+    return -(-number // size)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest that holds `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
 def padded(size: int) -> int:
     """The power of two, at least 16, that holds `size`: what matrix units and ranges want."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_two(size))
 
 
 def fitting(launch: dict[int, dict[str, int]], head_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:

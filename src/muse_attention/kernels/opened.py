@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muse_attention.bits import number_of_words
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import padded
+from muse_attention.kernels.numbers import padded, power_of_two
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 
 
@@ -41,7 +41,7 @@ def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
         return found
     _list_opened[found.number.shape[::-1]](
         segments.groups.order, segments.groups.starts, opened, found.listed, found.number, found.place, length,
-        segments.blocks, segments.key_clusters, OPENED=clusters, OP=triton.next_power_of_2(clusters), ROWS=64,
+        segments.blocks, segments.key_clusters, OPENED=clusters, OP=power_of_two(clusters), ROWS=64,
         CP=padded(segments.key_clusters),
     )  # fmt: skip
     return found
@@ -54,7 +54,7 @@ def list_opened_bits(segments: Segments, opened: Tensor) -> OpenedClusters:
     any_opens = opened.new_zeros(*found.number.shape, words)
     _unite_openings[segments.tiles.grid](
         *segments.tiles.parts(), segments.groups.order, opened, any_opens, opened.shape[1], segments.blocks,
-        segments.query_clusters, WORDS=words, WP=triton.next_power_of_2(words), ROWS=ROWS_OF_TILE,
+        segments.query_clusters, WORDS=words, WP=power_of_two(words), ROWS=ROWS_OF_TILE,
     )  # fmt: skip
     _list_union[found.number.shape[::-1]](
         any_opens, found.listed, found.number, found.place, words, segments.key_clusters,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups, Tiles, group_rows, sum_before, tiles_of_groups
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import count_bits, lowest_bit
+from muse_attention.kernels.numbers import cdiv, count_bits, lowest_bit, power_of_two
 from muse_attention.structures import Selection
 
 PAIRS_OF_TILE = 64
@@ -63,7 +63,7 @@ def sort_picks(selection: Selection, blocks: int, fill_in: Groups) -> None:
     number, retrieved = selection.retrieved.numel(), selection.retrieved.shape[-1]
     bucket = torch.empty_like(fill_in.order)
     width = 1024
-    _number_buckets[(triton.cdiv(number, width),)](
+    _number_buckets[(cdiv(number, width),)](
         selection.opened, selection.retrieved, bucket, number, retrieved, blocks, WIDTH=width
     )
     group_rows(bucket, fill_in.number, fill_in)
@@ -73,12 +73,12 @@ def sort_bits(selection: Selection, key_heads: int, fill_in: Groups, rows: Tenso
     """Number the pairs of a selection by tolerance, and sort those of each key head by bucket."""
     heads, length, blocks, words = selection.retrieved.shape
     room = fill_in.order.shape[1]
-    tiles = triton.cdiv(length, _ROWS)
+    tiles = cdiv(length, _ROWS)
     before = rows.new_empty(key_heads, heads // key_heads * tiles)
     bucket = torch.empty_like(rows)
     used = rows.new_empty(key_heads)
     grid = (tiles, heads)
-    padded_words = triton.next_power_of_2(blocks * words)
+    padded_words = power_of_two(blocks * words)
     shape = {"ROWS": _ROWS, "STEP": max(1, min(_ROWS, _WORDS_AT_ONCE // padded_words)), "WP": padded_words}
     _count_pairs[grid](selection.retrieved, before, length, blocks * words, **shape)
     sum_before(before, used)

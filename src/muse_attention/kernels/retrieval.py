@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from muse_attention.kernels.numbers import (
     gradient_dtype,
     load_rows,
     padded,
+    power_of_two,
     store_rows,
 )
 from muse_attention.kernels.pairs import PAIRS_OF_TILE, Pairs, row_of_pair
@@ -123,7 +123,7 @@ def _cut_into_pieces(pairs: Pairs, bucket_tiles: Tiles) -> Tiles:
     size = begin.new_empty(key_heads)
     _plan_pieces[(key_heads,)](
         bucket_tiles.group, pairs.groups.starts, begin, end, size, most_tiles, pairs.groups.number, most_tiles,
-        SHORTEST=PAIRS_OF_PIECE, WIDTH=min(1024, triton.next_power_of_2(most_tiles)),
+        SHORTEST=PAIRS_OF_PIECE, WIDTH=min(1024, power_of_two(most_tiles)),
     )  # fmt: skip
     return tiles(begin, end, size, most_tiles)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import arithmetic, padded
+from muse_attention.kernels.numbers import arithmetic, cdiv, load_rows, padded
+from muse_attention.precision import compute_dtype
 
 _TILE = 64
 WIDEST = tl.constexpr(1e18)
@@ -21,6 +21,20 @@ def take_rows(table: Tensor, groups: Groups) -> Tensor:
     taken = torch.empty_like(table)
     _take_rows[_grid(table)](table, groups.order, taken, length, X=columns, XP=padded(columns), TILE=_TILE)
     return taken
+
+
+def square_distances(keys: Tensor, buckets: Groups, assignment: Tensor, block_size: int) -> Tensor:
+    """(G, N): squares of the distances of keys, in the order of their buckets, from the first one of their bucket.
+
+    About that point little of a second moment cancels. `assignment` is in the order of the inputs.
+    """
+    _, length, head_dim = keys.shape
+    squares = keys.new_empty(keys.shape[:2], dtype=compute_dtype(keys.dtype))
+    _square_distances[_grid(keys)](
+        keys, buckets.order, buckets.starts, assignment, squares, length, block_size, cdiv(length, block_size),
+        buckets.number, D=head_dim, DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(keys.dtype)["ACC"],
+    )  # fmt: skip
+    return squares
 
 
 def take_residuals(
@@ -51,7 +65,7 @@ def take_residuals(
 
 
 def _grid(table: Tensor) -> tuple[int, int]:
-    return triton.cdiv(table.shape[1], _TILE), table.shape[0]
+    return cdiv(table.shape[1], _TILE), table.shape[0]
 
 
 @kernel(do_not_specialize=["length"])
@@ -84,3 +98,21 @@ def _take_residuals(
         norm = tl.sqrt(tl.sum(residual * residual * spread[None, :], 1))
         # (The square of a gigantic residual is infinite.)
         tl.store(width + head * length + place, tl.where(norm < WIDEST, norm, WIDEST), mask=place < length)
+
+
+@kernel(do_not_specialize=["length", "block_size", "blocks", "buckets"])
+def _square_distances(
+    keys, order, starts, assignment, squares, length, block_size, blocks, buckets, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = place < length
+    row = tl.load(order + head * length + place, mask=inside, other=0)
+    bucket = tl.load(assignment + head * length + row, mask=inside, other=0) * blocks + row // block_size
+    first = tl.load(starts + head * (buckets + 1) + bucket, mask=inside, other=0)
+    point = load_rows(keys, head * length, first, inside, D, DP).to(ACC)
+    # A key that is not finite must poison what attends to it, not the spread of its bucket.
+    point = tl.where(tl.abs(point) < float("inf"), point, 0.0)
+    off = load_rows(keys, head * length, place, inside, D, DP).to(ACC) - point
+    tl.store(squares + head * length + place, tl.sum(off * off, 1), mask=inside)

@@ -17,11 +17,13 @@ from muse_attention.kernels.grouping import Groups, Tiles
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
     arithmetic,
+    cdiv,
     exp_of_less,
     fitting,
     gradient_dtype,
     load_rows,
     padded,
+    power_of_two,
     store_rows,
 )
 from muse_attention.precision import compute_dtype
@@ -63,15 +65,19 @@ def summarise(
     buckets: Groups,
     blocks: int,
     key_clusters: int,
+    squares: Tensor | None,
     *,
     is_causal: bool,
-    has_spread: bool,
 ) -> tuple[ScoredSummaries, Accumulated]:
-    """Summaries of (G, N, D) keys and (G, N, Dv) values, in the order of `buckets`, from (H, Q, D) query centroids."""
+    """Summaries of (G, N, D) keys and (G, N, Dv) values, in the order of `buckets`, from (H, Q, D) query centroids.
+
+    With `squares`, (G, N), the `square_distances` of the keys, also how far these are apart.
+    """
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
     shape = (heads, query_clusters, blocks, key_clusters)
     wide = compute_dtype(keys.dtype)
+    has_spread = squares is not None
 
     def new() -> ScoredSummaries:
         log_mass = keys.new_empty(shape, dtype=wide)
@@ -90,10 +96,11 @@ def summarise(
     launch = dict(fitting(SUMMARISE, head_dim, value_dim, keys.dtype))
     if length <= SMALL_BUCKET * blocks * key_clusters:
         launch["KEYS"] = 16
-    _summarise[(key_clusters, triton.cdiv(query_clusters, launch["TILE"]), heads)](
-        keys, values, centroids, buckets.starts, *of_buckets.tables(), *seen.tables(), before, after, length, blocks,
-        query_clusters, key_clusters, heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim,
-        DVP=padded(value_dim), IS_CAUSAL=is_causal, HAS_SPREAD=has_spread, **arithmetic(keys.dtype), **launch,
+    _summarise[(key_clusters, cdiv(query_clusters, launch["TILE"]), heads)](
+        keys, values, centroids, buckets.starts, keys if squares is None else squares, *of_buckets.tables(),
+        *seen.tables(), before, after, length, blocks, query_clusters, key_clusters, heads // key_heads, D=head_dim,
+        DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), IS_CAUSAL=is_causal, HAS_SPREAD=has_spread,
+        **arithmetic(keys.dtype), **launch,
     )  # fmt: skip
     return of_buckets, Accumulated(seen, before, after)
 
@@ -116,8 +123,8 @@ def accumulate_backward(
     """
     heads, query_clusters, blocks, key_clusters, head_dim = gradient.key_mean.shape
     value_dim = gradient.value_mean.shape[-1]
-    tile = max(1, min(triton.next_power_of_2(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
-    _accumulate_backward[(triton.cdiv(key_clusters, tile), query_clusters, heads)](
+    tile = max(1, min(power_of_two(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
+    _accumulate_backward[(cdiv(key_clusters, tile), query_clusters, heads)](
         *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
         listed, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim,
         DVP=padded(value_dim), IS_CAUSAL=is_causal, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
@@ -248,7 +255,7 @@ def _joint_variance(first, second, first_mean, second_mean, first_share, second_
 
 @kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
 def _summarise(
-    keys, values, centroids, starts, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
+    keys, values, centroids, starts, squares, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
     seen_value_mean, seen_deviation, seen_most, mass_before, mass_after, length, blocks, query_clusters, key_clusters,
     shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
     HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -291,7 +298,7 @@ def _summarise(
         rounded_total = tl.zeros([TILE], ACC)
         end = tl.load(starts + block + 1)
         if HAS_SPREAD:
-            # The second moment is taken about a key of the bucket, so that little of it cancels.
+            # (What the second moment is about.)
             of_point = key_head * length + tl.minimum(tl.load(starts + block), length - 1)
             point = _load_point(keys + of_point * D, D, DP, ACC)
         for begin in range(tl.load(starts + block), end, KEYS):
@@ -309,8 +316,7 @@ def _summarise(
             weights = weights.to(some_keys.dtype)
             if HAS_SPREAD:
                 # (With the weights that the means have, or what should cancel does not.)
-                off = some_keys.to(ACC) - point[None, :]
-                squared = tl.where(is_row, tl.sum(off * off, 1), 0.0)
+                squared = tl.load(squares + key_head * length + row, mask=is_row, other=0.0)
                 moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
                 rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
             key_sum = tl.dot(weights, some_keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)

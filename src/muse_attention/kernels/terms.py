@@ -15,12 +15,14 @@ from torch import Tensor
 
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
+    cdiv,
     count_bits,
     exp_of_less,
     gradient_dtype,
     load_rows,
     lowest_bit,
     padded,
+    power_of_two,
     store_rows,
 )
 from muse_attention.kernels.opened import OpenedClusters
@@ -74,7 +76,7 @@ def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedC
     )
     _mark_terms_of_bits[segments.tiles.grid](
         *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
-        terms.clusters, terms.blocks, *segments.sizes, WORDS=words, BLOCKS=triton.next_power_of_2(segments.blocks),
+        terms.clusters, terms.blocks, *segments.sizes, WORDS=words, BLOCKS=power_of_two(segments.blocks),
         IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
     )  # fmt: skip
     return terms
@@ -83,7 +85,7 @@ def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedC
 def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
     """The terms that a selection by the paper's rule leaves; `listed` is `list_opened` of it."""
     heads, length, clusters, blocks = selection.retrieved.shape
-    words = triton.cdiv(segments.key_clusters, _WORD)
+    words = cdiv(segments.key_clusters, _WORD)
     terms = Terms(
         selection.opened.new_empty(heads, words, length),
         selection.opened.new_empty(heads, segments.blocks, words, length),
@@ -91,7 +93,7 @@ def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters)
     )
     _mark_terms[segments.tiles.grid](
         *segments.tiles.parts(), segments.groups.order, selection.opened, selection.retrieved, listed.place,
-        terms.clusters, terms.blocks, *segments.sizes, OPENED=clusters, OP=max(1, triton.next_power_of_2(clusters)),
+        terms.clusters, terms.blocks, *segments.sizes, OPENED=clusters, OP=max(1, power_of_two(clusters)),
         RETRIEVED=blocks, WORDS=words, IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
     )  # fmt: skip
     return terms
@@ -153,8 +155,8 @@ def attend_backward(
         launch = segments.fit(launches, value_dim)
         columns, at_once = (launch["CLUSTERS"], 1) if is_seen else (launch["CLUSTERS"] // 2, 2)
         grid = (
-            triton.cdiv(segments.key_clusters, columns),
-            segments.query_clusters * triton.cdiv(segments.blocks, at_once),
+            cdiv(segments.key_clusters, columns),
+            segments.query_clusters * cdiv(segments.blocks, at_once),
             heads,
         )
         _backward_to_summaries[grid](
