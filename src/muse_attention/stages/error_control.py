@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from muse_attention.bits import pack_bits, unpack_bits
+from muse_attention.bits import BITS, pack_bits, unpack_bits
 from muse_attention.budget import ERROR_BINS, error_bins, lowest_affordable_bin
 from muse_attention.stages.exponential import exp_
 from muse_attention.stages.grouping import Tiles
@@ -70,16 +70,17 @@ class Tolerance:
     ) -> Tensor:
         """(T, m, seen, U) bool: the buckets that each query retrieves, of the clusters that it opens.
 
-        A large bucket must be that much worse: retrieving it costs more.
+        A large bucket must be that much worse: retrieving it costs more. Few are wanted: they are counted one by one.
         """
-        errors = self._errors(logits, lse, sigma) * exp_(0.5 * (math.log(self.mean_bucket) - log_size))
+        errors = self._errors(logits, lse, sigma).mul_(exp_(0.5 * (math.log(self.mean_bucket) - log_size)))
         errors = errors.unflatten(-1, (-1, columns.width))
         wanted = (errors > self.tolerance) & columns.gather(opened)[:, :, None] & tile.valid[..., None, None]
-        head = tile.rows // self.rows_per_head
-        bins = error_bins(errors)
-        place = (head[..., None, None] * ERROR_BINS + bins)[wanted]
-        self.counts.view(-1).add_(torch.bincount(place, minlength=self.counts.numel()))
-        return wanted & (bins >= self.lowest_bin[head][..., None, None])
+        where = wanted.nonzero(as_tuple=True)
+        head = tile.rows[where[:2]] // self.rows_per_head
+        bins = error_bins(errors[where])
+        self.counts.view(-1).add_(torch.bincount(head * ERROR_BINS + bins, minlength=self.counts.numel()))
+        wanted[where] = bins >= self.lowest_bin[head]
+        return wanted
 
     def _errors(self, logits: Tensor, lse: Tensor, sigma: Tensor) -> Tensor:
         weights = exp_(logits - torch.where(lse == -torch.inf, 0, lse))
@@ -106,8 +107,7 @@ def select_and_attend(
         if rule is not None:
             log_size = columns.copy_spread(_certain(scored.second_order).of_buckets).log_size
             retrieved = rule.retrieve(tile, columns, log_size, opened, block_logits, lse, _certain(block_sigma))
-            everywhere = columns.scatter(retrieved, selection.retrieved.shape[1], key_clusters)
-            tile.scatter(selection.retrieved, pack_bits(everywhere))
+            _mark(tile, columns, retrieved, selection.retrieved)
         else:
             retrieved = _retrieved(tile, columns, selection, key_clusters)
         _keep_only_terms(cluster_logits, block_logits, columns, opened, retrieved)
@@ -130,9 +130,29 @@ def attend_backward(
         tile.scatter(fill_in, to_residuals)
 
 
+def _mark(tile: Tiles, columns: Columns, retrieved: Tensor, words: Tensor) -> None:
+    """Set the bits of the few buckets that are `retrieved`, (T, m, seen, U) bool, in (rows + 1, nb, words)."""
+    which, query, block, column = retrieved.nonzero(as_tuple=True)
+    cluster = columns.index[2][which, 0, column]
+    at = (tile.rows[which, query] * words.shape[1] + block) * words.shape[2] + cluster // BITS
+    # (No bit is set twice: their sum is their union.)
+    words.view(-1).index_add_(0, at, torch.ones_like(at, dtype=words.dtype) << (cluster % BITS).to(words.dtype))
+
+
 def _retrieved(tile: Tiles, columns: Columns, selection: Selection, key_clusters: int) -> Tensor:
     """(T, m, seen, U) bool"""
-    return columns.gather(unpack_bits(tile.gather(selection.retrieved), key_clusters)[:, :, : columns.segments.seen])
+    seen = columns.segments.seen
+    words = tile.gather(selection.retrieved)[:, :, :seen]
+    which, query, block, word = words.nonzero(as_tuple=True)
+    number, bit = unpack_bits(words[which, query, block, word][:, None], BITS).nonzero(as_tuple=True)
+    which, query, block, cluster = which[number], query[number], block[number], word[number] * BITS + bit
+    place = torch.zeros(columns.index[2].shape[0], key_clusters, dtype=torch.int64, device=words.device)
+    place.scatter_(
+        1, columns.index[2][:, 0], torch.arange(columns.width, device=words.device).expand(place.shape[0], -1)
+    )
+    retrieved = torch.zeros(*words.shape[:3], columns.width, dtype=torch.bool, device=words.device)
+    retrieved[which, query, block, place[which, cluster]] = True
+    return retrieved
 
 
 def _keep_only_terms(

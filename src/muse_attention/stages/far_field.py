@@ -225,13 +225,17 @@ def _control_error(
     rule = None
     if select:
         rule = error_control.Tolerance.of(config.tolerance, config.mean_bucket, own_lse, rows_per_head)
-    for _ in range(2):
+
+    def walk(rule: error_control.Tolerance | None) -> None:
         for part in far.parts(config):
             scored = part.score(is_causal=is_causal)
             error_control.select_and_attend(scored, rule, filled, partial, is_causal=is_causal)
-        rule = None if rule is None else rule.within(config.retrieved_clusters)
-        if rule is None:
-            return
+
+    walk(rule)
+    within_budget = None if rule is None else rule.within(config.retrieved_clusters)
+    if within_budget is not None:
+        filled.retrieved.zero_()
+        walk(within_budget)
 
 
 def _attend_heads_backward(

@@ -127,13 +127,6 @@ class Columns:
         column = self.index[2].reshape(-1, *[1] * (clusters.dim() - 2), self.width)
         return clusters.gather(-1, column.expand(*clusters.shape[:-1], -1))
 
-    def scatter(self, mask: Tensor, blocks: int, key_clusters: int) -> Tensor:
-        """(T, m, seen, U) bool -> (T, m, blocks, K) bool, False elsewhere."""
-        full = mask.new_zeros(*mask.shape[:2], blocks, key_clusters)
-        column = self.index[2][:, None].expand_as(mask)
-        full[:, :, : mask.shape[2]].scatter_(-1, column, mask)
-        return full
-
     def add_to(self, blocks: tuple[Tensor, ...], gradient: Table) -> None:
         """Add the gradients of the copy to those of what was copied."""
         for table, rows in zip(blocks, (gradient.mass[:, 0], gradient.keys, gradient.values), strict=True):
