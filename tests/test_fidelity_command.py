@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from muse_attention import MuSeConfig, get_attention
 from muse_attention.capture import capture
 from muse_attention.cli import commands
+from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.evaluation import layers, paper
 from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.fidelity_report import (
@@ -464,19 +465,22 @@ def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list
     assert "dq" not in (tmp_path / "out" / "tiny.md").read_text()
 
 
-def test_the_preset_of_error_control_draws_error_against_keys(asked: list[object], tmp_path: Path) -> None:
+def test_the_preset_of_error_control_draws_error_against_keys(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    code, out, err = run(*asked, "--length", "256", "--preset", "error-control")
-    assert (code, err) == (0, "")
-    picture = tmp_path / "out" / "tiny-error-against-retrieved-keys.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in out
-    results = read_results(tmp_path / "out" / "tiny.json")
-    curves = key_curves(results, find_presets(["error-control"], 256)[0])
-    assert list(curves)[:2] == ["paper", "MoBA"]
-    assert "tolerance, Q64K64" in curves
-    assert all(keys > 0 and error > 0 for curve in curves.values() for keys, error in curve)
-    assert curves["MoBA"][-1][0] == pytest.approx(4 * 2 * 7 / 8)  # four blocks of two, none in the first eighth
+    (preset,) = find_presets(["error-control"], 8192)
+    results = results_of({request.attention: 1 / number for number, request in enumerate(preset.requests, start=1)})
+    for number, samples in enumerate(results.measured.values(), start=1):
+        if number != 3:  # one from before keys were counted
+            samples[0][0]["keys_per_query"] = [64.0 * number]
+    curves = key_curves(results, preset)
+    assert curves["paper"] == [(64, 1), (128, 1 / 2)]
+    assert curves["MoBA"] == [(64 * number, 1 / number) for number in (4, 5, 6)]
+    assert len(curves) == 2 + 6
+    write_fidelity_reports(results, tmp_path / "tiny.json")
+    assert (tmp_path / "tiny-error-against-retrieved-keys.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "tiny.html").read_text()
+    assert 'alt="error against retrieved keys"' in page
+    assert "tolerance, Q16K256" in page
 
 
 def test_reports_can_be_written_anew(asked: list[object], tmp_path: Path) -> None:

@@ -12,6 +12,11 @@ class Column(NamedTuple):
     title: str
     format: Callable[[float], str]
 
+    @property
+    def narrow_title(self) -> str:
+        """In two lines, if it has several words."""
+        return self.title.replace(" ", "\n", 1)
+
     def cell(self, pooled: Mapping[str, float]) -> str:
         """Empty where the measure is not known."""
         return self.format(pooled[self.measure]) if self.measure in pooled else ""

@@ -133,9 +133,7 @@ def _fidelity_tables(results: Results, requests: Sequence[Request]) -> list[Tabl
     for group in ((*ERROR, *TAIL), RETRIEVAL, GRADIENTS):
         columns = known(group, pooled)
         if columns:
-            table = new_table(
-                "" if tables else title, "length", *(column.title.replace(" ", "\n") for column in columns)
-            )
+            table = new_table("" if tables else title, "length", *(column.narrow_title for column in columns))
             for request, row in zip(requests, pooled, strict=True):
                 cells = [column.cell(row) for column in columns]
                 table.add_row(request.attention, format_size(request.length), *cells)
