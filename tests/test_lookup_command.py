@@ -89,6 +89,7 @@ def test_the_numbers_are_those_of_the_captured_layers(
                 list(sample.questions[0].definition), scale=inputs.scale,
             )  # fmt: skip
             assert found.weight[layer] == pytest.approx(expected.weight[0].tolist(), rel=1e-3)
+            assert found.exact[layer] == pytest.approx(expected.exact[0].tolist(), rel=1e-3)
             assert found.found[layer] == pytest.approx(expected.found[0].tolist(), rel=1e-3)
             assert found.pairs[layer] == expected.pairs[0].tolist()
         if task.attention == "exact":
@@ -126,10 +127,12 @@ def hand_made() -> Results:
     weight = [[0.5, 0.01], [0.2, 0.05]]
     nothing = [[0.0, 0.0], [0.0, 0.0]]
     lookups = {
-        Task(0, LENGTH, "single", 0, PAPER): Found(weight, weight, [[1, 1], [1, 1]]),
-        Task(0, LENGTH, "single", 0, TOLERANT): Found(weight, [[0.5, 0.0], [0.08, 0.05]], [[4, 0], [2, 0]]),
-        Task(0, LENGTH, "single", 1, PAPER): Found(weight, nothing, [[1, 1], [1, 1]]),
-        Task(0, LENGTH, "single", 1, TOLERANT): Found(weight, weight, [[4, 0], [2, 2]]),
+        Task(0, LENGTH, "single", 0, PAPER): Found(weight, weight, weight, [[1, 1], [1, 1]]),
+        Task(0, LENGTH, "single", 0, TOLERANT): Found(
+            weight, [[0.5, 0.0], [0.08, 0.05]], [[0.5, 0.01], [0.18, 0.05]], [[4, 0], [2, 0]]
+        ),
+        Task(0, LENGTH, "single", 1, PAPER): Found(weight, nothing, nothing, [[1, 1], [1, 1]]),
+        Task(0, LENGTH, "single", 1, TOLERANT): Found(weight, weight, weight, [[4, 0], [2, 2]]),
     }
     machine = start_results(SETTINGS, Path("missing"), resume=False).machine
     return Results(machine, SETTINGS, ["muse eval needles --lookups"], [0, 3], lookups)
@@ -143,6 +146,8 @@ def test_pools_of_known_weights() -> None:
     assert found.strong_heads == 2
     assert found.strong_heads_found == 1.5, "0.08 of 0.2 is less than half"
     assert found.strong_share == pytest.approx((0.58 + 0.7) / (2 * 0.7))
+    assert found.exact_share == pytest.approx((0.74 + 0.76) / (2 * 0.76))
+    assert found.strong_exact_share == pytest.approx((0.68 + 0.7) / (2 * 0.7))
     assert found.mean_pairs == pytest.approx(14 / 8)
     assert found.strong_pairs == pytest.approx(3)
 
@@ -162,15 +167,18 @@ def test_tables_by_attention_layer_and_head() -> None:
     assert "## By layer, 512" in report
     lines = as_csv(results).splitlines()
     assert len(lines) == 1 + 2 * 2 * 2
-    assert lines[1] == f"{PAPER},512,single,0,0,2,0.5,0.25,1"
+    assert lines[1] == f"{PAPER},512,single,0,0,2,0.5,0.25,0.25,1"
 
 
 def test_no_weight_has_no_share() -> None:
     results = hand_made()
     zeros = [[0.0, 0.0], [0.0, 0.0]]
-    nothing = {task: dataclasses.replace(found, weight=zeros, found=zeros) for task, found in results.lookups.items()}
+    nothing = {
+        task: dataclasses.replace(found, weight=zeros, found=zeros, exact=zeros)
+        for task, found in results.lookups.items()
+    }
     _, rows = summary_table(dataclasses.replace(results, lookups=nothing))
-    assert rows[0][4:] == ("", "0.0", "0.0", "", "1.00", "")
+    assert rows[0][4:] == ("", "", "1.00", "0.0", "0.0", "", "", "")
 
 
 # The command

@@ -51,6 +51,48 @@ def test_what_is_found_is_what_is_retrieved(text: str) -> None:
     assert 0 < float(lookup.found.sum()) < float(lookup.weight.sum()), "some of it is to be found, some is not"
 
 
+@pytest.mark.parametrize("text", ["Q4K40R3B32", "Q4K40R4T0.003B32", "Q4K40R0B32"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_summary_of_one_key_is_that_key(text: str, is_causal: bool) -> None:
+    """Every key by itself, by the meaning of a term: it is exact if it is found, or alone in its term."""
+    config = MuSeConfig.parse(text)
+    query, key, value = clustered_qkv(1, 2, LENGTH, DIM)
+    position = 200
+    clusters = find_clusters(query, key, config=config)
+    _, selection = operator.attend(
+        query, key, value, clusters, config, is_causal=is_causal, scale=0.25, backend="torch"
+    )
+    arguments = (query, key, clusters, selection, config, position)
+    own = position // 32
+    kinds = set()
+    for head in range(2):
+        assigned = clusters.key_assignment[0, head].tolist()
+        of_query = selection.opened[0, head, position]
+        for token in range(0, 192 if is_causal else LENGTH):
+            cluster, block = assigned[token], token // 32
+            if config.tolerance is None:
+                is_opened = cluster in of_query.tolist()
+            else:
+                is_opened = bool(unpack_bits(of_query, config.key_clusters)[cluster])
+            blocks = [block] if is_opened else [other for other in range(own if is_causal else 8) if other != own]
+            beside = sum(assigned[other * 32 : (other + 1) * 32].count(cluster) for other in blocks)
+            lookup = found_weight(*arguments, [token], scale=0.25, is_causal=is_causal)
+            is_found = bool(lookup.found[0, head] == lookup.weight[0, head])
+            is_exact = bool(lookup.exact[0, head] == lookup.weight[0, head])
+            assert is_exact == (is_found or beside == 1)
+            kinds.add((is_found, is_exact))
+    assert {(False, True), (False, False)} <= kinds, "some are alone, some are not"
+
+
+def test_nothing_is_alone_without_summaries() -> None:
+    config = MuSeConfig.parse("Q4K40R1B32,monopole=false")
+    query, key, value = clustered_qkv(1, 2, LENGTH, DIM)
+    clusters = find_clusters(query, key, config=config)
+    _, selection = operator.attend(query, key, value, clusters, config, is_causal=True, scale=0.25, backend="torch")
+    lookup = found_weight(query, key, clusters, selection, config, 200, range(192), scale=0.25)
+    assert torch.equal(lookup.exact, lookup.found)
+
+
 def test_the_own_block_is_found_without_retrieval() -> None:
     lookup, _ = look_up("QK8R0B32", [LENGTH - 32, LENGTH - 1])
     assert torch.equal(lookup.found, lookup.weight)

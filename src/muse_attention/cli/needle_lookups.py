@@ -58,9 +58,12 @@ def write_lookup_reports(results: Results, path: Path) -> None:
 def _table(results: Results) -> Table:
     _, rows = summary_table(results)
     settings = results.settings
-    headers = ("length", "kind", "n", "found", "strong\nheads", "of them\nfound", "found,\nstrong", "pairs")
+    headers = (
+        *("length", "kind", "n", "found", "exact", "pairs"),
+        *("strong\nheads", "of them\nfound", "found,\nstrong", "exact,\nstrong", "pairs,\nstrong"),
+    )
     table = new_table(f"{settings.model}\n{settings.haystack}", *headers)
     table.caption = "Share of exact attention's weight on the needle that is retrieved, or in the query's own block."
     for row in rows:
-        table.add_row(*row[: 1 + len(headers)])
+        table.add_row(*row)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,11 +22,11 @@ _SHOWN_HEADS = 40
 MEANING = (
     "The model reads each prompt with exact attention. In every head, the query is the last token of the prompt, that "
     "before the first digit of the uid that is asked for, and the needle is the file that defines it. Weight is exact "
-    "attention's on the needle. It is found as far as it lies in buckets that the query retrieves or in its own block: "
-    "the rest of it is approximated by summaries. Found: the sum of what is found over the sum of the weight, over "
-    f"all heads, layers and samples. Strong: heads of a sample with a weight of at least {STRONG:g}; how many of them "
-    "there are in a sample, and in how many of them more than half of the weight is found. Pairs: buckets that the "
-    "query retrieves, the mean over heads."
+    "attention's on the needle. Found: the share of it that lies in buckets that the query retrieves or in its own "
+    "block. Exact: the same with keys that are the only one of their summary, which is then that key; the rest is "
+    "approximated by summaries. Both are sums over all heads, layers and samples over the sum of the weight. Strong: "
+    f"heads of a sample with a weight of at least {STRONG:g}; how many of them there are in a sample, and in how many "
+    "of them more than half of the weight is found. Pairs: buckets that the query retrieves, the mean over heads."
 )
 
 
@@ -35,6 +36,7 @@ class Pool:
 
     weight: Tensor
     found: Tensor
+    exact: Tensor
     pairs: Tensor
 
     @property
@@ -66,6 +68,14 @@ class Pool:
         return _share(self.weight[self.is_strong], self.found[self.is_strong])
 
     @property
+    def exact_share(self) -> float | None:
+        return _share(self.weight, self.exact)
+
+    @property
+    def strong_exact_share(self) -> float | None:
+        return _share(self.weight[self.is_strong], self.exact[self.is_strong])
+
+    @property
     def mean_pairs(self) -> float:
         return float(self.pairs.mean())
 
@@ -74,11 +84,10 @@ class Pool:
         return float(self.pairs[self.is_strong].mean()) if self.is_strong.any() else None
 
     def in_layer(self, place: int) -> Pool:
-        return Pool(self.weight[:, [place]], self.found[:, [place]], self.pairs[:, [place]])
+        return Pool(*(tensor[:, [place]] for tensor in vars(self).values()))
 
     def in_head(self, place: int, head: int) -> Pool:
-        layer = self.in_layer(place)
-        return Pool(layer.weight[..., [head]], layer.found[..., [head]], layer.pairs[..., [head]])
+        return Pool(*(tensor[:, [place]][..., [head]] for tensor in vars(self).values()))
 
 
 def pool(results: Results, length: int, kind: str | None, attention: str) -> Pool:
@@ -88,27 +97,26 @@ def pool(results: Results, length: int, kind: str | None, attention: str) -> Poo
         for task, found in results.lookups.items()
         if (task.length, task.attention) == (length, attention) and kind in (None, task.kind)
     ]
-    weight, found, pairs = (
-        torch.tensor([getattr(sample, name) for sample in chosen], dtype=torch.float64)
-        for name in ("weight", "found", "pairs")
-    )
-    return Pool(weight, found, pairs)
+    names = [field.name for field in dataclasses.fields(Pool)]
+    return Pool(*(torch.tensor([getattr(sample, name) for sample in chosen], dtype=torch.float64) for name in names))
 
 
 def summary_table(results: Results) -> Table:
     """Of every length, kind and attention."""
     header = (
-        *("attention", "length", "kind", "samples", "found", "strong", "of them found", "found, strong"),
-        *("pairs", "pairs, strong"),
+        *("attention", "length", "kind", "samples", "found", "exact", "pairs"),
+        *("strong heads", "of them found", "found, strong", "exact, strong", "pairs, strong"),
     )
     rows = []
     for length, kind, attention in _groups(results):
         of_group = pool(results, length, kind, attention)
         rows.append(
             (
-                *(attention, format_size(length), kind, str(of_group.samples), _percent(of_group.share)),
+                *(attention, format_size(length), kind, str(of_group.samples)),
+                *(_percent(of_group.share), _percent(of_group.exact_share), f"{of_group.mean_pairs:.2f}"),
                 *(f"{of_group.strong_heads:.1f}", f"{of_group.strong_heads_found:.1f}"),
-                *(_percent(of_group.strong_share), f"{of_group.mean_pairs:.2f}", _number(of_group.strong_pairs)),
+                *(_percent(of_group.strong_share), _percent(of_group.strong_exact_share)),
+                _number(of_group.strong_pairs),
             )
         )
     return header, rows
@@ -168,11 +176,11 @@ def html_report(results: Results, *, title: str) -> str:
 
 def as_csv(results: Results) -> str:
     """A line for every attention, length, kind, layer and head, with means over samples."""
-    header = ("attention", "length", "kind", "layer", "head", "samples", "weight", "found", "pairs")
+    header = ("attention", "length", "kind", "layer", "head", "samples", "weight", "found", "exact", "pairs")
     rows: list[Sequence[object]] = []
     for length, kind, attention in _groups(results):
         of_group = pool(results, length, kind, attention)
-        means = [tensor.mean(0) for tensor in (of_group.weight, of_group.found, of_group.pairs)]
+        means = [tensor.mean(0) for tensor in vars(of_group).values()]
         for place, layer in enumerate(results.layers):
             for head, numbers in enumerate(zip(*(mean[place].tolist() for mean in means), strict=True)):
                 cells = [f"{number:.4g}" for number in numbers]

@@ -40,6 +40,7 @@ class Found:
 
     weight: list[list[float]]
     found: list[list[float]]
+    exact: list[list[float]]
     pairs: list[list[int]]
 
 
@@ -113,6 +114,7 @@ def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[Task], resu
         results.lookups[task] = Found(
             [_rounded(lookup.weight[0]) for lookup in of_task],
             [_rounded(lookup.found[0]) for lookup in of_task],
+            [_rounded(lookup.exact[0]) for lookup in of_task],
             [lookup.pairs[0].tolist() for lookup in of_task],
         )
 
@@ -174,4 +176,4 @@ def _entry_from_json(entry: dict[str, Any]) -> tuple[Task, Found]:
     task = Task(**{name: entry[name] for name in ("number", "length", "kind", "bucket", "attention")})
     if task.kind not in KINDS:
         raise ValueError("there is no such kind of samples")
-    return task, Found(entry["weight"], entry["found"], entry["pairs"])
+    return task, Found(entry["weight"], entry["found"], entry["exact"], entry["pairs"])
