@@ -39,7 +39,7 @@ from muse_attention.recording import recorded_calls
 from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer, write_needle_model, write_texts
 
 LENGTH = 512
-PAPER, TOLERANT = "muse:Q4K4R1SP1B64", "muse:Q4K8R4T0.001B64"
+PAPER, TOLERANT = "muse:Q4K4R1SP1B64,clustering=lloyd", "muse:Q4K8R4T0.001B64,clustering=lloyd"
 SETTINGS = Settings("tiny", "made up", 0, "cpu", "float32")
 
 
@@ -167,7 +167,7 @@ def test_tables_by_attention_layer_and_head() -> None:
     assert "## By layer, 512" in report
     lines = as_csv(results).splitlines()
     assert len(lines) == 1 + 2 * 2 * 2
-    assert lines[1] == f"{PAPER},512,single,0,0,2,0.5,0.25,0.25,1"
+    assert lines[1] == f'"{PAPER}",512,single,0,0,2,0.5,0.25,0.25,1'
 
 
 def test_no_weight_has_no_share() -> None:
