@@ -57,9 +57,9 @@ def found_weight(
         raise ValueError(
             f"the query at {position} cannot look up tokens {needle.tolist()} of {length}; choose tokens that it sees"
         )
-    keys = key[:, :, :seen].double().repeat_interleave(group, dim=1)
-    logits = scale * keys @ query[:, :, position, :, None].double()
-    weights = logits[..., 0].softmax(-1)[:, :, needle]
+    queries = query[:, :, position].double().unflatten(1, (-1, group))  # (batch, key heads, group, D)
+    logits = scale * queries @ key[:, :, :seen].double().mT
+    weights = logits.softmax(-1)[..., needle].flatten(1, 2)
     of_query = Selection(selection.opened[:, :, position, None], selection.retrieved[:, :, position, None])
     retrieved = retrieved_buckets(of_query, config, length)[:, :, 0]
     opened = opened_clusters(of_query, config)[:, :, 0]
