@@ -203,6 +203,7 @@ def measured(folder: Path, options: list[object]) -> Path:
     code, out, err = run(*options, "--output", folder / "out")
     assert (code, err) == (0, "")
     assert "found" in out
+    assert "muse:Q4" in out, "a terminal has room for the name"
     return folder / "out"
 
 

@@ -56,14 +56,16 @@ def write_lookup_reports(results: Results, path: Path) -> None:
 
 
 def _table(results: Results) -> Table:
-    _, rows = summary_table(results)
+    """What fits a terminal."""
+    header, rows = summary_table(results)
+    shown = {
+        **{name: name for name in ("length", "kind", "samples", "found", "exact", "pairs")},
+        **{name: name.replace(" ", "\n") for name in ("strong heads", "found, strong")},
+    }
     settings = results.settings
-    headers = (
-        *("length", "kind", "n", "found", "exact", "pairs"),
-        *("strong\nheads", "of them\nfound", "found,\nstrong", "exact,\nstrong", "pairs,\nstrong"),
-    )
-    table = new_table(f"{settings.model}\n{settings.haystack}", *headers)
+    table = new_table(f"{settings.model}\n{settings.haystack}", *shown.values())
     table.caption = "Share of exact attention's weight on the needle that is retrieved, or in the query's own block."
     for row in rows:
-        table.add_row(*row)
+        cells = dict(zip(header, row, strict=True))
+        table.add_row(cells["attention"], *(cells[name] for name in shown))
     return table
