@@ -229,8 +229,8 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
         assert expected in report
     assert str(tmp_path) not in report
     rows = [line for line in report.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 3
-    assert len({row.count("|") for row in rows}) == 1
+    assert len(rows) == 2 * (2 + 3), "times, and what was retrieved"
+    assert all(len({row.count("|") for row in table}) == 1 for table in (rows[:5], rows[5:]))
 
 
 def test_a_file_from_before_there_were_sweeps_is_read(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
     section = markdown_report(results, title="").partition("## Share of each stage")[2]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 4
-    assert len({row.count("|") for row in rows}) == 1
+    assert all(len({row.count("|") for row in table}) == 1 for table in (rows[:5], rows[5:]))
     assert "| 512 | `exact` | 3.00 ms (75%) | - | 1.00 ms (25%) |" in rows[3]
     assert rows[3].endswith("| 4.00 ms |")
 
@@ -382,3 +382,27 @@ def test_the_picture_of_speedups_is_drawn(tmp_path: Path) -> None:
     curves = {"muse": [(512, 0.9), (1024, 1.4)], "muse:QK32R2B1k": [(1024, 1.1)]}
     plot_speedup({"forward": curves, "forward + backward": curves}, tmp_path / "speedup.png")
     assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
+    attentions = ("muse:Q8K8R2SP1B128", "muse:Q8K8R2T0.001B128", "moba:L128B16R1", "exact")
+    plan = Plan.at_lengths(dataclasses.replace(SETTINGS, repeats=1), lengths=(512,), attentions=attentions)
+    path = tmp_path / "cpu.json"
+    results = start_results(plan, path, resume=False)
+    run_plan(plan, results, path)
+    paper, tolerant, moba, exact = read_results(path).cases
+    assert paper.fidelity["pairs_per_query"] == pytest.approx(2 * 3 / 4)
+    assert 0 < tolerant.fidelity["at_budget"] <= 1
+    assert moba.fidelity["keys_per_query"] == pytest.approx(16 * 3 / 4)
+    assert "pairs_per_query" not in exact.fidelity
+    report = markdown_report(results, title="t")
+    header = next(line for line in report.splitlines() if "| keys" in line)
+    assert header.startswith("| length | attention | RSE 99% | RSE 99.9% |")
+    assert header.endswith("| pairs | keys | retrieving | at budget |")
+    (line,) = [line for line in report.splitlines() if "moba:L128B16R1" in line and "12.0" in line]
+    assert "| 0.75 | 12.0 | 75.0% |  |" in line
+
+
+def test_reports_of_earlier_results_have_no_table_of_what_was_retrieved() -> None:
+    results = Results(describe_machine(), SETTINGS, [], [some_case(Shape(512, 2, 8))])
+    assert "retrieved" not in markdown_report(results, title="t")

@@ -70,6 +70,12 @@ def test_metrics_have_a_line_for_every_step(whole_run: Path) -> None:
     for step in steps:
         assert all(0 < error < 1 for error in step.get("rse", {}).values())
         assert set(step.get("rse", "13")) == {"1", "3"}
+        assert ("attention_means" in step) == ("rse" in step)
+    means = steps[2]["attention_means"]
+    assert means["relative_squared_error"] == pytest.approx(sum(steps[2]["rse"].values()) / 2)
+    assert means["pairs_per_query"] == pytest.approx(3 / 4)  # one, in all blocks but the first of four
+    assert 0 < means["keys_per_query"] <= 16
+    assert means["error_p999"] >= means["error_p99"] > 0
 
 
 def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +113,13 @@ def test_the_speed_is_that_of_the_update_without_its_probe(
         now += 1
         return now
 
-    def probe(*_: object) -> dict[int, float]:
+    def probe(*_: object) -> dict[int, dict[str, float]]:
         nonlocal now
         now += 1000
-        return {1: 0.5}
+        return {1: {"relative_squared_error": 0.5}}
 
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(training, "relative_squared_errors", probe)
+    monkeypatch.setattr(training, "measure_attention", probe)
     train(corpus, override(SMALL, ["steps=2", "probe_every=2"]), tmp_path)
     first, second = read_metrics(tmp_path)
     assert (first.get("rse"), second.get("rse")) == (None, {"1": 0.5})

@@ -205,6 +205,32 @@ def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path:
     _save(figure, first, path)
 
 
+def plot_error_against_keys(curves: Mapping[str, Curve], path: Path) -> None:
+    """Relative squared error against retrieved keys per query, both on log axes: one line per family.
+
+    The first two, which the others are compared with, are dashed.
+    """
+    figure = _new_figure(width=6.4, height=4.2)
+    axis = figure.add_subplot()
+    for number, (name, curve) in enumerate(curves.items()):
+        axis.plot(
+            *zip(*curve, strict=True),
+            color=_RUNS[number % len(_RUNS)],
+            linestyle="--" if number < 2 else "-",
+            linewidth=1.2,
+            marker="s" if number < 2 else "o",
+            markersize=4,
+            label=name,
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter(lambda keys, _: f"{keys:g}")
+    axis.set_xlabel("retrieved keys per query")
+    axis.set_ylabel("relative squared error")
+    _tidy(axis)
+    _save(figure, axis, path)
+
+
 def plot_training(by_tokens: Mapping[str, Curve], by_seconds: Mapping[str, Curve], path: Path) -> None:
     """Training loss of each run, against tokens and against seconds, with the same scale of losses."""
     figure = _new_figure(width=8.2, height=3.6)

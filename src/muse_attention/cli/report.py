@@ -13,9 +13,10 @@ from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
+from muse_attention.cli.needle_lookups import write_lookup_reports
 from muse_attention.cli.needle_reports import write_needle_comparisons, write_needle_reports
 from muse_attention.cli.tasks import write_tasks_reports
-from muse_attention.evaluation import comparison, layers, loss, needle_results
+from muse_attention.evaluation import comparison, layers, lookup_results, loss, needle_results
 from muse_attention.evaluation import tasks as standard_tasks
 from muse_attention.evaluation.page import Page
 from muse_attention.files import replace_file
@@ -40,6 +41,7 @@ _KINDS = (
     _Kind("Loss", "losses", loss.read_results, write_loss_reports),
     _Kind("Training runs", "runs", comparison.read_results, write_comparison_reports),
     _NEEDLES,
+    _Kind("Lookups", "lookups", lookup_results.read_results, write_lookup_reports),
     _Kind("Standard tasks", "tasks", standard_tasks.read_results, write_tasks_reports),
 )
 

@@ -82,5 +82,10 @@ def in_words(attention: str) -> str:
     blocks = f"blocks of {format_size(config.block_size)}"
     if config.retrieved_clusters == 0:
         return f"{clusters}, none opened, {blocks}"
+    if config.tolerance is not None:
+        return (
+            f"{clusters}, retrieval of what is expected to be off by more than {config.tolerance:g}, at most "
+            f"{config.retrieved_clusters} buckets per query in a head, {blocks}"
+        )
     in_each = "1 block" if config.retrieved_blocks == 1 else f"{config.retrieved_blocks} blocks"
     return f"{clusters}, {config.retrieved_clusters} opened in {in_each} each, {blocks}"

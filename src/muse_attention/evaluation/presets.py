@@ -1,4 +1,4 @@
-"""Lists of attentions that answer one question each: the paper's tables of this kind, at the length at hand.
+"""Lists of attentions that answer one question each: the paper's tables of this kind, at the length at hand, and ours.
 
 The paper's base configuration at 64k is `Q128K128R8SP1B8k`; here it is `MuSeConfig.for_length`, and what a table varies
 is varied around that.
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from muse_attention.config import MuSeConfig
 from muse_attention.evaluation import paper
+from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.layers import Request
 from muse_attention.evaluation.paper import PaperTable
 from muse_attention.sizes import format_size
@@ -19,6 +20,7 @@ from muse_attention.sizes import format_size
 RETRIEVED_PART = 16
 """One in so many clusters is retrieved, unless a table is about that."""
 NO_TILT = "no tilt"
+ERROR_CONTROL = "error-control"
 
 
 class Row(NamedTuple):
@@ -304,6 +306,41 @@ def _caps(base: _Base) -> Preset:
     )
 
 
+def _error_control(base: _Base) -> Preset:
+    """In blocks of an eighth of the length, whatever the base has."""
+    block = max(16, base.length // 8)
+    rows = [
+        _named_row("paper", f"Q{clusters}K{clusters}", f"R{clusters // 16}", base.length,
+                   f"muse:QK{clusters}R{clusters // 16}B{block}")
+        for clusters in (32, 64, 128)
+    ]  # fmt: skip
+    part = block // RETRIEVED_PART
+    rows += [
+        _named_row("MoBA", "", f"{count} x {part} keys", base.length,
+                   f"moba:L{format_size(block)}B{format_size(part)}R{count}")
+        for count in (1, 2, 4)
+    ]  # fmt: skip
+    for clusters in ("Q32K32", "Q64K64", "Q128K128", "Q32K128", "Q16K256", "Q32K256"):
+        rows += [
+            _named_row(f"tolerance, {clusters}", clusters, f"T{tolerance} R{budget}", base.length,
+                       f"muse:{clusters}R{budget}T{tolerance}B{block}")
+            for tolerance, budget in (("0.03", 8), ("0.01", 8), ("0.003", 16))
+        ]  # fmt: skip
+    return Preset(
+        ERROR_CONTROL,
+        "Retrieval by expected error, against the paper's rule and MoBA",
+        f"Blocks of {format_size(block)}. The paper's rule retrieves R buckets for every query, {part} keys if all "
+        "buckets had the mean size; MoBA as many keys, twice and four times as many; a tolerance T retrieves what is "
+        "expected to be wrong by more, R buckets per query of a head at most.",
+        ("family", "clusters", "rule"),
+        tuple(rows),
+    )
+
+
+def _named_row(family: str, clusters: str, rule: str, length: int, attention: str) -> Row:
+    return Row((family, clusters, rule), Request(full_name(attention, length), length))
+
+
 PRESETS: dict[str, Callable[[_Base], Preset]] = {
     "methods": _methods,
     "joint": _joint,
@@ -319,4 +356,5 @@ PRESETS: dict[str, Callable[[_Base], Preset]] = {
     "length": _length,
     "clustering": _clustering,
     "caps": _caps,
+    ERROR_CONTROL: _error_control,
 }
