@@ -142,7 +142,7 @@ def compare_runs(
 
     silence_transformers()
     corpus = read_corpus(request.corpus)
-    runs = open_runs(request.runs, corpus, on_refused=say)
+    runs = open_runs(request.runs, corpus, device=request.place.device, on_refused=say)
     length = _length(runs, request.length)
     windows = open_windows(corpus, length)
     settings = Settings(

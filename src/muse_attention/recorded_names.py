@@ -1,0 +1,60 @@
+"""Names of attentions in files from before recorded names were full, and what they meant there.
+
+Such a name says nothing of its clustering: the kernels took `lloyd` for `auto`, everything else `streaming`. And `muse`
+alone was the paper's scaling rule. A full name (`by_name.full_name`) is never changed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from muse_attention.config import MuSeConfig, follows_length
+
+DEVICES = ("cpu", "cuda")
+"""The devices whose meanings differ."""
+
+
+def recorded_name(attention: str, length: int | None, device: str) -> str:
+    """The full name of what a recorded name meant on a device; `muse` alone stays where there is no length."""
+    kind, _, settings = attention.partition(":")
+    if kind != "muse" or "clustering=streaming" in settings or "clustering=lloyd" in settings:
+        return attention
+    if settings and not follows_length(settings):
+        config = MuSeConfig.parse(settings)
+    elif not settings and length is not None:
+        config = MuSeConfig.paper(length).replace(query_cap_factor=None)
+    else:
+        return attention
+    return f"muse:{config.replace(clustering=_clustering_then(config, device))}"
+
+
+def may_mean(recorded: str, attention: str, length: int) -> bool:
+    """Whether a recorded name is that of an attention, on one device or another."""
+    return attention in (recorded, *(recorded_name(recorded, length, device) for device in DEVICES))
+
+
+def with_full_names(document: Any) -> Any:
+    """A results file as it was read, every attention in it by its full name, on the device of its settings."""
+    settings = document["settings"]
+    return _with_full_names(document, settings.get("length"), settings["device"])
+
+
+def _with_full_names(part: Any, length: Any, device: str) -> Any:
+    if isinstance(part, list):
+        return [_with_full_names(item, length, device) for item in part]
+    if not isinstance(part, dict):
+        return part
+    length = part.get("length") or length
+    found = {key: _with_full_names(value, length, device) for key, value in part.items()}
+    attention, config = part.get("attention"), part.get("config")
+    if isinstance(attention, str) and (config is None or "clustering" in config):
+        found["attention"] = recorded_name(attention, length, device)
+        if config is not None and config["clustering"] == "auto":
+            _, _, named = found["attention"].partition(":")
+            found["config"] = {**config, "clustering": MuSeConfig.parse(named).clustering}
+    return found
+
+
+def _clustering_then(config: MuSeConfig, device: str) -> str:
+    has_kernels = config.dipole == "none" and not config.needs_spread
+    return "lloyd" if device.startswith("cuda") and has_kernels else "streaming"
