@@ -6,6 +6,7 @@ alone was the paper's scaling rule. A full name (`by_name.full_name`) is never c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from muse_attention.config import MuSeConfig, follows_length
@@ -34,9 +35,27 @@ def may_mean(recorded: str, attention: str, length: int) -> bool:
 
 
 def with_full_names(document: Any) -> Any:
-    """A results file as it was read, every attention in it by its full name, on the device of its settings."""
+    """A results file as it was read, every attention in it by its full name, on the device of its settings.
+
+    Settings that stand beside a name tell whether the file is from before. Where there are none, the names do.
+    """
     settings = document["settings"]
+    clusterings = set(_clusterings(document))
+    if clusterings and "auto" not in clusterings:
+        return document
     return _with_full_names(document, settings.get("length"), settings["device"])
+
+
+def _clusterings(part: Any) -> Iterator[str]:
+    if isinstance(part, list):
+        for item in part:
+            yield from _clusterings(item)
+    elif isinstance(part, dict):
+        config = part.get("config")
+        if isinstance(config, dict) and "clustering" in config:
+            yield config["clustering"]
+        for value in part.values():
+            yield from _clusterings(value)
 
 
 def _with_full_names(part: Any, length: Any, device: str) -> Any:
@@ -47,11 +66,11 @@ def _with_full_names(part: Any, length: Any, device: str) -> Any:
     length = part.get("length") or length
     found = {key: _with_full_names(value, length, device) for key, value in part.items()}
     attention, config = part.get("attention"), part.get("config")
-    if isinstance(attention, str) and (config is None or "clustering" in config):
+    if isinstance(attention, str):
         found["attention"] = recorded_name(attention, length, device)
-        if config is not None and config["clustering"] == "auto":
-            _, _, named = found["attention"].partition(":")
-            found["config"] = {**config, "clustering": MuSeConfig.parse(named).clustering}
+        if isinstance(config, dict) and config.get("clustering") == "auto":
+            _, _, settings = found["attention"].partition(":")
+            found["config"] = {**config, "clustering": MuSeConfig.parse(settings).clustering}
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muse_attention.by_name import full_name
+from muse_attention.by_name import config_at
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
 
@@ -22,4 +22,5 @@ def at_matched_sparsity(kind: str, length: int) -> str:
         return f"block_diagonal:{block_size}"
     if kind == "moba":
         return f"moba:L{block_size}B{format_size(config.block_size // 16)}R1"
-    return full_name(kind, length)
+    muse = config_at(kind, length)
+    return kind if muse is None else f"muse:{muse}"

@@ -51,7 +51,7 @@ def compare(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to test with, by name; may be repeated. Exact attention always is one.",
+            help="Attention to test with, by name, as muse:paper; may be repeated. Exact attention always is one.",
             show_default="those that the runs were trained with",
         ),
     ] = None,

@@ -74,7 +74,7 @@ def tasks(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention in prefill, by name; may be repeated. Exact attention is always measured.",
+            help="Attention in prefill, by name, as muse:paper; may be repeated. Exact attention is always measured.",
             show_default="exact",
         ),
     ] = None,

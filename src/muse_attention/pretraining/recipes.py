@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from muse_attention.by_name import get_attention
+from muse_attention.by_name import full_name, get_attention
 from muse_attention.recorded_names import may_mean
 from muse_attention.sizes import parse_size
 
@@ -200,7 +200,7 @@ def differences(recorded: Recipe, other: Recipe) -> list[str]:
     """Fields that change what is learnt, and differ between a recorded recipe and another."""
     names = [field.name for field in dataclasses.fields(recorded) if field.name not in FREE]
     differing = [name for name in names if getattr(recorded, name) != getattr(other, name)]
-    if may_mean(recorded.attention, other.attention, recorded.length):
+    if may_mean(recorded.attention, full_name(other.attention, other.length), recorded.length):
         differing = [name for name in differing if name != "attention"]
     return differing
 
