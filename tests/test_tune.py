@@ -44,6 +44,7 @@ from muse_attention.evaluation.tuning import (
 from muse_attention.evaluation.tuning_report import as_csv, html_report, markdown_report, verdict
 from muse_attention.machine import describe_machine
 from tests.models import tiny_llama, token_ids, write_model_folder
+from tests.needle_models import needle_tokenizer, write_needle_model, write_texts
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 FINE = "muse:Q4K8R8T0.001B32,clustering=lloyd"
@@ -340,6 +341,21 @@ def test_beyond_the_context_captures_are_laid_end_to_end(folder: Path, tmp_path:
     assert_refused(run(*arguments), "context is 1024 tokens, less than 2048")
     assert run(*arguments, "--repeat-captures")[0] == 0
     assert "2 captures of 1024 tokens" in read_results(tmp_path / "out" / "tiny.json").settings.laid
+
+
+def test_needles_are_looked_up(tmp_path: Path) -> None:
+    folder, texts = tmp_path / "model", tmp_path / "texts"
+    folder.mkdir()
+    write_needle_model(folder, needle_tokenizer())
+    write_texts(texts)
+    arguments = [folder, "--text", texts, "--length", "1k", "--heads", "2", "--samples", "2", "--repeats", "1"]
+    code, out, err = run(*arguments, "--needles", "--only", COARSE, "--output", tmp_path, "--name", "needles")
+    assert (code, err) == (0, "")
+    assert "lookup" in out
+    results = read_results(tmp_path / "needles.json")
+    assert results.settings.lookups == 2
+    assert results.tuned[0].lookup is not None
+    assert 0 <= results.tuned[0].lookup.share <= 1
 
 
 @pytest.mark.parametrize(

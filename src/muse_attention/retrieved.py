@@ -61,10 +61,31 @@ def retrieved_buckets(selection: Selection, config: MuSeConfig, length: int) -> 
     return found.scatter_(3, place, True)[..., :nothing].unflatten(3, (blocks, config.key_clusters))
 
 
+def opened_clusters(selection: Selection, config: MuSeConfig) -> Tensor:
+    """(batch, query heads, queries, key clusters) bool: the clusters that each query of a selection opens."""
+    if config.tolerance is not None:
+        return unpack_bits(selection.opened, config.key_clusters)
+    place = torch.where(selection.opened < 0, config.key_clusters, selection.opened).long()
+    found = torch.zeros(*place.shape[:3], config.key_clusters + 1, dtype=torch.bool, device=place.device)
+    return found.scatter_(3, place, True)[..., : config.key_clusters]
+
+
+def bucket_sizes(key_assignment: Tensor, config: MuSeConfig) -> Tensor:
+    """(batch, key heads, blocks, key clusters) int64: keys in each bucket, of a (batch, key heads, N) assignment."""
+    batch, heads, length = key_assignment.shape
+    blocks = config.number_of_blocks(length)
+    block = torch.arange(length, device=key_assignment.device) // config.block_size
+    head = torch.arange(batch * heads, device=key_assignment.device)[:, None]
+    place = (head * blocks + block) * config.key_clusters + key_assignment.flatten(0, 1)
+    counts = torch.bincount(place.flatten(), minlength=batch * heads * blocks * config.key_clusters)
+    return counts.view(batch, heads, blocks, config.key_clusters)
+
+
 def _count(call: Call, selection: Selection) -> tuple[Tensor, Tensor]:
     """Buckets that each query retrieves and keys in them, (batch, query heads, N) each, float64."""
     batch, heads, length, _ = call.query.shape
-    sizes = _bucket_sizes(call).repeat_interleave(heads // call.key.shape[1], dim=1)
+    sizes = bucket_sizes(call.clusters.key_assignment, call.config).flatten(2).double()
+    sizes = sizes.repeat_interleave(heads // call.key.shape[1], dim=1)
     counted = torch.stack([torch.ones_like(sizes), sizes], dim=-1)
     at_once = max(1, _BUCKETS_AT_ONCE // (batch * heads * sizes.shape[2]))
     parts = [
@@ -75,17 +96,6 @@ def _count(call: Call, selection: Selection) -> tuple[Tensor, Tensor]:
     ]
     pairs, keys = torch.cat(parts, dim=2).unbind(-1)
     return pairs, keys
-
-
-def _bucket_sizes(call: Call) -> Tensor:
-    """(batch, key heads, blocks * key clusters) float64: keys in each bucket."""
-    assignment = call.clusters.key_assignment.long()
-    clusters, length = call.config.key_clusters, assignment.shape[2]
-    block = torch.arange(length, device=assignment.device) // call.config.block_size
-    buckets = call.config.number_of_blocks(length) * clusters
-    head = torch.arange(assignment.shape[0] * assignment.shape[1], device=assignment.device)
-    place = head[:, None] * buckets + (block * clusters + assignment).flatten(0, 1)
-    return torch.bincount(place.flatten(), minlength=len(head) * buckets).double().view(*assignment.shape[:2], buckets)
 
 
 def _is_held_back(call: Call, pairs: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +37,7 @@ from muse_attention.cli.language_model import (
     name_of,
     short_warnings,
 )
-from muse_attention.evaluation.captures import Captures, capture_heads, load_captures, save_captures
+from muse_attention.evaluation.captures import Captures, LookupAt, capture_heads, load_captures, save_captures
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.evaluation.tuning import (
@@ -67,6 +67,8 @@ from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_size
 
 _DEFAULT_LENGTH = 8192
+_SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "lookup")
+"""Columns that fit a terminal; the reports have all."""
 
 
 @app.command()
@@ -93,6 +95,12 @@ def tune(
         Path | None,
         typer.Option("--save-captures", help="Write the captured heads, .safetensors or .pt, and measure nothing."),
     ] = None,
+    needles: Annotated[
+        bool,
+        typer.Option(
+            "--needles", help="Bury a needle in each sample, and tell how much of the weight on it is attended to."
+        ),
+    ] = False,
     repeat: Annotated[
         bool,
         typer.Option(
@@ -128,6 +136,7 @@ def tune(
             error=error,
             heads=heads,
             samples=samples,
+            needles=needles,
             added=tuple(attention or ()),
             only=tuple(only or ()),
             repeats=repeats,
@@ -172,6 +181,7 @@ class _Asked:
     error: float
     heads: int
     samples: int
+    needles: bool
     added: tuple[str, ...]
     only: tuple[str, ...]
     repeats: int
@@ -187,7 +197,7 @@ class _Asked:
         else:
             words += [self.model if with_folders else name_of(self.model)]
             words += [word for file in self.texts for word in ("--text", str(file) if with_folders else file.name)]
-            words += ["--samples", str(self.samples)]
+            words += ["--samples", str(self.samples), *["--needles"] * self.needles]
         words += [] if self.length is None else ["--length", format_size(self.length)]
         words += ["--error", f"{self.error:g}", "--heads", str(self.heads), "--repeats", str(self.repeats)]
         words += [word for named in self.added for word in ("--attention", named)]
@@ -210,9 +220,16 @@ def _capture(asked: _Asked) -> Captures:
     if asked.repeat:
         length = min(length, longest_context(model) or length)
     check_context(model, length)
-    read = read_samples(tokenizer, asked.texts, length, asked.samples)
+    lookups: tuple[LookupAt, ...] = ()
+    if asked.needles:
+        from muse_attention.evaluation.needle_captures import read_needle_samples  # here: it needs tokenizers
+
+        read, lookups = read_needle_samples(tokenizer, asked.texts, length, asked.samples)
+    else:
+        read = read_samples(tokenizer, asked.texts, length, asked.samples)
     described = describe_model(name_of(asked.model), model)
-    return capture_heads(model, read.tokens, asked.heads, model_name=described, text=read.source)
+    captures = capture_heads(model, read.tokens, asked.heads, model_name=described, text=read.source)
+    return replace(captures, lookups=lookups)
 
 
 class _Clock:
@@ -241,9 +258,10 @@ def _tuning_table(results: Results) -> Table:
     header, rows = table_of(results, shown(results))
     settings = results.settings
     title = f"{len(settings.heads)} heads of {settings.model}\n{settings.text}, {format_size(settings.length)} tokens"
-    table = new_table(title, *(name.replace(" ", "\n", 1) for name in header[1:]))
+    kept = [header.index(name) for name in _SHOWN if name in header]
+    table = new_table(title, *(header[index].replace(" ", "\n", 1) for index in kept))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(row[0].removeprefix("muse:"), *(row[index] for index in kept))
     return table
 
 

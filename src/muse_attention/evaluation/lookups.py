@@ -1,5 +1,6 @@
 """Whether a query that must look something up finds it: how much of exact attention's weight on it is attended to
-token by token, in the query's own block or in a bucket that it retrieves. What is not stays in a summary."""
+token by token, in the query's own block or in a bucket that it retrieves. What is not stays in a summary. A summary of
+one key is that key: such a key need not be retrieved, and is not lost."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
-from muse_attention.retrieved import retrieved_buckets
+from muse_attention.retrieved import bucket_sizes, opened_clusters, retrieved_buckets
 from muse_attention.structures import Clusters, Selection
 
 
@@ -22,6 +23,9 @@ class Lookup:
     """exact attention's weight on the needle's tokens, float64"""
     found: Tensor
     """the part of it that lies in the query's own block or in a bucket that it retrieves, float64"""
+    exact: Tensor
+    """the part of it that is attended to exactly: what is found, and keys that are the only one of their summary,
+    float64"""
     pairs: Tensor
     """buckets that the query retrieves, int64"""
 
@@ -53,13 +57,27 @@ def found_weight(
         raise ValueError(
             f"the query at {position} cannot look up tokens {needle.tolist()} of {length}; choose tokens that it sees"
         )
-    keys = key[:, :, :seen].double().repeat_interleave(group, dim=1)
-    logits = scale * keys @ query[:, :, position, :, None].double()
-    weights = logits[..., 0].softmax(-1)[:, :, needle]
+    queries = query[:, :, position].double().unflatten(1, (-1, group))  # (batch, key heads, group, D)
+    logits = scale * queries @ key[:, :, :seen].double().mT
+    weights = logits.softmax(-1)[..., needle].flatten(1, 2)
     of_query = Selection(selection.opened[:, :, position, None], selection.retrieved[:, :, position, None])
-    retrieved = retrieved_buckets(of_query, config, length)[:, :, 0].flatten(2)
-    block = needle // config.block_size
-    bucket = block * config.key_clusters + clusters.key_assignment[:, :, needle].long()
-    is_retrieved = retrieved.gather(2, bucket.repeat_interleave(group, dim=1))
-    is_found = is_retrieved | (block == position // config.block_size)
-    return Lookup(weights.sum(-1), (weights * is_found).sum(-1), retrieved.sum(-1))
+    retrieved = retrieved_buckets(of_query, config, length)[:, :, 0]
+    opened = opened_clusters(of_query, config)[:, :, 0]
+    own = position // config.block_size
+    block, cluster = needle // config.block_size, clusters.key_assignment[:, :, needle].long()
+    sizes = bucket_sizes(clusters.key_assignment, config)
+    number = torch.arange(sizes.shape[2], device=key.device)
+    in_cluster = sizes[:, :, number < own if is_causal else number != own].sum(2).gather(2, cluster)
+    in_bucket = sizes.flatten(2).gather(2, block * config.key_clusters + cluster)
+    cluster, in_cluster, in_bucket = (
+        tensor.repeat_interleave(group, dim=1) for tensor in (cluster, in_cluster, in_bucket)
+    )
+    is_retrieved = retrieved.flatten(2).gather(2, block * config.key_clusters + cluster)
+    is_found = is_retrieved | (block == own)
+    is_alone = torch.where(opened.gather(2, cluster), in_bucket, in_cluster) == 1
+    return Lookup(
+        weight=weights.sum(-1),
+        found=(weights * is_found).sum(-1),
+        exact=(weights * (is_found | (is_alone & config.monopole))).sum(-1),
+        pairs=retrieved.sum((2, 3)),
+    )
