@@ -168,7 +168,7 @@ def test_time_error_and_lookups_are_measured(tmp_path: Path) -> None:
     assert fine.fidelity["error_p99"] > fine.error
     assert coarse.lookup is not None
     assert fine.lookup is not None
-    assert 0 < coarse.lookup.share <= fine.lookup.share <= 1
+    assert 0 < coarse.lookup.share <= fine.lookup.share <= fine.lookup.exact_share <= 1
     assert local.lookup is None
     assert read_results(tmp_path / "tune.json") == results
 
@@ -239,16 +239,19 @@ def test_the_verdict_names_what_to_take() -> None:
 
 
 def test_reports_have_every_configuration() -> None:
-    tuned = [candidate(2.0, 0.004, FINE), dataclasses.replace(candidate(3.0, 0.02, COARSE), lookup=Found(2.0, 1.0))]
+    tuned = [
+        candidate(2.0, 0.004, FINE),
+        dataclasses.replace(candidate(3.0, 0.02, COARSE), lookup=Found(2.0, 1.0, 1.5)),
+    ]
     found = some_captures().with_length(200, repeat=True)
     results = Results(describe_machine(), settings(found), exact=Seconds([2.0], [4.0]), tuned=tuned)
     for report in (markdown_report(results, title="t"), html_report(results, title="t", picture=None)):
-        for expected in ("laid end to end", "50.0%", "2000", "2.00x", "layer 2, head 0"):
+        for expected in ("laid end to end", "50.0%", "75.0%", "2000", "2.00x", "layer 2, head 0"):
             assert expected in report
     header, exact, *lines = as_csv(results).splitlines()
-    assert header == "attention,seconds,is_on_front,is_chosen,lookup,relative_squared_error"
-    assert exact == "exact,4,False,False,,"
-    assert lines == [f'"{FINE}",2,True,True,,0.004', f'"{COARSE}",3,False,False,0.5,0.02']
+    assert header == "attention,seconds,is_on_front,is_chosen,lookup,lookup_exact,relative_squared_error"
+    assert exact == "exact,4,False,False,,,"
+    assert lines == [f'"{FINE}",2,True,True,,,0.004', f'"{COARSE}",3,False,False,0.5,0.75,0.02']
 
 
 # The command

@@ -105,11 +105,17 @@ class Found:
     weight: float
     """exact attention's on what they look up, summed over queries and heads"""
     found: float
-    """the part of it that is attended to token by token"""
+    """the part of it in their own block or in buckets that they retrieve"""
+    exact: float
+    """that, and keys that are the only one of their summary"""
 
     @property
     def share(self) -> float:
-        return self.found / self.weight if self.weight else 1.0
+        return self.found / self.weight
+
+    @property
+    def exact_share(self) -> float:
+        return self.exact / self.weight
 
 
 @dataclass(frozen=True)
@@ -267,7 +273,7 @@ def _samples(captures: Captures) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def _look_up(captures: Captures, attention: str) -> Found | None:
     """None for attentions without a selection, and for captures without lookups."""
-    weight, found = 0.0, 0.0
+    weight, found, exact = 0.0, 0.0, 0.0
     for number, sample in enumerate(_samples(captures)):
         lookups = [lookup for lookup in captures.lookups if lookup.sample == number]
         if not lookups or settings_of(attention) is None:
@@ -282,7 +288,8 @@ def _look_up(captures: Captures, attention: str) -> Found | None:
             )  # fmt: skip
             weight += float(looked_up.weight.sum())
             found += float(looked_up.found.sum())
-    return Found(weight, found) if weight else None
+            exact += float(looked_up.exact.sum())
+    return Found(weight, found, exact) if weight else None
 
 
 def write_results(results: Results, path: Path) -> None:
@@ -329,6 +336,8 @@ def _candidate_from_json(entry: dict[str, Any]) -> Candidate:
     )
     if candidate.is_measured and ERROR not in candidate.fidelity:
         raise ValueError("a time without an error")
+    if candidate.lookup is not None and not candidate.lookup.weight > 0:
+        raise ValueError("nothing was looked up")
     return candidate
 
 

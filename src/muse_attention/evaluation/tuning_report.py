@@ -19,9 +19,11 @@ _MEASURED = (
     "pooled over all queries, heads and samples. The front: nothing measured is both as fast and more accurate."
 )
 _LOOKUP = (
-    "Lookup: of exact attention's weight on what a query must look up, the share that is attended to token by token. "
-    "The pooled error does not see it."
+    "Lookup: of exact attention's weight on what a query must look up, the share that lies in its own block or in "
+    "buckets that it retrieves; lookup, exact: with keys that are the only one of their summary, which is as good. The "
+    "pooled error does not see either."
 )
+_LOOKUPS = ("lookup", "lookup, exact")
 _COLUMNS = (ERROR[0], *TAIL, *RETRIEVAL)
 
 
@@ -66,12 +68,13 @@ def table_of(results: Results, candidates: Sequence[Candidate]) -> Table:
     """The first column is the attention, the others are numbers."""
     columns = known(_COLUMNS, [candidate.fidelity for candidate in results.measured])
     has_lookups = any(candidate.lookup is not None for candidate in results.measured)
-    header = ["attention", "ms", "speed-up", *(column.title for column in columns), *["lookup"] * has_lookups]
+    header = ["attention", "ms", "speed-up", *(column.title for column in columns), *_LOOKUPS * has_lookups]
     rows = []
     for one in candidates:
         cells = [_milliseconds(one.time), _speedup(results, one), *(column.cell(one.fidelity) for column in columns)]
         if has_lookups:
-            cells.append("" if one.lookup is None else f"{100 * one.lookup.share:.1f}%")
+            shares = () if one.lookup is None else (one.lookup.share, one.lookup.exact_share)
+            cells += [f"{100 * share:.1f}%" for share in shares] or ["", ""]
         rows.append((one.attention, *cells))
     return tuple(header), rows
 
@@ -111,13 +114,14 @@ def as_csv(results: Results) -> str:
     chosen = choose(results.measured, results.error)
     rows: list[list[object]] = []
     if results.exact is not None:
-        rows.append(["exact", f"{results.exact.median:.6g}", False, False, "", *[""] * len(measures)])
+        rows.append(["exact", f"{results.exact.median:.6g}", False, False, "", "", *[""] * len(measures)])
     for one in _by_time(results):
-        lookup = "" if one.lookup is None else f"{one.lookup.share:.6g}"
+        shares = () if one.lookup is None else (one.lookup.share, one.lookup.exact_share)
+        lookup = [f"{share:.6g}" for share in shares] or ["", ""]
         numbers = [f"{one.fidelity[name]:.6g}" if name in one.fidelity else "" for name in measures]
         is_chosen = chosen is not None and one.attention == chosen.attention
-        rows.append([one.attention, f"{one.time:.6g}", one.attention in on_front, is_chosen, lookup, *numbers])
-    return csv_text(["attention", "seconds", "is_on_front", "is_chosen", "lookup", *measures], rows)
+        rows.append([one.attention, f"{one.time:.6g}", one.attention in on_front, is_chosen, *lookup, *numbers])
+    return csv_text(["attention", "seconds", "is_on_front", "is_chosen", "lookup", "lookup_exact", *measures], rows)
 
 
 def points(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
