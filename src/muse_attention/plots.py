@@ -183,28 +183,6 @@ def plot_share_by_depth(
     _write_with_legend(figure, list(looks.values()), list(looks), path)
 
 
-def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Relative squared error against the number of clusters, both on log axes: one panel per model."""
-    figure = _new_figure(width=3.6 * len(panels), height=3.4)
-    first: Axes | None = None
-    for column, (name, curves) in enumerate(panels.items()):
-        axis = figure.add_subplot(1, len(panels), column + 1, sharey=first)
-        first = first or axis
-        for (label, curve), colour, marker in zip(curves.items(), ("#0072B2", "#D55E00"), "os", strict=False):
-            clusters, errors = zip(*curve, strict=True)
-            axis.plot(clusters, errors, color=colour, marker=marker, markersize=4, label=label)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(lambda clusters, _: f"{clusters:g}")
-        axis.set_xlabel("clusters of queries and of keys")
-        axis.set_title(name)
-        _tidy(axis)
-    if first is None:
-        raise ValueError("there is no panel to draw")
-    first.set_ylabel("relative squared error")
-    _save(figure, first, path)
-
-
 def plot_time_against_error(
     measured: Curve,
     front: Curve,
@@ -240,6 +218,28 @@ def plot_time_against_error(
 
 def _columns(curve: Curve) -> tuple[list[float], list[float]]:
     return [x for x, _ in curve], [y for _, y in curve]
+
+
+def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+    """Relative squared error against the number of clusters, both on log axes: one panel per model."""
+    figure = _new_figure(width=3.6 * len(panels), height=3.4)
+    first: Axes | None = None
+    for column, (name, curves) in enumerate(panels.items()):
+        axis = figure.add_subplot(1, len(panels), column + 1, sharey=first)
+        first = first or axis
+        for (label, curve), colour, marker in zip(curves.items(), ("#0072B2", "#D55E00"), "os", strict=False):
+            clusters, errors = zip(*curve, strict=True)
+            axis.plot(clusters, errors, color=colour, marker=marker, markersize=4, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter(lambda clusters, _: f"{clusters:g}")
+        axis.set_xlabel("clusters of queries and of keys")
+        axis.set_title(name)
+        _tidy(axis)
+    if first is None:
+        raise ValueError("there is no panel to draw")
+    first.set_ylabel("relative squared error")
+    _save(figure, first, path)
 
 
 def plot_training(by_tokens: Mapping[str, Curve], by_seconds: Mapping[str, Curve], path: Path) -> None:
