@@ -42,7 +42,7 @@ def made_up_case(settings: Settings, request: Request, *others: object) -> Case:
     begin = others[-1]
     assert callable(begin)
     begin("made up")
-    return some_case(request.shape, request.attention)
+    return dataclasses.replace(some_case(request.shape, request.attention), attention=request.full_name)
 
 
 def some_case(shape: Shape, attention: str = "exact") -> Case:
@@ -69,7 +69,7 @@ def test_what_is_not_a_length_is_refused(text: str) -> None:
 
 def test_attentions_without_settings_are_taken_at_matched_sparsity() -> None:
     names = [at_matched_sparsity(kind, 65536) for kind in MATCHED_KINDS]
-    assert names == ["muse:Q128K128R8SP1B8k", "block_diagonal:8k", "moba:L8kB512R1"]
+    assert names == ["muse:Q128K128R8SP1B8k,clustering=lloyd", "block_diagonal:8k", "moba:L8kB512R1"]
     assert at_matched_sparsity("moba:L1kB64R2", 65536) == "moba:L1kB64R2"
     assert at_matched_sparsity("exact", 65536) == "exact"
 
@@ -136,7 +136,7 @@ def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
         (600, "exact"),
     ]
     muse, exact = results.cases[:2]
-    assert muse.attention == "muse:Q16K16R1SP1B256"
+    assert muse.attention == "muse:Q16K16R1SP1B256,clustering=lloyd"
     assert 0 < muse.fidelity["relative_squared_error"] < 0.5
     assert 0.5 < muse.fidelity["cosine"] < 1
     assert exact.fidelity["relative_squared_error"] < 1e-9
@@ -221,7 +221,7 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
         f"torch {torch.__version__}",
         str(results.machine["cpu"]),
         "muse bench --lengths 512",
-        "| `muse:Q16K16R1SP1B256` |",
+        "| `muse:Q16K16R1SP1B256,clustering=lloyd` |",
         "| `block_diagonal:256` |",
         "| `moba:L256B16R1` |",
         "without the inputs, with the output and the gradients",
@@ -330,13 +330,13 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
 )
 def test_a_sweep_of_the_method_changes_one_choice(name: str, configs: list[str]) -> None:
     plan = sweep_plan(name)
-    assert plan.attentions == tuple(f"muse:{config}" for config in configs)
+    assert plan.attentions == tuple(f"muse:{config},clustering=lloyd" for config in configs)
     assert {request.shape for request in plan.requests} == {Shape(65536, SETTINGS.heads, SETTINGS.head_dim)}
 
 
 def test_a_sweep_of_the_inputs_changes_their_shape() -> None:
     dims, heads = sweep_plan("head-dim"), sweep_plan("heads")
-    assert dims.attentions == heads.attentions == ("muse:Q128K128R8SP1B8k",)
+    assert dims.attentions == heads.attentions == ("muse:Q128K128R8SP1B8k,clustering=lloyd",)
     assert [request.shape for request in dims.requests] == [Shape(65536, 2, 64), Shape(65536, 2, 128)]
     assert [request.shape for request in heads.requests] == [Shape(65536, count, 8) for count in (2, 4, 8, 16)]
 
@@ -348,7 +348,9 @@ def test_the_values_of_a_sweep_can_be_told_from_its_cases(name: str) -> None:
 
 
 def test_a_sweep_leaves_out_what_would_be_exact() -> None:
-    assert sweep_plan("block-size", 8192).attentions == ("muse:Q128K128R8SP1B2k", "muse:Q128K128R8SP1B4k")
+    assert sweep_plan("block-size", 8192).attentions == tuple(
+        f"muse:Q128K128R8SP1B{size},clustering=lloyd" for size in ("2k", "4k")
+    )
     with pytest.raises(ValueError, match="needs a length above 8k, not 8k"):
         sweep_plan("heads", 8192)
 

@@ -12,7 +12,7 @@ from muse_attention import MuSeConfig
 
 
 def test_defaults_are_the_papers_operating_point() -> None:
-    assert str(MuSeConfig()) == "Q128K128R8SP1B8k"
+    assert str(MuSeConfig()) == "Q128K128R8SP1B8k,clustering=lloyd"
     assert MuSeConfig.parse("Q128K128R8SP1B8k") == MuSeConfig()
 
 

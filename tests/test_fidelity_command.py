@@ -43,7 +43,7 @@ from muse_attention.gradient_fidelity import measure_gradients
 from muse_attention.pretrained import load_model
 from tests.models import SIZES, tiny_llama, token_ids, write_model_folder, write_tokenizer
 
-COARSE = "muse:Q4K4R1SP1B32"
+COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 SETTINGS = Settings("tiny", "letters", 128, 2, "cpu", "float32")
 REQUESTS = [Request(COARSE, 128), Request("block_diagonal:32", 128), Request(COARSE, 64)]
 
@@ -172,7 +172,7 @@ def test_csv_has_a_line_for_every_head(tmp_path: Path) -> None:
         "share_far_off,pairs_per_query,keys_per_query,share_retrieving"
     )
     assert len(lines) == 3 * 2 * 2 * 4
-    assert lines[0].startswith("muse:Q4K4R1SP1B32,128,0,0,0,")
+    assert lines[0].startswith(f'"{COARSE}",128,0,0,0,')
     assert all(line.endswith(",,,") == line.startswith("block_diagonal") for line in lines)
 
 
@@ -301,10 +301,12 @@ def test_at_64k_the_presets_are_the_papers() -> None:
         ("512", "32"),
     ]
     assert by_name["methods"].requests[:2] == [
-        Request("muse:Q128K128R8SP1B8k", 65536),
+        Request("muse:Q128K128R8SP1B8k,clustering=lloyd", 65536),
         Request("moba:L8kB512R1", 65536),
     ]
-    assert Request("muse:Q128K128R4SP2B8k", 65536) not in by_name["block-size"].requests  # R is 8 there
+    assert (
+        Request("muse:Q128K128R4SP2B8k,clustering=lloyd", 65536) not in by_name["block-size"].requests
+    )  # R is 8 there
     assert ("2", "4") in [row.labels for row in by_name["clusters-or-blocks"].rows]
 
 
@@ -359,7 +361,7 @@ def test_effective_clusters_of_known_power_laws() -> None:
 def test_a_table_with_gaps_has_the_rows_there_are() -> None:
     counts = {"muse:Q16K16R1SP1B1k": 0.02, "muse:Q32K32R2SP1B1k": 0.01, "muse:Q64K64R4SP1B1k": 0.005}
     plain = {"muse:Q16K16R1SP1B1k,tilt=false": 2.0, "muse:Q32K32R2SP1B1k,tilt=false": 1.5}
-    results = results_of(counts | plain)
+    results = results_of({f"{name},clustering=lloyd": error for name, error in (counts | plain).items()})
     assert "joint" in [preset.name for preset in shown_presets(results)]
     table = table_of_clusters(results, find_presets(["joint"], 8192)[0])
     assert table is not None

@@ -327,6 +327,17 @@ def test_registrations_stand_side_by_side() -> None:
     assert (logits(model, "muse", ids) - expected).abs().max() > 1e-3
 
 
+def test_the_papers_method_is_that_of_each_input() -> None:
+    model = tiny_llama()
+    register("paper", name="papers")
+    for length in (300, 600):
+        ids = token_ids(length)
+        register(MuSeConfig.paper(length), name="of-the-length")
+        torch.testing.assert_close(logits(model, "papers", ids), logits(model, "of-the-length", ids), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="cannot read"):
+        register("paper,QK4", name="papers")
+
+
 def test_a_reason_is_given_once_and_again_after_registration() -> None:
     model, ids = tiny_llama(), token_ids(32)
     model.set_attn_implementation("muse")

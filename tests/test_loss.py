@@ -41,7 +41,7 @@ from muse_attention.evaluation.presets import find_presets
 from muse_attention.evaluation.settings import Settings, take_fingerprint
 from tests.models import SIZES, tiny_llama, token_ids, write_model_folder
 
-COARSE = "muse:Q4K4R1SP1B32"
+COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 BOTH = ("exact", COARSE)
 SETTINGS = Settings("tiny", "letters", 128, 2, "cpu", "float32")
 
@@ -231,10 +231,11 @@ def test_a_power_law_is_recovered() -> None:
 
 def test_the_attentions_of_the_figure() -> None:
     configs = ["Q16K16R1", "Q32K32R2", "Q64K64R4", "Q128K128R8", "Q1K32R2"]
-    expected = ["exact", *(f"muse:{config}SP1B1k" for config in configs), "muse:Q32K32R2SP1B1k,tilt=false"]
+    named = [*(f"{config}SP1B1k" for config in configs), "Q32K32R2SP1B1k,tilt=false"]
+    expected = ["exact", *(f"muse:{config},clustering=lloyd" for config in named)]
     assert list(figure_attentions(8192)) == expected
-    assert figure_attentions(256)[1] == "muse:Q8K8R1SP1B256"
-    assert full_name("muse", 8192) == full_name("muse:QK32R2B1k", 8192) == "muse:Q32K32R2SP1B1k"
+    assert figure_attentions(256)[1] == "muse:Q8K8R1SP1B256,clustering=lloyd"
+    assert full_name("muse", 8192) == full_name("muse:QK32R2B1k", 8192) == "muse:Q32K32R2SP1B1k,clustering=lloyd"
     assert "one tilted query cluster, 32 key clusters, 2 opened" in in_words(expected[5])
     assert "no tilt" in in_words(expected[6])
     assert in_words("muse:Q16K64R8T0.01B1k") == (

@@ -64,7 +64,7 @@ def test_the_first_loss_is_that_of_the_model_on_the_first_batch(corpus: Corpus, 
 def test_metrics_have_a_line_for_every_step(whole_run: Path) -> None:
     steps = read_metrics(whole_run)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    assert [step["attention"] for step in steps] == ["muse:QK4R1B16"] * 6 + ["exact"] * 2
+    assert [step["attention"] for step in steps] == [SMALL.attention] * 6 + ["exact"] * 2
     assert [step["tokens"] for step in steps] == [256 * step for step in range(1, STEPS + 1)]
     assert [step["step"] for step in steps if "rse" in step] == [3, 6]
     for step in steps:
@@ -100,7 +100,7 @@ def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, m
     monkeypatch.setattr(huggingface, "sdpa_attention_forward", spy_on_exact)
     train(corpus, override(SMALL, ["probe_every=0"]), tmp_path, on_step=note)
     calls = 2 * 2  # global layers, and parts of a batch
-    assert updates == [["muse:QK4R1B16"] * calls] * 6 + [["exact"] * calls] * 2
+    assert updates == [[SMALL.attention] * calls] * 6 + [["exact"] * calls] * 2
 
 
 def test_the_speed_is_that_of_the_update_without_its_probe(
@@ -147,7 +147,7 @@ def test_bfloat16_is_close(corpus: Corpus, whole_run: Path, tmp_path: Path) -> N
 
 
 def test_frozen_aggregation_needs_no_tail(corpus: Corpus, tmp_path: Path) -> None:
-    name = "muse:QK4R1B16,differentiable_aggregation=false"
+    name = "muse:Q4K4R1SP1B16,differentiable_aggregation=false,clustering=lloyd"
     train(corpus, override(SMALL, [f"attention={name}", "exact_tail=0"]), tmp_path)
     assert {step["attention"] for step in read_metrics(tmp_path)} == {name}
 

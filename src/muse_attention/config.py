@@ -13,6 +13,9 @@ from muse_attention.sizes import format_size, parse_size
 Dipole = Literal["none", "tilted", "shared", "centred"]
 Clustering = Literal["auto", "streaming", "lloyd"]
 
+AUTO_CLUSTERING: Clustering = "lloyd"
+"""What `auto` stands for: parallel on a GPU, and faster than streaming on a CPU too."""
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dipole": ("none", "tilted", "shared", "centred"),
     "clustering": ("auto", "streaming", "lloyd"),
@@ -39,6 +42,8 @@ _SYMBOLS = {
     "B": ("block_size",),
 }
 _TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}k?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
+PAPER = "paper"
+"""In place of the notation: `MuSeConfig.paper` of whatever length a text is read for."""
 _EXAMPLE = 'write it like "Q128K128R8SP1B8k", "QK64R8T0.01B8k" or "QK32R2B1k,clustering=lloyd"'
 
 
@@ -48,7 +53,8 @@ class MuSeConfig:
 
     `str(config)` is the paper's notation, `Q128K128R8SP1B8k`, followed by `,name=value` for every other field that is
     not at its default; `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024. With
-    a tolerance it is `Q64K64R8T0.01B8k`.
+    a tolerance it is `Q64K64R8T0.01B8k`. The clustering is always named, as `auto` never outlives a configuration's
+    making: whatever is recorded says what ran.
     """
 
     query_clusters: int = 128
@@ -78,8 +84,7 @@ class MuSeConfig:
     """False: the weights that aggregate keys and values into summaries are constants for the gradient."""
     clustering: Clustering = "auto"
     """`streaming`: one pass in minibatches of 64. `lloyd`: `lloyd_iterations` full-batch iterations on up to
-    `lloyd_sample` vectors for each cluster. `auto`: what suits the backend, `lloyd` in the Triton kernels (it is
-    parallel), `streaming` elsewhere."""
+    `lloyd_sample` vectors for each cluster. `auto`: `lloyd`, on every backend, and that is what the field then says."""
     cap_factor: float | None = 4.0
     """Largest cluster of keys allowed inside a block, in units of the mean: what bounds the cost of retrieval. None: no
     limit."""
@@ -94,6 +99,8 @@ class MuSeConfig:
     """Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` looks at."""
 
     def __post_init__(self) -> None:
+        if self.clustering == "auto":
+            object.__setattr__(self, "clustering", AUTO_CLUSTERING)
         for name, smallest in _SMALLEST.items():
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
@@ -166,7 +173,14 @@ class MuSeConfig:
         """Read `"Q128K128R8SP1B8k"`, `"QK32R2B1k,clustering=lloyd"`: what is not named keeps its default."""
         if not isinstance(text, str):
             raise ValueError(f"MuSeConfig.parse: text={text!r} is not a string; {_EXAMPLE}")
+        if follows_length(text):
+            raise ValueError(f"MuSeConfig.parse: {text!r} depends on the length; use MuSeConfig.named(text, length)")
         return _parse(text)
+
+    @classmethod
+    def named(cls, text: str, length: int) -> MuSeConfig:
+        """What a text stands for at a length: that of `parse`, or `"paper"`, `"paper,seed=1"` for `paper(length)`."""
+        return cls.paper(length).replace(**_read_changes(text)) if follows_length(text) else cls.parse(text)
 
     @classmethod
     def for_length(cls, length: int) -> MuSeConfig:
@@ -228,6 +242,11 @@ class MuSeConfig:
         return None if factor is None else math.ceil(min(factor, clusters) * self.block_size / clusters)
 
 
+def follows_length(text: str) -> bool:
+    """Whether a text stands for another configuration at another length."""
+    return text.partition(",")[0].strip() == PAPER
+
+
 def _parse(text: str) -> Any:
     return _parse_cached(text)
 
@@ -239,6 +258,11 @@ _parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.lru_cache(maxsize=256)
 def _parse_cached(text: str) -> MuSeConfig:
+    return MuSeConfig(**_read_changes(text))
+
+
+def _read_changes(text: str) -> dict[str, Any]:
+    """The fields that a text names, and what it says they are."""
     notation, *options = (part.strip() for part in text.split(","))
     if "=" in notation:
         notation, options = "", [notation, *options]
@@ -251,7 +275,7 @@ def _parse_cached(text: str) -> MuSeConfig:
             raise ValueError(f"cannot read the MuSe configuration {text!r}: {name} is given twice")
         changes[name] = setting
 
-    position = 0
+    position = len(PAPER) if follows_length(text) else 0
     while position < len(notation):
         term = _TERM.match(notation, position)
         if term is None:
@@ -271,7 +295,7 @@ def _parse_cached(text: str) -> MuSeConfig:
                 f"options are name=value with a name from {', '.join(_field_names())}"
             )
         change(name, _read_option(name, setting, text))
-    return MuSeConfig(**changes)
+    return changes
 
 
 def _read_option(name: str, setting: str, text: str) -> Any:

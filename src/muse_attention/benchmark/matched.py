@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from muse_attention.by_name import config_at
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
 
@@ -17,10 +18,9 @@ def at_matched_sparsity(kind: str, length: int) -> str:
     """
     config = MuSeConfig.for_length(length)
     block_size = format_size(config.block_size)
-    if kind == "muse":
-        return f"muse:{config}"
     if kind == "block_diagonal":
         return f"block_diagonal:{block_size}"
     if kind == "moba":
         return f"moba:L{block_size}B{format_size(config.block_size // 16)}R1"
-    return kind
+    muse = config_at(kind, length)
+    return kind if muse is None else f"muse:{muse}"

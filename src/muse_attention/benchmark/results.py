@@ -10,6 +10,7 @@ from typing import Any
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.timing import Times
 from muse_attention.files import replace_file
+from muse_attention.recorded_names import recorded_name, with_full_names
 from muse_attention.strict_json import parse_json
 
 
@@ -83,7 +84,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = parse_json(path.read_bytes(), finite=False)
+        document = with_full_names(parse_json(path.read_bytes(), finite=False))
         settings = Settings(**document["settings"])
         return Results(
             machine=document["machine"],
@@ -117,7 +118,7 @@ def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:
     """Files from before there were sweeps have the heads and their dimension in the settings alone."""
     shape = Shape(entry["length"], entry.get("heads", settings.heads), entry.get("head_dim", settings.head_dim))
     return Case(
-        request=Request(entry["requested"], shape),
+        request=Request(recorded_name(entry["requested"], None, settings.device), shape),
         attention=entry["attention"],
         times=_times_from_json(entry["seconds"]),
         sdpa_times=_times_from_json(entry["sdpa_seconds"]),

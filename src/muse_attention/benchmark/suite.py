@@ -42,6 +42,12 @@ def start_results(plan: Plan, path: Path, *, resume: bool) -> Results:
             f"cannot resume {path.name}: it was measured with other settings or on another machine "
             f"({', '.join(differences)} differ); choose another --name, or drop --resume to start over"
         )
+    for case in earlier.cases:
+        if case.attention != case.request.full_name:
+            raise ValueError(
+                f"cannot resume {path.name}: {case.request.attention} was measured as {case.attention}, and now is "
+                f"{case.request.full_name}; choose another --name, or drop --resume to start over"
+            )
     return earlier
 
 

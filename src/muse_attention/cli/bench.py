@@ -68,7 +68,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Attention to measure, by name; may be repeated. muse, block_diagonal and moba without settings are "
-            "taken at the sparsity of MuSeConfig.for_length.",
+            "taken at the sparsity of MuSeConfig.for_length; muse:paper is the paper's method at each length.",
             show_default=", ".join(MATCHED_KINDS),
         ),
     ] = None,

@@ -62,7 +62,7 @@ def fidelity(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to measure, by name; may be repeated.",
+            help="Attention to measure, by name, as muse:paper; may be repeated.",
             show_default="MuSeConfig.for_length, if there is no preset",
         ),
     ] = None,

@@ -54,7 +54,7 @@ def loss(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to measure, by name; may be repeated. Exact attention is always measured.",
+            help="Attention to measure, by name, as muse:paper; may be repeated. Exact attention is always measured.",
             show_default="those of the paper's figure, around MuSeConfig.for_length",
         ),
     ] = None,

@@ -83,7 +83,7 @@ def needles(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention that reads the prompt, by name; may be repeated. Exact attention is always measured.",
+            help="Attention that reads the prompt, by name, as muse:paper; may be repeated. Exact always does.",
             show_default="MuSeConfig.for_length",
         ),
     ] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from muse_attention import fidelity_columns
-from muse_attention.config import MuSeConfig
+from muse_attention.config import Clustering, MuSeConfig
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.layers import Request, Results
@@ -23,11 +23,22 @@ MEANING = (
     "lse_exact - lse. The paper does not say how it pools; its correlation is taken to be the cosine."
 )
 
+_CLUSTERINGS: tuple[Clustering, ...] = ("lloyd", "streaming")
+"""Results from before there was one default for all devices have the second in place of the first."""
+
 
 def shown_presets(results: Results) -> list[Preset]:
-    """The tables that there are numbers for, in most of their rows."""
-    presets = find_presets(["all"], results.settings.length)
-    return [preset for preset in presets if 2 * sum(map(results.is_whole, preset.requests)) > len(preset.rows)]
+    """The tables that there are numbers for, in most of their rows, around the clustering that has most of them."""
+    length = results.settings.length
+    shown = [
+        [
+            preset
+            for preset in find_presets(["all"], length, clustering)
+            if 2 * sum(map(results.is_whole, preset.requests)) > len(preset.rows)
+        ]
+        for clustering in _CLUSTERINGS
+    ]
+    return max(shown, key=len)
 
 
 def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) -> str:
@@ -64,8 +75,9 @@ def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) 
 def headline(results: Results) -> Request:
     """The request whose heads are shown: the configuration of the length, or else the first that was measured."""
     length = results.settings.length
-    base = Request(f"muse:{MuSeConfig.for_length(length)}", length)
-    found = [request for request in (base, *results.measured) if results.is_whole(request)]
+    configs = [MuSeConfig.for_length(length).replace(clustering=clustering) for clustering in _CLUSTERINGS]
+    bases = [Request(f"muse:{config}", length) for config in configs]
+    found = [request for request in (*bases, *results.measured) if results.is_whole(request)]
     if not found:
         raise ValueError("no attention has been measured in all layers and samples; continue the run with --resume")
     return found[0]

@@ -25,6 +25,7 @@ from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.files import replace_file
 from muse_attention.gradient_fidelity import ExactGradients, measure_gradients
 from muse_attention.markup import csv_text
+from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = parse_json(path.read_bytes(), finite=False)
+        document = with_full_names(parse_json(path.read_bytes(), finite=False))
         results = Results(
             machine=document["machine"],
             settings=Settings(**document["settings"]),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muse_attention.config import MuSeConfig
+from muse_attention.config import Clustering, MuSeConfig
 from muse_attention.evaluation import paper
 from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.layers import Request
@@ -44,14 +44,15 @@ class Preset:
         return [row.request for row in self.rows]
 
 
-def find_presets(names: list[str], length: int) -> list[Preset]:
+def find_presets(names: list[str], length: int, clustering: Clustering = "auto") -> list[Preset]:
     """The presets with these names at a length; all of them for `all`."""
     if "all" in names:
         names = list(PRESETS)
     for name in names:
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; use all or some of {', '.join(PRESETS)}")
-    found = [PRESETS[name](_Base(MuSeConfig.for_length(length), length)) for name in dict.fromkeys(names)]
+    base = _Base(MuSeConfig.for_length(length).replace(clustering=clustering), length)
+    found = [PRESETS[name](base) for name in dict.fromkeys(names)]
     return [preset for preset in found if preset.rows]
 
 
@@ -256,7 +257,7 @@ def _length(base: _Base) -> Preset:
     rows = []
     length = base.length
     while length >= 2048:
-        config = MuSeConfig.for_length(length)
+        config = MuSeConfig.for_length(length).replace(clustering=base.config.clustering)
         labels = (format_size(length), str(config.key_clusters), format_size(config.block_size))
         rows.append(Row(labels, Request(f"muse:{config}", length)))
         length //= 2
@@ -282,8 +283,8 @@ def _clustering(base: _Base) -> Preset:
     return Preset(
         "clustering",
         "How centroids are found",
-        "Streaming K-means of the paper, and Lloyd's iterations from the same start. The kernels' default is Lloyd, "
-        "with 4 iterations on 64 vectors a cluster; that of plain PyTorch is streaming.",
+        "Streaming K-means of the paper, and Lloyd's iterations from the same start. The default is Lloyd, with 4 "
+        "iterations on 64 vectors a cluster.",
         ("centroids",),
         tuple(rows),
     )

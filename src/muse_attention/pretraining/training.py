@@ -51,6 +51,7 @@ from muse_attention.pretraining.run_folder import (
     describe_last_good,
     describe_run,
     find_checkpoint,
+    with_full_name,
     write_run,
 )
 from muse_attention.pretraining.schedule import EXACT, attention_at, learning_rate
@@ -91,6 +92,7 @@ def train(
     probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
     tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
     with claimed(output, world):  # before anything is decided by what is in there
+        recipe = with_full_name(recipe, output, world.device)
         checkpoint = None
         if resume:
             checkpoint = find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
