@@ -8,7 +8,8 @@ import math
 import re
 from typing import Any, Literal, Self
 
-from muse_attention.sizes import format_size, parse_size
+from muse_attention.defaults import default_text
+from muse_attention.sizes import format_size, nearest_power_of_two, parse_size
 
 Dipole = Literal["none", "tilted", "shared", "centred"]
 Clustering = Literal["auto", "streaming", "lloyd"]
@@ -180,34 +181,37 @@ class MuSeConfig:
     @classmethod
     def named(cls, text: str, length: int) -> MuSeConfig:
         """What a text stands for at a length: that of `parse`, or `"paper"`, `"paper,seed=1"` for `paper(length)`."""
-        return cls.paper(length).replace(**_read_changes(text)) if follows_length(text) else cls.parse(text)
+        if not follows_length(text):
+            return cls.parse(text)
+        _check_length("named", length)
+        return _parse(text, _scale_as_paper(length))
 
     @classmethod
     def for_length(cls, length: int) -> MuSeConfig:
-        """The paper's scaling rule: 8 blocks, `QK = 128 sqrt(length / 64k)`, `R = QK / 16`, each a power of two.
+        """What `muse_attention` takes where no configuration is given: the row for this length of `defaults.DEFAULTS`.
 
-        Halfway between two powers the lower one is taken, as in the paper's tables (32k has 64 clusters). Sizes stop
-        shrinking at 16 clusters and blocks of 256, so anything up to 256 tokens is attended to exactly. This does
-        not know the device: where exact attention is faster (below 32k tokens on a GPU, 16k on a CPU), take that.
+        This does not know the device: where exact attention is faster (below 32k tokens on a GPU, 16k on a CPU), take
+        that.
         """
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"MuSeConfig.for_length: length={length!r} must be a positive integer")
-        clusters, block_size = 16, 256
-        while 8 * clusters * clusters < length:  # up to 128 sqrt(length / 64k), whatever is nearer
-            clusters *= 2
-        while 128 * block_size * block_size < length * length:  # up to length / 8
-            block_size *= 2
-        return cls(
-            query_clusters=clusters,
-            key_clusters=clusters,
-            retrieved_clusters=clusters // 16,
-            block_size=block_size,
-        )
+        _check_length("for_length", length)
+        return cls.named(default_text(length), length)
 
     @classmethod
     def paper(cls, length: int) -> MuSeConfig:
-        """The paper's method to the letter: its scaling rule, streaming clustering, and its limit on both sides."""
-        return cls.for_length(length).replace(clustering="streaming", cap_factor=4.0, query_cap_factor=4.0)
+        """The paper's method to the letter: its scaling rule, streaming clustering, and its limit on both sides.
+
+        The rule: 8 blocks, `QK = 128 sqrt(length / 64k)`, `R = QK / 16`, each a power of two. Halfway between two
+        powers the lower one is taken, as in the paper's tables (32k has 64 clusters). Sizes stop shrinking at 16
+        clusters and blocks of 256, so anything up to 256 tokens is attended to exactly.
+        """
+        _check_length("paper", length)
+        return cls.named(PAPER, length)
+
+    @classmethod
+    def paper_sizes(cls, length: int) -> MuSeConfig:
+        """The paper's scaling rule and retrieval, with the clustering and the limits that are the defaults here."""
+        _check_length("paper_sizes", length)
+        return cls.named(f"{PAPER},clustering=auto,query_cap_factor=none", length)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
@@ -247,8 +251,21 @@ def follows_length(text: str) -> bool:
     return text.partition(",")[0].strip() == PAPER
 
 
-def _parse(text: str) -> Any:
-    return _parse_cached(text)
+def _check_length(method: str, length: object) -> None:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"MuSeConfig.{method}: length={length!r} must be a positive integer")
+
+
+def _scale_as_paper(length: int) -> tuple[int, int]:
+    """Clusters and block size of `MuSeConfig.paper`."""
+    clusters = 16
+    while 8 * clusters * clusters < length:  # up to 128 sqrt(length / 64k), whatever is nearer
+        clusters *= 2
+    return clusters, nearest_power_of_two(length, 8, smallest=256)
+
+
+def _parse(text: str, paper_scale: tuple[int, int] | None = None) -> Any:
+    return _parse_cached(text, paper_scale)
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler: `torch.compile` need not look into
@@ -257,8 +274,22 @@ _parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)
-def _parse_cached(text: str) -> MuSeConfig:
-    return MuSeConfig(**_read_changes(text))
+def _parse_cached(text: str, paper_scale: tuple[int, int] | None) -> MuSeConfig:
+    """The defaults, or the paper's method at this scale, with what a text changes of them."""
+    changes = _read_changes(text)
+    if paper_scale is None:
+        return MuSeConfig(**changes)
+    clusters, block_size = paper_scale
+    paper = MuSeConfig(
+        query_clusters=clusters,
+        key_clusters=clusters,
+        retrieved_clusters=clusters // 16,
+        block_size=block_size,
+        clustering="streaming",
+        cap_factor=4.0,
+        query_cap_factor=4.0,
+    )
+    return paper.replace(**changes)
 
 
 def _read_changes(text: str) -> dict[str, Any]:

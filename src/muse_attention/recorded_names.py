@@ -23,7 +23,7 @@ def recorded_name(attention: str, length: int | None, device: str) -> str:
     if settings and not follows_length(settings):
         config = MuSeConfig.parse(settings)
     elif not settings and length is not None:
-        config = MuSeConfig.paper(length).replace(query_cap_factor=None)
+        config = MuSeConfig.paper_sizes(length)
     else:
         return attention
     return f"muse:{config.replace(clustering=_clustering_then(config, device))}"

@@ -67,8 +67,8 @@ def bench(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to measure, by name; may be repeated. muse, block_diagonal and moba without settings are "
-            "taken at the sparsity of MuSeConfig.for_length; muse:paper is the paper's method at each length.",
+            help="Attention to measure, by name; may be repeated. muse is MuSeConfig.for_length, muse:paper the "
+            "paper's method at each length; block_diagonal and moba without settings have the paper's sparsity.",
             show_default=", ".join(MATCHED_KINDS),
         ),
     ] = None,

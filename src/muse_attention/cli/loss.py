@@ -55,7 +55,7 @@ def loss(
         list[str] | None,
         typer.Option(
             help="Attention to measure, by name, as muse:paper; may be repeated. Exact attention is always measured.",
-            show_default="those of the paper's figure, around MuSeConfig.for_length",
+            show_default="those of the paper's figure, around the paper's sizes",
         ),
     ] = None,
     preset: Annotated[

@@ -24,12 +24,12 @@ _LENGTHS = (1024, 4096, 16384, 65536, 262144)
 
 
 def figure_attentions(length: int) -> tuple[str, ...]:
-    """Those of the paper's Llama figure, around `MuSeConfig.for_length`.
+    """Those of the paper's Llama figure, around `MuSeConfig.paper_sizes`.
 
     Exact attention; MuSe with half, all, twice and four times the clusters, a sixteenth of them opened; one query
     cluster, tilted; and no tilt.
     """
-    base = MuSeConfig.for_length(length)
+    base = MuSeConfig.paper_sizes(length)
     clusters = base.key_clusters
     configs = [
         base.replace(query_clusters=number, key_clusters=number, retrieved_clusters=max(1, number // 16))

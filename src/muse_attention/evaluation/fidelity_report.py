@@ -73,9 +73,9 @@ def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) 
 
 
 def headline(results: Results) -> Request:
-    """The request whose heads are shown: the configuration of the length, or else the first that was measured."""
+    """The request whose heads are shown: that of the paper's sizes, or else the first that was measured."""
     length = results.settings.length
-    configs = [MuSeConfig.for_length(length).replace(clustering=clustering) for clustering in _CLUSTERINGS]
+    configs = [MuSeConfig.paper_sizes(length).replace(clustering=clustering) for clustering in _CLUSTERINGS]
     bases = [Request(f"muse:{config}", length) for config in configs]
     found = [request for request in (*bases, *results.measured) if results.is_whole(request)]
     if not found:

@@ -1,7 +1,7 @@
 """Lists of attentions that answer one question each: the paper's tables of this kind, at the length at hand, and ours.
 
-The paper's base configuration at 64k is `Q128K128R8SP1B8k`; here it is `MuSeConfig.for_length`, and what a table varies
-is varied around that.
+The paper's base configuration at 64k is `Q128K128R8SP1B8k`; here it is `MuSeConfig.paper_sizes` of the length, and what a
+table varies is varied around that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def find_presets(names: list[str], length: int, clustering: Clustering = "auto")
     for name in names:
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; use all or some of {', '.join(PRESETS)}")
-    base = _Base(MuSeConfig.for_length(length).replace(clustering=clustering), length)
+    base = _Base(MuSeConfig.paper_sizes(length).replace(clustering=clustering), length)
     found = [PRESETS[name](base) for name in dict.fromkeys(names)]
     return [preset for preset in found if preset.rows]
 
@@ -257,14 +257,14 @@ def _length(base: _Base) -> Preset:
     rows = []
     length = base.length
     while length >= 2048:
-        config = MuSeConfig.for_length(length).replace(clustering=base.config.clustering)
+        config = MuSeConfig.paper_sizes(length).replace(clustering=base.config.clustering)
         labels = (format_size(length), str(config.key_clusters), format_size(config.block_size))
         rows.append(Row(labels, Request(f"muse:{config}", length)))
         length //= 2
     return Preset(
         "length",
         "Length, with the sizes that go with it",
-        "`MuSeConfig.for_length` of each length, on the beginning of each sample. Where clusters cannot grow by the "
+        "The paper's sizes for each length, on the beginning of each sample. Where clusters cannot grow by the "
         "square root of two they stay, so compare every other line.",
         ("length", "clusters", "block"),
         tuple(reversed(rows)),

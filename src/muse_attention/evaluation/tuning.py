@@ -188,8 +188,7 @@ def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = 
         for block, (queries, keys), tolerance in itertools.product(dict.fromkeys(blocks), CLUSTERS, TOLERANCES)
         if block < length
     ]
-    with_lloyd = MuSeConfig.paper(length).replace(clustering="lloyd", query_cap_factor=None)
-    configs = [MuSeConfig.paper(length), with_lloyd, MuSeConfig.for_length(length), *grid]
+    configs = [MuSeConfig.paper(length), MuSeConfig.paper_sizes(length), MuSeConfig.for_length(length), *grid]
     return _each_once([*(f"muse:{config}" for config in configs), *added], length)
 
 
