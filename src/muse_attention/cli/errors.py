@@ -35,7 +35,7 @@ def errors(
     device: Device = None,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/errors"),
 ) -> None:
-    """Compare MuSe with the paper's sizes, and MoBA and block-diagonal attention of equal sparsity, with exact attention.
+    """Compare MuSe of the paper's sizes, and MoBA and block-diagonal attention as sparse, with exact attention.
 
     On synthetic data.
     """

@@ -1,7 +1,7 @@
 """Lists of attentions that answer one question each: the paper's tables of this kind, at the length at hand, and ours.
 
-The paper's base configuration at 64k is `Q128K128R8SP1B8k`; here it is `MuSeConfig.paper_sizes` of the length, and what a
-table varies is varied around that.
+The paper's base configuration at 64k is `Q128K128R8SP1B8k`; here it is `MuSeConfig.paper_sizes`, and what a table
+varies is varied around that.
 """
 
 from __future__ import annotations
