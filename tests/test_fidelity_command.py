@@ -377,7 +377,7 @@ def test_errors_of_zero_have_no_power_law(asked: list[object]) -> None:
 
 
 def test_what_was_not_measured_is_absent() -> None:
-    base = f"muse:{MuSeConfig.for_length(8192)}"
+    base = f"muse:{MuSeConfig.paper_sizes(8192)}"
     results = results_of({base: 0.01, "moba:L1kB64R1": 0.5})
     assert [preset.name for preset in shown_presets(results)] == ["methods"]
     _, rows = table_of_preset(results, find_presets(["methods"], 8192)[0])

@@ -15,9 +15,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from muse_attention import MuSeConfig, exact_attention
+from muse_attention import MuSeConfig, defaults, exact_attention
 from muse_attention.capture import capture
 from muse_attention.cli import commands
+from muse_attention.defaults import Default
 from muse_attention.evaluation import tuning
 from muse_attention.evaluation.captures import (
     Captures,
@@ -132,14 +133,16 @@ def test_shorter_captures_are_laid_end_to_end_where_that_is_asked_for() -> None:
 # The grid and the front
 
 
-def test_the_grid_is_around_the_length() -> None:
+def test_the_grid_is_around_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "DEFAULTS", (Default(None, "QK16R4T0.5B4k"),))
     names = candidates(65536, added=["moba:L8kB512R1", "exact", "muse"])
-    assert names[0] == f"muse:{MuSeConfig.paper(65536)}"
-    assert len(names) == len(set(names)) == 2 + 120 + 1
+    of_the_length = (MuSeConfig.paper(65536), MuSeConfig.paper_sizes(65536), MuSeConfig.for_length(65536))
+    assert names[:3] == [f"muse:{config}" for config in of_the_length]
+    assert len(names) == len(set(names)) == 3 + 120 + 1
     assert "muse:Q32K256R8T0.01B2k,clustering=lloyd" in names
     assert "muse:Q8K64R8T0.1B8k,clustering=lloyd" in names
     assert names[-1] == "moba:L8kB512R1"
-    blocks = {MuSeConfig.parse(name.removeprefix("muse:")).block_size for name in candidates(4096)}
+    blocks = {MuSeConfig.parse(name.removeprefix("muse:")).block_size for name in candidates(4096)[3:]}
     assert blocks == {256, 512}
     assert candidates(65536, only=["muse:paper"]) == [f"muse:{MuSeConfig.paper(65536)}"]
     with pytest.raises(ValueError, match="fit into one block"):

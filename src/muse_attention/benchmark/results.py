@@ -115,10 +115,16 @@ def _case_to_json(case: Case) -> dict[str, Any]:
 
 
 def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:
-    """Files from before there were sweeps have the heads and their dimension in the settings alone."""
+    """Files from before there were sweeps have the heads and their dimension in the settings alone.
+
+    What was asked for stays as it was written, unless it meant something else then.
+    """
     shape = Shape(entry["length"], entry.get("heads", settings.heads), entry.get("head_dim", settings.head_dim))
+    request = Request(entry["requested"], shape)
+    if request.full_name != entry["attention"]:
+        request = Request(recorded_name(request.attention, None, settings.device), shape)
     return Case(
-        request=Request(recorded_name(entry["requested"], None, settings.device), shape),
+        request=request,
         attention=entry["attention"],
         times=_times_from_json(entry["seconds"]),
         sdpa_times=_times_from_json(entry["sdpa_seconds"]),
