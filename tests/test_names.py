@@ -134,6 +134,20 @@ def test_names_beside_settings_that_say_the_clustering_are_left_alone() -> None:
     assert named["config"]["clustering"] == "streaming"
 
 
+@pytest.mark.parametrize(
+    ("requested", "attention", "read"),
+    [
+        ("muse:QK4", "muse:QK4", "muse:Q4K4R8SP1B8k,clustering=streaming"),
+        ("muse", "muse:QK4", "muse"),
+        ("muse:QK4", "muse:Q4K4R8SP1B8k,clustering=lloyd", "muse:QK4"),
+    ],
+)
+def test_what_was_requested_is_renamed_in_files_from_before_alone(requested: str, attention: str, read: str) -> None:
+    case = {"requested": requested, "attention": attention, "length": 65536}
+    (found,) = with_full_names({"settings": {"device": "cpu"}, "cases": [case]})["cases"]
+    assert found["requested"] == read
+
+
 def test_a_run_from_before_names_were_full_goes_on_as_it_ran(
     corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

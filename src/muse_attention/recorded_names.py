@@ -37,6 +37,7 @@ def may_mean(recorded: str, attention: str, length: int) -> bool:
 def with_full_names(document: Any) -> Any:
     """A results file as it was read, every attention in it by its full name, on the device of its settings.
 
+    What was `requested` as the attention is renamed with it, but for a name that follows the length.
     Settings that stand beside a name tell whether the file is from before. Where there are none, the names do.
     """
     settings = document["settings"]
@@ -68,6 +69,8 @@ def _with_full_names(part: Any, length: Any, device: str) -> Any:
     attention, config = part.get("attention"), part.get("config")
     if isinstance(attention, str):
         found["attention"] = recorded_name(attention, length, device)
+        if found["attention"] != attention and "requested" in part:
+            found["requested"] = recorded_name(part["requested"], None, device)
         if isinstance(config, dict) and config.get("clustering") == "auto":
             _, _, settings = found["attention"].partition(":")
             found["config"] = {**config, "clustering": MuSeConfig.parse(settings).clustering}

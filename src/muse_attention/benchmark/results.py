@@ -10,7 +10,7 @@ from typing import Any
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.timing import Times
 from muse_attention.files import replace_file
-from muse_attention.recorded_names import recorded_name, with_full_names
+from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
 
 
@@ -115,16 +115,10 @@ def _case_to_json(case: Case) -> dict[str, Any]:
 
 
 def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:
-    """Files from before there were sweeps have the heads and their dimension in the settings alone.
-
-    What was asked for stays as it was written, unless it meant something else then.
-    """
+    """Files from before there were sweeps have the heads and their dimension in the settings alone."""
     shape = Shape(entry["length"], entry.get("heads", settings.heads), entry.get("head_dim", settings.head_dim))
-    request = Request(entry["requested"], shape)
-    if request.full_name != entry["attention"]:
-        request = Request(recorded_name(request.attention, None, settings.device), shape)
     return Case(
-        request=request,
+        request=Request(entry["requested"], shape),
         attention=entry["attention"],
         times=_times_from_json(entry["seconds"]),
         sdpa_times=_times_from_json(entry["sdpa_seconds"]),
