@@ -345,7 +345,7 @@ class Conformance:
     @pytest.mark.parametrize(
         "config",
         [
-            "QK4R2B32",
+            "QK4R2B32,clustering=streaming",
             "QK4R2B32,clustering=lloyd,cap_factor=1.0,query_cap_factor=1.0",
             "QK4R2B32,cap_factor=none",
             "QK4R0B32,dipole=tilted",
@@ -386,7 +386,9 @@ class Conformance:
         if case in ("equal keys", "all equal", "zeros", "tiny"):
             torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
 
-    @pytest.mark.parametrize("config", ["QK300R4B32", "Q2K64R8SP3B16", "Q64K2R1B32", "QK40R40SP4B16,clustering=lloyd"])
+    @pytest.mark.parametrize(
+        "config", ["QK300R4B32,clustering=streaming", "Q2K64R8SP3B16", "Q64K2R1B32", "QK40R40SP4B16"]
+    )
     @pytest.mark.parametrize("length", [5, 33, 150])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         inputs = Shape("", "", length=length).tensors(torch.float64)
@@ -398,7 +400,7 @@ class Conformance:
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
     @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
     @pytest.mark.parametrize(
-        "config", ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false", "QK4R9T0.01B32"]
+        "config", ["QK4R2B32,clustering=streaming", "QK4R2B32", "QK4R0B32", "QK4R2B32,monopole=false", "QK4R9T0.01B32"]
     )
     def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
         self, config: str, target: int, poison: float

@@ -64,7 +64,7 @@ VARIANTS = [
     "Q4K5R0B32,dipole=tilted",
     "Q4K5R0B32,dipole=shared",
     "Q4K5R0B32,dipole=centred",
-    "Q4K5R2B32,clustering=lloyd",
+    "Q4K5R2B32,clustering=streaming",
     "Q4K5R2B32,cap_factor=1.5,query_cap_factor=1.5",
     "Q4K5R2B32,cap_factor=none",
     "Q4K5R2SP2B32,second_order=true",

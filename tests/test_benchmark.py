@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import get_attention, machine
+from muse_attention import MuSeConfig, get_attention, machine
 from muse_attention.benchmark import stages, suite, timing
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
@@ -31,7 +31,8 @@ from muse_attention.plots import MatplotlibMissingError, plot_speedup
 from muse_attention.sizes import format_size, parse_sizes
 
 SETTINGS = Settings(device="cpu", batch=1, heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False)
-PLAN = Plan.at_lengths(SETTINGS, lengths=(512, 600), attentions=("muse", "exact"))
+MUSE = "muse:QK16R1B256"
+PLAN = Plan.at_lengths(SETTINGS, lengths=(512, 600), attentions=(MUSE, "exact"))
 
 
 def small_workload() -> Workload:
@@ -42,7 +43,7 @@ def made_up_case(settings: Settings, request: Request, *others: object) -> Case:
     begin = others[-1]
     assert callable(begin)
     begin("made up")
-    return some_case(request.shape, request.attention)
+    return dataclasses.replace(some_case(request.shape, request.attention), attention=request.full_name)
 
 
 def some_case(shape: Shape, attention: str = "exact") -> Case:
@@ -69,7 +70,7 @@ def test_what_is_not_a_length_is_refused(text: str) -> None:
 
 def test_attentions_without_settings_are_taken_at_matched_sparsity() -> None:
     names = [at_matched_sparsity(kind, 65536) for kind in MATCHED_KINDS]
-    assert names == ["muse:Q128K128R8SP1B8k", "block_diagonal:8k", "moba:L8kB512R1"]
+    assert names == [f"muse:{MuSeConfig.for_length(65536)}", "block_diagonal:8k", "moba:L8kB512R1"]
     assert at_matched_sparsity("moba:L1kB64R2", 65536) == "moba:L1kB64R2"
     assert at_matched_sparsity("exact", 65536) == "exact"
 
@@ -130,13 +131,13 @@ def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
     assert finished == list(range(steps))
     assert PLAN.steps(results) == 0
     assert [(case.shape.length, case.request.attention) for case in results.cases] == [
-        (512, "muse"),
+        (512, MUSE),
         (512, "exact"),
-        (600, "muse"),
+        (600, MUSE),
         (600, "exact"),
     ]
     muse, exact = results.cases[:2]
-    assert muse.attention == "muse:Q16K16R1SP1B256"
+    assert muse.attention == "muse:Q16K16R1SP1B256,clustering=lloyd"
     assert 0 < muse.fidelity["relative_squared_error"] < 0.5
     assert 0.5 < muse.fidelity["cosine"] < 1
     assert exact.fidelity["relative_squared_error"] < 1e-9
@@ -167,7 +168,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     results = start_results(PLAN, path, resume=True)
     assert PLAN.missing(results) == [
         Request("exact", Shape(512, 2, 8)),
-        Request("muse", Shape(600, 2, 8)),
+        Request(MUSE, Shape(600, 2, 8)),
         Request("exact", Shape(600, 2, 8)),
     ]
     run_plan(PLAN, results, path)
@@ -221,7 +222,7 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
         f"torch {torch.__version__}",
         str(results.machine["cpu"]),
         "muse bench --lengths 512",
-        "| `muse:Q16K16R1SP1B256` |",
+        f"| `muse:{MuSeConfig.for_length(512)}` |",
         "| `block_diagonal:256` |",
         "| `moba:L256B16R1` |",
         "without the inputs, with the output and the gradients",
@@ -229,8 +230,8 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
         assert expected in report
     assert str(tmp_path) not in report
     rows = [line for line in report.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 3
-    assert len({row.count("|") for row in rows}) == 1
+    assert len(rows) == 2 * (2 + 3), "times, and what was retrieved"
+    assert all(len({row.count("|") for row in table}) == 1 for table in (rows[:5], rows[5:]))
 
 
 def test_a_file_from_before_there_were_sweeps_is_read(tmp_path: Path) -> None:
@@ -282,9 +283,13 @@ def test_the_name_of_a_kernel_tells_its_stage(kernel: str, stage: str) -> None:
 
 
 def test_every_kernel_of_the_library_has_a_stage() -> None:
-    """A kernel is a compiled function that is launched, not called: `_name[grid](...)`, or handed on as `_name`."""
+    """A kernel is a compiled function that is launched, not called: `_name[grid](...)`, or handed on as `_name`.
+
+    Not to `tl.reduce` and the like, which call it.
+    """
     sources = [path.read_text() for path in (Path(stages.__file__).parents[1] / "kernels").glob("*.py")]
     compiled = {name for text in sources for name in re.findall(r"@triton\.jit[^\n]*\ndef (_[a-z_]+)\(", text)}
+    sources = [re.sub(r"(tl\.(?:reduce|associative_scan)\([^()]*), _[a-z_]+", r"\1", text) for text in sources]
     launched = {name for name in compiled if any(re.search(rf"(?<![\w`]){name}(?![\w(`])", text) for text in sources)}
     assert len(launched) > 30
     assert sorted(name for name in launched if stage_of(name) == "other") == []
@@ -314,7 +319,7 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
     section = markdown_report(results, title="").partition("## Share of each stage")[2]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 4
-    assert len({row.count("|") for row in rows}) == 1
+    assert all(len({row.count("|") for row in table}) == 1 for table in (rows[:5], rows[5:]))
     assert "| 512 | `exact` | 3.00 ms (75%) | - | 1.00 ms (25%) |" in rows[3]
     assert rows[3].endswith("| 4.00 ms |")
 
@@ -330,13 +335,13 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
 )
 def test_a_sweep_of_the_method_changes_one_choice(name: str, configs: list[str]) -> None:
     plan = sweep_plan(name)
-    assert plan.attentions == tuple(f"muse:{config}" for config in configs)
+    assert plan.attentions == tuple(f"muse:{config},clustering=lloyd" for config in configs)
     assert {request.shape for request in plan.requests} == {Shape(65536, SETTINGS.heads, SETTINGS.head_dim)}
 
 
 def test_a_sweep_of_the_inputs_changes_their_shape() -> None:
     dims, heads = sweep_plan("head-dim"), sweep_plan("heads")
-    assert dims.attentions == heads.attentions == ("muse:Q128K128R8SP1B8k",)
+    assert dims.attentions == heads.attentions == ("muse:Q128K128R8SP1B8k,clustering=lloyd",)
     assert [request.shape for request in dims.requests] == [Shape(65536, 2, 64), Shape(65536, 2, 128)]
     assert [request.shape for request in heads.requests] == [Shape(65536, count, 8) for count in (2, 4, 8, 16)]
 
@@ -348,7 +353,9 @@ def test_the_values_of_a_sweep_can_be_told_from_its_cases(name: str) -> None:
 
 
 def test_a_sweep_leaves_out_what_would_be_exact() -> None:
-    assert sweep_plan("block-size", 8192).attentions == ("muse:Q128K128R8SP1B2k", "muse:Q128K128R8SP1B4k")
+    assert sweep_plan("block-size", 8192).attentions == tuple(
+        f"muse:Q128K128R8SP1B{size},clustering=lloyd" for size in ("2k", "4k")
+    )
     with pytest.raises(ValueError, match="needs a length above 8k, not 8k"):
         sweep_plan("heads", 8192)
 
@@ -382,3 +389,27 @@ def test_the_picture_of_speedups_is_drawn(tmp_path: Path) -> None:
     curves = {"muse": [(512, 0.9), (1024, 1.4)], "muse:QK32R2B1k": [(1024, 1.1)]}
     plot_speedup({"forward": curves, "forward + backward": curves}, tmp_path / "speedup.png")
     assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
+    attentions = ("muse:Q8K8R2SP1B128", "muse:Q8K8R2T0.001B128", "moba:L128B16R1", "exact")
+    plan = Plan.at_lengths(dataclasses.replace(SETTINGS, repeats=1), lengths=(512,), attentions=attentions)
+    path = tmp_path / "cpu.json"
+    results = start_results(plan, path, resume=False)
+    run_plan(plan, results, path)
+    paper, tolerant, moba, exact = read_results(path).cases
+    assert paper.fidelity["pairs_per_query"] == pytest.approx(2 * 3 / 4)
+    assert 0 < tolerant.fidelity["at_budget"] <= 1
+    assert moba.fidelity["keys_per_query"] == pytest.approx(16 * 3 / 4)
+    assert "pairs_per_query" not in exact.fidelity
+    report = markdown_report(results, title="t")
+    header = next(line for line in report.splitlines() if "| keys" in line)
+    assert header.startswith("| length | attention | RSE 99% | RSE 99.9% |")
+    assert header.endswith("| pairs | keys | retrieving | at budget |")
+    (line,) = [line for line in report.splitlines() if "moba:L128B16R1" in line and "12.0" in line]
+    assert "| 0.75 | 12.0 | 75.0% |  |" in line
+
+
+def test_reports_of_earlier_results_have_no_table_of_what_was_retrieved() -> None:
+    results = Results(describe_machine(), SETTINGS, [], [some_case(Shape(512, 2, 8))])
+    assert "retrieved" not in markdown_report(results, title="t")

@@ -12,16 +12,22 @@ from muse_attention.shuffle import seeded_shuffle
 from tests.shapes import Shape
 
 BACKENDS = ["torch", "reference"]
+CLUSTERINGS = ["streaming", "lloyd"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("factor", [1.0, 1.3, 4.0])
 @pytest.mark.parametrize("degenerate", [False, True], ids=["random", "identical"])
-def test_no_cluster_exceeds_its_cap_in_any_block(backend: str, factor: float, degenerate: bool) -> None:
+@pytest.mark.parametrize("clustering", CLUSTERINGS)
+def test_no_cluster_exceeds_its_cap_in_any_block(
+    backend: str, factor: float, degenerate: bool, clustering: str
+) -> None:
     query, key, _ = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
     if degenerate:
         query, key = (vectors[:, :, :1].expand_as(vectors).contiguous() for vectors in (query, key))
-    config = MuSeConfig.parse("Q4K5R1B32").replace(cap_factor=factor, query_cap_factor=factor + 0.1)
+    config = MuSeConfig.parse(f"Q4K5R1B32,clustering={clustering}").replace(
+        cap_factor=factor, query_cap_factor=factor + 0.1
+    )
     found = find_clusters(query, key, config=config, backend=backend)
     assert _largest(found.key_assignment, 5) <= math.ceil(factor * 32 / 5)
     assert _largest(found.query_assignment, 4) <= math.ceil(min(factor + 0.1, 4) * 32 / 4)
@@ -59,10 +65,12 @@ def test_overflow_goes_to_the_next_nearest_with_room_lowest_position_first(backe
     assert found == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 10.0, 10.0]
 
 
+@pytest.mark.parametrize("clustering", CLUSTERINGS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_a_cap_every_token_goes_to_its_nearest_centroid(backend: str) -> None:
+def test_without_a_cap_every_token_goes_to_its_nearest_centroid(backend: str, clustering: str) -> None:
     query, key, _ = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
-    clusters = find_clusters(query, key, config="Q4K5R1B32,cap_factor=none", scale=1.0, backend=backend)
+    config = f"Q4K5R1B32,cap_factor=none,clustering={clustering}"
+    clusters = find_clusters(query, key, config=config, scale=1.0, backend=backend)
     for vectors, centroids, assignment in (
         (query, clusters.query_centroids, clusters.query_assignment),
         (key, clusters.key_centroids, clusters.key_assignment),
@@ -81,13 +89,15 @@ def test_lloyd_reduces_the_k_means_objective() -> None:
     assert objective == sorted(objective, reverse=True)
 
 
-def test_the_seed_is_the_only_randomness() -> None:
+@pytest.mark.parametrize("clustering", CLUSTERINGS)
+def test_the_seed_is_the_only_randomness(clustering: str) -> None:
     query, key, value = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
+    config = f"QK8R1B32,clustering={clustering}"
     torch.manual_seed(1)
-    first = muse_attention(query, key, value, is_causal=True, config="QK8R1B32")
+    first = muse_attention(query, key, value, is_causal=True, config=config)
     torch.manual_seed(2)
-    assert torch.equal(muse_attention(query, key, value, is_causal=True, config="QK8R1B32"), first)
-    assert not torch.equal(muse_attention(query, key, value, is_causal=True, config="QK8R1B32,seed=1"), first)
+    assert torch.equal(muse_attention(query, key, value, is_causal=True, config=config), first)
+    assert not torch.equal(muse_attention(query, key, value, is_causal=True, config=f"{config},seed=1"), first)
 
 
 @pytest.mark.parametrize("length", [1, 2, 1000, 65537])

@@ -64,7 +64,7 @@ from muse_attention.pretraining.training import train
 from tests.test_prepare import make
 from tests.training_runs import SMALL, metrics_line, stop_at
 
-MUSE = "muse:Q4K4R1SP1B16"
+MUSE = "muse:Q4K4R1SP1B16,clustering=lloyd"
 RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_every=2", "exact_tail=0"])
 
 
@@ -440,7 +440,7 @@ def test_scaling_laws_need_three_sizes() -> None:
     assert [parameters for parameters, _ in found.points] == [10**7, 10**8, 10**9]
     report = markdown_report_of(results)
     assert "| exact | 10.0M, 100.0M, 1,000.0M | -0.170 | 1.0000 |" in report
-    assert "muse:Q8K8R2SP1B128: 2 sizes of model, 1 fewer than a power law needs." in report
+    assert "muse:Q8K8R2SP1B128,clustering=lloyd: 2 sizes of model, 1 fewer than a power law needs." in report
 
 
 def test_r_squared_falls_with_what_the_law_does_not_explain() -> None:
@@ -477,7 +477,7 @@ def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
     results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:QK8R2B128", 10, 1.0, [2.0]))
     report = markdown_report_of(results)
     assert "| exact | exact | 1.0000 ± 0.0000 |  |  |" in report
-    assert "| muse | muse:Q8K8R2SP1B128 |  |  |  |" in report
+    assert "| muse | muse:Q8K8R2SP1B128,clustering=lloyd |  |  |  |" in report
     assert headline(results) == []
     assert positions_table(results) == (["positions", "exact"], [["1", "0.5000"], ["2", "1.5000"]])
     machine = {"cpu": "c", "cores": 2, "threads": 1, "memory_gib": 1, "gpu": None, "os": "o", "date": "d"}
@@ -558,12 +558,12 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     pictures = {"training", "positions", "errors"}
     expected = {f"compare.{name}" for name in names} | {f"compare-{name}.png" for name in pictures}
     assert {file.name for file in output.iterdir()} == expected
-    assert "muse, trained with muse:Q4K4R1SP1B16: held-out loss under exact attention within" in out
-    lines = (output / "compare.csv").read_text().splitlines()
-    assert [line.split(",")[:5] for line in lines[1:]] == [
+    assert "muse, trained with muse:Q4K4R1SP1B16,clustering=lloyd: held-out loss under exact attention within" in out
+    lines = list(csv.reader((output / "compare.csv").read_text().splitlines()))
+    assert [line[:5] for line in lines[1:]] == [
         [run, trained_with, parameters, updates, tested_with]
         for run, trained_with in (("exact", "exact"), ("muse", MUSE))
-        for parameters in [lines[1].split(",")[2]]
+        for parameters in [lines[1][2]]
         for updates, tested_with in (("6", "exact"), ("6", MUSE), ("2", "exact"))
     ]
     page = (output / "compare.html").read_text()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muse_attention import MuSeConfig
+from muse_attention import MuSeConfig, defaults
+from muse_attention.defaults import DEFAULTS, Default
 
 
 def test_defaults_are_the_papers_operating_point() -> None:
-    assert str(MuSeConfig()) == "Q128K128R8SP1B8k"
+    assert str(MuSeConfig()) == "Q128K128R8SP1B8k,clustering=lloyd"
     assert MuSeConfig.parse("Q128K128R8SP1B8k") == MuSeConfig()
 
 
@@ -97,8 +100,38 @@ def test_what_is_no_tolerance(tolerance: object) -> None:
         (1, "QK16R1B256"),
     ],
 )
-def test_scaling_rule(length: int, text: str) -> None:
-    assert MuSeConfig.for_length(length) == MuSeConfig.parse(text)
+def test_the_papers_scaling_rule(length: int, text: str) -> None:
+    expected = MuSeConfig.parse(text)
+    assert MuSeConfig.paper_sizes(length) == expected
+    assert MuSeConfig.paper(length) == expected.replace(clustering="streaming", query_cap_factor=4.0)
+
+
+@pytest.mark.parametrize("length", [1, 300, 4096, 60_000, 65_536, 65_537, 1 << 20])
+def test_the_default_is_that_of_the_table(length: int) -> None:
+    row = next(row for row in DEFAULTS if row.longest is None or length <= row.longest)
+    expected = MuSeConfig.named(row.text, length)
+    if row.blocks is not None:
+        wanted = length / row.blocks
+        powers = [2**exponent for exponent in range(8, 32)]
+        expected = expected.replace(block_size=min(powers, key=lambda power: abs(math.log(power / wanted))))
+    assert MuSeConfig.for_length(length) == expected
+
+
+def test_every_length_has_a_default() -> None:
+    *others, last = [row.longest for row in DEFAULTS]
+    assert last is None
+    assert others == sorted(set(others))
+
+
+def test_a_table_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind of row: a configuration for short sequences, a number of blocks, and the paper's rule."""
+    table = (Default(4096, "QK16R4T0.1B1k"), Default(65536, "Q32K256R8T0.01,seed=1", blocks=16), Default(None, "paper"))
+    monkeypatch.setattr(defaults, "DEFAULTS", table)
+    for length in (1, 4096):
+        assert MuSeConfig.for_length(length) == MuSeConfig.parse("QK16R4T0.1B1k")
+    for length, block in ((4097, "256"), (6000, "512"), (65536, "4k")):
+        assert MuSeConfig.for_length(length) == MuSeConfig.parse(f"Q32K256R8T0.01B{block},seed=1")
+    assert MuSeConfig.for_length(65537) == MuSeConfig.paper(65537)
 
 
 def test_is_frozen_and_hashable() -> None:
@@ -167,9 +200,10 @@ def test_an_absurd_cap_is_no_cap() -> None:
 
 
 @pytest.mark.parametrize("length", [0, -5, 2.5, True, "64k"])
-def test_bad_length(length: object) -> None:
-    with pytest.raises(ValueError, match="length="):
-        MuSeConfig.for_length(length)
+@pytest.mark.parametrize("make", [MuSeConfig.for_length, MuSeConfig.paper, MuSeConfig.paper_sizes])
+def test_bad_length(make: Callable[[object], MuSeConfig], length: object) -> None:
+    with pytest.raises(ValueError, match=rf"MuSeConfig\.{make.__name__}: length="):
+        make(length)
 
 
 def test_parse_wants_a_string() -> None:

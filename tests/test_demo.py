@@ -68,8 +68,8 @@ def test_the_demo_prepares_trains_compares_and_names_its_report(whole: Path) -> 
     assert (whole / "compare" / "compare.html").exists()
     results = read_results(whole / "compare" / "compare.json")
     assert results.commands == ["muse demo --device cpu"]
-    assert [run.attention for run in results.runs.values()] == ["exact", "muse:Q4K4R1SP1B16"]
-    assert results.attentions == ["exact", "muse:Q4K4R1SP1B16"]
+    assert [run.attention for run in results.runs.values()] == ["exact", "muse:Q4K4R1SP1B16,clustering=lloyd"]
+    assert results.attentions == ["exact", "muse:Q4K4R1SP1B16,clustering=lloyd"]
     assert all(results.whole(run, name) for run in results.runs.values() for name in results.attentions)
     assert all(results.steps(run) == [2, 4] for run in results.runs.values())
     first, last = (read_metrics(whole / "muse")[index]["loss"] for index in (0, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 from html.parser import HTMLParser
@@ -21,8 +22,16 @@ from typer.testing import CliRunner
 from muse_attention import MuSeConfig, get_attention
 from muse_attention.capture import capture
 from muse_attention.cli import commands
+from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.evaluation import layers, paper
-from muse_attention.evaluation.fidelity_report import html_report, shown_presets, table_of_clusters, table_of_preset
+from muse_attention.evaluation.attentions import full_name
+from muse_attention.evaluation.fidelity_report import (
+    html_report,
+    key_curves,
+    shown_presets,
+    table_of_clusters,
+    table_of_preset,
+)
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.layers import Request, Results, as_csv, measure, read_results, start_results
 from muse_attention.evaluation.page import Page
@@ -30,10 +39,11 @@ from muse_attention.evaluation.presets import PRESETS, find_presets
 from muse_attention.evaluation.settings import Settings
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.fidelity import measure as measure_fidelity
+from muse_attention.gradient_fidelity import measure_gradients
 from muse_attention.pretrained import load_model
 from tests.models import SIZES, tiny_llama, token_ids, write_model_folder, write_tokenizer
 
-COARSE = "muse:Q4K4R1SP1B32"
+COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 SETTINGS = Settings("tiny", "letters", 128, 2, "cpu", "float32")
 REQUESTS = [Request(COARSE, 128), Request("block_diagonal:32", 128), Request(COARSE, 64)]
 
@@ -88,20 +98,20 @@ def test_an_interrupted_run_goes_on_to_the_same_results(
 
     path = tmp_path / "results.json"
     compared = 0
-    compare = layers.compare
+    compare = layers.measure_fidelity
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **others: Any) -> Any:
         nonlocal compared
         compared += 1
         if compared > after:
             raise KeyboardInterrupt
-        return compare(*arguments)
+        return compare(*arguments, **others)
 
-    monkeypatch.setattr(layers, "compare", interrupted)
+    monkeypatch.setattr(layers, "measure_fidelity", interrupted)
     results = start_results(SETTINGS, path, resume=True)
     with pytest.raises(KeyboardInterrupt):
         measure(model, tokens, REQUESTS, results, path)
-    monkeypatch.setattr(layers, "compare", compare)
+    monkeypatch.setattr(layers, "measure_fidelity", compare)
     assert not any(read_results(path).is_whole(request) for request in REQUESTS)
     results = start_results(SETTINGS, path, resume=True)
     measure(model, tokens, REQUESTS, results, path)
@@ -157,9 +167,67 @@ def test_csv_has_a_line_for_every_head(tmp_path: Path) -> None:
     results = Results({}, SETTINGS)
     measure(tiny_llama(), token_ids(128, batch=2), REQUESTS, results, tmp_path / "results.json")
     header, *lines = as_csv(results).splitlines()
-    assert header == "attention,length,sample,layer,head,relative_squared_error,cosine,energy_error,lse_gap"
+    assert header == (
+        "attention,length,sample,layer,head,relative_squared_error,cosine,energy_error,lse_gap,error_p99,error_p999,"
+        "share_far_off,pairs_per_query,keys_per_query,share_retrieving"
+    )
     assert len(lines) == 3 * 2 * 2 * 4
-    assert lines[0].startswith("muse:Q4K4R1SP1B32,128,0,0,0,")
+    assert lines[0].startswith(f'"{COARSE}",128,0,0,0,')
+    assert all(line.endswith(",,,") == line.startswith("block_diagonal") for line in lines)
+
+
+def test_what_was_retrieved_is_that_of_the_captured_layers(tmp_path: Path) -> None:
+    model, tokens = tiny_llama(), token_ids(128)
+    results = Results({}, dataclasses.replace(SETTINGS, samples=1))
+    request = Request("muse:Q4K8R2T0.003B32", 128)
+    measure(model, tokens, [request], results, tmp_path / "results.json")
+    for name in ("keys_per_query", "at_budget", "error_p999"):
+        expected = [
+            measure_fidelity(
+                get_attention(request.attention), inputs.query, inputs.key, inputs.value, is_causal=True,
+                scale=inputs.scale, enable_gqa=True,
+            ).by_head()[name][0]
+            for inputs in capture(model, tokens)
+        ]  # fmt: skip
+        torch.testing.assert_close(results.by_head(request, name), torch.stack(expected), rtol=1e-5, atol=0)
+    assert results.pooled(request)["keys_per_query"] > 0
+
+
+def test_gradients_are_measured_where_they_are_asked_for(tmp_path: Path) -> None:
+    """Those of a file that has none yet are added to it, and nothing else is measured again."""
+    model, tokens, path = tiny_llama(), token_ids(128, batch=2), tmp_path / "results.json"
+    results = Results({}, SETTINGS)
+    measure(model, tokens, REQUESTS[:2], results, path)
+    assert not results.is_whole(REQUESTS[0], gradients=True)
+    before = results.pooled(REQUESTS[0])
+    resumed = read_results(path)
+    measure(model, tokens, REQUESTS[:1], resumed, path, gradients=True)
+    assert resumed.is_whole(REQUESTS[0], gradients=True)
+    assert not resumed.is_whole(REQUESTS[1], gradients=True)
+    after = read_results(path).pooled(REQUESTS[0])
+    assert before.items() <= after.items()
+    for layer, inputs in enumerate(capture(model, tokens[:1])):
+        errors = measure_gradients(
+            get_attention(COARSE), *inputs[:3], is_causal=True, scale=inputs.scale, enable_gqa=True
+        )
+        for name, expected in vars(errors).items():
+            found = torch.tensor(resumed.measured[REQUESTS[0]][0][layer][name], dtype=torch.float64)
+            torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=0)
+    assert set(after) - set(before) == {"query_gradient_error", "key_gradient_error", "value_gradient_error"}
+    header, first, *_ = as_csv(resumed).splitlines()
+    assert header.endswith("query_gradient_error,key_gradient_error,value_gradient_error")
+    assert "" not in first.split(",")
+
+
+def test_results_from_before_a_measure_existed_are_reported(tmp_path: Path) -> None:
+    old = results_of({COARSE: 0.25, "exact": 0.0})
+    path = tmp_path / "old.json"
+    layers.write_results(old, path)
+    results = read_results(path)
+    assert set(results.pooled(Request(COARSE, 8192))) == {"relative_squared_error", "cosine", "energy_error", "lse_gap"}
+    assert "pairs" not in html_report(results, {}, title="t")
+    _, first, _ = as_csv(results).splitlines()
+    assert first.endswith(",0.25,1,0,0")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"measured": 1}'])
@@ -233,11 +301,22 @@ def test_at_64k_the_presets_are_the_papers() -> None:
         ("512", "32"),
     ]
     assert by_name["methods"].requests[:2] == [
-        Request("muse:Q128K128R8SP1B8k", 65536),
+        Request("muse:Q128K128R8SP1B8k,clustering=lloyd", 65536),
         Request("moba:L8kB512R1", 65536),
     ]
-    assert Request("muse:Q128K128R4SP2B8k", 65536) not in by_name["block-size"].requests  # R is 8 there
+    assert (
+        Request("muse:Q128K128R4SP2B8k,clustering=lloyd", 65536) not in by_name["block-size"].requests
+    )  # R is 8 there
     assert ("2", "4") in [row.labels for row in by_name["clusters-or-blocks"].rows]
+
+
+def test_error_control_at_8k() -> None:
+    (preset,) = find_presets(["error-control"], 8192)
+    names = [request.attention for request in preset.requests]
+    for text in ("QK32R2B1k", "QK64R4B1k", "QK128R8B1k", "Q32K256R8T0.01B1k", "Q16K256R16T0.003B1k"):
+        assert full_name(f"muse:{text}", 8192) in names
+    assert "moba:L1kB64R1" in names
+    assert len(names) == len(set(names)) == 3 + 3 + 6 * 3
 
 
 def test_paper_tables_are_rectangular() -> None:
@@ -282,7 +361,7 @@ def test_effective_clusters_of_known_power_laws() -> None:
 def test_a_table_with_gaps_has_the_rows_there_are() -> None:
     counts = {"muse:Q16K16R1SP1B1k": 0.02, "muse:Q32K32R2SP1B1k": 0.01, "muse:Q64K64R4SP1B1k": 0.005}
     plain = {"muse:Q16K16R1SP1B1k,tilt=false": 2.0, "muse:Q32K32R2SP1B1k,tilt=false": 1.5}
-    results = results_of(counts | plain)
+    results = results_of({f"{name},clustering=lloyd": error for name, error in (counts | plain).items()})
     assert "joint" in [preset.name for preset in shown_presets(results)]
     table = table_of_clusters(results, find_presets(["joint"], 8192)[0])
     assert table is not None
@@ -298,7 +377,7 @@ def test_errors_of_zero_have_no_power_law(asked: list[object]) -> None:
 
 
 def test_what_was_not_measured_is_absent() -> None:
-    base = f"muse:{MuSeConfig.for_length(8192)}"
+    base = f"muse:{MuSeConfig.paper_sizes(8192)}"
     results = results_of({base: 0.01, "moba:L1kB64R1": 0.5})
     assert [preset.name for preset in shown_presets(results)] == ["methods"]
     _, rows = table_of_preset(results, find_presets(["methods"], 8192)[0])
@@ -372,6 +451,40 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
     assert COARSE in out
 
 
+def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list[object], tmp_path: Path) -> None:
+    code, out, err = run(*asked, "--attention", "muse:Q4K8R2T0.003B32", "--gradients")
+    assert (code, err) == (0, "")
+    for said in ("99.9%", "pairs", "keys", "retrieving", "budget", "dq"):
+        assert said in out
+    markdown = (tmp_path / "out" / "tiny.md").read_text()
+    titles = "RSE 99% | RSE 99.9% | RSE > 0.1 | pairs | keys | retrieving | at budget | dq RSE | dk RSE | dv RSE |"
+    assert titles.replace(">", "\\>") in markdown
+    assert "sum |dq - dq_exact|^2 / sum |dq_exact|^2" in markdown
+    assert "sum |dq - dq_exact|^2" in (tmp_path / "out" / "tiny.html").read_text()
+    (command,) = read_results(tmp_path / "out" / "tiny.json").commands
+    assert "--gradients --device cpu" in command
+    assert run(*asked)[0] == 0
+    assert "dq" not in (tmp_path / "out" / "tiny.md").read_text()
+
+
+def test_the_preset_of_error_control_draws_error_against_keys(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (preset,) = find_presets(["error-control"], 8192)
+    results = results_of({request.attention: 1 / number for number, request in enumerate(preset.requests, start=1)})
+    for number, samples in enumerate(results.measured.values(), start=1):
+        if number != 3:  # one from before keys were counted
+            samples[0][0]["keys_per_query"] = [64.0 * number]
+    curves = key_curves(results, preset)
+    assert curves["paper"] == [(64, 1), (128, 1 / 2)]
+    assert curves["MoBA"] == [(64 * number, 1 / number) for number in (4, 5, 6)]
+    assert len(curves) == 2 + 6
+    write_fidelity_reports(results, tmp_path / "tiny.json")
+    assert (tmp_path / "tiny-error-against-retrieved-keys.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "tiny.html").read_text()
+    assert 'alt="error against retrieved keys"' in page
+    assert "tolerance, Q16K256" in page
+
+
 def test_reports_can_be_written_anew(asked: list[object], tmp_path: Path) -> None:
     run(*asked)
     markdown = tmp_path / "out" / "tiny.md"
@@ -386,10 +499,10 @@ def test_reports_can_be_written_anew(asked: list[object], tmp_path: Path) -> Non
 def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(*asked)[0] == 0
 
-    def never(*arguments: Any) -> None:
+    def never(*arguments: Any, **others: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(layers, "compare", never)
+    monkeypatch.setattr(layers, "measure_fidelity", never)
     assert run(*asked, "--resume")[0] == 0
 
 

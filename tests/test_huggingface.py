@@ -20,8 +20,9 @@ import transformers
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.masking_utils import create_causal_mask
 
-from muse_attention import MuSeConfig, get_attention, huggingface
+from muse_attention import MuSeConfig, defaults, get_attention, huggingface
 from muse_attention.capture import capture
+from muse_attention.defaults import Default
 from muse_attention.huggingface import ExactAttentionWarning, register, use_attention
 from tests.models import SIZES, tiny_llama, token_ids
 
@@ -77,8 +78,9 @@ def test_logits_of_sdpa_when_everything_is_retrieved(key_heads: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["muse:QK4R1B64", "muse", "block_diagonal:64", "moba:L64B16R2", "exact"])
-def test_a_layer_attends_as_the_attention_of_that_name(name: str) -> None:
+def test_a_layer_attends_as_the_attention_of_that_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And as nothing else: what is registered, and what the model says, is not heeded."""
+    monkeypatch.setattr(defaults, "DEFAULTS", (Default(None, "QK8R1B32"),))
     model, ids = tiny_llama(muse="QK2R0B128"), token_ids(300)
     query, key, value, scale = capture(model, ids)[0]
     out = get_attention(name)(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -325,6 +327,17 @@ def test_registrations_stand_side_by_side() -> None:
     expected = logits(model, "sdpa", ids)
     torch.testing.assert_close(logits(model, "fine", ids), expected)
     assert (logits(model, "muse", ids) - expected).abs().max() > 1e-3
+
+
+def test_the_papers_method_is_that_of_each_input() -> None:
+    model = tiny_llama()
+    register("paper", name="papers")
+    for length in (300, 600):
+        ids = token_ids(length)
+        register(MuSeConfig.paper(length), name="of-the-length")
+        torch.testing.assert_close(logits(model, "papers", ids), logits(model, "of-the-length", ids), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="cannot read"):
+        register("paper,QK4", name="papers")
 
 
 def test_a_reason_is_given_once_and_again_after_registration() -> None:

@@ -37,10 +37,11 @@ from muse_attention.evaluation.loss_curves import (
     ratio_per_doubling,
 )
 from muse_attention.evaluation.loss_report import as_csv
+from muse_attention.evaluation.presets import find_presets
 from muse_attention.evaluation.settings import Settings, take_fingerprint
 from tests.models import SIZES, tiny_llama, token_ids, write_model_folder
 
-COARSE = "muse:Q4K4R1SP1B32"
+COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 BOTH = ("exact", COARSE)
 SETTINGS = Settings("tiny", "letters", 128, 2, "cpu", "float32")
 
@@ -230,12 +231,17 @@ def test_a_power_law_is_recovered() -> None:
 
 def test_the_attentions_of_the_figure() -> None:
     configs = ["Q16K16R1", "Q32K32R2", "Q64K64R4", "Q128K128R8", "Q1K32R2"]
-    expected = ["exact", *(f"muse:{config}SP1B1k" for config in configs), "muse:Q32K32R2SP1B1k,tilt=false"]
+    named = [*(f"{config}SP1B1k" for config in configs), "Q32K32R2SP1B1k,tilt=false"]
+    expected = ["exact", *(f"muse:{config},clustering=lloyd" for config in named)]
     assert list(figure_attentions(8192)) == expected
-    assert figure_attentions(256)[1] == "muse:Q8K8R1SP1B256"
-    assert full_name("muse", 8192) == full_name("muse:QK32R2B1k", 8192) == "muse:Q32K32R2SP1B1k"
+    assert figure_attentions(256)[1] == "muse:Q8K8R1SP1B256,clustering=lloyd"
+    assert full_name("muse:QK32R2B1k", 8192) == "muse:Q32K32R2SP1B1k,clustering=lloyd"
     assert "one tilted query cluster, 32 key clusters, 2 opened" in in_words(expected[5])
     assert "no tilt" in in_words(expected[6])
+    assert in_words("muse:Q16K64R8T0.01B1k") == (
+        "16 query clusters, 64 key clusters, retrieval of what is expected to be off by more than 0.01, at most 8 "
+        "buckets per query in a head, blocks of 1k"
+    )
 
 
 # The command
@@ -267,6 +273,21 @@ def assert_refused(outcome: tuple[int, str, str], message: str, code: int = 2) -
     assert outcome[:2] == (code, "")
     assert len(outcome[2].splitlines()) == 1
     assert message in outcome[2]
+
+
+def test_attentions_of_a_preset_of_muse_fidelity(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def interrupted(model: object, tokens: object, attentions: list[str], *others: Any, **options: Any) -> None:
+        seen.extend(attentions)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("muse_attention.cli.loss.measure", interrupted)
+    assert run(*asked, "--preset", "error-control")[0] == 130
+    (preset,) = find_presets(["error-control"], 128)
+    named = ["exact", full_name("muse:QK4R1B32", 128)]
+    assert seen == [*named, *(request.attention for request in preset.requests)]
+    assert_refused(run(*asked, "--preset", "nonsense"), "unknown preset 'nonsense'; use all or some of methods")
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:

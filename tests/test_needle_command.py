@@ -30,7 +30,7 @@ from tests.needle_models import needle_haystack, needle_tokenizer, write_needle_
 from tests.test_prepare import make
 
 LENGTH = 1024
-COARSE = "muse:Q4K4R1SP1B128"
+COARSE = "muse:Q4K4R1SP1B128,clustering=lloyd"
 SETTINGS = Settings("tiny", "made up", 0, "cpu", "float32")
 
 

@@ -115,17 +115,19 @@ def test_definitions_lie_in_their_buckets(samples: NeedleSamples, decode: Any) -
         assert sample.bucket in buckets
         assert len(set(buckets)) == len(buckets)
         for question in sample.questions:
-            assert question.bucket * LENGTH <= 10 * question.position
-            match = DEFINITION.match(decode(sample.tokens[question.position :]))
+            assert question.bucket * LENGTH <= 10 * question.definition.start
+            match = DEFINITION.match(decode(sample.tokens[question.definition.start :]))
             assert match is not None
             assert match[3] == question.needle.uid
-            inside = decode(sample.tokens[question.position : (question.bucket + 1) * LENGTH // 10])
+            inside = decode(sample.tokens[question.definition.start : (question.bucket + 1) * LENGTH // 10])
             assert f'return "{question.needle.name.replace("_", " ")}"\n' in inside
-            assert abs(question.position / LENGTH - depth_of(question.bucket)) <= 0.05
+            definition = decode(sample.tokens[question.definition.start : question.definition.stop])
+            assert definition.rstrip().endswith('return "' + question.needle.name.replace("_", " ") + '"')
+            assert abs(question.definition.start / LENGTH - depth_of(question.bucket)) <= 0.05
 
 
 def test_depths_are_spread_over_a_bucket(samples: NeedleSamples) -> None:
-    positions = [samples.make("single", LENGTH, 4, number).questions[0].position for number in range(40)]
+    positions = [samples.make("single", LENGTH, 4, number).questions[0].definition.start for number in range(40)]
     low, high = 0.4 * LENGTH, 0.5 * LENGTH
     assert min(positions) < low + 0.2 * (high - low)
     assert len(set(positions)) > 20

@@ -66,7 +66,7 @@ def test_compiles_into_one_graph_with_the_same_result(name: str, compiler: str) 
 
 
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
-@pytest.mark.parametrize("config", ["QK4R1B32", None], ids=str)
+@pytest.mark.parametrize("config", ["QK4R1B32", "paper,seed=1", None], ids=str)
 def test_compiles_for_lengths_that_vary(config: str | None, dynamic: bool | None) -> None:
     torch.compiler.reset()
     compiled = torch.compile(muse_attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")

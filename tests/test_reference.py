@@ -60,7 +60,7 @@ def test_streaming_is_the_papers_sequential_rule() -> None:
     from muse_attention.shuffle import seeded_shuffle
 
     vectors = torch.randn(1, 1, 150, 4, dtype=torch.float64)
-    config = MuSeConfig.parse("QK3R1B32")
+    config = MuSeConfig.parse("QK3R1B32,clustering=streaming")
     order = seeded_shuffle(150, 0, vectors.device)
     shuffled = vectors[0, 0, order]
     totals, counts = [shuffled[i * 50].clone() for i in range(3)], [1.0, 1.0, 1.0]

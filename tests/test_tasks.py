@@ -42,7 +42,7 @@ from muse_attention.evaluation.tasks import (
 )
 from tests.models import write_model_folder
 
-MUSE = "muse:Q4K4R1SP1B32"
+MUSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 BOTH = ("exact", MUSE)
 ARC_ROWS = [
     {"id": "1", "question": "Up?", "choices": {"text": ["yes", "no"], "label": ["A", "B"]}, "answerKey": "A"},
@@ -336,8 +336,9 @@ def test_reports_say_what_was_not_the_benchmark(tmp_path: Path) -> None:
 def test_muse_without_settings_has_the_block_of_each_sample() -> None:
     cell = Cell("lcc", None, Data("", 2, ""), 2)
     scores = {"edit_similarity": 0.5}
-    cell.answers["muse"] = {0: Answer(0, scores, tokens=100), 1: Answer(1, scores, tokens=9000, is_cut=True)}
-    assert tasks_report.longer_than_a_block(cell, "muse") == 1
+    for name in ("muse", "muse:paper"):
+        cell.answers[name] = {0: Answer(0, scores, tokens=100), 1: Answer(1, scores, tokens=9000, is_cut=True)}
+        assert tasks_report.longer_than_a_block(cell, name) == 1
     assert tasks_report.longer_than_a_block(cell, "moba") is None
     assert tasks_report.samples_in_words(cell, "muse") == "2 of 500 published, 1 cut to the model's context"
 

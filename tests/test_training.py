@@ -64,12 +64,18 @@ def test_the_first_loss_is_that_of_the_model_on_the_first_batch(corpus: Corpus, 
 def test_metrics_have_a_line_for_every_step(whole_run: Path) -> None:
     steps = read_metrics(whole_run)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    assert [step["attention"] for step in steps] == ["muse:QK4R1B16"] * 6 + ["exact"] * 2
+    assert [step["attention"] for step in steps] == [SMALL.attention] * 6 + ["exact"] * 2
     assert [step["tokens"] for step in steps] == [256 * step for step in range(1, STEPS + 1)]
     assert [step["step"] for step in steps if "rse" in step] == [3, 6]
     for step in steps:
         assert all(0 < error < 1 for error in step.get("rse", {}).values())
         assert set(step.get("rse", "13")) == {"1", "3"}
+        assert ("attention_means" in step) == ("rse" in step)
+    means = steps[2]["attention_means"]
+    assert means["relative_squared_error"] == pytest.approx(sum(steps[2]["rse"].values()) / 2)
+    assert means["pairs_per_query"] == pytest.approx(3 / 4)  # one, in all blocks but the first of four
+    assert 0 < means["keys_per_query"] <= 16
+    assert means["error_p999"] >= means["error_p99"] > 0
 
 
 def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +100,7 @@ def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, m
     monkeypatch.setattr(huggingface, "sdpa_attention_forward", spy_on_exact)
     train(corpus, override(SMALL, ["probe_every=0"]), tmp_path, on_step=note)
     calls = 2 * 2  # global layers, and parts of a batch
-    assert updates == [["muse:QK4R1B16"] * calls] * 6 + [["exact"] * calls] * 2
+    assert updates == [[SMALL.attention] * calls] * 6 + [["exact"] * calls] * 2
 
 
 def test_the_speed_is_that_of_the_update_without_its_probe(
@@ -107,13 +113,13 @@ def test_the_speed_is_that_of_the_update_without_its_probe(
         now += 1
         return now
 
-    def probe(*_: object) -> dict[int, float]:
+    def probe(*_: object) -> dict[int, dict[str, float]]:
         nonlocal now
         now += 1000
-        return {1: 0.5}
+        return {1: {"relative_squared_error": 0.5}}
 
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(training, "relative_squared_errors", probe)
+    monkeypatch.setattr(training, "measure_attention", probe)
     train(corpus, override(SMALL, ["steps=2", "probe_every=2"]), tmp_path)
     first, second = read_metrics(tmp_path)
     assert (first.get("rse"), second.get("rse")) == (None, {"1": 0.5})
@@ -141,7 +147,7 @@ def test_bfloat16_is_close(corpus: Corpus, whole_run: Path, tmp_path: Path) -> N
 
 
 def test_frozen_aggregation_needs_no_tail(corpus: Corpus, tmp_path: Path) -> None:
-    name = "muse:QK4R1B16,differentiable_aggregation=false"
+    name = "muse:Q4K4R1SP1B16,differentiable_aggregation=false,clustering=lloyd"
     train(corpus, override(SMALL, [f"attention={name}", "exact_tail=0"]), tmp_path)
     assert {step["attention"] for step in read_metrics(tmp_path)} == {name}
 

@@ -25,7 +25,7 @@ SMALL = override(
         "length=64",
         "batch=4",
         "micro_batch=2",
-        "attention=muse:QK4R1B16",
+        "attention=muse:Q4K4R1SP1B16,clustering=lloyd",
         "exact_tail=0.25",
         "warmup=2",
         "checkpoint_every=2",

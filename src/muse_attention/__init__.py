@@ -5,7 +5,8 @@
 
 The algorithm, in order, and where to read each step:
 
-0. `config.py`: all choices in one value. `structures.py`: what passes between the steps.
+0. `config.py`: all choices in one value. `defaults.py`: which one serves a length. `structures.py`: what passes between
+   the steps.
 1. Cluster queries and keys, separately, over the whole sequence; assign inside each block: `stages/clustering.py`.
 2. Summarise each (query cluster, key cluster, block) by exponentially tilted means, and
 3. accumulate the summaries over the blocks a query sees: `stages/summaries.py`.

@@ -2,7 +2,8 @@
 
 - `exact`
 - `muse`: `MuSeConfig.for_length` of whatever length it is called with
-- `muse:QK32R2B1k,clustering=lloyd`
+- `muse:paper`: likewise `MuSeConfig.paper`; options may follow, `muse:paper,seed=1`
+- `muse:QK32R2B1k,clustering=streaming`
 - `block_diagonal:8k`
 - `moba:L8kB512R1`: an own block of 8k, and one retrieved block of 512
 """
@@ -15,9 +16,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from muse_attention.attention import muse_attention
+from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
-from muse_attention.config import MuSeConfig
+from muse_attention.config import MuSeConfig, follows_length
 from muse_attention.sizes import parse_size
 
 ATTENTIONS = ("exact", "muse", "block_diagonal", "moba")
@@ -55,7 +56,8 @@ def get_attention(name: str) -> Attention:
             raise ValueError(f"{name!r}: exact attention has no settings; write 'exact'")
         return exact_attention
     if kind == "muse":
-        return functools.partial(muse_attention, config=MuSeConfig.parse(settings) if settings else None)
+        config = resolve_config(settings or None, 1)  # refuses what cannot be read
+        return functools.partial(muse_attention, config=(settings or None) if has_settings_of_length(name) else config)
     if kind == "block_diagonal":
         if not settings:
             raise ValueError(f"{name!r} needs the size of its blocks; write it like 'block_diagonal:8k'")
@@ -73,3 +75,22 @@ def get_attention(name: str) -> Attention:
             moba_attention, local_block_size=local, retrieval_block_size=block, retrieved_blocks=count
         )
     raise ValueError(f"unknown attention {name!r}; the kinds are {', '.join(ATTENTIONS)}")
+
+
+def has_settings_of_length(name: str) -> bool:
+    """Whether a name stands for other settings at another length: `muse` and `muse:paper`."""
+    kind, _, settings = name.partition(":")
+    return kind == "muse" and (not settings or follows_length(settings))
+
+
+def config_at(name: str, length: int) -> MuSeConfig | None:
+    """The configuration that a name of MuSe stands for at a length; None for other attentions."""
+    kind, _, settings = name.partition(":")
+    return resolve_config(settings or None, length) if kind == "muse" else None
+
+
+def full_name(name: str, length: int) -> str:
+    """The name with all settings it has at this length, in one spelling; a ValueError if there is no such attention."""
+    get_attention(name)
+    config = config_at(name, length)
+    return name if config is None else f"muse:{config}"

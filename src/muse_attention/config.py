@@ -8,10 +8,14 @@ import math
 import re
 from typing import Any, Literal, Self
 
-from muse_attention.sizes import format_size, parse_size
+from muse_attention.defaults import default_text
+from muse_attention.sizes import format_size, nearest_power_of_two, parse_size
 
 Dipole = Literal["none", "tilted", "shared", "centred"]
 Clustering = Literal["auto", "streaming", "lloyd"]
+
+AUTO_CLUSTERING: Clustering = "lloyd"
+"""What `auto` stands for: parallel on a GPU, and faster than streaming on a CPU too."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dipole": ("none", "tilted", "shared", "centred"),
@@ -39,6 +43,8 @@ _SYMBOLS = {
     "B": ("block_size",),
 }
 _TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}k?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
+PAPER = "paper"
+"""In place of the notation: `MuSeConfig.paper` of whatever length a text is read for."""
 _EXAMPLE = 'write it like "Q128K128R8SP1B8k", "QK64R8T0.01B8k" or "QK32R2B1k,clustering=lloyd"'
 
 
@@ -48,7 +54,8 @@ class MuSeConfig:
 
     `str(config)` is the paper's notation, `Q128K128R8SP1B8k`, followed by `,name=value` for every other field that is
     not at its default; `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024. With
-    a tolerance it is `Q64K64R8T0.01B8k`.
+    a tolerance it is `Q64K64R8T0.01B8k`. The clustering is always named, as `auto` never outlives a configuration's
+    making: whatever is recorded says what ran.
     """
 
     query_clusters: int = 128
@@ -78,8 +85,7 @@ class MuSeConfig:
     """False: the weights that aggregate keys and values into summaries are constants for the gradient."""
     clustering: Clustering = "auto"
     """`streaming`: one pass in minibatches of 64. `lloyd`: `lloyd_iterations` full-batch iterations on up to
-    `lloyd_sample` vectors for each cluster. `auto`: what suits the backend, `lloyd` in the Triton kernels (it is
-    parallel), `streaming` elsewhere."""
+    `lloyd_sample` vectors for each cluster. `auto`: `lloyd`, on every backend, and that is what the field then says."""
     cap_factor: float | None = 4.0
     """Largest cluster of keys allowed inside a block, in units of the mean: what bounds the cost of retrieval. None: no
     limit."""
@@ -94,6 +100,8 @@ class MuSeConfig:
     """Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` looks at."""
 
     def __post_init__(self) -> None:
+        if self.clustering == "auto":
+            object.__setattr__(self, "clustering", AUTO_CLUSTERING)
         for name, smallest in _SMALLEST.items():
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
@@ -166,34 +174,44 @@ class MuSeConfig:
         """Read `"Q128K128R8SP1B8k"`, `"QK32R2B1k,clustering=lloyd"`: what is not named keeps its default."""
         if not isinstance(text, str):
             raise ValueError(f"MuSeConfig.parse: text={text!r} is not a string; {_EXAMPLE}")
+        if follows_length(text):
+            raise ValueError(f"MuSeConfig.parse: {text!r} depends on the length; use MuSeConfig.named(text, length)")
         return _parse(text)
 
     @classmethod
-    def for_length(cls, length: int) -> MuSeConfig:
-        """The paper's scaling rule: 8 blocks, `QK = 128 sqrt(length / 64k)`, `R = QK / 16`, each a power of two.
+    def named(cls, text: str, length: int) -> MuSeConfig:
+        """What a text stands for at a length: that of `parse`, or `"paper"`, `"paper,seed=1"` for `paper(length)`."""
+        if not follows_length(text):
+            return cls.parse(text)
+        _check_length("named", length)
+        return _parse(text, _scale_as_paper(length))
 
-        Halfway between two powers the lower one is taken, as in the paper's tables (32k has 64 clusters). Sizes stop
-        shrinking at 16 clusters and blocks of 256, so anything up to 256 tokens is attended to exactly. This does
-        not know the device: where exact attention is faster (below 32k tokens on a GPU, 16k on a CPU), take that.
+    @classmethod
+    def for_length(cls, length: int) -> MuSeConfig:
+        """What `muse_attention` takes where no configuration is given: the row for this length of `defaults.DEFAULTS`.
+
+        This does not know the device: where exact attention is faster (below 32k tokens on a GPU, 16k on a CPU), take
+        that.
         """
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"MuSeConfig.for_length: length={length!r} must be a positive integer")
-        clusters, block_size = 16, 256
-        while 8 * clusters * clusters < length:  # up to 128 sqrt(length / 64k), whatever is nearer
-            clusters *= 2
-        while 128 * block_size * block_size < length * length:  # up to length / 8
-            block_size *= 2
-        return cls(
-            query_clusters=clusters,
-            key_clusters=clusters,
-            retrieved_clusters=clusters // 16,
-            block_size=block_size,
-        )
+        _check_length("for_length", length)
+        return cls.named(default_text(length), length)
 
     @classmethod
     def paper(cls, length: int) -> MuSeConfig:
-        """The paper's method to the letter: its scaling rule, streaming clustering, and its limit on both sides."""
-        return cls.for_length(length).replace(clustering="streaming", cap_factor=4.0, query_cap_factor=4.0)
+        """The paper's method to the letter: its scaling rule, streaming clustering, and its limit on both sides.
+
+        The rule: 8 blocks, `QK = 128 sqrt(length / 64k)`, `R = QK / 16`, each a power of two. Halfway between two
+        powers the lower one is taken, as in the paper's tables (32k has 64 clusters). Sizes stop shrinking at 16
+        clusters and blocks of 256, so anything up to 256 tokens is attended to exactly.
+        """
+        _check_length("paper", length)
+        return cls.named(PAPER, length)
+
+    @classmethod
+    def paper_sizes(cls, length: int) -> MuSeConfig:
+        """The paper's scaling rule and retrieval, with the clustering and the limits that are the defaults here."""
+        _check_length("paper_sizes", length)
+        return cls.named(f"{PAPER},clustering=auto,query_cap_factor=none", length)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
@@ -228,8 +246,26 @@ class MuSeConfig:
         return None if factor is None else math.ceil(min(factor, clusters) * self.block_size / clusters)
 
 
-def _parse(text: str) -> Any:
-    return _parse_cached(text)
+def follows_length(text: str) -> bool:
+    """Whether a text stands for another configuration at another length."""
+    return text.partition(",")[0].strip() == PAPER
+
+
+def _check_length(method: str, length: object) -> None:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"MuSeConfig.{method}: length={length!r} must be a positive integer")
+
+
+def _scale_as_paper(length: int) -> tuple[int, int]:
+    """Clusters and block size of `MuSeConfig.paper`."""
+    clusters = 16
+    while 8 * clusters * clusters < length:  # up to 128 sqrt(length / 64k), whatever is nearer
+        clusters *= 2
+    return clusters, nearest_power_of_two(length, 8, smallest=256)
+
+
+def _parse(text: str, paper_scale: tuple[int, int] | None = None) -> Any:
+    return _parse_cached(text, paper_scale)
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler: `torch.compile` need not look into
@@ -238,7 +274,26 @@ _parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)
-def _parse_cached(text: str) -> MuSeConfig:
+def _parse_cached(text: str, paper_scale: tuple[int, int] | None) -> MuSeConfig:
+    """The defaults, or the paper's method at this scale, with what a text changes of them."""
+    changes = _read_changes(text)
+    if paper_scale is None:
+        return MuSeConfig(**changes)
+    clusters, block_size = paper_scale
+    paper = MuSeConfig(
+        query_clusters=clusters,
+        key_clusters=clusters,
+        retrieved_clusters=clusters // 16,
+        block_size=block_size,
+        clustering="streaming",
+        cap_factor=4.0,
+        query_cap_factor=4.0,
+    )
+    return paper.replace(**changes)
+
+
+def _read_changes(text: str) -> dict[str, Any]:
+    """The fields that a text names, and what it says they are."""
     notation, *options = (part.strip() for part in text.split(","))
     if "=" in notation:
         notation, options = "", [notation, *options]
@@ -251,7 +306,7 @@ def _parse_cached(text: str) -> MuSeConfig:
             raise ValueError(f"cannot read the MuSe configuration {text!r}: {name} is given twice")
         changes[name] = setting
 
-    position = 0
+    position = len(PAPER) if follows_length(text) else 0
     while position < len(notation):
         term = _TERM.match(notation, position)
         if term is None:
@@ -271,7 +326,7 @@ def _parse_cached(text: str) -> MuSeConfig:
                 f"options are name=value with a name from {', '.join(_field_names())}"
             )
         change(name, _read_option(name, setting, text))
-    return MuSeConfig(**changes)
+    return changes
 
 
 def _read_option(name: str, setting: str, text: str) -> Any:

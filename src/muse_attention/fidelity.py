@@ -1,4 +1,5 @@
-"""How far an attention is from exact attention: the paper's two measures, the gap of the lse, and the leak.
+"""How far an attention is from exact attention: the paper's two measures, the tail that a mean hides, the gap of the
+lse, and the leak; and what the attention retrieved to come that near.
 
 These are measurements of the method, to be reported. Whether a backend computes the method correctly is another
 question, and the business of the tests.
@@ -14,11 +15,16 @@ from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import Attention
+from muse_attention.recording import recorded_calls
+from muse_attention.retrieved import Retrieval, measure_retrieval
+
+FAR_OFF = 0.1
+"""From this relative squared error on, the output of a query is another one."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Means over the queries of each head, (batch, heads), float64."""
+    """Of each head, (batch, heads), float64."""
 
     relative_squared_error: Tensor
     """`|o - o_exact|^2 / |o_exact|^2`, averaged over queries: the paper's RSE"""
@@ -27,22 +33,43 @@ class Fidelity:
     energy_error: Tensor
     """`sum |o - o_exact|^2 / sum |o_exact|^2` over queries: unlike the RSE, not ruled by queries with a small output"""
     lse_gap: Tensor
-    """`lse_exact - lse`, averaged over queries; never negative for MuSe, by Jensen's inequality"""
+    """`lse_exact - lse`, averaged over queries; never negative for MuSe without second order, by Jensen's inequality"""
+    error_p99: Tensor
+    """`|o - o_exact|^2 / |o_exact|^2` that 99% of the queries do not exceed"""
+    error_p999: Tensor
+    """likewise 99.9%"""
+    share_far_off: Tensor
+    """share of queries for which it is above `FAR_OFF`"""
+    retrieval: Retrieval | None = None
+    """None where nothing is retrieved, or is not known"""
+
+    def by_head(self) -> dict[str, Tensor]:
+        """Each measure by name, (batch, heads), those of the retrieval included. What is not known is absent."""
+        measures = {**vars(self), **({} if self.retrieval is None else vars(self.retrieval))}
+        return {name: found for name, found in measures.items() if isinstance(found, Tensor)}
 
     def pooled(self) -> dict[str, float]:
         """Each measure averaged over all heads, by name."""
-        return {name: float(tensor.mean()) for name, tensor in vars(self).items()}
+        return {name: float(tensor.mean()) for name, tensor in self.by_head().items()}
 
 
-def compare(out: Tensor, exact_out: Tensor, lse: Tensor, exact_lse: Tensor) -> Fidelity:
+def compare(
+    out: Tensor, exact_out: Tensor, lse: Tensor, exact_lse: Tensor, retrieval: Retrieval | None = None
+) -> Fidelity:
     """Fidelity of (batch, heads, N, Dv) outputs and (batch, heads, N) lse. Equal outputs have no error, even if 0."""
     out, exact_out = out.detach().double(), exact_out.detach().double()
     error, energy = (out - exact_out).square().sum(-1), exact_out.square().sum(-1)
+    of_queries = _relative(error, energy)
+    ordered = of_queries.sort(-1).values
     return Fidelity(
-        relative_squared_error=position_error(out, exact_out).mean(-1),
+        relative_squared_error=of_queries.mean(-1),
         cosine=torch.where(error == 0, 1, torch.nn.functional.cosine_similarity(out, exact_out, dim=-1)).mean(-1),
         energy_error=_relative(error.sum(-1), energy.sum(-1)),
         lse_gap=(exact_lse.detach().double() - lse.detach().double()).mean(-1),
+        error_p99=_percentile(ordered, 990),
+        error_p999=_percentile(ordered, 999),
+        share_far_off=(of_queries > FAR_OFF).double().mean(-1),
+        retrieval=retrieval,
     )
 
 
@@ -56,12 +83,31 @@ def _relative(error: Tensor, energy: Tensor) -> Tensor:
     return torch.where(error == 0, 0, error / energy)
 
 
-def measure(attention: Attention, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Fidelity:
-    """Run an attention and exact attention on the same tensors, without gradients, and compare them."""
+def _percentile(ordered: Tensor, thousandths: int) -> Tensor:
+    """The smallest of the ordered last axis that so many of a thousand do not exceed."""
+    return ordered[..., -(-ordered.shape[-1] * thousandths // 1000) - 1]
+
+
+def measure(
+    attention: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    exact: tuple[Tensor, Tensor] | None = None,
+    **arguments: Any,
+) -> Fidelity:
+    """Run an attention and exact attention on the same tensors, without gradients, and compare them.
+
+    `exact` may be at hand: the output and lse of exact attention. What the attention retrieves is told if it is one of
+    the library. For whether a head is at its budget, an attention with a tolerance runs twice.
+    """
     with torch.no_grad():
-        exact_out, exact_lse = exact_attention(query, key, value, return_lse=True, **arguments)
-        out, lse = attention(query, key, value, return_lse=True, **arguments)
-    return compare(out, exact_out, lse, exact_lse)
+        exact_out, exact_lse = exact or exact_attention(query, key, value, return_lse=True, **arguments)
+        with recorded_calls() as calls:
+            out, lse = attention(query, key, value, return_lse=True, **arguments)
+        retrieval = measure_retrieval(calls[0]) if len(calls) == 1 else None
+    return compare(out, exact_out, lse, exact_lse, retrieval)
 
 
 def future_influence(

@@ -86,14 +86,16 @@ def register(config: MuSeConfig | str | None = None, *, name: str = "muse") -> N
     """Make `attn_implementation=name` MuSe attention, and say each warning anew.
 
     Args:
-        config: for models that have no `config.muse`; None is `MuSeConfig.for_length` of each input
+        config: for models that have no `config.muse`; None is `MuSeConfig.for_length` of each input,
+            `"paper"` its `MuSeConfig.paper`
         name: several registrations, with a name each, stand side by side
     """
     if not isinstance(name, str) or not name or any(special in name.lower() for special in _SPECIAL_NAMES):
         raise ValueError(
             f"name={name!r} means something else to transformers; choose one without {', '.join(_SPECIAL_NAMES)}"
         )
-    settings = None if config is None else str(resolve_config(config, 1))
+    resolved = resolve_config(config, 1)  # refuses what cannot be read
+    settings = str(resolved) if isinstance(config, MuSeConfig) else config
     register_function(name, functools.partial(_muse_forward, settings=settings, heed_model=True))
     _said.clear()
 

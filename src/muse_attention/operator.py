@@ -17,6 +17,7 @@ from muse_attention import large_logits, pipeline
 from muse_attention.config import MuSeConfig
 from muse_attention.kernels.plan import pairs_per_query
 from muse_attention.precision import compute_dtype
+from muse_attention.recording import Call, record
 from muse_attention.structures import Clusters, Partial, Selection
 
 NAMESPACE = "muse_attention"
@@ -75,7 +76,10 @@ def attend(
         scale,
         backend,
     )
-    return Partial(out, lse.to(compute_dtype(query.dtype))), Selection(opened, retrieved)
+    selected = Selection(opened, retrieved)
+    if not torch.compiler.is_compiling():
+        record(Call(query, key, value, clusters, config, is_causal, scale, backend, selected))
+    return Partial(out, lse.to(compute_dtype(query.dtype))), selected
 
 
 @torch.library.custom_op(f"{NAMESPACE}::cluster", mutates_args=())

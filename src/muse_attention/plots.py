@@ -183,6 +183,43 @@ def plot_share_by_depth(
     _write_with_legend(figure, list(looks.values()), list(looks), path)
 
 
+def plot_time_against_error(
+    measured: Curve,
+    front: Curve,
+    path: Path,
+    *,
+    chosen: tuple[str, tuple[float, float]] | None,
+    exact_milliseconds: float | None,
+    error: float,
+) -> None:
+    """Relative squared error against milliseconds, both on log axes: all that was measured, and the front as a line.
+
+    The chosen one is marked by its name. Errors of nothing but rounding are not drawn.
+    """
+    figure = _new_figure(width=6.4, height=4.4)
+    axis = figure.add_subplot()
+    others, best = ([point for point in curve if point[1] > ROUNDING] for curve in (measured, front))
+    axis.scatter(*_columns(others), s=12, color="#BBBBBB", label="measured", zorder=2)
+    axis.plot(*_columns(best), color="#0072B2", marker="o", markersize=4, linewidth=1.2, label="front", zorder=3)
+    axis.axhline(error, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), label=f"error {error:g}", zorder=1)
+    if exact_milliseconds is not None:
+        axis.axvline(exact_milliseconds, color="#000000", linewidth=0.8, label="exact attention", zorder=1)
+    if chosen is not None and chosen[1][1] > ROUNDING:
+        name, (milliseconds, its_error) = chosen
+        label = name.removeprefix("muse:").partition(",")[0]
+        axis.scatter([milliseconds], [its_error], s=90, marker="*", color="#D55E00", label=label, zorder=4)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("forward + backward (ms)")
+    axis.set_ylabel("relative squared error")
+    _tidy(axis)
+    _save(figure, axis, path)
+
+
+def _columns(curve: Curve) -> tuple[list[float], list[float]]:
+    return [x for x, _ in curve], [y for _, y in curve]
+
+
 def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
     """Relative squared error against the number of clusters, both on log axes: one panel per model."""
     figure = _new_figure(width=3.6 * len(panels), height=3.4)
@@ -203,6 +240,32 @@ def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path:
         raise ValueError("there is no panel to draw")
     first.set_ylabel("relative squared error")
     _save(figure, first, path)
+
+
+def plot_error_against_keys(curves: Mapping[str, Curve], path: Path) -> None:
+    """Relative squared error against retrieved keys per query, both on log axes: one line per family.
+
+    The first two, which the others are compared with, are dashed.
+    """
+    figure = _new_figure(width=6.4, height=4.2)
+    axis = figure.add_subplot()
+    for number, (name, curve) in enumerate(curves.items()):
+        axis.plot(
+            *zip(*curve, strict=True),
+            color=_RUNS[number % len(_RUNS)],
+            linestyle="--" if number < 2 else "-",
+            linewidth=1.2,
+            marker="s" if number < 2 else "o",
+            markersize=4,
+            label=name,
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter(lambda keys, _: f"{keys:g}")
+    axis.set_xlabel("retrieved keys per query")
+    axis.set_ylabel("relative squared error")
+    _tidy(axis)
+    _save(figure, axis, path)
 
 
 def plot_training(by_tokens: Mapping[str, Curve], by_seconds: Mapping[str, Curve], path: Path) -> None:

@@ -22,5 +22,13 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse_size(part) for part in text.split(",")))
 
 
+def nearest_power_of_two(numerator: int, denominator: int, *, smallest: int) -> int:
+    """To a fraction, by ratio, the lower one halfway; `smallest`, itself a power of two, or more."""
+    power = smallest
+    while 2 * (denominator * power) ** 2 < numerator**2:
+        power *= 2
+    return power
+
+
 def format_size(size: int) -> str:
     return f"{size // 1024}k" if size and size % 1024 == 0 else str(size)

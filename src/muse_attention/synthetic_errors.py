@@ -46,8 +46,13 @@ class Settings:
             )
 
     @property
+    def config(self) -> MuSeConfig:
+        """MuSe with the paper's sizes: the baselines have its own block, and retrieve as much."""
+        return MuSeConfig.paper_sizes(self.length)
+
+    @property
     def block_size(self) -> int:
-        return MuSeConfig.for_length(self.length).block_size
+        return self.config.block_size
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def measure_errors(
         is_causal=True,
     )
     names = {"exact": "exact"} | {kind: at_matched_sparsity(kind, length) for kind in MATCHED_KINDS}
+    names["muse"] = f"muse:{settings.config}"
     attentions = {kind: get_attention(name) for kind, name in names.items()}
     steps = itertools.count()
 

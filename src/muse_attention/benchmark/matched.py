@@ -1,7 +1,8 @@
-"""Which settings make a fair comparison: as many tokens attended to exactly as MuSe attends to at that length."""
+"""Which settings make a fair comparison: as many tokens attended to exactly as the paper's MuSe does at that length."""
 
 from __future__ import annotations
 
+from muse_attention.by_name import config_at
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
 
@@ -10,17 +11,16 @@ MATCHED_KINDS = ("muse", "block_diagonal", "moba")
 
 
 def at_matched_sparsity(kind: str, length: int) -> str:
-    """The full name of an attention; one without settings gets those that match `MuSeConfig.for_length(length)`.
+    """The full name of an attention; one without settings gets those that match `MuSeConfig.paper(length)`.
 
-    MuSe attends exactly to its own block of B tokens and to R of K clusters, B/16 tokens on average. Block-diagonal
-    attention has the block, MoBA the block and one retrieved block of B/16.
+    That attends exactly to its own block of B tokens and to R of K clusters, B/16 tokens on average. Block-diagonal
+    attention has the block, MoBA the block and one retrieved block of B/16. `muse` is `MuSeConfig.for_length(length)`.
     """
-    config = MuSeConfig.for_length(length)
+    config = MuSeConfig.paper(length)
     block_size = format_size(config.block_size)
-    if kind == "muse":
-        return f"muse:{config}"
     if kind == "block_diagonal":
         return f"block_diagonal:{block_size}"
     if kind == "moba":
         return f"moba:L{block_size}B{format_size(config.block_size // 16)}R1"
-    return kind
+    muse = config_at(kind, length)
+    return kind if muse is None else f"muse:{muse}"

@@ -10,6 +10,7 @@ from typing import Any
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.timing import Times
 from muse_attention.files import replace_file
+from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
 
 
@@ -40,7 +41,8 @@ class Case:
     times: Times
     sdpa_times: Times
     fidelity: dict[str, float]
-    """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads"""
+    """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads, those of its
+    retrieval included; earlier files have the first four, and an attention that retrieves nothing lacks the last"""
     extra_memory_bytes: int | None
     sdpa_extra_memory_bytes: int | None
     stage_milliseconds: dict[str, float] | None = None
@@ -82,7 +84,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = parse_json(path.read_bytes(), finite=False)
+        document = with_full_names(parse_json(path.read_bytes(), finite=False))
         settings = Settings(**document["settings"])
         return Results(
             machine=document["machine"],

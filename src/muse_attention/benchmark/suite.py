@@ -21,7 +21,7 @@ from muse_attention.benchmark.sweeps import format_shape
 from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, sdpa
 from muse_attention.by_name import Attention, get_attention
-from muse_attention.fidelity import compare
+from muse_attention.fidelity import measure
 from muse_attention.machine import describe_machine
 
 OnStep = Callable[[str, int], None]
@@ -42,6 +42,12 @@ def start_results(plan: Plan, path: Path, *, resume: bool) -> Results:
             f"cannot resume {path.name}: it was measured with other settings or on another machine "
             f"({', '.join(differences)} differ); choose another --name, or drop --resume to start over"
         )
+    for case in earlier.cases:
+        if case.attention != case.request.full_name:
+            raise ValueError(
+                f"cannot resume {path.name}: {case.request.attention} was measured as {case.attention}, and now is "
+                f"{case.request.full_name}; choose another --name, or drop --resume to start over"
+            )
     return earlier
 
 
@@ -85,13 +91,15 @@ class _SharedByShape:
 
     @functools.cached_property
     def exact(self) -> tuple[Tensor, Tensor]:
-        return self.output_and_lse(exact_attention)
-
-    def output_and_lse(self, attention: Attention) -> tuple[Tensor, Tensor]:
         work = self.workload
         with torch.no_grad():
-            out, lse = attention(work.query, work.key, work.value, is_causal=work.is_causal, return_lse=True)
+            out, lse = exact_attention(work.query, work.key, work.value, is_causal=work.is_causal, return_lse=True)
         return out, lse
+
+    def measure_fidelity(self, attention: Attention) -> dict[str, float]:
+        work = self.workload
+        found = measure(attention, work.query, work.key, work.value, exact=self.exact, is_causal=work.is_causal)
+        return found.pooled()
 
 
 def _create_workload(settings: Settings, shape: Shape) -> Workload:
@@ -122,9 +130,7 @@ def _run_case(
 
     sdpa_times, times = time_interleaved([sdpa, attention], shared.workload, settings.repeats, begin_round)
     begin("fidelity")
-    exact_out, exact_lse = shared.exact
-    out, lse = shared.output_and_lse(attention)
-    fidelity = compare(out, exact_out, lse, exact_lse).pooled()
+    fidelity = shared.measure_fidelity(attention)
     memory, sdpa_memory = None, None
     if settings.memory:
         begin("memory")

@@ -8,6 +8,7 @@ from muse_attention.benchmark.results import Case, Results, Settings
 from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_attention.benchmark.sweeps import find_sweep, format_shape
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS
+from muse_attention.fidelity_columns import RETRIEVAL, TAIL, Column, known, meaning
 from muse_attention.machine import machine_lines
 from muse_attention.markup import Code, fenced, markdown_line, markdown_list, markdown_table
 
@@ -42,6 +43,7 @@ def markdown_report(results: Results, *, title: str) -> str:
             "",
             caption(results.settings),
             "",
+            *_retrieval_section(results),
             *_stages_section(results),
         ]
     )
@@ -93,6 +95,27 @@ def format_memory(count: int | None) -> str:
 def format_share(part: float, whole: float) -> str:
     """Milliseconds, and what share of the whole they are."""
     return f"{format_seconds(part / 1000)} ({part / whole:.0%})" if part else "-"
+
+
+def retrieval_columns(cases: Sequence[Case]) -> list[Column]:
+    """The tail of the error and what was retrieved, as far as it is known of any case; none of earlier files."""
+    return known((*TAIL, *RETRIEVAL), [case.fidelity for case in cases])
+
+
+def _retrieval_section(results: Results) -> list[str]:
+    cases = sorted_cases(results)
+    columns = retrieval_columns(cases)
+    if not columns:
+        return []
+    rows = [(case, [column.cell(case.fidelity) for column in columns]) for case in cases]
+    return [
+        "## The tail of the error, and what was retrieved",
+        "",
+        _markdown_table(results.settings, [column.title for column in columns], rows),
+        "",
+        meaning(case.fidelity for case in cases),
+        "",
+    ]
 
 
 def _stages_section(results: Results) -> list[str]:

@@ -24,6 +24,7 @@ from muse_attention.benchmark.tables import (
     format_ratio,
     format_seconds,
     markdown_report,
+    retrieval_columns,
     sorted_cases,
 )
 from muse_attention.cli.app import (
@@ -39,6 +40,7 @@ from muse_attention.cli.app import (
     run_errors,
     user_errors,
 )
+from muse_attention.fidelity_columns import meaning
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
 from muse_attention.plots import plot_speedup
@@ -65,8 +67,8 @@ def bench(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to measure, by name; may be repeated. muse, block_diagonal and moba without settings are "
-            "taken at the sparsity of MuSeConfig.for_length.",
+            help="Attention to measure, by name; may be repeated. muse is MuSeConfig.for_length, muse:paper the "
+            "paper's method at each length; block_diagonal and moba without settings have the paper's sparsity.",
             show_default=", ".join(MATCHED_KINDS),
         ),
     ] = None,
@@ -118,6 +120,8 @@ def bench(
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
         console.print(_bench_table(results))
+        if retrieval_columns(results.cases):
+            console.print(_retrieval_table(results))
         report = output / f"{stem}.md"
         replace_file(report, markdown_report(results, title=f"Benchmark: {stem}"))
         report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
@@ -179,6 +183,18 @@ def _bench_table(results: Results) -> Table:
                 f"{case.fidelity['cosine']:.4f}",
                 format_memory(case.extra_memory_bytes),
             )
+    return table
+
+
+def _retrieval_table(results: Results) -> Table:
+    """The tail of the error, and what was retrieved."""
+    cases = sorted_cases(results)
+    columns = retrieval_columns(cases)
+    table = new_table("", "length", *(column.narrow_title for column in columns))
+    table.caption = meaning(case.fidelity for case in cases)
+    for case in cases:
+        cells = [column.cell(case.fidelity) for column in columns]
+        table.add_row(case.attention, format_shape(case.shape, results.settings.sweep), *cells)
     return table
 
 

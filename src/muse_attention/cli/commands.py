@@ -14,6 +14,7 @@ from muse_attention.cli import (
     report,
     tasks,
     train,
+    tune,
 )
 from muse_attention.cli.app import app
 
@@ -32,4 +33,5 @@ __all__ = [
     "report",
     "tasks",
     "train",
+    "tune",
 ]

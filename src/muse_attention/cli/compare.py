@@ -51,7 +51,7 @@ def compare(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to test with, by name; may be repeated. Exact attention always is one.",
+            help="Attention to test with, by name, as muse:paper; may be repeated. Exact attention always is one.",
             show_default="those that the runs were trained with",
         ),
     ] = None,
@@ -142,7 +142,7 @@ def compare_runs(
 
     silence_transformers()
     corpus = read_corpus(request.corpus)
-    runs = open_runs(request.runs, corpus, on_refused=say)
+    runs = open_runs(request.runs, corpus, device=request.place.device, on_refused=say)
     length = _length(runs, request.length)
     windows = open_windows(corpus, length)
     settings = Settings(

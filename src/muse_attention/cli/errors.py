@@ -35,7 +35,10 @@ def errors(
     device: Device = None,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/errors"),
 ) -> None:
-    """Compare MuSe, MoBA and block-diagonal attention of equal sparsity with exact attention, on synthetic data."""
+    """Compare MuSe of the paper's sizes, and MoBA and block-diagonal attention as sparse, with exact attention.
+
+    On synthetic data.
+    """
     with user_errors():
         settings = Settings(parse_size(length), heads=heads, device=device or default_device())
         make_folder(output)

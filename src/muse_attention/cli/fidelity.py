@@ -39,14 +39,16 @@ from muse_attention.evaluation.fidelity_report import (
     cluster_curves,
     headline,
     html_report,
+    key_curves,
     markdown_report,
     paper_curves,
     shown_presets,
 )
 from muse_attention.evaluation.layers import Request, Results, as_csv, measure, read_results, start_results, steps
-from muse_attention.evaluation.presets import PRESETS, Preset, find_presets
+from muse_attention.evaluation.presets import ERROR_CONTROL, PRESETS, Preset, find_presets
+from muse_attention.fidelity_columns import ERROR, GRADIENTS, RETRIEVAL, TAIL, known
 from muse_attention.files import replace_file
-from muse_attention.plots import plot_error_against_clusters, plot_heat_map
+from muse_attention.plots import plot_error_against_clusters, plot_error_against_keys, plot_heat_map
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_size
 
@@ -60,7 +62,7 @@ def fidelity(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to measure, by name; may be repeated.",
+            help="Attention to measure, by name, as muse:paper; may be repeated.",
             show_default="MuSeConfig.for_length, if there is no preset",
         ),
     ] = None,
@@ -68,6 +70,9 @@ def fidelity(
         list[str] | None,
         typer.Option(help=f"A table of the paper's kind; may be repeated. all, or {', '.join(PRESETS)}."),
     ] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Measure the errors of gradients too, by a backward pass in every head.")
+    ] = False,
     device: Device = None,
     dtype: Dtype = None,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/fidelity"),
@@ -91,18 +96,21 @@ def fidelity(
         if resume and path.exists():
             read_results(path)  # what is broken should be known before a model is loaded
     options = [("--attention", asked) for asked in attention or []] + [("--preset", asked) for asked in preset or []]
-    command_line = functools.partial(spell_command, "fidelity", tokens_each, samples, options, place, stem)
+    flags = ["--gradients"] if gradients else []
+    command_line = functools.partial(spell_command, "fidelity", tokens_each, samples, options, place, stem, flags=flags)
     again = f"{command_line(model, map(str, texts))} --output {shlex.quote(str(output))} --resume"
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
         subject = open_subject(model, texts, tokens_each, samples, place)
         make_folder(output)
         results = start_results(subject.settings, path, resume=resume)
         command = command_line(name_of(model), (file.name for file in texts))
-        if not all(map(results.is_whole, requests)) and command not in results.commands:
+        is_whole = all(results.is_whole(request, gradients=gradients) for request in requests)
+        if not is_whole and command not in results.commands:
             results.commands.append(command)
         with progress_bar(steps(subject.model, requests, samples)) as on_step:
-            measure(subject.model, subject.tokens, requests, results, path, on_step=on_step)
-        console.print(_fidelity_table(results, requests))
+            measure(subject.model, subject.tokens, requests, results, path, gradients=gradients, on_step=on_step)
+        for table in _fidelity_tables(results, requests):
+            console.print(table)
         write_fidelity_reports(results, path)
 
 
@@ -113,26 +121,24 @@ def _requests(presets: Sequence[Preset], attentions: Sequence[str] | None, lengt
     return list(dict.fromkeys([*requests, *(request for preset in presets for request in preset.requests)]))
 
 
-def _fidelity_table(results: Results, requests: Sequence[Request]) -> Table:
+def _fidelity_tables(results: Results, requests: Sequence[Request]) -> list[Table]:
+    """The errors; what was retrieved; those of gradients. What is known of none of the requests is absent."""
     settings = results.settings
-    table = new_table(
+    title = (
         f"{settings.model}\n{settings.text}, {settings.samples} x {format_size(settings.length)} tokens, "
-        f"{results.heads} heads",
-        "length",
-        "RSE",
-        "cosine",
-        "lse gap",
+        f"{results.heads} heads"
     )
-    for request in requests:
-        pooled = results.pooled(request)
-        table.add_row(
-            request.attention,
-            format_size(request.length),
-            f"{pooled['relative_squared_error']:.3g}",
-            f"{pooled['cosine']:.4f}",
-            f"{pooled['lse_gap']:.3g}",
-        )
-    return table
+    pooled = [results.pooled(request) for request in requests]
+    tables: list[Table] = []
+    for group in ((*ERROR, *TAIL), RETRIEVAL, GRADIENTS):
+        columns = known(group, pooled)
+        if columns:
+            table = new_table("" if tables else title, "length", *(column.narrow_title for column in columns))
+            for request, row in zip(requests, pooled, strict=True):
+                cells = [column.cell(row) for column in columns]
+                table.add_row(request.attention, format_size(request.length), *cells)
+            tables.append(table)
+    return tables
 
 
 def write_fidelity_reports(results: Results, path: Path) -> None:
@@ -161,7 +167,11 @@ def _drawings(results: Results) -> dict[str, Callable[[Path], None]]:
     drawings: dict[str, Callable[[Path], None]] = {
         "error of every head": functools.partial(plot_heat_map, errors, results.layers)
     }
-    joint = next((preset for preset in shown_presets(results) if preset.name == "joint"), None)
+    presets = {preset.name: preset for preset in shown_presets(results)}
+    controlled = presets.get(ERROR_CONTROL)
+    if controlled is not None and (by_keys := key_curves(results, controlled)):
+        drawings["error against retrieved keys"] = functools.partial(plot_error_against_keys, by_keys)
+    joint = presets.get("joint")
     if joint is not None and all(cluster_curves(results, joint).values()):
         panels = {"here": cluster_curves(results, joint), "the paper's 1B model, 64k": paper_curves()}
         drawings["error against clusters"] = functools.partial(plot_error_against_clusters, panels)

@@ -127,6 +127,8 @@ def spell_command(
     name: str,
     model: str,
     texts: Iterable[str],
+    *,
+    flags: Sequence[str] = (),
 ) -> str:
     """The command with every setting spelled out, save the folder of the results."""
     words = ["muse", command, model]
@@ -135,4 +137,4 @@ def spell_command(
     words += ["--length", format_size(length), "--samples", str(samples)]
     for option in options:
         words += option
-    return shlex.join([*words, "--device", place.device, "--dtype", place.dtype, "--name", name])
+    return shlex.join([*words, *flags, "--device", place.device, "--dtype", place.dtype, "--name", name])

@@ -38,6 +38,7 @@ from muse_attention.evaluation.attentions import figure_attentions, full_name
 from muse_attention.evaluation.loss import Results, measure, read_results, start_results
 from muse_attention.evaluation.loss_curves import SHORTEST, binned, fit_exact, reducible_curve
 from muse_attention.evaluation.loss_report import as_csv, html_report, markdown_report, summary_table
+from muse_attention.evaluation.presets import PRESETS, find_presets
 from muse_attention.files import replace_file
 from muse_attention.plots import plot_loss
 from muse_attention.pretrained import DEFAULT_MODEL
@@ -53,9 +54,13 @@ def loss(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to measure, by name; may be repeated. Exact attention is always measured.",
-            show_default="those of the paper's figure, around MuSeConfig.for_length",
+            help="Attention to measure, by name, as muse:paper; may be repeated. Exact attention is always measured.",
+            show_default="those of the paper's figure, around the paper's sizes",
         ),
+    ] = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(help=f"The attentions of a preset of muse fidelity; may be repeated. {', '.join(PRESETS)}."),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -73,7 +78,7 @@ def loss(
     with user_errors():
         place = Place.choose(device, dtype)
         tokens_each = _tokens_each(length)
-        attentions = _attentions(attention, tokens_each)
+        attentions = _attentions(attention or [], preset or [], tokens_each)
         stem = file_stem(name if name is not None else name_of(model))
         path = output / f"{stem}.json"
         if resume and path.exists():
@@ -102,11 +107,13 @@ def _tokens_each(length: str) -> int:
     return tokens
 
 
-def _attentions(asked_for: Sequence[str] | None, length: int) -> list[str]:
+def _attentions(named: Sequence[str], presets: Sequence[str], length: int) -> list[str]:
     """Exact attention first: the others are compared with it."""
-    if not asked_for:
+    if not named and not presets:
         return list(figure_attentions(length))
-    return list(dict.fromkeys(["exact", *(full_name(attention, length) for attention in asked_for)]))
+    requests = [request for preset in find_presets(list(presets), length) for request in preset.requests]
+    of_presets = [request.attention for request in requests if request.length == length]
+    return list(dict.fromkeys(["exact", *(full_name(attention, length) for attention in named), *of_presets]))
 
 
 def _loss_table(results: Results) -> Table:

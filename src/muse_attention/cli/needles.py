@@ -36,8 +36,10 @@ from muse_attention.cli.language_model import (
     name_of,
     short_warnings,
 )
+from muse_attention.cli.needle_lookups import measure_lookups
 from muse_attention.cli.needle_reports import COMPARED, write_needle_reports
 from muse_attention.evaluation.attentions import full_name
+from muse_attention.evaluation.lookup_results import read_results as read_lookups
 from muse_attention.evaluation.needle_report import summary_table
 from muse_attention.evaluation.needle_results import (
     Results,
@@ -81,11 +83,19 @@ def needles(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention that reads the prompt, by name; may be repeated. Exact attention is always measured.",
+            help="Attention that reads the prompt, by name, as muse:paper; may be repeated. Exact always does.",
             show_default="MuSeConfig.for_length",
         ),
     ] = None,
     samples_per_depth: Annotated[int, typer.Option(help="Of each kind and length, in each of nine depths.")] = 10,
+    lookups: Annotated[
+        bool,
+        typer.Option(
+            "--lookups",
+            help="Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in "
+            "every head. Writes NAME-lookups.json, .md, .csv and .html.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     device: Device = None,
     dtype: Dtype = None,
@@ -114,18 +124,23 @@ def needles(
         stem = file_stem(name if name is not None else name_of(model))
         if stem == COMPARED:
             raise ValueError(f"--name {COMPARED} is that of the comparison of several models; choose another")
-        path = output / f"{stem}.json"
+        path = output / f"{stem}{'-lookups' if lookups else ''}.json"
         if resume and path.exists():
-            read_results(path)  # what is broken should be known before a model is loaded
-    spell = functools.partial(_spell, length, kinds, asked_for, samples_per_depth, seed, place, stem)
+            (read_lookups if lookups else read_results)(path)  # what is broken should be known before a model is loaded
+    spell = functools.partial(_spell, length, kinds, asked_for, samples_per_depth, lookups, seed, place, stem)
     again = f"{spell(model, corpus, texts)} --output {shlex.quote(str(output))} --resume"
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
         subject = _open(model, corpus, texts, lengths, kinds, seed, place)
         make_folder(output)
+        command = spell(name_of(model), corpus and Path(corpus.name), [Path(file.name) for file in texts])
+        if lookups:
+            names = {tokens: [full_name(name, tokens) for name in dict.fromkeys(asked_for)] for tokens in lengths}
+            tasks = plan(names, subject.kinds, samples_per_depth)
+            measure_lookups(subject.model, subject.samples, subject.settings, tasks, path, command, resume=resume)
+            return
         results = start_results(subject.settings, path, resume=resume)
         tasks = plan(attentions, subject.kinds, samples_per_depth)
         missing = results.missing(tasks)
-        command = spell(name_of(model), corpus and Path(corpus.name), [Path(file.name) for file in texts])
         if missing and command not in results.commands:
             results.commands.append(command)
         with progress_bar(len(missing)) as on_step:
@@ -233,6 +248,7 @@ def _spell(
     kinds: Sequence[str],
     attentions: Sequence[str],
     samples_per_depth: int,
+    lookups: bool,
     seed: int,
     place: Place,
     name: str,
@@ -248,7 +264,7 @@ def _spell(
     words += ["--length", ",".join(map(format_size, parse_sizes(length))), "--kind", ",".join(kinds)]
     for attention in attentions:
         words += ["--attention", attention]
-    words += ["--samples-per-depth", str(samples_per_depth), "--seed", str(seed)]
+    words += ["--samples-per-depth", str(samples_per_depth), *(["--lookups"] if lookups else []), "--seed", str(seed)]
     return shlex.join([*words, "--device", place.device, "--dtype", place.dtype, "--name", name])
 
 

@@ -13,9 +13,11 @@ from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.fidelity import write_fidelity_reports
 from muse_attention.cli.loss import write_loss_reports
+from muse_attention.cli.needle_lookups import write_lookup_reports
 from muse_attention.cli.needle_reports import write_needle_comparisons, write_needle_reports
 from muse_attention.cli.tasks import write_tasks_reports
-from muse_attention.evaluation import comparison, layers, loss, needle_results
+from muse_attention.cli.tune import write_tuning_reports
+from muse_attention.evaluation import comparison, layers, lookup_results, loss, needle_results, tuning
 from muse_attention.evaluation import tasks as standard_tasks
 from muse_attention.evaluation.page import Page
 from muse_attention.files import replace_file
@@ -40,7 +42,9 @@ _KINDS = (
     _Kind("Loss", "losses", loss.read_results, write_loss_reports),
     _Kind("Training runs", "runs", comparison.read_results, write_comparison_reports),
     _NEEDLES,
+    _Kind("Lookups", "lookups", lookup_results.read_results, write_lookup_reports),
     _Kind("Standard tasks", "tasks", standard_tasks.read_results, write_tasks_reports),
+    _Kind("Time against error", "tuned", tuning.read_results, write_tuning_reports),
 )
 
 
@@ -56,7 +60,7 @@ class _Reported:
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Result files of muse fidelity, loss, compare and eval, or their folder.")
+        list[Path], typer.Argument(help="Result files of muse fidelity, loss, compare, eval and tune, or their folder.")
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
@@ -76,7 +80,7 @@ def report(
                     kind.write(found, path)
                     reported.append(_Reported(kind, path, found))
                 elif path in results:
-                    raise ValueError("it holds no results of muse fidelity, loss, compare or eval")
+                    raise ValueError("it holds no results of muse fidelity, loss, compare, eval or tune")
             except ValueError as error:
                 say(f"{path} is left out: {_reason(error)}")
                 are_left_out = True
@@ -90,7 +94,7 @@ def report(
                 typer.echo(f"wrote {folder / CONTENTS}")
         if not reported and not are_left_out:
             raise ValueError(
-                "none of these are results of muse fidelity, loss, compare or eval; give their .json files"
+                "none of these are results of muse fidelity, loss, compare, eval or tune; give their .json files"
             )
     if are_left_out:
         raise typer.Exit(1 if reported else 2)

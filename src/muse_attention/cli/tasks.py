@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
+from muse_attention.by_name import full_name, has_settings_of_length
 from muse_attention.cli.app import (
     Device,
     console,
@@ -32,7 +33,6 @@ from muse_attention.cli.language_model import (
     name_of,
     short_warnings,
 )
-from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.standard_tasks import Benchmark, choose, read_rows, what_is_missing
 from muse_attention.evaluation.tasks import (
@@ -74,7 +74,7 @@ def tasks(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention in prefill, by name; may be repeated. Exact attention is always measured.",
+            help="Attention in prefill, by name, as muse:paper; may be repeated. Exact attention is always measured.",
             show_default="exact",
         ),
     ] = None,
@@ -197,8 +197,9 @@ def _each_once(attentions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _checked(attention: str) -> str:
-    """In one spelling; `muse` alone stays as it is, for its settings are those of each sample's length."""
-    return attention if attention == "muse" else full_name(attention, 1)
+    """In one spelling; `muse` and `muse:paper` stay as they are: their settings are those of each sample's length."""
+    name = full_name(attention, 1)
+    return attention if has_settings_of_length(attention) else name
 
 
 def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:

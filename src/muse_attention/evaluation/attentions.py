@@ -5,18 +5,31 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from muse_attention.by_name import get_attention
+from muse_attention.by_name import config_at, full_name, has_settings_of_length
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
 
+__all__ = [
+    "check_meaning",
+    "figure_attentions",
+    "forward_name",
+    "full_name",
+    "in_words",
+    "muse_config",
+    "settings_of",
+]
+
+_LENGTHS = (1024, 4096, 16384, 65536, 262144)
+"""At which a name that follows the length is looked at, to see whether it still means the same."""
+
 
 def figure_attentions(length: int) -> tuple[str, ...]:
-    """Those of the paper's Llama figure, around `MuSeConfig.for_length`.
+    """Those of the paper's Llama figure, around `MuSeConfig.paper_sizes`.
 
     Exact attention; MuSe with half, all, twice and four times the clusters, a sixteenth of them opened; one query
     cluster, tilted; and no tilt.
     """
-    base = MuSeConfig.for_length(length)
+    base = MuSeConfig.paper_sizes(length)
     clusters = base.key_clusters
     configs = [
         base.replace(query_clusters=number, key_clusters=number, retrieved_clusters=max(1, number // 16))
@@ -24,15 +37,6 @@ def figure_attentions(length: int) -> tuple[str, ...]:
     ]
     configs += [base.replace(query_clusters=1), base.replace(tilt=False)]
     return ("exact", *(f"muse:{config}" for config in configs))
-
-
-def full_name(attention: str, length: int) -> str:
-    """The name with all settings it has at this length, in one spelling; a ValueError if there is no such attention."""
-    get_attention(attention)
-    kind, _, settings = attention.partition(":")
-    if kind != "muse":
-        return attention
-    return f"muse:{MuSeConfig.parse(settings) if settings else MuSeConfig.for_length(length)}"
 
 
 def forward_name(attention: str, length: int) -> str:
@@ -43,13 +47,17 @@ def forward_name(attention: str, length: int) -> str:
 
 
 def muse_config(attention: str) -> MuSeConfig | None:
-    """What a full name says of MuSe; None for other attentions."""
-    kind, _, settings = attention.partition(":")
-    return MuSeConfig.parse(settings) if kind == "muse" and settings else None
+    """What a full name says of MuSe; None for other attentions, and for names that say nothing without a length."""
+    return None if has_settings_of_length(attention) else config_at(attention, 1)
 
 
 def settings_of(attention: str) -> dict[str, Any] | None:
-    """All settings behind a full name, the seed of the clustering among them; None for other attentions than MuSe."""
+    """All settings behind a name, the seed of the clustering among them; None for other attentions than MuSe.
+
+    A name that stands for other settings at another length has them by length.
+    """
+    if has_settings_of_length(attention):
+        return {format_size(length): str(config_at(attention, length)) for length in _LENGTHS}
     config = muse_config(attention)
     return None if config is None else asdict(config)
 
@@ -61,7 +69,7 @@ def check_meaning(
 
     A field that was not there yet has its default, which means what was done before there was a choice.
     """
-    if settings is not None:
+    if settings is not None and not has_settings_of_length(attention):
         settings = {**asdict(MuSeConfig()), **settings}
     if settings != settings_of(attention):
         raise ValueError(f"{attention} was measured with other defaults than it has now; {way_out}")
@@ -82,5 +90,10 @@ def in_words(attention: str) -> str:
     blocks = f"blocks of {format_size(config.block_size)}"
     if config.retrieved_clusters == 0:
         return f"{clusters}, none opened, {blocks}"
+    if config.tolerance is not None:
+        return (
+            f"{clusters}, retrieval of what is expected to be off by more than {config.tolerance:g}, at most "
+            f"{config.retrieved_clusters} buckets per query in a head, {blocks}"
+        )
     in_each = "1 block" if config.retrieved_blocks == 1 else f"{config.retrieved_blocks} blocks"
     return f"{clusters}, {config.retrieved_clusters} opened in {in_each} each, {blocks}"

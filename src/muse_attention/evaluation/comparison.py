@@ -19,6 +19,7 @@ from muse_attention.evaluation.training_curves import TrainingCurves
 from muse_attention.files import replace_file
 from muse_attention.pretraining.recipes import Recipe, read_recipe
 from muse_attention.pretraining.schedule import EXACT
+from muse_attention.recorded_names import recorded_name, with_full_names
 from muse_attention.strict_json import parse_json
 
 WAY_OUT = "choose another --output, or --overwrite it"
@@ -161,11 +162,9 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path, *, way_out: str = WAY_OUT) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = parse_json(path.read_bytes())
-        runs = [
-            Run(**{**run, "recipe": read_recipe(run["recipe"]), "curves": TrainingCurves.from_json(run["curves"])})
-            for run in document["runs"]
-        ]
+        document = with_full_names(parse_json(path.read_bytes()))
+        device = document["settings"]["device"]
+        runs = [_run_from_json(run, device) for run in document["runs"]]
         meanings = [(cell["attention"], cell.pop("config")) for cell in document["cells"]]
         results = Results(
             machine=dict(document["machine"]),
@@ -187,3 +186,15 @@ def read_results(path: Path, *, way_out: str = WAY_OUT) -> Results:
     for attention, meaning in meanings:
         check_meaning(attention, meaning, way_out=way_out)
     return results
+
+
+def _run_from_json(entry: dict[str, Any], device: str) -> Run:
+    recipe = read_recipe(entry["recipe"])
+    curves = TrainingCurves.from_json(entry["curves"])
+    return Run(
+        **{
+            **entry,
+            "recipe": recipe,
+            "curves": curves.with_names(lambda attention: recorded_name(attention, recipe.length, device)),
+        }
+    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from muse_attention.config import MuSeConfig
+from muse_attention import fidelity_columns
+from muse_attention.config import Clustering, MuSeConfig
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.layers import Request, Results
 from muse_attention.evaluation.page import Page, Table
 from muse_attention.evaluation.paper import JOINT_1B, JOINT_1B_NO_TILT, PaperTable
-from muse_attention.evaluation.presets import NO_TILT, Preset, find_presets
+from muse_attention.evaluation.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
 from muse_attention.machine import machine_lines
 from muse_attention.markup import fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.sizes import format_size
@@ -21,13 +22,23 @@ MEANING = (
     "ratio of the sums over queries: unlike the RSE it is not ruled by queries with a small output. The lse gap is "
     "lse_exact - lse. The paper does not say how it pools; its correlation is taken to be the cosine."
 )
-_MEASURED = ("RSE", "cosine", "energy error", "lse gap")
+
+_CLUSTERINGS: tuple[Clustering, ...] = ("lloyd", "streaming")
+"""Results from before there was one default for all devices have the second in place of the first."""
 
 
 def shown_presets(results: Results) -> list[Preset]:
-    """The tables that there are numbers for, in most of their rows."""
-    presets = find_presets(["all"], results.settings.length)
-    return [preset for preset in presets if 2 * sum(map(results.is_whole, preset.requests)) > len(preset.rows)]
+    """The tables that there are numbers for, in most of their rows, around the clustering that has most of them."""
+    length = results.settings.length
+    shown = [
+        [
+            preset
+            for preset in find_presets(["all"], length, clustering)
+            if 2 * sum(map(results.is_whole, preset.requests)) > len(preset.rows)
+        ]
+        for clustering in _CLUSTERINGS
+    ]
+    return max(shown, key=len)
 
 
 def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) -> str:
@@ -35,7 +46,7 @@ def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) 
     presets = shown_presets(results)
     page = Page(title)
     page.paragraph(subject(results))
-    page.paragraph(MEANING, is_note=True)
+    page.paragraph(meaning(results), is_note=True)
     page.code("\n".join(results.commands))
     page.paragraph("; ".join(machine_lines(results.machine)), is_note=True)
     if named := _named(results, presets):
@@ -51,6 +62,8 @@ def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) 
             page.table(*clusters)
             page.paragraph(EFFECTIVE, is_note=True)
             _add_picture(page, pictures, "error against clusters")
+        if preset.name == ERROR_CONTROL:
+            _add_picture(page, pictures, "error against retrieved keys")
     first = headline(results)
     page.section("Every head")
     page.paragraph(f"Relative squared error of {first.attention} in every head of every layer.")
@@ -60,10 +73,11 @@ def html_report(results: Results, pictures: Mapping[str, bytes], *, title: str) 
 
 
 def headline(results: Results) -> Request:
-    """The request whose heads are shown: the configuration of the length, or else the first that was measured."""
+    """The request whose heads are shown: that of the paper's sizes, or else the first that was measured."""
     length = results.settings.length
-    base = Request(f"muse:{MuSeConfig.for_length(length)}", length)
-    found = [request for request in (base, *results.measured) if results.is_whole(request)]
+    configs = [MuSeConfig.paper_sizes(length).replace(clustering=clustering) for clustering in _CLUSTERINGS]
+    bases = [Request(f"muse:{config}", length) for config in configs]
+    found = [request for request in (*bases, *results.measured) if results.is_whole(request)]
     if not found:
         raise ValueError("no attention has been measured in all layers and samples; continue the run with --resume")
     return found[0]
@@ -74,7 +88,7 @@ def markdown_report(results: Results, *, title: str) -> str:
     hardware, versions = machine_lines(results.machine)
     lines = [f"# {markdown_line(title)}", "", markdown_line(subject(results)), ""]
     lines += [markdown_list([f"Machine: {hardware}", f"Versions: {versions}"]), "", fenced(results.commands), ""]
-    lines += [MEANING, ""]
+    lines += [meaning(results), ""]
     if named := _named(results, presets):
         lines += ["## Attentions", "", markdown_table(*table_of_requests(results, named)), ""]
     for preset in presets:
@@ -85,6 +99,12 @@ def markdown_report(results: Results, *, title: str) -> str:
             heading, header, rows = _beside(table)
             lines += [f"{heading}:", "", markdown_table(header, rows), ""]
     return "\n".join(lines)
+
+
+def meaning(results: Results) -> str:
+    """Of the columns that there are."""
+    pooled = [results.pooled(request) for request in results.measured if results.is_whole(request)]
+    return " ".join(filter(None, (MEANING, fidelity_columns.meaning(pooled))))
 
 
 def subject(results: Results) -> str:
@@ -104,22 +124,31 @@ def _number(results: Results) -> str:
 
 
 def table_of_requests(results: Results, requests: Sequence[Request]) -> Table:
+    whole = [request for request in requests if results.is_whole(request)]
+    titles, cells = _columns(results, whole)
     rows = [
-        (request.attention, format_size(request.length), in_words(request.attention), *_cells(results, request))
-        for request in requests
-        if results.is_whole(request)
+        (request.attention, format_size(request.length), in_words(request.attention), *numbers)
+        for request, numbers in zip(whole, cells, strict=True)
     ]
-    return ("attention", "length", "in words", *_MEASURED), rows
+    return ("attention", "length", "in words", *titles), rows
 
 
 def table_of_preset(results: Results, preset: Preset) -> Table:
     """What was not measured is absent."""
+    whole = [row for row in preset.rows if results.is_whole(row.request)]
+    titles, cells = _columns(results, [row.request for row in whole])
     rows = [
-        (*row.labels, *_cells(results, row.request), row.request.attention.removeprefix("muse:"))
-        for row in preset.rows
-        if results.is_whole(row.request)
+        (*row.labels, *numbers, row.request.attention.removeprefix("muse:"))
+        for row, numbers in zip(whole, cells, strict=True)
     ]
-    return (*preset.columns, *_MEASURED, "configuration"), rows
+    return (*preset.columns, *titles, "configuration"), rows
+
+
+def _columns(results: Results, requests: Sequence[Request]) -> tuple[list[str], list[list[str]]]:
+    """The titles of what is known of any of the requests, and the cells of each."""
+    pooled = [results.pooled(request) for request in requests]
+    columns = fidelity_columns.known(fidelity_columns.COLUMNS, pooled)
+    return [column.title for column in columns], [[column.cell(row) for column in columns] for row in pooled]
 
 
 FARTHEST = 16
@@ -142,6 +171,18 @@ def cluster_curves(results: Results, preset: Preset) -> dict[str, list[tuple[flo
             if error > 0:  # else everything fits into one block
                 curves["tilt" if config.tilt else NO_TILT].append((config.key_clusters, error))
     return curves
+
+
+def key_curves(results: Results, preset: Preset) -> dict[str, list[tuple[float, float]]]:
+    """RSE against retrieved keys per query, by the first label of a row: a family of configurations."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in preset.rows:
+        if results.is_whole(row.request):
+            pooled = results.pooled(row.request)
+            keys, error = pooled.get("keys_per_query", 0.0), pooled["relative_squared_error"]
+            if keys > 0 and error > 0:
+                curves.setdefault(row.labels[0], []).append((keys, error))
+    return {family: sorted(curve) for family, curve in curves.items()}
 
 
 def paper_curves() -> dict[str, list[tuple[float, float]]]:
@@ -194,16 +235,6 @@ def _named(results: Results, presets: Sequence[Preset]) -> list[Request]:
     """What was measured, and is in none of the tables."""
     of_presets = {request for preset in presets for request in preset.requests}
     return [request for request in results.measured if results.is_whole(request) and request not in of_presets]
-
-
-def _cells(results: Results, request: Request) -> tuple[str, ...]:
-    pooled = results.pooled(request)
-    return (
-        f"{pooled['relative_squared_error']:.3g}",
-        f"{pooled['cosine']:.4f}",
-        f"{pooled['energy_error']:.3g}",
-        f"{pooled['lse_gap']:.3g}",
-    )
 
 
 def _beside(table: PaperTable) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:

@@ -21,21 +21,30 @@ from muse_attention.by_name import get_attention
 from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
-from muse_attention.fidelity import compare
+from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.files import replace_file
+from muse_attention.gradient_fidelity import ExactGradients, measure_gradients
 from muse_attention.markup import csv_text
+from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MEASURES = ("relative_squared_error", "cosine", "energy_error", "lse_gap")
-"""Those of `fidelity.Fidelity`, each a number for every head."""
+GRADIENTS = ("query_gradient_error", "key_gradient_error", "value_gradient_error")
+"""Those of `gradient_fidelity.GradientErrors`, a number for every head of queries, or of keys. Only where asked for."""
+MEASURES = (
+    *("relative_squared_error", "cosine", "energy_error", "lse_gap", "error_p99", "error_p999", "share_far_off"),
+    *("pairs_per_query", "keys_per_query", "share_retrieving", "at_budget"),
+    *GRADIENTS,
+)
+"""Those of `fidelity.Fidelity`, each a number for every head, and of gradients. Earlier files have the first four, and
+an attention that retrieves nothing has nothing to tell of it."""
 
 WRITTEN_EVERY = 5.0
 """Seconds of work that are lost at most. (To write a large file after every layer would take longer than the layer.)"""
 Heads = dict[str, list[float]]
-"""Each of `MEASURES`, of every head of a layer."""
+"""Some of `MEASURES`, of every head of a layer."""
 
 
 class Request(NamedTuple):
@@ -55,12 +64,20 @@ class Results:
     measured: dict[Request, list[list[Heads]]] = field(default_factory=dict)
     """what was found in each sample, layer by layer"""
 
-    def is_whole(self, request: Request) -> bool:
-        return all(self.has_sample(request, sample) for sample in range(self.settings.samples))
+    def is_whole(self, request: Request, *, gradients: bool = False) -> bool:
+        """Whether all samples and layers were measured; if `gradients`, those too."""
+        return all(self.has_sample(request, sample, gradients=gradients) for sample in range(self.settings.samples))
 
-    def has_sample(self, request: Request, sample: int) -> bool:
+    def has_sample(self, request: Request, sample: int, *, gradients: bool = False) -> bool:
         found = self.measured.get(request, [])
-        return self.has_all_layers and sample < len(found) and len(found[sample]) == len(self.layers)
+        if not (self.has_all_layers and sample < len(found) and len(found[sample]) == len(self.layers)):
+            return False
+        return not gradients or all(_has_gradients(heads) for heads in found[sample])
+
+    def measures(self, request: Request) -> list[str]:
+        """What is known of all samples and layers."""
+        heads = [layer for sample in self.measured[request] for layer in sample]
+        return [measure for measure in MEASURES if all(measure in layer for layer in heads)]
 
     def by_head(self, request: Request, measure: str) -> Tensor:
         """(layers, heads), averaged over samples."""
@@ -69,8 +86,8 @@ class Results:
         ).mean(0)
 
     def pooled(self, request: Request) -> dict[str, float]:
-        """Each measure averaged over all samples, layers and heads."""
-        return {measure: float(self.by_head(request, measure).mean()) for measure in MEASURES}
+        """Each measure that is known, averaged over all samples, layers and heads."""
+        return {measure: float(self.by_head(request, measure).mean()) for measure in self.measures(request)}
 
     @property
     def heads(self) -> int:
@@ -80,8 +97,8 @@ class Results:
 
     @property
     def size(self) -> int:
-        """Layers, over all samples and requests."""
-        return sum(len(sample) for samples in self.measured.values() for sample in samples)
+        """Measures of layers, over all samples and requests."""
+        return sum(len(layer) for samples in self.measured.values() for sample in samples for layer in sample)
 
 
 def steps(model: PreTrainedModel, requests: Sequence[Request], samples: int) -> int:
@@ -100,15 +117,16 @@ def measure(
     results: Results,
     path: Path,
     *,
+    gradients: bool = False,
     on_step: OnStep = lambda description, finished: None,
 ) -> None:
     """Fill `results` with what is missing of `requests`, on (samples, length) tokens, and write it every few seconds.
 
-    Shorter requests are measured on the beginning of each sample.
+    Shorter requests are measured on the beginning of each sample. If `gradients`, their errors are measured too.
     """
     before = results.size
     try:
-        _measure(model, tokens, requests, results, path, on_step)
+        _measure(model, tokens, requests, results, path, gradients, on_step)
     finally:
         if results.size > before:
             write_results(results, path)
@@ -120,6 +138,7 @@ def _measure(
     requests: Sequence[Request],
     results: Results,
     path: Path,
+    gradients: bool,
     on_step: OnStep,
 ) -> None:
     from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
@@ -128,8 +147,9 @@ def _measure(
     for length in sorted({request.length for request in requests}, reverse=True):
         attentions = [request.attention for request in dict.fromkeys(requests) if request.length == length]
         for sample, ids in enumerate(tokens):
-            if not all(results.has_sample(Request(attention, length), sample) for attention in attentions):
-                on_layer = functools.partial(_measure_layer, results, attentions, length, sample)
+            wanted = [Request(attention, length) for attention in attentions]
+            if not all(results.has_sample(request, sample, gradients=gradients) for request in wanted):
+                on_layer = functools.partial(_measure_layer, results, wanted, sample, gradients)
                 before = finished
 
                 def visit(layer: int, *inputs: Any, on_layer: Any = on_layer, before: int = before) -> None:
@@ -150,9 +170,9 @@ def _measure(
 
 def _measure_layer(
     results: Results,
-    attentions: Sequence[str],
-    length: int,
+    requests: Sequence[Request],
     sample: int,
+    gradients: bool,
     layer: int,
     query: Tensor,
     key: Tensor,
@@ -162,18 +182,26 @@ def _measure_layer(
     if layer not in results.layers:
         results.layers.append(layer)
     place = results.layers.index(layer)
-    call: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True, "return_lse": True}
+    call: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True}
     exact: Any = None
-    for attention in attentions:
-        found = results.measured.setdefault(Request(attention, length), [])
+    exact_gradients: ExactGradients | None = None
+    for request in requests:
+        attention = get_attention(request.attention)
+        found = results.measured.setdefault(request, [])
         while len(found) <= sample:
             found.append([])
-        if len(found[sample]) > place:
-            continue
-        exact = exact or exact_attention(query, key, value, **call)
-        out, lse = get_attention(attention)(query, key, value, **call)
-        fidelity = compare(out, exact[0], lse, exact[1])
-        found[sample].append({name: _rounded(getattr(fidelity, name)[0]) for name in MEASURES})
+        if len(found[sample]) <= place:
+            exact = exact or exact_attention(query, key, value, return_lse=True, **call)
+            fidelity = measure_fidelity(attention, query, key, value, exact=exact, **call)
+            found[sample].append({name: _rounded(tensor[0]) for name, tensor in fidelity.by_head().items()})
+        if gradients and not _has_gradients(found[sample][place]):
+            exact_gradients = exact_gradients or ExactGradients.of(query, key, value, **call)
+            errors = measure_gradients(attention, query, key, value, exact=exact_gradients, **call)
+            found[sample][place].update({name: _rounded(tensor[0]) for name, tensor in vars(errors).items()})
+
+
+def _has_gradients(heads: Heads) -> bool:
+    return all(name in heads for name in GRADIENTS)
 
 
 def _rounded(numbers: Tensor) -> list[float]:
@@ -209,7 +237,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = parse_json(path.read_bytes(), finite=False)
+        document = with_full_names(parse_json(path.read_bytes(), finite=False))
         results = Results(
             machine=document["machine"],
             settings=Settings(**document["settings"]),
@@ -228,10 +256,19 @@ def read_results(path: Path) -> Results:
 
 def as_csv(results: Results) -> str:
     """A line for every attention, length, sample, layer and head."""
+    known = {name for samples in results.measured.values() for layers in samples for heads in layers for name in heads}
+    names = [name for name in MEASURES if name in known]
     rows = []
     for request, samples in results.measured.items():
         for sample, layers in enumerate(samples):
             for layer, heads in zip(results.layers, layers, strict=False):
-                for head, numbers in enumerate(zip(*(heads[name] for name in MEASURES), strict=True)):
-                    rows.append([*request, sample, layer, head, *(f"{number:.6g}" for number in numbers)])
-    return csv_text(["attention", "length", "sample", "layer", "head", *MEASURES], rows)
+                number = len(heads[MEASURES[0]])
+                for head in range(number):
+                    cells = [_csv_cell(heads.get(name), head, number) for name in names]
+                    rows.append([*request, sample, layer, head, *cells])
+    return csv_text(["attention", "length", "sample", "layer", "head", *names], rows)
+
+
+def _csv_cell(numbers: list[float] | None, head: int, heads: int) -> str:
+    """Of a head of queries; what is measured for heads of keys stands beside each that shares one."""
+    return "" if numbers is None else f"{numbers[head * len(numbers) // heads]:.6g}"

@@ -21,6 +21,7 @@ from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
 from muse_attention.files import replace_file
+from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = parse_json(path.read_bytes())
+        document = with_full_names(parse_json(path.read_bytes()))
         settings = Settings(**document["settings"])
         results = Results(
             machine=dict(document["machine"]),

@@ -20,6 +20,7 @@ from muse_attention.evaluation.needle_scores import Answer, answer
 from muse_attention.evaluation.needles import BUCKETS, KINDS, NeedleSamples
 from muse_attention.evaluation.settings import OnStep, start_or_continue
 from muse_attention.files import replace_file
+from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = parse_json(path.read_bytes(), finite=False)
+        document = with_full_names(parse_json(path.read_bytes(), finite=False))
         results = Results(
             machine=dict(document["machine"]),
             settings=Settings(**document["settings"]),

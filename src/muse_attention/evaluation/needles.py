@@ -54,8 +54,8 @@ class Question:
     needle: Needle
     bucket: int
     """of the definition, 0 to 8"""
-    position: int
-    """of the definition's first token"""
+    definition: range
+    """where it is in the sample"""
     answer: range
     """where the uid is in the sample"""
     candidates: Tokens
@@ -133,7 +133,7 @@ class NeedleSamples:
             Question(
                 needle=needles[index],
                 bucket=placed[index][2],
-                position=placed[index][0],
+                definition=range(placed[index][0], placed[index][0] + len(placed[index][1])),
                 answer=range(start + answer.start, start + answer.stop),
                 candidates=self._candidates(rng, needles[index], needles),
             )

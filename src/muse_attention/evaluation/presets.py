@@ -1,7 +1,7 @@
-"""Lists of attentions that answer one question each: the paper's tables of this kind, at the length at hand.
+"""Lists of attentions that answer one question each: the paper's tables of this kind, at the length at hand, and ours.
 
-The paper's base configuration at 64k is `Q128K128R8SP1B8k`; here it is `MuSeConfig.for_length`, and what a table varies
-is varied around that.
+The paper's base configuration at 64k is `Q128K128R8SP1B8k`; here it is `MuSeConfig.paper_sizes`, and what a table
+varies is varied around that.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muse_attention.config import MuSeConfig
+from muse_attention.config import Clustering, MuSeConfig
 from muse_attention.evaluation import paper
+from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.layers import Request
 from muse_attention.evaluation.paper import PaperTable
 from muse_attention.sizes import format_size
@@ -19,6 +20,7 @@ from muse_attention.sizes import format_size
 RETRIEVED_PART = 16
 """One in so many clusters is retrieved, unless a table is about that."""
 NO_TILT = "no tilt"
+ERROR_CONTROL = "error-control"
 
 
 class Row(NamedTuple):
@@ -42,14 +44,15 @@ class Preset:
         return [row.request for row in self.rows]
 
 
-def find_presets(names: list[str], length: int) -> list[Preset]:
+def find_presets(names: list[str], length: int, clustering: Clustering = "auto") -> list[Preset]:
     """The presets with these names at a length; all of them for `all`."""
     if "all" in names:
         names = list(PRESETS)
     for name in names:
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; use all or some of {', '.join(PRESETS)}")
-    found = [PRESETS[name](_Base(MuSeConfig.for_length(length), length)) for name in dict.fromkeys(names)]
+    base = _Base(MuSeConfig.paper_sizes(length).replace(clustering=clustering), length)
+    found = [PRESETS[name](base) for name in dict.fromkeys(names)]
     return [preset for preset in found if preset.rows]
 
 
@@ -254,14 +257,14 @@ def _length(base: _Base) -> Preset:
     rows = []
     length = base.length
     while length >= 2048:
-        config = MuSeConfig.for_length(length)
+        config = MuSeConfig.paper_sizes(length).replace(clustering=base.config.clustering)
         labels = (format_size(length), str(config.key_clusters), format_size(config.block_size))
         rows.append(Row(labels, Request(f"muse:{config}", length)))
         length //= 2
     return Preset(
         "length",
         "Length, with the sizes that go with it",
-        "`MuSeConfig.for_length` of each length, on the beginning of each sample. Where clusters cannot grow by the "
+        "The paper's sizes for each length, on the beginning of each sample. Where clusters cannot grow by the "
         "square root of two they stay, so compare every other line.",
         ("length", "clusters", "block"),
         tuple(reversed(rows)),
@@ -280,8 +283,8 @@ def _clustering(base: _Base) -> Preset:
     return Preset(
         "clustering",
         "How centroids are found",
-        "Streaming K-means of the paper, and Lloyd's iterations from the same start. The kernels' default is Lloyd, "
-        "with 4 iterations on 64 vectors a cluster; that of plain PyTorch is streaming.",
+        "Streaming K-means of the paper, and Lloyd's iterations from the same start. The default is Lloyd, with 4 "
+        "iterations on 64 vectors a cluster.",
         ("centroids",),
         tuple(rows),
     )
@@ -304,6 +307,41 @@ def _caps(base: _Base) -> Preset:
     )
 
 
+def _error_control(base: _Base) -> Preset:
+    """In blocks of an eighth of the length, whatever the base has."""
+    block = max(16, base.length // 8)
+    rows = [
+        _named_row("paper", f"Q{clusters}K{clusters}", f"R{clusters // 16}", base.length,
+                   f"muse:QK{clusters}R{clusters // 16}B{block}")
+        for clusters in (32, 64, 128)
+    ]  # fmt: skip
+    part = block // RETRIEVED_PART
+    rows += [
+        _named_row("MoBA", "", f"{count} x {part} keys", base.length,
+                   f"moba:L{format_size(block)}B{format_size(part)}R{count}")
+        for count in (1, 2, 4)
+    ]  # fmt: skip
+    for clusters in ("Q32K32", "Q64K64", "Q128K128", "Q32K128", "Q16K256", "Q32K256"):
+        rows += [
+            _named_row(f"tolerance, {clusters}", clusters, f"T{tolerance} R{budget}", base.length,
+                       f"muse:{clusters}R{budget}T{tolerance}B{block}")
+            for tolerance, budget in (("0.03", 8), ("0.01", 8), ("0.003", 16))
+        ]  # fmt: skip
+    return Preset(
+        ERROR_CONTROL,
+        "Retrieval by expected error, against the paper's rule and MoBA",
+        f"Blocks of {format_size(block)}. The paper's rule retrieves R buckets for every query, {part} keys if all "
+        "buckets had the mean size; MoBA as many keys, twice and four times as many; a tolerance T retrieves what is "
+        "expected to be wrong by more, R buckets per query of a head at most.",
+        ("family", "clusters", "rule"),
+        tuple(rows),
+    )
+
+
+def _named_row(family: str, clusters: str, rule: str, length: int, attention: str) -> Row:
+    return Row((family, clusters, rule), Request(full_name(attention, length), length))
+
+
 PRESETS: dict[str, Callable[[_Base], Preset]] = {
     "methods": _methods,
     "joint": _joint,
@@ -319,4 +357,5 @@ PRESETS: dict[str, Callable[[_Base], Preset]] = {
     "length": _length,
     "clustering": _clustering,
     "caps": _caps,
+    ERROR_CONTROL: _error_control,
 }

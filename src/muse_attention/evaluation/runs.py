@@ -6,6 +6,8 @@ before anything is read from them.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from muse_attention.pretraining.run_folder import (
     run_corpus,
     run_recipe,
 )
+from muse_attention.recorded_names import recorded_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,14 +53,19 @@ class StoredRun:
 
 
 def open_runs(
-    folders: Sequence[Path], corpus: Corpus, *, on_refused: Callable[[str], None] = lambda message: None
+    folders: Sequence[Path],
+    corpus: Corpus,
+    *,
+    device: str = "cpu",
+    on_refused: Callable[[str], None] = lambda message: None,
 ) -> list[StoredRun]:
     """What there is in each folder; a ValueError if it is no run of this corpus, or has no weights yet.
 
+    A run from before recorded names were full is taken for one that ran on `device`.
     `on_refused` hears of each checkpoint of an unfinished run that is not whole, and of broken lines of metrics.
     """
     return [
-        _open_run(folder, name, corpus, on_refused)
+        _open_run(folder, name, corpus, device, on_refused)
         for folder, name in zip(folders, _names([folder.expanduser().resolve() for folder in folders]), strict=True)
     ]
 
@@ -83,8 +91,10 @@ def choose_evenly(steps: Sequence[int], number: int) -> list[int]:
     return [steps[round(index * (len(steps) - 1) / (number - 1))] for index in range(number)]
 
 
-def _open_run(folder: Path, name: str, corpus: Corpus, on_refused: Callable[[str], None]) -> StoredRun:
-    recipe = run_recipe(folder)
+def _open_run(folder: Path, name: str, corpus: Corpus, device: str, on_refused: Callable[[str], None]) -> StoredRun:
+    recorded = run_recipe(folder)
+    rename = functools.partial(recorded_name, length=recorded.length, device=device)
+    recipe = dataclasses.replace(recorded, attention=rename(recorded.attention))
     if run_corpus(folder) != corpus.fingerprint:
         raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
     newest, is_finished = recipe.steps, (folder / MODEL).is_dir()
@@ -94,7 +104,8 @@ def _open_run(folder: Path, name: str, corpus: Corpus, on_refused: Callable[[str
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
         newest = found.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
-    return StoredRun(folder, name, recipe, _read_curves(folder, on_refused), newest, is_finished, earlier)
+    curves = _read_curves(folder, on_refused).with_names(rename)
+    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier)
 
 
 def _read_curves(folder: Path, on_broken: Callable[[str], None]) -> TrainingCurves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
@@ -72,15 +73,23 @@ def take_fingerprint(model: PreTrainedModel, tokens: Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
+def longest_context(model: PreTrainedModel) -> int | None:
+    """Tokens that the model knows; None if it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_context(model: PreTrainedModel, length: int) -> None:
     """A ValueError if the tokens are more than the model knows."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    longest = longest_context(model) or length
     if length > longest:
         raise ValueError(f"the model's context is {longest} tokens, less than {length}; choose a smaller length")
 
 
 def describe_machine_and_versions() -> dict[str, Any]:
-    return {**describe_machine(), "transformers": importlib.metadata.version("transformers")}
+    versions = {}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # captures are measured without it
+        versions["transformers"] = importlib.metadata.version("transformers")
+    return {**describe_machine(), **versions}
 
 
 def differing(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

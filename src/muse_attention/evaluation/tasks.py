@@ -17,6 +17,7 @@ from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import start_or_continue
 from muse_attention.evaluation.standard_tasks import BENCHMARKS, Benchmark, Data
 from muse_attention.files import replace_file
+from muse_attention.recorded_names import with_full_names
 from muse_attention.sizes import format_size
 from muse_attention.strict_json import parse_json
 
@@ -221,7 +222,7 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
-        document = parse_json(path.read_bytes(), finite=False)
+        document = with_full_names(parse_json(path.read_bytes(), finite=False))
         cells = [_cell_from_json(entry) for entry in document["tasks"]]
         results = Results(
             machine=dict(document["machine"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muse_attention.config import MuSeConfig
+from muse_attention.by_name import config_at
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.page import Page, Table
@@ -47,12 +47,10 @@ def gap_to_exact(cell: Cell, attention: str, metric: str) -> Mean | None:
 
 def longer_than_a_block(cell: Cell, attention: str) -> int | None:
     """Samples on which MuSe is more than exact attention; None for other attentions."""
-    if attention.partition(":")[0] != "muse":
+    if config_at(attention, 1) is None:
         return None
-    named = muse_config(attention)
-    return sum(
-        answer.tokens > (named or MuSeConfig.for_length(answer.tokens)).block_size for answer in cell.scored(attention)
-    )
+    found = ((answer.tokens, config_at(attention, answer.tokens)) for answer in cell.scored(attention))
+    return sum(config is not None and tokens > config.block_size for tokens, config in found)
 
 
 def scores_table(results: Results) -> Table:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,6 +102,14 @@ class TrainingCurves:
                 ),
                 "answers": tuple(Answers(*answers) for answers in document.get("answers", ())),
             }
+        )
+
+    def with_names(self, rename: Callable[[str], str]) -> TrainingCurves:
+        """The same with attentions called otherwise."""
+        return dataclasses.replace(
+            self,
+            speeds={rename(attention): speed for attention, speed in self.speeds.items()},
+            answers=tuple(answers._replace(attention=rename(answers.attention)) for answers in self.answers),
         )
 
 

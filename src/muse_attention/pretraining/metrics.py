@@ -32,6 +32,9 @@ class Step:
     tokens_per_second: float
     rse: dict[int, float] = field(default_factory=dict)
     """relative squared error of the attention by layer, where it was measured"""
+    attention_means: dict[str, float] = field(default_factory=dict)
+    """all measures of `fidelity.Fidelity` averaged over layers, where they were measured: the error and its tail, pairs
+    and keys per query, share of queries that retrieve, share of heads at their budget"""
     answers_loss: float | None = None
     """in nats for each token of a uid that is imported, where needles are learnt from and it was measured"""
 
@@ -63,7 +66,8 @@ class Metrics:
 
     def add(self, step: Step) -> None:
         values = asdict(step)
-        values["rse"] = {layer: error for layer, error in step.rse.items() if math.isfinite(error)}
+        for name in ("rse", "attention_means"):
+            values[name] = {key: number for key, number in values[name].items() if math.isfinite(number)}
         if step.answers_loss is not None and not math.isfinite(step.answers_loss):
             values["answers_loss"] = None
         values = {name: value for name, value in values.items() if value not in (None, {})}
@@ -76,6 +80,8 @@ class Metrics:
                 self._board.add_scalar("answers_loss", step.answers_loss, step.step)
             for layer, error in step.rse.items():
                 self._board.add_scalar(f"rse/layer {layer}", error, step.step)
+            for name, mean in step.attention_means.items():
+                self._board.add_scalar(f"attention/{name}", mean, step.step)
 
     def sync(self) -> None:
         """Return when all lines are on the disk."""

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def relative_squared_errors(model: PreTrainedModel, input_ids: Tensor, attention: str) -> dict[int, float]:
-    """The paper's RSE by layer, averaged over heads, on some tokens; the model attends exactly meanwhile."""
+def measure_attention(model: PreTrainedModel, input_ids: Tensor, attention: str) -> dict[int, dict[str, float]]:
+    """The measures of `fidelity.Fidelity` by layer, averaged over heads, on some tokens: the error, its tail, and what
+    was retrieved. The model attends exactly meanwhile."""
     attend = get_attention(attention)
-    errors: dict[int, float] = {}
+    found: dict[int, dict[str, float]] = {}
 
     def visit(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        found = measure(attend, query, key, value, is_causal=True, scale=scale)
-        errors[layer] = found.pooled()["relative_squared_error"]
+        found[layer] = measure(attend, query, key, value, is_causal=True, scale=scale).pooled()
 
     visit_layers(model, input_ids, visit)
-    return errors
+    return found
 
 
 @torch.no_grad()

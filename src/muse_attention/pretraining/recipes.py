@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from muse_attention.by_name import get_attention
+from muse_attention.by_name import full_name, get_attention
+from muse_attention.recorded_names import may_mean
 from muse_attention.sizes import parse_size
 
 PAPER_ATTENTION = "muse:Q128K128R8SP1B8k"
@@ -195,10 +196,13 @@ def read_recipe(document: dict[str, Any]) -> Recipe:
         raise ValueError("a recipe of another version of muse train") from None
 
 
-def differences(recipe: Recipe, other: Recipe) -> list[str]:
-    """Fields that change what is learnt, and differ."""
-    names = [field.name for field in dataclasses.fields(recipe) if field.name not in FREE]
-    return [name for name in names if getattr(recipe, name) != getattr(other, name)]
+def differences(recorded: Recipe, other: Recipe) -> list[str]:
+    """Fields that change what is learnt, and differ between a recorded recipe and another."""
+    names = [field.name for field in dataclasses.fields(recorded) if field.name not in FREE]
+    differing = [name for name in names if getattr(recorded, name) != getattr(other, name)]
+    if may_mean(recorded.attention, full_name(other.attention, other.length), recorded.length):
+        differing = [name for name in differing if name != "attention"]
+    return differing
 
 
 def _paper(scale: int) -> Recipe:

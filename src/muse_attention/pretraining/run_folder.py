@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import muse_attention
+from muse_attention.by_name import full_name
 from muse_attention.files import alone_in, replace_file
 from muse_attention.pretraining import checkpoints, needles
 from muse_attention.pretraining.corpus import Corpus
@@ -28,6 +29,7 @@ from muse_attention.pretraining.model import make_empty_model
 from muse_attention.pretraining.optimiser import expected_tensors
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
+from muse_attention.recorded_names import recorded_name
 from muse_attention.strict_json import parse_json
 
 RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
@@ -76,6 +78,19 @@ def check_may_start(output: Path) -> None:
         raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
     if has_run(output):
         _read_run(output)  # a file that is of something else is not overwritten
+
+
+def with_full_name(recipe: Recipe, output: Path, device: torch.device) -> Recipe:
+    """With the full name of the attention, for `run.json` to say what ran.
+
+    If there is a run of this recipe in the folder from before names were full, it goes on as it ran on this device.
+    """
+    name = full_name(recipe.attention, recipe.length)
+    if has_run(output) and has_learnt(output):
+        recorded = run_recipe(output)
+        if full_name(recorded.attention, recorded.length) == name:
+            name = recorded_name(recorded.attention, recorded.length, device.type)
+    return dataclasses.replace(recipe, attention=name)
 
 
 def find_checkpoint(

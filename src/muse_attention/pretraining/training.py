@@ -18,10 +18,11 @@ import dataclasses
 import math
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -38,7 +39,7 @@ from muse_attention.pretraining.mixture import NeedleDocuments
 from muse_attention.pretraining.model import WEIGHTS, make_config, make_model, read_initial
 from muse_attention.pretraining.optimiser import are_finite, learnt, make_optimiser, restore, set_learning_rate
 from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
-from muse_attention.pretraining.probe import answers_loss, relative_squared_errors
+from muse_attention.pretraining.probe import answers_loss, measure_attention
 from muse_attention.pretraining.reading import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_attention.pretraining.recipes import Recipe
 from muse_attention.pretraining.run_folder import (
@@ -50,6 +51,7 @@ from muse_attention.pretraining.run_folder import (
     describe_last_good,
     describe_run,
     find_checkpoint,
+    with_full_name,
     write_run,
 )
 from muse_attention.pretraining.schedule import EXACT, attention_at, learning_rate
@@ -90,6 +92,7 @@ def train(
     probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
     tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
     with claimed(output, world):  # before anything is decided by what is in there
+        recipe = with_full_name(recipe, output, world.device)
         checkpoint = None
         if resume:
             checkpoint = find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
@@ -153,6 +156,14 @@ def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch
     return make_optimiser(model, recipe)
 
 
+class _Probe(NamedTuple):
+    """What was measured beside an update, as `Step` has it."""
+
+    errors: dict[int, float]
+    means: dict[str, float]
+    answers: float | None
+
+
 @dataclasses.dataclass
 class _Run:
     model: DecoderForCausalLM
@@ -201,7 +212,7 @@ class _Run:
             )
         seconds = time.perf_counter() - began
         # Of the weights that the loss is of; before the first forward pass of the whole model, FSDP runs no part of it.
-        errors, answers = self._probe(tokens) if self._is_probed(step) else ({}, None)
+        probe = self._probe(tokens) if self._is_probed(step) else _Probe({}, {}, None)
         began = time.perf_counter()
         self.optimiser.step()
         seconds += time.perf_counter() - began
@@ -213,8 +224,9 @@ class _Run:
             attention=attention,
             tokens=(step + 1) * recipe.tokens_per_step,
             tokens_per_second=round(recipe.tokens_per_step / seconds, 3),
-            rse=errors,
-            answers_loss=answers,
+            rse=probe.errors,
+            attention_means=probe.means,
+            answers_loss=probe.answers,
         )
 
     def _differentiate(self, tokens: Tensor) -> Tensor:
@@ -254,18 +266,27 @@ class _Run:
         has_something = self.recipe.attention != EXACT or self.probed
         return every > 0 and (step + 1) % every == 0 and bool(has_something)
 
-    def _probe(self, tokens: Tensor) -> tuple[dict[int, float], float | None]:
-        """The errors of an attention that has some, on the first sequence of each rank; and the loss of answers."""
+    def _probe(self, tokens: Tensor) -> _Probe:
+        """What an attention that has errors does on the first sequence of each rank; and the loss of answers."""
         errors: dict[int, float] = {}
+        means: dict[str, float] = {}
         answers = None
         with self._autocast(), gathered(self.model), torch.compiler.set_stance("force_eager"):
             if self.recipe.attention != EXACT:
-                found = relative_squared_errors(self.model, tokens[:1, :-1], self.recipe.attention)
-                means = self.world.mean(torch.tensor(list(found.values()), device=self.world.device))
-                errors = dict(zip(found, means.tolist(), strict=True))
+                found = measure_attention(self.model, tokens[:1, :-1], self.recipe.attention)
+                numbers = torch.tensor([list(layer.values()) for layer in found.values()], device=self.world.device)
+                of_layers = self.world.mean(numbers).tolist()
+                layers = [
+                    dict(zip(layer, of_layer, strict=True))
+                    for layer, of_layer in zip(found.values(), of_layers, strict=True)
+                ]
+                errors = {number: layer["relative_squared_error"] for number, layer in zip(found, layers, strict=True)}
+                means = (
+                    {name: statistics.fmean(layer[name] for layer in layers) for name in layers[0]} if layers else {}
+                )
             if self.probed:
                 answers = self.world.mean(answers_loss(self.model, self.probed)).item()
-        return errors, answers
+        return _Probe(errors, means, answers)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")

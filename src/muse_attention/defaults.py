@@ -1,0 +1,34 @@
+"""Which configuration serves a length where none is given: one table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from muse_attention.sizes import nearest_power_of_two
+
+SMALLEST_BLOCK = 256
+"""Of those that follow the length: sequences up to it are attended to exactly."""
+
+
+class Default(NamedTuple):
+    longest: int | None
+    """longest sequence that it serves; None for any"""
+    text: str
+    """of the configuration, as `MuSeConfig.named` reads it for the length"""
+    blocks: int | None = None
+    """blocks that a sequence has, about: the block size is the nearest power of two. None: as the text says"""
+
+
+DEFAULTS = (Default(None, "paper,clustering=auto,query_cap_factor=none"),)
+"""From short sequences to long ones; the first that serves a length is taken."""
+
+
+def default_text(length: int) -> str:
+    """The text of the configuration for a length."""
+    for default in DEFAULTS:
+        if default.longest is None or length <= default.longest:
+            if default.blocks is None:
+                return default.text
+            block_size = nearest_power_of_two(length, default.blocks, smallest=SMALLEST_BLOCK)
+            return f"{default.text},block_size={block_size}"
+    raise AssertionError("the last row of DEFAULTS serves any length")
