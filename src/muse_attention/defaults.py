@@ -19,7 +19,10 @@ class Default(NamedTuple):
     """blocks that a sequence has, about: the block size is the nearest power of two. None: as the text says"""
 
 
-DEFAULTS = (Default(None, "paper,clustering=auto,query_cap_factor=none"),)
+DEFAULTS = (
+    Default(8 * 1024, "Q128K128R16T0.003,cap_factor=none", blocks=8),
+    Default(None, "Q64K64R8T0.03,cap_factor=none", blocks=16),
+)
 """From short sequences to long ones; the first that serves a length is taken."""
 
 

@@ -21,6 +21,7 @@ from muse_attention.kernels import (
     terms,
 )
 from muse_attention.kernels.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
+from muse_attention.kernels.launching import ALIGNMENT
 from muse_attention.kernels.numbers import cdiv
 from muse_attention.kernels.opened import list_opened, list_opened_bits
 from muse_attention.kernels.plan import Plan, pairs_per_query
@@ -422,8 +423,12 @@ def _attend_backward(
 
 
 def _by_head(tensor: Tensor) -> Tensor:
-    """(batch, heads, ...) -> (batch heads, ...), contiguous"""
-    return tensor.flatten(0, 1).contiguous()
+    """(batch, heads, ...) -> (batch heads, ...), contiguous, where kernels expect memory to begin.
+
+    For other addresses Triton compiles other kernels, which may sum in another order.
+    """
+    rows = tensor.flatten(0, 1).contiguous()
+    return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
 
 
 def _selection_by_head(selected: Selection) -> Selection:

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Triton compiles another kernel for pointers that are no multiples of so many bytes, and for such integers."""
 
 
@@ -59,8 +59,8 @@ def kernel(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., None]
 
 def _what_code_depends_on(argument: Tensor | int | float, is_specialised: bool) -> object:
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
+        return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
     if isinstance(argument, float):
         return float
     fits = -(1 << 31) <= argument < 1 << 31
-    return (fits, argument == 1, argument % _ALIGNMENT == 0) if is_specialised else fits
+    return (fits, argument == 1, argument % ALIGNMENT == 0) if is_specialised else fits
