@@ -20,7 +20,7 @@ class Default(NamedTuple):
 
 
 DEFAULTS = (
-    Default(8 * 1024, "Q128K128R16T0.003,cap_factor=none", blocks=8),
+    Default(8 * 1024, "Q64K64R8T0.01,cap_factor=none", blocks=8),
     Default(32 * 1024, "Q64K64R8T0.03,cap_factor=none", blocks=8),
     Default(None, "Q64K64R8T0.03,cap_factor=none", blocks=16),
 )

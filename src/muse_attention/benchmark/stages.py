@@ -26,7 +26,7 @@ _KERNELS = {
     ),
     "summaries": ("_summarise", "_accumulate_backward", "_summarise_backward"),
     "selection": (
-        "_select_clusters", "_select_blocks", "_find_lowest_bin", "_list_opened", "_unite_openings", "_list_union",
+        "_select_clusters", "_select_blocks", "_find_lowest_bin", "_list_opened", "_mark_opened", "_list_marked",
         "_mark_terms", "_mark_terms_of_bits",
     ),
     "attention to summaries": (

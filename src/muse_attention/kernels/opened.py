@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -51,15 +50,14 @@ def list_opened_bits(segments: Segments, opened: Tensor) -> OpenedClusters:
     """`opened` is (H, N, words), in the order of the inputs: a bit for each key cluster."""
     found = _room(segments, opened)
     words = number_of_words(segments.key_clusters)
-    any_opens = opened.new_zeros(*found.number.shape, words)
-    _unite_openings[segments.tiles.grid](
-        *segments.tiles.parts(), segments.groups.order, opened, any_opens, opened.shape[1], segments.blocks,
-        segments.query_clusters, WORDS=words, WP=power_of_two(words), ROWS=ROWS_OF_TILE,
+    is_opened = torch.zeros_like(found.listed)
+    _mark_opened[segments.tiles.grid](
+        *segments.tiles.parts(), segments.groups.order, opened, is_opened, opened.shape[1], segments.blocks,
+        segments.query_clusters, segments.key_clusters, WORDS=words, ROWS=ROWS_OF_TILE,
     )  # fmt: skip
-    _list_union[found.number.shape[::-1]](
-        any_opens, found.listed, found.number, found.place, words, segments.key_clusters,
-        CP=padded(segments.key_clusters),
-    )  # fmt: skip
+    _list_marked[found.number.shape[::-1]](
+        is_opened, found.listed, found.number, found.place, segments.key_clusters, CP=padded(segments.key_clusters)
+    )
     return found
 
 
@@ -70,45 +68,38 @@ def _room(segments: Segments, opened: Tensor) -> OpenedClusters:
     )
 
 
-@triton.jit
-def _union(first, second):
-    return first | second
-
-
-@kernel(do_not_specialize=["length", "blocks", "query_clusters"])
-def _unite_openings(
-    tile_group, tile_begin, tile_end, order, opened, any_opens, length, blocks, query_clusters, WORDS: tl.constexpr,
-    WP: tl.constexpr, ROWS: tl.constexpr,
+@kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
+def _mark_opened(
+    tile_group, tile_begin, tile_end, order, opened, is_opened, length, blocks, query_clusters, key_clusters,
+    WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A bit for each cluster that any query of a query cluster opens. `any_opens` is 0 before."""
+    """A 1 for each cluster that any query of a query cluster opens. (Many write it, but all the same.)"""
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
     segment = tl.load(tile_group + tile)
     if segment < 0:
         return
     begin = tl.load(tile_begin + tile)
-    place, word = tl.arange(0, ROWS), tl.arange(0, WP)
+    place, bit = tl.arange(0, ROWS), tl.arange(0, 32)
     is_row = place < tl.load(tile_end + tile) - begin
     row = head * length + tl.load(order + head * length + begin + place, mask=is_row, other=0)
-    any_opens += (head * query_clusters + segment // blocks) * WORDS
-    own = tl.load(
-        opened + row[:, None] * WORDS + word[None, :], mask=is_row[:, None] & (word < WORDS)[None, :], other=0
-    )
-    tl.atomic_or(any_opens + word, tl.reduce(own, 0, _union), mask=word < WORDS, sem="relaxed")
+    is_opened += (head * query_clusters + segment // blocks) * key_clusters
+    for word in tl.static_range(WORDS):
+        own = tl.load(opened + row * WORDS + word, mask=is_row, other=0)
+        any_opens = tl.max((own[:, None] >> bit[None, :]) & 1, 0)
+        tl.store(is_opened + word * 32 + bit, any_opens, mask=any_opens > 0)
 
 
-@kernel(do_not_specialize=["words", "key_clusters"])
-def _list_union(any_opens, listed, listed_number, listed_place, words, key_clusters, CP: tl.constexpr):
+@kernel(do_not_specialize=["key_clusters"])
+def _list_marked(is_opened, listed, listed_number, listed_place, key_clusters, CP: tl.constexpr):
     line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     cluster = tl.arange(0, CP)
-    is_cluster = cluster < key_clusters
-    word = tl.load(any_opens + line * words + cluster // 32, mask=is_cluster, other=0)
-    is_listed = ((word >> (cluster & 31)) & 1) != 0
-    place = tl.cumsum(is_listed.to(tl.int32), 0) - 1
-    at = line * key_clusters
-    tl.store(listed_place + at + cluster, tl.where(is_listed, place, -1).to(tl.int16), mask=is_cluster)
-    tl.store(listed + at + place, cluster, mask=is_listed)
-    tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))
+    at, is_cluster = line * key_clusters, cluster < key_clusters
+    is_listed = tl.load(is_opened + at + cluster, mask=is_cluster, other=0)
+    place = tl.cumsum(is_listed, 0) - 1
+    tl.store(listed_place + at + cluster, tl.where(is_listed > 0, place, -1).to(tl.int16), mask=is_cluster)
+    tl.store(listed + at + place, cluster, mask=is_listed > 0)
+    tl.store(listed_number + line, tl.sum(is_listed, 0))
 
 
 @kernel(do_not_specialize=["length", "blocks", "key_clusters"])
