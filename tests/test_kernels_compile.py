@@ -25,4 +25,4 @@ def test_kernels_compile_for_a_gpu(config: str) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) > 35
+    assert len(done.stdout.split()) > 30

@@ -43,14 +43,11 @@ VARIANTS = [
     "Q3K5R2SP2B32,second_order=true",
     "Q3K5R9T0.03B32",
     "Q2K40R1T0.003B32",
-    "Q3K5R1T0B32,tilt=false,second_order=false",
-    "Q3K5R0T0.01B32",
 ]
 FOUND = [
     "Q4K5R2B32,clustering=streaming",
     "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
     "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
-    "Q4K5R9T0.02B32,clustering=streaming",
     "Q4K5R1T0.001B32,clustering=lloyd",
 ]
 
@@ -112,14 +109,14 @@ class TestTritonBackend(OperatorConformance):
     def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
         super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
 
-    @pytest.mark.parametrize("config", ["QK40R4B16", "Q2K64R8SP3B16", "Q2K64R8T0.003B16"])
+    @pytest.mark.parametrize("config", ["QK40R4B16", "Q2K64R8T0.003B16"])
     @pytest.mark.parametrize("length", [33])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
     @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
-    @pytest.mark.parametrize("config", ["QK4R2B32", "QK4R9T0.01B32"])
+    @pytest.mark.parametrize("config", ["QK4R2B32"])
     def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
         self, config: str, target: int, poison: float
     ) -> None:
@@ -156,8 +153,11 @@ def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(together, apart)
 
 
-def test_a_plan_is_views_of_one_tensor() -> None:
-    shapes = Plan.shapes(heads=4, key_heads=2, length=10, blocks=3, query_clusters=5, key_clusters=6, picks=2)
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["picks", "ragged"])
+def test_a_plan_is_views_of_one_tensor(is_ragged: bool) -> None:
+    shapes = Plan.shapes(
+        heads=4, key_heads=2, length=10, blocks=3, query_clusters=5, key_clusters=6, picks=2, is_ragged=is_ragged
+    )
     memory = torch.arange(sum(rows * columns for rows, columns in shapes), dtype=torch.int32)
     plan = Plan.of(memory, shapes)
     assert plan.pair_order.shape == (2, 40)
