@@ -24,7 +24,10 @@ DEFAULTS = (
     Default(32 * 1024, "Q64K64R8T0.03,cap_factor=none", blocks=8),
     Default(None, "Q64K64R8T0.03,cap_factor=none", blocks=16),
 )
-"""From short sequences to long ones; the first that serves a length is taken."""
+"""From short sequences to long ones; the first that serves a length is taken.
+
+What was measured, and why these: docs/lab-log.md, "Error control in the kernels", and benchmarks/error-control.
+"""
 
 
 def default_text(length: int) -> str:

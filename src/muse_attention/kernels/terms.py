@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.bits import number_of_words
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
     cdiv,
@@ -51,8 +52,6 @@ ATTEND_BACKWARD_TO_BLOCKS = {
     256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
     512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
 }
-_WORD = 32
-"""Bits of a word of the terms."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedC
 def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
     """The terms that a selection by the paper's rule leaves; `listed` is `list_opened` of it."""
     heads, length, clusters, blocks = selection.retrieved.shape
-    words = cdiv(segments.key_clusters, _WORD)
+    words = number_of_words(segments.key_clusters)
     terms = Terms(
         selection.opened.new_empty(heads, words, length),
         selection.opened.new_empty(heads, segments.blocks, words, length),
