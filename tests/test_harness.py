@@ -297,7 +297,7 @@ def test_a_model_of_muse_train_answers_alike(tmp_path: Path) -> None:
     harness = Harness(*load_model(write_folder(tmp_path / "model", DecoderForCausalLM(config))))
     opened = harness.open(BENCHMARKS["niah_multikey_2"], 1024, None, 1)
     exact, muse, whole = (
-        harness.answer(opened, 0, attention).response for attention in ("exact", "muse:QK2R1B32", "muse:QK2R1B1k")
+        harness.answer(opened, 0, attention).response for attention in ("exact", "muse:QK1R0B32", "muse:QK2R1B1k")
     )
     assert exact == whole
     assert muse != exact
@@ -395,6 +395,6 @@ def test_the_command_runs_tasks_of_every_kind(model_folder: Path, data: Path, tm
         ("niah_single_2", 1024, 1),
     ]
     for entry in document["tasks"]:
-        assert [named["attention"] for named in entry["attentions"]] == ["exact", "muse:Q2K2R1SP1B64"]
+        assert [named["attention"] for named in entry["attentions"]] == ["exact", "muse:Q2K2R1SP1B64,clustering=lloyd"]
         assert all(answer["error"] is None for named in entry["attentions"] for answer in named["answers"])
     assert "1 of 2376 published" in (tmp_path / "tasks.md").read_text()
