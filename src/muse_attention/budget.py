@@ -10,12 +10,14 @@ from torch import Tensor
 
 ERROR_BINS = 128
 BINS_PER_OCTAVE = 4
-SMALLEST_OCTAVE = -24
-"""Below 2^-24 an error is lost in the rounding of float32: all of it is one bin."""
+SMALLEST_OCTAVE = -20
+"""Errors below 2^-20 share a bin."""
+LARGEST_GROWTH = 8.0
+"""Exponent of the growth of a weight that is feared, at most: its error is then below 2^12, in the last bin."""
 
 
 def error_bins(errors: Tensor) -> Tensor:
-    """The bin of each expected error, int64: a quarter of an octave, from 2^-24 to 2^8."""
+    """The bin of each expected error, int64: a quarter of an octave, from 2^-20 to 2^12."""
     place = torch.floor(BINS_PER_OCTAVE * (torch.log2(errors) - SMALLEST_OCTAVE))
     return torch.nan_to_num(place, nan=ERROR_BINS - 1).clamp(0, ERROR_BINS - 1).long()
 

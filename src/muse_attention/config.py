@@ -72,6 +72,10 @@ class MuSeConfig:
     tolerance: float | None = None
     """T: a query retrieves every bucket whose summary is expected to be wrong by more than this, as a share of the
     query's softmax. None: the paper's rule, as many buckets for every query."""
+    caution: float = 2.0
+    """With a tolerance: how many standard deviations above its estimate the logit of a summary may be. What that would
+    add to its weight, divided by their number, is its expected error. 0: its weight times one deviation, the same for
+    small deviations."""
     second_order: bool | None = None
     """Add to the mass of a summary what the spread of its keys contributes for a query off its centroid. None: with a
     tolerance."""
@@ -124,6 +128,13 @@ class MuSeConfig:
                     "below 1 the clusters of a block cannot hold its tokens"
                 )
             object.__setattr__(self, name, float(factor))
+        if (
+            isinstance(self.caution, bool)
+            or not isinstance(self.caution, int | float)
+            or not 0 <= self.caution < math.inf
+        ):
+            raise ValueError(f"MuSeConfig: caution={self.caution!r} must be a number of at least 0")
+        object.__setattr__(self, "caution", float(self.caution))
         if self.tolerance is not None:
             self._check_tolerance(self.tolerance)
         if self.dipole != "none" and self.uses_second_order:
@@ -334,8 +345,8 @@ def _read_option(name: str, setting: str, text: str) -> Any:
         return setting
     if name in _SWITCHES and setting.lower() in ("true", "false"):
         return setting.lower() == "true"
-    numbers = (*_CAPS, "tolerance")
-    if name in (*numbers, "second_order") and setting.lower() == "none":
+    numbers = (*_CAPS, "tolerance", "caution")
+    if name in (*_CAPS, "tolerance", "second_order") and setting.lower() == "none":
         return None
     try:
         return float(setting) if name in numbers else int(setting)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.bits import pack_bits, unpack_bits
-from muse_attention.budget import ERROR_BINS, error_bins, lowest_affordable_bin
+from muse_attention.budget import ERROR_BINS, LARGEST_GROWTH, error_bins, lowest_affordable_bin
 from muse_attention.config import MuSeConfig
 from muse_attention.shuffle import seeded_shuffle
 from muse_attention.structures import Clusters, Selection, Summaries
@@ -129,8 +129,8 @@ def reference_attention(
         own_lse, far_lse = _masked_logsumexp(token_logits, own), _masked_logsumexp(cluster_logits, cluster_exists)
         lse = torch.logaddexp(own_lse, far_lse).detach()
         selection = _select_by_tolerance(
-            _expected_error(cluster_logits, lse[..., None], cluster_sigma, cluster_exists),
-            _expected_error(block_logits, lse[..., None, None], block_sigma, block_exists)
+            _expected_error(cluster_logits, lse[..., None], cluster_sigma, cluster_exists, config),
+            _expected_error(block_logits, lse[..., None, None], block_sigma, block_exists, config)
             / (block_size / config.mean_bucket).clamp(min=1 / config.mean_bucket).sqrt(),
             config,
         )
@@ -406,9 +406,17 @@ def _select(
     return Selection(opened.int(), retrieved.int())
 
 
-def _expected_error(logits: Tensor, lse: Tensor, sigma: Tensor, exists: Tensor) -> Tensor:
-    """A summary's weight in the softmax, times how far the logits of its keys are apart; 0 where there is none."""
-    return torch.where(exists, torch.exp(torch.where(exists, logits - lse, -math.inf)) * sigma, 0).detach()
+def _expected_error(logits: Tensor, lse: Tensor, sigma: Tensor, exists: Tensor, config: MuSeConfig) -> Tensor:
+    """What a summary's weight in the softmax gains for each deviation, if its logit is `caution` deviations `sigma`
+    above its estimate; 0 where there is none.
+
+    A few keys that lie along the query's residual can have that much. For small `sigma` it is the weight times `sigma`.
+    """
+    weight = torch.exp(torch.where(exists, logits - lse, -math.inf))
+    gain = sigma
+    if config.caution > 0:
+        gain = (torch.exp((config.caution * sigma).clamp(max=LARGEST_GROWTH)) - 1) / config.caution
+    return torch.where(exists, weight * gain, 0).detach()
 
 
 def _select_by_tolerance(of_clusters: Tensor, of_blocks: Tensor, config: MuSeConfig) -> Selection:

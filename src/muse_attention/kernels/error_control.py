@@ -1,9 +1,10 @@
 """Stage 4, by tolerance: a query retrieves every bucket whose summary is expected to be wrong by more than that.
 
-A summary's expected error is its weight in the softmax times sigma, the spread of the query's logits over its keys. To
-open a cluster and to retrieve a block of it are comparisons of what attention to the summaries computes anyway, so one
-kernel does both. Pairs above the tolerance are counted by their error; a head that has more of them than its budget
-gives those of smallest error back, in a second pass that all other heads leave at once.
+A summary's expected error is what its weight in the softmax would gain if its logit were some deviations higher, the
+deviation sigma being that of the query's logits over its keys. To open a cluster and to retrieve a block of it are
+comparisons of what attention to the summaries computes anyway, so one kernel does both. Pairs above the tolerance are
+counted by their error; a head that has more of them than its budget gives those of smallest error back, in a second
+pass that all other heads leave at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.budget import BINS_PER_OCTAVE, ERROR_BINS, SMALLEST_OCTAVE
+from muse_attention.budget import BINS_PER_OCTAVE, ERROR_BINS, LARGEST_GROWTH, SMALLEST_OCTAVE
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import exp_of_less, load_rows, padded, store_rows
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, include, score
@@ -28,6 +29,7 @@ SELECT_AND_ATTEND = {
 _BINS = tl.constexpr(ERROR_BINS)
 _PER_OCTAVE = tl.constexpr(BINS_PER_OCTAVE)
 _SMALLEST = tl.constexpr(SMALLEST_OCTAVE)
+_LARGEST_GROWTH = tl.constexpr(LARGEST_GROWTH)
 
 
 def select_and_attend(
@@ -39,6 +41,7 @@ def select_and_attend(
     words: int,
     *,
     tolerance: float,
+    caution: float,
     mean_bucket: float,
     budget: int,
 ) -> tuple[Selection, Partial]:
@@ -62,8 +65,8 @@ def select_and_attend(
         _select_and_attend[tiles.grid](
             segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
             segments.groups.order, own_lse, selection.opened, selection.retrieved, lists, counts, lowest, partial.out,
-            partial.lse, is_first, tolerance, mean_bucket, *segments.sizes, words, DV=value_dim, DVP=padded(value_dim),
-            SELECTS=chosen is None, ROWS=ROWS_OF_TILE, **segments.constants,
+            partial.lse, is_first, tolerance, caution, mean_bucket, *segments.sizes, words, DV=value_dim,
+            DVP=padded(value_dim), SELECTS=chosen is None, ROWS=ROWS_OF_TILE, **segments.constants,
             **segments.fit(SELECT_AND_ATTEND, value_dim),
         )  # fmt: skip
         if is_first:
@@ -72,9 +75,13 @@ def select_and_attend(
 
 
 @triton.jit
-def _expected_error(logits, lse, sigma):
-    """A summary's weight in the softmax, times how far the logits of its keys are apart; 0 where there is none."""
-    return tl.where(logits == float("-inf"), 0.0, exp_of_less(logits, lse[:, None]) * sigma)
+def _expected_error(logits, lse, sigma, caution):
+    """What a summary's weight in the softmax gains for each deviation, if its logit is `caution` deviations `sigma`
+    above its estimate; 0 where there is none."""
+    gain = sigma
+    if caution > 0:
+        gain = (tl.exp(tl.minimum(caution * sigma, _LARGEST_GROWTH)) - 1.0) / caution
+    return tl.where(logits == float("-inf"), 0.0, exp_of_less(logits, lse[:, None]) * gain)
 
 
 @triton.jit
@@ -82,11 +89,13 @@ def _has_bit(word, number):
     return ((word >> (number & 31)[None, :]) & 1) != 0
 
 
-@kernel(do_not_specialize=["is_first", "tolerance", "mean_bucket", "length", "blocks", "query_clusters", "words"])
+@kernel(
+    do_not_specialize=["is_first", "tolerance", "caution", "mean_bucket", "length", "blocks", "query_clusters", "words"]
+)
 def _select_and_attend(
     residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
     seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, own_lse, opened, retrieved, lists, counts,
-    lowest, out, lse, is_first, tolerance, mean_bucket, length, blocks, query_clusters, key_clusters, words,
+    lowest, out, lse, is_first, tolerance, caution, mean_bucket, length, blocks, query_clusters, key_clusters, words,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
     SECOND_ORDER: tl.constexpr, SELECTS: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
     LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -153,7 +162,7 @@ def _select_and_attend(
             at_word = opened + row[:, None] * words + (cluster // 32)[None, :]
             if SELECTS:
                 deviations = tl.load(seen_deviation + at + cluster, mask=is_cluster, other=0.0)
-                errors = _expected_error(logits, estimate, width[:, None] * deviations[None, :])
+                errors = _expected_error(logits, estimate, width[:, None] * deviations[None, :], caution)
                 is_open = (errors > tolerance) & inside
                 bits = tl.where(is_open, (place * 0 + 1)[:, None] << (column & 31)[None, :], 0)
                 for word in tl.static_range((CLUSTERS + 31) // 32):
@@ -197,7 +206,8 @@ def _select_and_attend(
                     mosts = tl.load(most + of_size + summary, mask=is_cluster, other=0.0)
                     # A large bucket must be that much worse: retrieving it costs more. (`most^2 / 2` is log n.)
                     smaller = tl.sqrt(mean_bucket * tl.exp(-0.5 * mosts * mosts))
-                    errors = _expected_error(logits, estimate, width[:, None] * (deviations * smaller)[None, :])
+                    errors = _expected_error(logits, estimate, width[:, None] * deviations[None, :], caution)
+                    errors *= smaller[None, :]
                     wanted = (errors > tolerance) & is_term
                     if tl.max(tl.max(wanted.to(tl.int32), 1), 0) > 0:
                         bit = (place * 0 + 1)[:, None] << (cluster & 31)[None, :]

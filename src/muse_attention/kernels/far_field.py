@@ -335,6 +335,7 @@ def _attend_to_summaries(
             chosen,
             shapes.opened[0],
             tolerance=config.tolerance,
+            caution=config.caution,
             mean_bucket=config.mean_bucket,
             budget=config.retrieved_clusters * own_lse.shape[1],
         )

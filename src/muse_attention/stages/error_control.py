@@ -1,21 +1,23 @@
 """Stage 4, by tolerance: every query retrieves the buckets whose summaries are expected to be wrong by more than that.
 
-A summary's expected error is its weight in the softmax times sigma, the spread of the query's logits over its keys. To
-open a cluster and to retrieve a block of it are comparisons with the tolerance, and both are kept as bits. A head that
-would retrieve more than its budget takes the buckets of largest error.
+A summary's expected error is what its weight in the softmax would gain if its logit were some deviations higher, the
+deviation sigma being that of the query's logits over its keys. To open a cluster and to retrieve a block of it are
+comparisons with the tolerance, and both are kept as bits. A head that would retrieve more than its budget takes the
+buckets of largest error.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from muse_attention.bits import BITS, pack_bits, unpack_bits
-from muse_attention.budget import ERROR_BINS, error_bins, lowest_affordable_bin
+from muse_attention.budget import ERROR_BINS, LARGEST_GROWTH, error_bins, lowest_affordable_bin
+from muse_attention.config import MuSeConfig
 from muse_attention.stages.exponential import exp_
 from muse_attention.stages.grouping import Tiles
 from muse_attention.stages.segments import Columns, Gradients, Scored, attend_to_terms
@@ -29,6 +31,7 @@ class Tolerance:
     """The rule, and what it has found out about each query head on the way."""
 
     tolerance: float
+    caution: float
     mean_bucket: float
     own_lse: Tensor
     """(rows,): of each query's own block"""
@@ -39,19 +42,19 @@ class Tolerance:
     """(query heads, bins) int64: pairs above the tolerance, by their error"""
 
     @classmethod
-    def of(cls, tolerance: float, mean_bucket: float, own_lse: Tensor, rows_per_head: int) -> Tolerance:
+    def of(cls, config: MuSeConfig, own_lse: Tensor, rows_per_head: int) -> Tolerance:
+        assert config.tolerance is not None
         heads = own_lse.shape[0] // rows_per_head
         counts = torch.zeros(heads, ERROR_BINS, dtype=torch.int64, device=own_lse.device)
-        return cls(tolerance, mean_bucket, own_lse, rows_per_head, counts[:, 0].clone(), counts)
+        lowest = counts[:, 0].clone()
+        return cls(config.tolerance, config.caution, config.mean_bucket, own_lse, rows_per_head, lowest, counts)
 
     def within(self, budget: int) -> Tolerance | None:
         """The rule that keeps all heads within so many pairs for each query; None if this one did."""
         if not bool((self.counts.sum(-1) > budget * self.rows_per_head).any()):
             return None
         lowest = lowest_affordable_bin(self.counts, budget * self.rows_per_head)
-        return Tolerance(
-            self.tolerance, self.mean_bucket, self.own_lse, self.rows_per_head, lowest, torch.zeros_like(self.counts)
-        )
+        return replace(self, lowest_bin=lowest, counts=torch.zeros_like(self.counts))
 
     def open(self, tile: Tiles, logits: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(T, m, K) bool: the clusters that each query opens; and its lse, (T, m, 1), as far as summaries tell."""
@@ -84,6 +87,8 @@ class Tolerance:
 
     def _errors(self, logits: Tensor, lse: Tensor, sigma: Tensor) -> Tensor:
         weights = exp_(logits - torch.where(lse == -torch.inf, 0, lse))
+        if self.caution > 0:
+            sigma = exp_((self.caution * sigma).clamp_(max=LARGEST_GROWTH)).sub_(1).div_(self.caution)
         return torch.where(logits == -torch.inf, 0, weights * sigma)
 
 

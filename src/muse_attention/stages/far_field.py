@@ -220,11 +220,7 @@ def _control_error(
     is_causal: bool,
 ) -> None:
     """Selection by tolerance and attention to the rest, again if a head would retrieve more than its budget."""
-    assert config.tolerance is not None
-    rows_per_head = far.keys.shape[1]
-    rule = None
-    if select:
-        rule = error_control.Tolerance.of(config.tolerance, config.mean_bucket, own_lse, rows_per_head)
+    rule = error_control.Tolerance.of(config, own_lse, far.keys.shape[1]) if select else None
 
     def walk(rule: error_control.Tolerance | None) -> None:
         for part in far.parts(config):
