@@ -350,7 +350,7 @@ class Conformance:
             "QK4R2B32,cap_factor=none",
             "QK4R0B32,dipole=tilted",
             "QK4R0B32,dipole=centred",
-            "QK4R2T0.01B32",
+            "QK4R2T0.01B32,caution=2",
             "QK4R0T0B32",
             "QK4R50T0B32",
             "QK4R2TinfB32",

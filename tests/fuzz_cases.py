@@ -120,6 +120,7 @@ def _draw_config(rng: random.Random, block: int, backend: str) -> MuSeConfig:
         retrieved_clusters=0 if dipole != "none" else rng.randint(0, 7),
         retrieved_blocks=1 if tolerance is not None else rng.randint(1, 3),
         tolerance=tolerance,
+        caution=rng.choice([0, 0, 2, 30]),
         second_order=rng.choice([None, None, True, False]) if dipole == "none" else None,
         block_size=block,
         tilt=rng.random() < 0.8,

@@ -69,6 +69,6 @@ VARIANTS = [
     "Q4K5R2B32,cap_factor=none",
     "Q4K5R2SP2B32,second_order=true",
     "Q4K5R9T0.03B32",
-    "Q4K40R1T0.003B32",
+    "Q4K40R1T0.003B32,caution=2",
     "Q4K5R3T0B32,tilt=false",
 ]

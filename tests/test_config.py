@@ -31,6 +31,7 @@ def test_defaults_are_the_papers_operating_point() -> None:
         ("Q32K256T1e-05", {"query_clusters": 32, "key_clusters": 256, "tolerance": 1e-5}),
         ("T0,second_order=false", {"tolerance": 0.0, "second_order": False}),
         ("Tinf", {"tolerance": float("inf")}),
+        ("QK64T0.01,caution=2", {"query_clusters": 64, "key_clusters": 64, "tolerance": 0.01, "caution": 2.0}),
         ("QK32R2B1k,second_order=true", None),
         ("QK32R2B1k,clustering=lloyd,seed=7", None),
         ("QK32R0B1k, dipole=shared", None),
@@ -75,6 +76,12 @@ def test_the_papers_method() -> None:
 def test_what_a_tolerance_does_not_go_with(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="decides on every block"):
         MuSeConfig(tolerance=0.1, **change)
+
+
+@pytest.mark.parametrize("caution", [-1, float("nan"), float("inf"), True, None, "2"])
+def test_what_is_no_caution(caution: object) -> None:
+    with pytest.raises(ValueError, match="must be a number of at least 0"):
+        MuSeConfig(caution=caution)
 
 
 @pytest.mark.parametrize("tolerance", [-1, float("nan"), True, "0.1"])

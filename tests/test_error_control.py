@@ -103,3 +103,19 @@ def test_less_error_than_the_papers_rule_for_as_many_pairs() -> None:
 
     assert float(_pairs((query, key, value), "QK16R2T0B128").max()) <= 2
     assert error("QK16R2T0B128") < 0.6 * error("QK16R2B128")
+
+
+def test_caution_finds_more_of_what_one_key_attracts() -> None:
+    """The last query of each head points at one key among many that are far apart."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 24, 512, 32, generator=generator) for _ in range(3))
+    query, key = 0.3 * query, 3 * key
+    query[:, :, -1] = 0.6 * torch.nn.functional.normalize(key[:, :, 100], dim=-1)
+    exact = exact_attention(query, key, value, is_causal=True, scale=1.0)[0, :, -1]
+
+    def found(caution: float) -> int:
+        config = f"QK8R64T0.2B64,cap_factor=none,caution={caution}"
+        out = muse_attention(query, key, value, is_causal=True, scale=1.0, config=config)[0, :, -1]
+        return int(((out - exact).square().sum(-1) < 0.1 * exact.square().sum(-1)).sum())
+
+    assert found(2) > found(0) + 3

@@ -41,7 +41,7 @@ VARIANTS = [
     "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
     "Q3K5R2B32,cap_factor=none",
     "Q3K5R2SP2B32,second_order=true",
-    "Q3K5R9T0.03B32",
+    "Q3K5R9T0.03B32,caution=2",
     "Q2K40R1T0.003B32",
 ]
 FOUND = [

@@ -72,10 +72,10 @@ class MuSeConfig:
     tolerance: float | None = None
     """T: a query retrieves every bucket whose summary is expected to be wrong by more than this, as a share of the
     query's softmax. None: the paper's rule, as many buckets for every query."""
-    caution: float = 2.0
-    """With a tolerance: how many standard deviations above its estimate the logit of a summary may be. What that would
-    add to its weight, divided by their number, is its expected error. 0: its weight times one deviation, the same for
-    small deviations."""
+    caution: float = 0.0
+    """With a tolerance: a summary is expected to be off by what its weight would gain if its logit were this many
+    standard deviations higher, divided by their number. 0: by its weight times one deviation, the limit for small ones.
+    More finds more of what few keys of a bucket attract."""
     second_order: bool | None = None
     """Add to the mass of a summary what the spread of its keys contributes for a query off its centroid. None: with a
     tolerance."""
