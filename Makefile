@@ -32,6 +32,7 @@ pictures: $(READY)  ## the pictures of README.md and docs/, and README's table, 
 	$(BIN)/python -m docs_build.readme_table
 	$(BIN)/python -m docs_build.algorithm_pictures
 	$(BIN)/python -m docs_build.error_pictures
+	$(BIN)/python -m docs_build.error_map
 	$(BIN)/python -m docs_build.tutorial_output
 
 lint: $(READY)  ## formatting, lint, types, and the direction of imports

@@ -74,7 +74,9 @@ def measure(name: str) -> dict[str, Any]:
 
 def draw(document: dict[str, Any]) -> None:
     """Two maps of layers and heads with one scale of colours, and the error against position."""
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(10, 3.8), width_ratios=(1, 1, 2))
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(10, 3.8), width_ratios=(1, 1, 2), layout="constrained"
+    )
     maps = {label: torch.tensor(document["by_head"][label]) for label in ATTENTIONS}
     every = torch.cat([errors.flatten() for errors in maps.values()])
     norm = LogNorm(max(float(every.min()), 1e-5), float(every.max()))
@@ -82,15 +84,18 @@ def draw(document: dict[str, Any]) -> None:
         image = axes.imshow(errors, norm=norm, cmap="magma_r", aspect="auto", origin="lower")
         axes.set_title(f"{label}\nmean {float(errors.mean()):.4f}", fontsize=10)
         axes.set_xlabel("head")
+        axes.set_xticks(range(0, errors.shape[1], 2))
     left.set_ylabel("layer")
     middle.set_yticks([])
-    figure.colorbar(image, ax=[left, middle], label="RSE", pad=0.03)
+    figure.colorbar(image, ax=[left, middle], label="RSE")
     length = document["settings"]["length"]
     at = (torch.arange(BINS) + 0.5) * length / BINS
     for label, errors in document["by_position"].items():
-        right.plot(at, torch.tensor(errors).clamp(min=1e-6), color=_COLOURS[label], label=label, linewidth=2)
+        seen = torch.tensor(errors)
+        right.plot(at[seen > 0], seen[seen > 0], color=_COLOURS[label], label=label, linewidth=2)
     right.set_yscale("log")
-    right.set_xlabel("position")
+    right.set_xlim(0, length)
+    right.set_xlabel("position; the first block is exact")
     right.set_ylabel("RSE, mean over all heads")
     right.legend(frameon=False)
     save(figure, "error-map.svg")

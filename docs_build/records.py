@@ -14,6 +14,8 @@ from muse_attention.config import MuSeConfig
 RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"
 SYNTHETIC = "synthetic data"
+_NAMES = {"smollm2": "SmolLM2"}
+"""Of models, where people write them otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Timing:
     exact_seconds: float
     error: float
     """RSE"""
+    error_p99: float | None
+    """the RSE that 99% of the queries do not exceed"""
     extra_memory: int | None
     exact_extra_memory: int | None
     gpu: str
@@ -96,6 +100,7 @@ def _benchmarked(document: dict[str, Any], path: Path, heads: int, head_dim: int
             seconds=case["seconds"]["forward_backward_median"],
             exact_seconds=case["sdpa_seconds"]["forward_backward_median"],
             error=case["fidelity"]["relative_squared_error"],
+            error_p99=case["fidelity"].get("error_p99"),
             extra_memory=case.get("extra_memory_bytes"),
             exact_extra_memory=case.get("sdpa_extra_memory_bytes"),
             gpu=document["machine"]["gpu"],
@@ -110,17 +115,19 @@ def _tuned(document: dict[str, Any], path: Path, heads: int, head_dim: int, batc
         return
     if settings["device"] != "cuda":
         return
+    model = settings["model"].split(" ")[0]
     for case in document["tuned"]:
         method = classify(case["attention"], settings["length"])
         if method is None:
             continue
         yield Timing(
             method=method,
-            data=f"heads of {settings['model'].split(' ')[0]}",
+            data=f"heads of {_NAMES.get(model, model)}",
             length=settings["length"],
             seconds=median(case["seconds"]["forward_backward"]),
             exact_seconds=median(document["exact"]["forward_backward"]),
             error=case["fidelity"]["relative_squared_error"],
+            error_p99=case["fidelity"].get("error_p99"),
             extra_memory=None,
             exact_extra_memory=None,
             gpu=document["machine"]["gpu"],

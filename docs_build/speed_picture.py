@@ -41,9 +41,9 @@ def draw(timings: list[Timing]) -> Path:
         axes.annotate(
             f"{last.speedup:.1f}x",
             (last.length, last.speedup),
-            xytext=(8, -10) if is_lower else (0, 8),
+            xytext=(-8, -2) if is_lower else (0, 8),
             textcoords="offset points",
-            ha="left" if is_lower else "center",
+            ha="right" if is_lower else "center",
             color=_COLOURS[method],
         )
     axes.set_xscale("log", base=2)

@@ -128,7 +128,7 @@ def find_clusters(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Clusters:
-    """The clustering that `muse_attention` would find, to look at, or to hold fixed by passing it back."""
+    """The clustering that `muse_attention` would find: to inspect, or to pass back as `clusters` and hold fixed."""
     query, factor = check_arguments(query, key, key, None, 0.0, False, scale, True)
     settings = resolve_config(config, query.shape[2])
     chosen = resolve_backend(backend, query, key, settings)
@@ -141,7 +141,7 @@ def find_clusters(
 
 
 def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
-    """What a call's `config` stands for at its length: from here on nothing is left open."""
+    """The configuration that a call's `config` stands for at its length."""
     if config is None:
         return MuSeConfig.for_length(length)
     if isinstance(config, MuSeConfig):
