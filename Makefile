@@ -45,8 +45,8 @@ format: $(READY)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: $(READY)  ## the table of benchmarks/speed/cpu.md (about eight minutes)
-	$(BIN)/muse bench --device cpu --lengths 8k,16k,32k,64k --repeats 5
+bench: $(READY)  ## the table of benchmarks/speed/cpu.md, in out/bench (about eight minutes)
+	$(BIN)/muse bench --device cpu --lengths 8k,16k,32k,64k --repeats 5 --output out/bench
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

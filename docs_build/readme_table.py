@@ -30,7 +30,7 @@ def make_table(timings: list[Timing]) -> str:
             f"Attention at {format_size(default.length)}, default ({default.data})",
             _milliseconds(default.exact_seconds),
             _milliseconds(default.seconds),
-            f"**{default.speedup:.2f}x** faster",
+            f"**{default.speedup:.2f}x** as fast",
             default.file,
         ),
         ("Its error (RSE), mean over queries", "0", f"{default.error:.3f}", _tail(default), default.file),
@@ -38,7 +38,7 @@ def make_table(timings: list[Timing]) -> str:
             f"Attention at {format_size(longest.length)}, the paper's sizes",
             _milliseconds(longest.exact_seconds),
             _milliseconds(longest.seconds),
-            f"**{longest.speedup:.2f}x** faster",
+            f"**{longest.speedup:.2f}x** as fast",
             longest.file,
         ),
         (
@@ -77,7 +77,7 @@ def _training_rows() -> list[tuple[str, str, str, str, Path]]:
     percent = 100 / mean(losses["exact"])
     error = stdev(differences) / math.sqrt(len(differences))
     training = "Training a 96M model at 64k, the paper's sizes"
-    gain = f"**{speeds['muse'] / speeds['exact']:.2f}x** faster"
+    gain = f"**{speeds['muse'] / speeds['exact']:.2f}x** as fast"
     direction = "lower" if mean(differences) < 0 else "higher"
     difference = f"{percent * abs(mean(differences)):.2f} ± {percent * error:.2f}% {direction}"
     return [

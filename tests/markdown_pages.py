@@ -73,6 +73,11 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings}
 
 
+def make_targets(path: Path) -> set[str]:
+    """The targets of `make` that indented lines and inline code name."""
+    return set(re.findall(r"(?:^ {4}|`)make ([a-z][a-z-]*)", path.read_text(), re.MULTILINE))
+
+
 def muse_commands(path: Path) -> Iterator[list[str]]:
     """The words of every command line of `muse`: in blocks of any kind but Python, indented lines, and inline code."""
     text = re.sub(r"^```python\n.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")

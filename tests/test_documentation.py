@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.markdown_pages import ROOT, anchors, links, markdown_files, muse_commands, python_blocks
+from tests.markdown_pages import ROOT, anchors, links, make_targets, markdown_files, muse_commands, python_blocks
 
 PAGES = [
     path
@@ -55,6 +55,12 @@ def test_commands_exist(path: Path) -> None:
         options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         unknown = {word.partition("=")[0] for word in rest if word.startswith("--")} - options - {"--help"}
         assert not unknown, f"{' '.join(words)}: no option {', '.join(sorted(unknown))}"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if make_targets(path)], ids=name_of)
+def test_make_targets_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert make_targets(path) <= targets
 
 
 @needs_records
