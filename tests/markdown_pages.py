@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -29,9 +30,12 @@ class PythonBlock:
         return self.marker is not None and self.marker.startswith("skip, ")
 
     def for_tests(self) -> str:
-        """The code with the assignment that the marker names in place of its own."""
+        """The code with the assignment that the marker names in place of its own; of a skipped block, its imports."""
         if self.marker is None:
             return self.code
+        if self.is_skipped:
+            imports = (part for part in ast.parse(self.code).body if isinstance(part, ast.Import | ast.ImportFrom))
+            return "\n".join(map(ast.unparse, imports))
         name = self.marker.partition(" = ")[0]
         code, replaced = re.subn(rf"^{name} = .*$", self.marker, self.code, flags=re.MULTILINE)
         if replaced != 1:
