@@ -43,7 +43,7 @@ print(f"RSE                        {measured['relative_squared_error']:.4f}")
 print(f"99% of queries are below   {measured['error_p99']:.4f}")
 print(f"keys retrieved per query   {measured['keys_per_query']:.0f} of up to {length}")
 
-# %% Error against speed [tests: length = 2048]
+# %% Error against speed [tests: length = 2048; names = ("muse:QK64R16T0.1B1k", "moba:L1kB64R1")]
 # A configuration is a short text. `T` is the tolerance: a query looks closely wherever its summaries are expected to
 # be wrong by more than that. A smaller tolerance retrieves more keys. MoBA and block-diagonal attention are faster
 # and much less accurate.

@@ -30,16 +30,18 @@ class PythonBlock:
         return self.marker is not None and self.marker.startswith("skip, ")
 
     def for_tests(self) -> str:
-        """The code with the assignment that the marker names in place of its own; of a skipped block, its imports."""
+        """The code with the assignments of the marker in place of its own; of a skipped block, its imports."""
         if self.marker is None:
             return self.code
         if self.is_skipped:
             imports = (part for part in ast.parse(self.code).body if isinstance(part, ast.Import | ast.ImportFrom))
             return "\n".join(map(ast.unparse, imports))
-        name = self.marker.partition(" = ")[0]
-        code, replaced = re.subn(rf"^{name} = .*$", self.marker, self.code, flags=re.MULTILINE)
-        if replaced != 1:
-            raise ValueError(f"line {self.line}: the block assigns {name!r} {replaced} times, the marker wants one")
+        code = self.code
+        for assignment in self.marker.split("; "):
+            name = assignment.partition(" = ")[0]
+            code, replaced = re.subn(rf"^{name} = .*$", assignment, code, flags=re.MULTILINE)
+            if replaced != 1:
+                raise ValueError(f"line {self.line}: the block assigns {name!r} {replaced} times, the marker wants one")
         return code
 
 
