@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_EVALUATION := $(VENV)/.ready-evaluation
+READY_DOCS := $(VENV)/.ready-docs
 MINUTES ?= 5
 SEED ?= 0
 
-.PHONY: demo test fuzz test-evaluation lint format bench clean
+.PHONY: demo test fuzz test-evaluation docs pictures lint format bench clean
 
 # A thread that waits leaves its core to others: on a busy machine, one that spins is in its own way.
 demo: export OMP_WAIT_POLICY = PASSIVE
@@ -23,6 +24,17 @@ fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
 test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks, which need lm-eval: 620 MB
 	$(BIN)/python -m pytest -q tests/test_harness.py
 
+docs: $(READY_DOCS)  ## the documentation site, in out/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+pictures: $(READY)  ## the pictures of README.md and docs/, and README's table, from the records and from seeded data
+	$(BIN)/python -m docs_build.speed_picture
+	$(BIN)/python -m docs_build.readme_table
+	$(BIN)/python -m docs_build.algorithm_pictures
+	$(BIN)/python -m docs_build.error_pictures
+	$(BIN)/python -m docs_build.error_map
+	$(BIN)/python -m docs_build.tutorial_output
+
 lint: $(READY)  ## formatting, lint, types, and the direction of imports
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -33,8 +45,8 @@ format: $(READY)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: $(READY)  ## the table of benchmarks/cpu.md (about eight minutes)
-	$(BIN)/muse bench --device cpu --lengths 8k,16k,32k,64k --repeats 5
+bench: $(READY)  ## the table of benchmarks/speed/cpu.md, in out/bench (about eight minutes)
+	$(BIN)/muse bench --device cpu --lengths 8k,16k,32k,64k --repeats 5 --output out/bench
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -49,3 +61,7 @@ $(READY): requirements-dev.txt pyproject.toml
 $(READY_EVALUATION): requirements-evaluation.txt $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-evaluation.txt
 	touch $(READY_EVALUATION)
+
+$(READY_DOCS): requirements-docs.txt $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $(READY_DOCS)

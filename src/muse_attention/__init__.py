@@ -5,7 +5,7 @@
 
 The algorithm, in order, and where to read each step:
 
-0. `config.py`: all choices in one value. `defaults.py`: which one serves a length. `structures.py`: what passes between
+0. `config.py`: all choices in one value. `defaults.py`: the default for a length. `structures.py`: what passes between
    the steps.
 1. Cluster queries and keys, separately, over the whole sequence; assign inside each block: `stages/clustering.py`.
 2. Summarise each (query cluster, key cluster, block) by exponentially tilted means, and
@@ -15,12 +15,13 @@ The algorithm, in order, and where to read each step:
 5. Attend exactly to the retrieved buckets, `stages/retrieval.py`, and to the own block, `local.py`.
 6. Merge everything as one softmax: `stages/merging.py`.
 
-`kernels/` has the files of `stages/` again, in Triton for CUDA; `far_field.py` of each puts its steps together.
-`reference.py` is all of it in one dense file, the definition. `pipeline.py` is the fast way, forward and backward, with
-either; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
+`kernels/` has the same files as `stages/`, in Triton for CUDA; `far_field.py` of each runs its steps in order.
+`reference.py` is the whole algorithm in one dense file, the definition. `pipeline.py` is forward and backward with
+either backend; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
 
-`huggingface.py` brings it to the models of transformers, `pretrained.py` loads such models, `capture.py` sees what
-their layers attend with, and `evaluation` measures them. `pretraining` has texts to train on, and the paper's decoder.
+`huggingface.py` runs models of transformers with MuSe, `pretrained.py` loads them, `capture.py` captures the queries,
+keys and values of their layers, and `evaluation` measures them. `pretraining` has data, the paper's decoder and a
+trainer.
 """
 
 from muse_attention.attention import find_clusters, muse_attention

@@ -68,13 +68,14 @@ def muse_attention(
     return_lse: bool = False,
     clusters: Clusters | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Multipole Semantic Attention, with the call of `torch.nn.functional.scaled_dot_product_attention`.
+    """Multipole Semantic Attention, with the same signature as `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
         query: (batch, heads, length, head_dim)
         key: (batch, key heads, length, head_dim); fewer heads than `query` with `enable_gqa=True`
         value: (batch, key heads, length, value_dim)
-        attn_mask, dropout_p: present for the signature; anything but None and 0.0 is an error
+        attn_mask: part of the signature; anything but None raises ValueError
+        dropout_p: part of the signature; anything but 0.0 raises ValueError
         is_causal: attend to the past only
         scale: factor of the logits, 1/sqrt(head_dim) by default
         config: a `MuSeConfig`, its text (`"Q128K128R8SP1B8k"`), `"paper"` for `MuSeConfig.paper(length)`, or None for
@@ -82,7 +83,7 @@ def muse_attention(
         backend: `torch` (any device), `reference` (dense, slow, the definition), `triton` (CUDA), or `auto`
         return_lse: also return the logsumexp of each query's logits, (batch, heads, length), natural logarithm,
             float32 (float64 for float64 inputs), differentiable
-        clusters: a clustering from `find_clusters` to use instead of finding one
+        clusters: a clustering from `find_clusters`, held fixed; None finds one
 
     Returns:
         (batch, heads, length, value_dim) in the dtype of `query`, or that and the lse.
@@ -127,7 +128,7 @@ def find_clusters(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Clusters:
-    """The clustering that `muse_attention` would find, to look at, or to hold fixed by passing it back."""
+    """The clustering that `muse_attention` would find: to inspect, or to pass back as `clusters` and hold fixed."""
     query, factor = check_arguments(query, key, key, None, 0.0, False, scale, True)
     settings = resolve_config(config, query.shape[2])
     chosen = resolve_backend(backend, query, key, settings)
@@ -140,7 +141,7 @@ def find_clusters(
 
 
 def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
-    """What a call's `config` stands for at its length: from here on nothing is left open."""
+    """The configuration that a call's `config` stands for at its length."""
     if config is None:
         return MuSeConfig.for_length(length)
     if isinstance(config, MuSeConfig):

@@ -1,4 +1,4 @@
-"""Which backend serves a call: `torch` anywhere, `triton` on CUDA, `reference` where it is asked for."""
+"""Which backend serves a call: `torch` anywhere, `triton` on CUDA, `reference` on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_CENTROID_NUMBERS = 1 << 15
 
 
 def resolve_backend(backend: str, query: Tensor, value: Tensor, config: MuSeConfig) -> str:
-    """The backend that serves these tensors. One that was named and cannot serve is an error, never replaced."""
+    """The backend that serves these tensors. Raises ValueError if a named backend cannot serve them."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
     if backend == "triton":

@@ -27,7 +27,7 @@ _MOBA = re.compile(r"L(\d+[kK]?)B(\d+[kK]?)R(\d+)")
 
 
 class Attention(Protocol):
-    """The call that every attention of the library has: that of `scaled_dot_product_attention`, and `return_lse`."""
+    """The signature of every attention of the library: that of `scaled_dot_product_attention`, and `return_lse`."""
 
     def __call__(
         self,

@@ -50,58 +50,63 @@ _EXAMPLE = 'write it like "Q128K128R8SP1B8k", "QK64R8T0.01B8k" or "QK32R2B1k,clu
 
 @dataclasses.dataclass(frozen=True)
 class MuSeConfig:
-    """The operating point of MuSe attention.
+    """All choices of MuSe attention in one frozen, validated value.
 
-    `str(config)` is the paper's notation, `Q128K128R8SP1B8k`, followed by `,name=value` for every other field that is
-    not at its default; `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024. With
-    a tolerance it is `Q64K64R8T0.01B8k`. The clustering is always named, as `auto` never outlives a configuration's
-    making: whatever is recorded says what ran.
+    `str(config)` writes it in the paper's notation, `Q128K128R8SP1B8k` or, with a tolerance, `Q64K64R8T0.01B8k`,
+    followed by `,name=value` for every other field that is not at its default. `MuSeConfig.parse` reads it back. Sizes
+    in that notation may end in `k`, which means 1024.
+
+    Attributes:
+        query_clusters: Q, clusters of queries, found over the whole sequence.
+        key_clusters: K, clusters of keys, found over the whole sequence.
+        retrieved_clusters: R, key clusters that each query opens; 0 leaves only the summaries. With a tolerance it is a
+            budget: the most buckets that the queries of a head retrieve, on average.
+        retrieved_blocks: SP, blocks of an opened cluster that are attended to token by token. Without a tolerance.
+        block_size: B, tokens of a block. Attention inside a block is exact.
+        tolerance: T. A query retrieves every bucket whose summary is expected to be wrong by more than this, as a share
+            of the query's softmax. None: the paper's rule, the same number of buckets for every query.
+        caution: With a tolerance. The expected error of a summary is what its weight would gain if its logit were this
+            many standard deviations higher, divided by their number; 0: its weight times one deviation, the limit for
+            small ones. A larger value finds more single keys that attract a query.
+        second_order: Add to the mass of a summary what the spread of its keys contributes for a query off its centroid.
+            None: True with a tolerance, False without.
+        tilt: Weight the keys of a summary by `exp(query centroid . key)`. False: plain means, and queries are not
+            clustered.
+        monopole: Represent what was not retrieved by its summaries. False: ignore it.
+        dipole: `none`, `tilted`, `shared` or `centred`: first-order correction of the summaries' values. It replaces
+            retrieval and needs `retrieved_clusters=0`.
+        differentiable_aggregation: False: the weights that aggregate keys and values into summaries are constants for
+            the gradient.
+        clustering: `lloyd`: `lloyd_iterations` full-batch iterations on up to `lloyd_sample` vectors for each cluster.
+            `streaming`: the paper's single pass in minibatches of 64. `auto` becomes `lloyd` when the configuration is
+            made, so a recorded configuration always names what ran.
+        cap_factor: Largest cluster of keys inside a block, in units of the mean cluster: it bounds the cost of
+            retrieval. None: no limit.
+        query_cap_factor: The same for queries, where nothing needs a limit. On a pretrained model, in which most
+            queries of a head can be alike, the paper's 4 has up to twice the error of None.
+        seed: Seed of the shuffle that starts the clustering: the only randomness.
+        lloyd_iterations: Full-batch iterations of `clustering="lloyd"`.
+        lloyd_sample: Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` uses.
     """
 
     query_clusters: int = 128
-    """Q: clusters of queries, found over the whole sequence."""
     key_clusters: int = 128
-    """K: clusters of keys, found over the whole sequence."""
     retrieved_clusters: int = 8
-    """R: key clusters each query opens. 0 leaves only the summaries. With a tolerance it is a budget: the most buckets
-    that the queries of a head retrieve, on average."""
     retrieved_blocks: int = 1
-    """SP: blocks of an opened cluster that are attended to token by token. Without a tolerance."""
     block_size: int = 8192
-    """B: length of a spatial block. Attention inside a block is exact."""
     tolerance: float | None = None
-    """T: a query retrieves every bucket whose summary is expected to be wrong by more than this, as a share of the
-    query's softmax. None: the paper's rule, as many buckets for every query."""
     caution: float = 0.0
-    """With a tolerance: a summary is expected to be off by what its weight would gain if its logit were this many
-    standard deviations higher, divided by their number. 0: by its weight times one deviation, the limit for small ones.
-    More finds more of what few keys of a bucket attract."""
     second_order: bool | None = None
-    """Add to the mass of a summary what the spread of its keys contributes for a query off its centroid. None: with a
-    tolerance."""
     tilt: bool = True
-    """Weigh each summary by `exp(query centroid . key)`. False: plain means, and queries are not clustered."""
     monopole: bool = True
-    """Represent what was not retrieved by its summaries. False: ignore it."""
     dipole: Dipole = "none"
-    """First-order correction of the summaries' values. An alternative to retrieval: it needs `retrieved_clusters=0`."""
     differentiable_aggregation: bool = True
-    """False: the weights that aggregate keys and values into summaries are constants for the gradient."""
     clustering: Clustering = "auto"
-    """`streaming`: one pass in minibatches of 64. `lloyd`: `lloyd_iterations` full-batch iterations on up to
-    `lloyd_sample` vectors for each cluster. `auto`: `lloyd`, on every backend, and that is what the field then says."""
     cap_factor: float | None = 4.0
-    """Largest cluster of keys allowed inside a block, in units of the mean: what bounds the cost of retrieval. None: no
-    limit."""
     query_cap_factor: float | None = None
-    """Likewise for queries, where nothing needs a limit. On a pretrained model, in which most queries of a head can be
-    alike, the paper's 4 has up to twice the error of None."""
     seed: int = 0
-    """Seed of the shuffle that starts the clustering: the only randomness there is."""
     lloyd_iterations: int = 4
-    """Full-batch iterations of `clustering="lloyd"`."""
     lloyd_sample: int = 64
-    """Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` looks at."""
 
     def __post_init__(self) -> None:
         if self.clustering == "auto":
@@ -182,7 +187,10 @@ class MuSeConfig:
 
     @classmethod
     def parse(cls, text: str) -> MuSeConfig:
-        """Read `"Q128K128R8SP1B8k"`, `"QK32R2B1k,clustering=lloyd"`: what is not named keeps its default."""
+        """Read a text such as `"Q128K128R8SP1B8k"` or `"QK32R2B1k,clustering=lloyd"`.
+
+        Fields that the text does not name keep their defaults.
+        """
         if not isinstance(text, str):
             raise ValueError(f"MuSeConfig.parse: text={text!r} is not a string; {_EXAMPLE}")
         if follows_length(text):
@@ -191,7 +199,7 @@ class MuSeConfig:
 
     @classmethod
     def named(cls, text: str, length: int) -> MuSeConfig:
-        """What a text stands for at a length: that of `parse`, or `"paper"`, `"paper,seed=1"` for `paper(length)`."""
+        """Read a text for a length: any text of `parse`, or `"paper"` and `"paper,seed=1"` for `paper(length)`."""
         if not follows_length(text):
             return cls.parse(text)
         _check_length("named", length)
@@ -199,17 +207,16 @@ class MuSeConfig:
 
     @classmethod
     def for_length(cls, length: int) -> MuSeConfig:
-        """What `muse_attention` takes where no configuration is given: the row for this length of `defaults.DEFAULTS`.
+        """The default of `muse_attention` for a length: the row of `defaults.DEFAULTS` that serves it.
 
-        This does not know the device: where exact attention is faster (below 32k tokens on a GPU, 16k on a CPU), take
-        that.
+        It does not depend on the device. Below 32k tokens on a GPU and 16k on a CPU exact attention is faster.
         """
         _check_length("for_length", length)
         return cls.named(default_text(length), length)
 
     @classmethod
     def paper(cls, length: int) -> MuSeConfig:
-        """The paper's method to the letter: its scaling rule, streaming clustering, and its limit on both sides.
+        """The paper's method: its scaling rule, streaming clustering, and limited clusters of queries and of keys.
 
         The rule: 8 blocks, `QK = 128 sqrt(length / 64k)`, `R = QK / 16`, each a power of two. Halfway between two
         powers the lower one is taken, as in the paper's tables (32k has 64 clusters). Sizes stop shrinking at 16
@@ -220,7 +227,7 @@ class MuSeConfig:
 
     @classmethod
     def paper_sizes(cls, length: int) -> MuSeConfig:
-        """The paper's scaling rule and retrieval, with the clustering and the limits that are the defaults here."""
+        """The paper's scaling rule and retrieval, with the default clustering and limits of this library."""
         _check_length("paper_sizes", length)
         return cls.named(f"{PAPER},clustering=auto,query_cap_factor=none", length)
 
@@ -235,22 +242,22 @@ class MuSeConfig:
         return -(-length // self.block_size)
 
     def lloyd_stride(self, length: int, clusters: int) -> int:
-        """`clustering="lloyd"` looks at every so many-th vector."""
+        """The stride at which `clustering="lloyd"` samples vectors."""
         return max(1, length // (self.lloyd_sample * clusters))
 
     @property
     def mean_bucket(self) -> float:
-        """Keys of a bucket, on average."""
+        """Mean number of keys in a bucket."""
         return self.block_size / self.key_clusters
 
     @property
     def largest_key_cluster(self) -> int | None:
-        """Most keys of one block that one cluster may hold; None without a cap."""
+        """The most keys of one block that one cluster may hold; None without a limit."""
         return self._largest(self.cap_factor, self.key_clusters)
 
     @property
     def largest_query_cluster(self) -> int | None:
-        """Likewise for queries."""
+        """The most queries of one block that one cluster may hold; None without a limit."""
         return self._largest(self.query_cap_factor, self.query_clusters)
 
     def _largest(self, factor: float | None, clusters: int) -> int | None:

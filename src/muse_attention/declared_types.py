@@ -21,7 +21,7 @@ def check_types(value: Any) -> None:
 
 
 def _is(value: Any, declared: Any) -> bool:
-    """An integer may stand for a float, as JSON does not tell them apart; a truth is no number."""
+    """An integer may stand for a float, as JSON does not tell them apart; a bool is not a number."""
     if declared is Any:
         return True
     if declared is int:

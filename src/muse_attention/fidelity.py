@@ -1,8 +1,7 @@
-"""How far an attention is from exact attention: the paper's two measures, the tail that a mean hides, the gap of the
-lse, and the leak; and what the attention retrieved to come that near.
+"""How far an attention is from exact attention: RSE and cosine as in the paper, the tail of the error, the gap of the
+lse, the leak, and what the attention retrieved.
 
-These are measurements of the method, to be reported. Whether a backend computes the method correctly is another
-question, and the business of the tests.
+These are measurements of the method. Whether a backend computes the method correctly is checked by the tests.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from muse_attention.recording import recorded_calls
 from muse_attention.retrieved import Retrieval, measure_retrieval
 
 FAR_OFF = 0.1
-"""From this relative squared error on, the output of a query is another one."""
+"""A query with a larger relative squared error counts as far off."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Of each head, (batch, heads), float64."""
+    """Measures of each head, (batch, heads), float64."""
 
     relative_squared_error: Tensor
     """`|o - o_exact|^2 / |o_exact|^2`, averaged over queries: the paper's RSE"""
@@ -44,7 +43,7 @@ class Fidelity:
     """None where nothing is retrieved, or is not known"""
 
     def by_head(self) -> dict[str, Tensor]:
-        """Each measure by name, (batch, heads), those of the retrieval included. What is not known is absent."""
+        """Each measure by name, (batch, heads), retrieval included. Unknown measures are absent."""
         measures = {**vars(self), **({} if self.retrieval is None else vars(self.retrieval))}
         return {name: found for name, found in measures.items() if isinstance(found, Tensor)}
 
@@ -99,8 +98,9 @@ def measure(
 ) -> Fidelity:
     """Run an attention and exact attention on the same tensors, without gradients, and compare them.
 
-    `exact` may be at hand: the output and lse of exact attention. What the attention retrieves is told if it is one of
-    the library. For whether a head is at its budget, an attention with a tolerance runs twice.
+    `exact` is the output and lse of exact attention, if they are known already. The result includes what was retrieved
+    for the attentions of this library. With a tolerance the attention runs twice, to see whether a head is at its
+    budget.
     """
     with torch.no_grad():
         exact_out, exact_lse = exact or exact_attention(query, key, value, return_lse=True, **arguments)

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written beside, then renamed; and folders that one process has."""
+"""Atomic writes of files and folders (written aside, then renamed), and a lock on a folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ except ImportError:  # not on Windows
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Put `content` where `path` is, in one step: should the disk be full, the old file is still there.
+    """Replace the file `path` by `content` atomically: if the disk is full, the old file stays.
 
-    An OSError names the file, as that of a full disk does not by itself.
+    Every OSError names the file, also that of a full disk.
     """
     unfinished = path.with_name(path.name + ".tmp")
     try:
@@ -34,7 +34,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def replace_folder(unfinished: Path, folder: Path) -> None:
-    """Put a folder of files, written aside, where `folder` is; what it holds is on the disk before it has that name."""
+    """Replace `folder` by a folder of files that is written aside; its contents are on disk before it is renamed."""
     with errors_naming(folder):
         for file in unfinished.iterdir():
             sync(file)
@@ -45,7 +45,7 @@ def replace_folder(unfinished: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Its name goes first: what is half removed must not look whole. One that is not there is no error."""
+    """Remove a folder, renamed first so that a half-removed one never looks complete. A missing one is no error."""
     removed = folder.with_name(f"{folder.name}.old.tmp")
     with errors_naming(folder):
         shutil.rmtree(removed, ignore_errors=True)
@@ -55,7 +55,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the list of a folder's files, is on the disk."""
+    """Flush a file, or a folder's list of files, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,10 +65,10 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Make a folder, and let no other process in here that asks the same; a ValueError if there is one already.
+    """Make a folder and lock it inside the `with` block; raises ValueError if another process holds the lock.
 
-    Whatever ends a process, and those that it forked, ends its claim. A folder that was made here and has nothing in it
-    is removed again. Where the system has no locks, nobody is refused.
+    The lock ends with the process and with those that it forked. A folder that was made here and is empty is removed
+    again. Where the system has no locks, none is taken.
     """
     with errors_naming(folder):
         is_new = not folder.exists()
@@ -103,7 +103,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """An OSError in here is one of `path`, and says so."""
+    """Add `path` to an OSError that is raised in this block."""
     try:
         yield
     except OSError as error:

@@ -59,7 +59,7 @@ def measure_gradients(
     exact: ExactGradients | None = None,
     **arguments: Any,
 ) -> GradientErrors:
-    """Differentiate an attention and exact attention on the same tensors, and compare. `exact` may be at hand."""
+    """Gradients of an attention against those of exact attention on the same tensors; pass `exact` if it is known."""
     exact = exact or ExactGradients.of(query, key, value, **arguments)
     found = _gradients(attention, query, key, value, exact.grad_out, arguments)
     return GradientErrors(*(_error(*pair) for pair in zip(found, exact.gradients, strict=True)))

@@ -19,7 +19,7 @@ they would in transformers with a KV cache or an `attention_mask` of ones. With 
 `attention_mask`, transformers separates them.
 
 Under `torch.compile` of a whole model a padding mask cannot be looked at: leave it out where nothing is padded. Packed
-`position_ids` are an error there: compile the layers instead.
+`position_ids` are an error there: compile the layers, not the whole model.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ _EXACT_ONLY = ("position_bias", "cache")
 
 
 class ExactAttentionWarning(UserWarning):
-    """Exact attention runs where another one was asked for."""
+    """Exact attention runs where another attention was requested."""
 
 
 def register(config: MuSeConfig | str | None = None, *, name: str = "muse") -> None:
-    """Make `attn_implementation=name` MuSe attention, and say each warning anew.
+    """Register MuSe attention as `attn_implementation=name`. Each warning may then appear once more.
 
     Args:
         config: for models that have no `config.muse`; None is `MuSeConfig.for_length` of each input,
             `"paper"` its `MuSeConfig.paper`
-        name: several registrations, with a name each, stand side by side
+        name: several registrations can exist, each under its own name
     """
     if not isinstance(name, str) or not name or any(special in name.lower() for special in _SPECIAL_NAMES):
         raise ValueError(
@@ -104,7 +104,7 @@ def register(config: MuSeConfig | str | None = None, *, name: str = "muse") -> N
 def use_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
     """Run a model under any attention of the library, named as for `get_attention`, inside the `with` block.
 
-    The name says all: neither `register(config)` nor `model.config.muse` is heeded.
+    `register(config)` and `model.config.muse` have no effect inside the block.
     """
     with implementation(model, register_attention(attention)):
         yield
@@ -126,7 +126,7 @@ def register_attention(attention: str) -> str:
 
 @contextlib.contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Set a model's attention implementation, and what it was before at the end."""
+    """Set a model's attention implementation inside the `with` block, and restore it at the end."""
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
     try:

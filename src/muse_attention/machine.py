@@ -38,7 +38,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_lines(machine: dict[str, Any]) -> tuple[str, str]:
-    """Hardware, and versions, each on one line; a ValueError if it is none that `describe_machine` described."""
+    """Hardware and versions, one line each; raises ValueError if `machine` does not come from `describe_machine`."""
     try:
         hardware = [f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"]
         if machine["memory_gib"]:

@@ -1,4 +1,4 @@
-"""What numbers are computed in."""
+"""The dtype of intermediate results."""
 
 from __future__ import annotations
 

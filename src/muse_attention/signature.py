@@ -22,10 +22,10 @@ def check_arguments(
     scale: float | None,
     enable_gqa: bool,
 ) -> tuple[Tensor, float]:
-    """Raise a ValueError that says what to do about it, or return the queries and the softmax scale, which is above 0.
+    """The queries and the softmax scale, which is above 0; raises ValueError for arguments that are not supported.
 
-    A scale that is not is folded into the queries. The fused operators mask logits with -inf before they multiply them
-    by the scale: 0 times -inf is NaN, and a negative scale would turn what is masked into what matters most.
+    A scale of 0 or below is folded into the queries. The fused operators mask logits with -inf before they multiply
+    them by the scale: 0 times -inf is NaN, and a negative scale would give masked keys the largest weight.
     """
     for name, switch in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(switch, bool | torch.SymBool):

@@ -1,4 +1,4 @@
-"""JSON from files that may be damaged, or of somebody else."""
+"""JSON from files that may be damaged or untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attentions to compare with, under the same call: exact, block-diagonal, and mixture of block attention."""
+"""Attentions to compare with, with the same signature: exact, block-diagonal, and mixture of block attention."""
 
 from muse_attention.baselines.block_diagonal import block_diagonal_attention
 from muse_attention.baselines.exact import exact_attention

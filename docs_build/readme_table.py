@@ -1,0 +1,135 @@
+"""README's table, from the records: `python -m docs_build.readme_table`. Every number is read from benchmarks/."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from docs_build.records import DEFAULT, PAPER, RECORDS, SYNTHETIC, Timing, read_timings
+from muse_attention.sizes import format_size
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- table: python -m docs_build.readme_table -->", "<!-- end of table -->"
+COMPARED_LENGTH = 64 * 1024
+GPU = "NVIDIA H200"
+
+
+def make_table(timings: list[Timing]) -> str:
+    """README's table in Markdown."""
+    default = _newest(timings, DEFAULT, COMPARED_LENGTH)
+    paper = _newest(timings, PAPER, COMPARED_LENGTH, data=SYNTHETIC)
+    longest = max((timing for timing in timings if timing.method == PAPER), key=lambda timing: timing.length)
+    assert paper.extra_memory is not None
+    assert paper.exact_extra_memory is not None
+    memory = f"{paper.extra_memory / paper.exact_extra_memory:.1f} times as much"
+    rows = [
+        (
+            f"Attention at {format_size(default.length)}, default ({default.data})",
+            _milliseconds(default.exact_seconds),
+            _milliseconds(default.seconds),
+            f"**{default.speedup:.2f}x** as fast",
+            default.file,
+        ),
+        ("Its error (RSE), mean over queries", "0", f"{default.error:.3f}", _tail(default), default.file),
+        (
+            f"Attention at {format_size(longest.length)}, the paper's sizes",
+            _milliseconds(longest.exact_seconds),
+            _milliseconds(longest.seconds),
+            f"**{longest.speedup:.2f}x** as fast",
+            longest.file,
+        ),
+        (
+            f"Extra memory at {format_size(paper.length)}, the paper's sizes",
+            _mebibytes(paper.exact_extra_memory),
+            _mebibytes(paper.extra_memory),
+            memory,
+            paper.file,
+        ),
+        *_training_rows(),
+    ]
+    head = f"| one {GPU}, bfloat16 | exact | MuSe | | record |\n| --- | ---: | ---: | --- | --- |"
+    if {default.gpu, longest.gpu, paper.gpu} != {GPU}:
+        raise ValueError(f"a row of README's table is not of an {GPU}, as its head says")
+    return "\n".join([head, *(_row(*row) for row in rows)])
+
+
+def with_table(text: str, table: str) -> str:
+    """README with its table replaced."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def _training_rows() -> list[tuple[str, str, str, str, Path]]:
+    """Speed and loss of the training runs at 64k."""
+    path = RECORDS / "pretraining" / "64k" / "compare.json"
+    document = json.loads(path.read_text())
+    if document["machine"]["gpu"] != GPU:
+        raise ValueError(f"{path}: not of an {GPU}, as the head of README's table says")
+    speeds = {run["name"]: max(speed for speed, _ in run["curves"]["speeds"].values()) for run in document["runs"]}
+    losses = {cell["run"]: _losses(cell) for cell in document["cells"] if _is_final(cell, document["runs"])}
+    differences = [muse - exact for muse, exact in zip(losses["muse"], losses["exact"], strict=True)]
+    percent = 100 / mean(losses["exact"])
+    error = stdev(differences) / math.sqrt(len(differences))
+    training = "Training a 96M model at 64k, the paper's sizes"
+    gain = f"**{speeds['muse'] / speeds['exact']:.2f}x** as fast"
+    direction = "lower" if mean(differences) < 0 else "higher"
+    difference = f"{percent * abs(mean(differences)):.2f} ± {percent * error:.2f}% {direction}"
+    return [
+        (training, *(f"{round(speeds[run], -3):,.0f} tokens/s" for run in ("exact", "muse")), gain, path),
+        (
+            "Its held-out loss under exact attention",
+            *(f"{mean(losses[run]):.3f}" for run in ("exact", "muse")),
+            difference,
+            path,
+        ),
+    ]
+
+
+def _is_final(cell: dict[str, Any], runs: list[dict[str, Any]]) -> bool:
+    """Whether it has the losses of a finished model under exact attention."""
+    return cell["attention"] == "exact" and (cell["run"], cell["step"]) in {(run["name"], run["step"]) for run in runs}
+
+
+def _losses(cell: dict[str, Any]) -> list[float]:
+    """Of each window: the mean over its tokens."""
+    sizes = cell["sizes"]
+    return [sum(size * loss for size, loss in zip(sizes, bins, strict=True)) / sum(sizes) for bins in cell["bins"]]
+
+
+def _newest(timings: list[Timing], method: str, length: int, data: str | None = None) -> Timing:
+    found = [
+        timing
+        for timing in timings
+        if timing.method == method and timing.length == length and data in (None, timing.data)
+    ]
+    if not found:
+        raise ValueError(f"no record has {method!r} at {length}: run muse bench or muse tune with it")
+    return max(found, key=lambda timing: timing.date)
+
+
+def _tail(timing: Timing) -> str:
+    return "" if timing.error_p99 is None else f"1% of queries above {timing.error_p99:.2f}"
+
+
+def _row(what: str, exact: str, muse: str, gain: str, file: Path) -> str:
+    link = file.with_suffix(".md").relative_to(RECORDS.parent).as_posix()
+    return f"| {what} | {exact} | {muse} | {gain} | [{file.stem}]({link}) |"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{1000 * seconds:.0f} ms"
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(), make_table(read_timings())))
+    print(f"wrote the table of {README}")

@@ -1,0 +1,136 @@
+"""What the records in benchmarks/ say of speed, read for pictures and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from muse_attention.config import MuSeConfig
+
+RECORDS = Path(__file__).parent.parent / "benchmarks"
+DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"
+SYNTHETIC = "synthetic data"
+_NAMES = {"smollm2": "SmolLM2"}
+"""Of models, where people write them otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Forward and backward of one attention call, and exact attention in the same run."""
+
+    method: str
+    """DEFAULT, PAPER, MOBA or BLOCK_DIAGONAL"""
+    data: str
+    """SYNTHETIC, or `heads of MODEL`"""
+    length: int
+    seconds: float
+    exact_seconds: float
+    error: float
+    """RSE"""
+    error_p99: float | None
+    """the RSE that 99% of the queries do not exceed"""
+    extra_memory: int | None
+    exact_extra_memory: int | None
+    gpu: str
+    date: str
+    file: Path
+
+    @property
+    def speedup(self) -> float:
+        return self.exact_seconds / self.seconds
+
+
+def read_timings(*, heads: int = 8, head_dim: int = 64, batch: int = 1) -> list[Timing]:
+    """What was measured on a GPU with these sizes, by `muse bench` without a sweep and by `muse tune`, by length.
+
+    Where the same was measured twice, the newer record counts.
+    """
+    timings = [
+        *_read_all("speed/cuda*.json", _benchmarked, heads, head_dim, batch),
+        *_read_all("error-control/tune-*.json", _tuned, heads, head_dim, batch),
+    ]
+    newest = {
+        (timing.method, timing.data, timing.length): timing
+        for timing in sorted(timings, key=lambda timing: timing.date)
+    }
+    return sorted(newest.values(), key=lambda timing: timing.length)
+
+
+def classify(attention: str, length: int) -> str | None:
+    """Which method a recorded name is at a length; None for every other configuration."""
+    kind, _, settings = attention.partition(":")
+    if kind in ("moba", "block_diagonal"):
+        return MOBA if kind == "moba" else BLOCK_DIAGONAL
+    if kind != "muse":
+        return None
+    config, default, paper = MuSeConfig.parse(settings), MuSeConfig.for_length(length), MuSeConfig.paper_sizes(length)
+    if config == default:
+        return DEFAULT
+    return PAPER if _sizes(config) == _sizes(paper) else None
+
+
+def _sizes(config: MuSeConfig) -> tuple[Any, ...]:
+    """What makes a configuration the paper's, whatever clusters it and limits its clusters."""
+    names = ("query_clusters", "key_clusters", "retrieved_clusters", "retrieved_blocks", "block_size", "tolerance")
+    return tuple(getattr(config, name) for name in names)
+
+
+def _read_all(pattern: str, read: Any, heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
+    for path in sorted(RECORDS.glob(pattern)):
+        document = json.loads(path.read_text())
+        yield from read(document, path, heads, head_dim, batch)
+
+
+def _benchmarked(document: dict[str, Any], path: Path, heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
+    settings = document["settings"]
+    if settings["sweep"] is not None or settings["batch"] != batch:
+        return
+    for case in document["cases"]:
+        method = classify(case["attention"], case["length"])
+        if method is None or (case["heads"], case["head_dim"]) != (heads, head_dim):
+            continue
+        yield Timing(
+            method=method,
+            data=SYNTHETIC,
+            length=case["length"],
+            seconds=case["seconds"]["forward_backward_median"],
+            exact_seconds=case["sdpa_seconds"]["forward_backward_median"],
+            error=case["fidelity"]["relative_squared_error"],
+            error_p99=case["fidelity"].get("error_p99"),
+            extra_memory=case.get("extra_memory_bytes"),
+            exact_extra_memory=case.get("sdpa_extra_memory_bytes"),
+            gpu=document["machine"]["gpu"],
+            date=document["machine"]["date"],
+            file=path,
+        )
+
+
+def _tuned(document: dict[str, Any], path: Path, heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
+    settings = document["settings"]
+    if (len(settings["heads"]), settings["head_dim"], settings["samples"]) != (heads, head_dim, batch):
+        return
+    if settings["device"] != "cuda":
+        return
+    model = settings["model"].split(" ")[0]
+    for case in document["tuned"]:
+        method = classify(case["attention"], settings["length"])
+        if method is None:
+            continue
+        yield Timing(
+            method=method,
+            data=f"heads of {_NAMES.get(model, model)}",
+            length=settings["length"],
+            seconds=median(case["seconds"]["forward_backward"]),
+            exact_seconds=median(document["exact"]["forward_backward"]),
+            error=case["fidelity"]["relative_squared_error"],
+            error_p99=case["fidelity"].get("error_p99"),
+            extra_memory=None,
+            exact_extra_memory=None,
+            gpu=document["machine"]["gpu"],
+            date=document["machine"]["date"],
+            file=path,
+        )

@@ -1,0 +1,123 @@
+"""Ten minutes with MuSe attention on a CPU. docs/start/tutorial.md shows this script with its output.
+
+`# %%` begins a step: its title, a text, and code. `[tests: name = value]` is the size that tests take.
+"""
+
+# %% A long sequence [tests: length = 2048]
+# MuSe is for long sequences, so take one of 32k tokens: two heads of 64, clustered as in a trained model. Time a
+# forward and backward pass of exact attention and of MuSe, the best of three.
+
+import time
+
+import torch
+
+from muse_attention import exact_attention, muse_attention
+from muse_attention.synthetic import clustered_qkv
+
+length = 32768
+query, key, value = (tensor.requires_grad_() for tensor in clustered_qkv(1, 2, length, 64))
+
+
+def seconds_of(attention):
+    best = float("inf")
+    for _ in range(3):
+        query.grad = key.grad = value.grad = None
+        start = time.perf_counter()
+        attention(query, key, value, is_causal=True).sum().backward()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+exact, muse = seconds_of(exact_attention), seconds_of(muse_attention)
+print(f"exact {exact:.2f} s, MuSe {muse:.2f} s: {exact / muse:.1f}x")
+
+# %% What it costs in accuracy
+# `fidelity.measure` runs an attention and exact attention on the same tensors. RSE is the squared distance of the two
+# outputs as a share of the exact one's squared norm, averaged over queries. A mean can hide a tail, so look at the
+# worst queries too.
+
+from muse_attention import fidelity, get_attention
+
+measured = fidelity.measure(get_attention("muse"), query, key, value, is_causal=True).pooled()
+print(f"RSE                        {measured['relative_squared_error']:.4f}")
+print(f"99% of queries are below   {measured['error_p99']:.4f}")
+print(f"keys retrieved per query   {measured['keys_per_query']:.0f} of up to {length}")
+
+# %% Error against speed [tests: length = 2048; names = ("muse:QK64R16T0.1B1k", "moba:L1kB64R1")]
+# A configuration is a short text. `T` is the tolerance: a query looks closely wherever its summaries are expected to
+# be wrong by more than that. A smaller tolerance retrieves more keys. MoBA and block-diagonal attention are faster
+# and much less accurate.
+
+length = 16384
+query, key, value = (tensor.requires_grad_() for tensor in clustered_qkv(1, 1, length, 64))
+names = ("muse:QK64R16T0.1B1k", "muse:QK64R16T0.01B1k", "muse:QK64R16T0.003B1k", "moba:L1kB64R1", "block_diagonal:1k")
+for name in names:
+    attention = get_attention(name)
+    error = fidelity.measure(attention, query, key, value, is_causal=True).pooled()["relative_squared_error"]
+    print(f"{name:24} {seconds_of(attention):5.2f} s   RSE {error:.4f}")
+
+# %% Gradients
+# MuSe is differentiable, and its gradients are as near to the exact ones as its outputs are.
+
+
+def gradients_of(attention):
+    query.grad = key.grad = value.grad = None
+    attention(query, key, value, is_causal=True).square().sum().backward()
+    return query.grad, key.grad, value.grad
+
+
+pairs = zip(gradients_of(muse_attention), gradients_of(exact_attention), strict=True)
+for name, (approximate, right) in zip(("query", "key", "value"), pairs, strict=True):
+    print(f"gradient of {name:6} RSE {(approximate - right).square().sum() / right.square().sum():.4f}")
+
+# %% Train with MuSe, run with exact attention [tests: steps = 2]
+# Every token has a topic and a noisy copy of what its topic means. One attention layer learns to give out the meaning
+# without the noise: it must find earlier tokens of the same topic and average them. It trains with MuSe. Then the
+# same weights run with exact attention.
+
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+steps = 60
+topics, meanings = torch.randn(32, 16), torch.randn(32, 16)
+topic = torch.randint(32, (1, 2048))
+tokens = torch.cat([topics[topic], meanings[topic] + 2 * torch.randn(1, 2048, 16)], dim=-1)
+query_layer, key_layer, value_layer = (torch.nn.Linear(32, 32) for _ in range(3))
+readout = torch.nn.Linear(32, 16)
+layers = torch.nn.ModuleList([query_layer, key_layer, value_layer, readout])
+optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+
+
+def loss_with(attention):
+    heads = (layer(tokens)[:, None] for layer in (query_layer, key_layer, value_layer))
+    return F.mse_loss(readout(attention(*heads, is_causal=True)[:, 0]), meanings[topic])
+
+
+for step in range(steps):
+    loss = loss_with(muse_attention)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 20 == 0:
+        print(f"step {step:3}: loss {loss.item():.3f}")
+with torch.no_grad():
+    print(f"trained:  loss {loss_with(muse_attention):.3f} with MuSe")
+    print(f"          loss {loss_with(exact_attention):.3f} with exact attention")
+
+# %% The leak
+# Clusters are found over the whole sequence, so a later token can change the approximation error of an earlier
+# output. Replace the last quarter of a sequence and see how much the outputs before it change; then do it with
+# clusters that are held fixed.
+
+from functools import partial
+
+from muse_attention import find_clusters
+
+query, key, value = clustered_qkv(1, 1, 2048, 64)
+config = "QK32R2B256"
+free = partial(muse_attention, config=config)
+fixed = partial(free, clusters=find_clusters(query, key, config=config))
+error = fidelity.measure(get_attention(f"muse:{config}"), query, key, value, is_causal=True).pooled()
+print(f"approximation error        {error['relative_squared_error']:.4f}")
+print(f"leak                       {fidelity.future_influence(free, query, key, value, 1536):.4f}")
+print(f"leak, clusters held fixed  {fidelity.future_influence(fixed, query, key, value, 1536):.0e}")

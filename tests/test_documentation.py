@@ -1,0 +1,116 @@
+"""README and docs: links lead somewhere, code runs, commands exist, numbers are those of the records."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.markdown_pages import ROOT, anchors, links, make_targets, markdown_files, muse_commands, python_blocks
+
+PAGES = [
+    path
+    for path in markdown_files()
+    if "benchmarks" not in path.parts and path.name not in ("CHANGELOG.md", "lab-log.md")
+]
+RECORDS = ROOT / "benchmarks"
+needs_records = pytest.mark.skipif(not RECORDS.exists(), reason="the records are not in source distributions")
+MEGABYTES = 5
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@needs_records
+@pytest.mark.parametrize("path", markdown_files(), ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    broken = []
+    for target, anchor in links(path):
+        place = path.parent / target if target else path
+        if not place.exists() or (anchor and place.suffix == ".md" and anchor not in anchors(place)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    assert not broken
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if python_blocks(path)], ids=name_of)
+def test_python_runs(path: Path) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in python_blocks(path):
+        exec(compile("\n" * (block.line - 1) + block.for_tests(), str(path), "exec"), names)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if any(muse_commands(path))], ids=name_of)
+def test_commands_exist(path: Path) -> None:
+    typer = pytest.importorskip("typer")
+    from muse_attention.cli.commands import app
+
+    for words in muse_commands(path):
+        command, rest = typer.main.get_command(app), words[1:]
+        while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
+            command, rest = command.get_command(typer.Context(command), rest[0]), rest[1:]
+            assert command is not None, f"{' '.join(words)}: no such command"
+        options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        unknown = {word.partition("=")[0] for word in rest if word.startswith("--")} - options - {"--help"}
+        assert not unknown, f"{' '.join(words)}: no option {', '.join(sorted(unknown))}"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if make_targets(path)], ids=name_of)
+def test_make_targets_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert make_targets(path) <= targets
+
+
+@needs_records
+def test_records_are_small() -> None:
+    files = [path for path in RECORDS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < MEGABYTES * 2**20
+    assert {path.suffix for path in files} <= {".md", ".json", ".png", ".svg", ".txt"}
+    assert max(path.stat().st_size for path in files if path.suffix == ".json") < 200 * 1024
+
+
+@needs_records
+def test_pictures_of_records_are_shown() -> None:
+    shown = {(path.parent / target).resolve() for path in RECORDS.rglob("*.md") for target, _ in links(path)}
+    assert not [name_of(path) for path in RECORDS.rglob("*.png") if path.resolve() not in shown]
+
+
+@needs_records
+def test_readme_has_the_numbers_of_the_records() -> None:
+    from docs_build.readme_table import README, make_table, with_table
+    from docs_build.records import read_timings
+
+    assert README.read_text() == with_table(README.read_text(), make_table(read_timings()))
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 100
+    table = re.search(r"<!-- table.*?<!-- end", text, re.DOTALL)
+    assert table is not None
+    assert table[0].count("\n|") - 2 <= 6
+
+
+def test_tutorial_shows_the_script() -> None:
+    from docs_build.tutorial_output import PAGE, read_steps
+
+    assert [block.code.strip() for block in python_blocks(PAGE)] == [step.code for step in read_steps()]
+
+
+def test_every_command_is_described() -> None:
+    typer = pytest.importorskip("typer")
+    from docs_build.command_reference import describe_commands
+
+    from muse_attention.cli.commands import app
+
+    described = describe_commands()
+    group = typer.main.get_command(app)
+    names = group.list_commands(typer.Context(group))
+    assert names
+    for name in names:
+        assert f"## `muse {name}`" in described
+        command = group.get_command(typer.Context(group), name)
+        shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+        options = [option for parameter in shown for option in parameter.opts if option.startswith("--")]
+        assert not [option for option in options if option not in described]
