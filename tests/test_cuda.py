@@ -266,6 +266,20 @@ def test_all_but_the_gradient_of_queries_has_the_same_bits_twice_by_default(conf
 
 
 @CONFIGS
+def test_a_head_has_the_same_bits_alone(config: str) -> None:
+    data, grad_out = _long_inputs()
+    torch.use_deterministic_algorithms(True)
+    try:
+        together = _whole(data, grad_out, config)
+        for head in range(data[0].shape[1]):
+            alone = _whole(tuple(tensor[:, [head]] for tensor in data), grad_out[:, [head]], config)
+            for a, b in zip(alone, together, strict=True):
+                assert torch.equal(a[:, 0], b[:, head])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@CONFIGS
 def test_is_captured_in_a_cuda_graph(config: str) -> None:
     data, grad_out = _long_inputs()
     expected = _whole(data, grad_out, config)

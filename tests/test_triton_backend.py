@@ -114,6 +114,14 @@ class TestTritonBackend(OperatorConformance):
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
 
+    def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
+        shape = Shape("", "", length=70, heads=4, key_heads=2)
+        query, key, value = (tensor.detach() for tensor in shape.tensors(torch.float32))
+        settings = {"config": "Q3K5R1T0.001B32,caution=2", "backend": "triton", "is_causal": True, "enable_gqa": True}
+        together = muse_attention(query, key, value, **settings)
+        alone = muse_attention(query[:, 2:], key[:, 1:], value[:, 1:], **settings)
+        assert torch.equal(alone, together[:, 2:])
+
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
     @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
     @pytest.mark.parametrize("config", ["QK4R2B32"])
