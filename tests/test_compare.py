@@ -29,17 +29,17 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.cli.compare_reports import write_comparison_reports
-from muse_attention.evaluation import matrix
-from muse_attention.evaluation.comparison import (
-    Cell,
-    Results,
-    Run,
-    Settings,
-    read_results,
-    start_results,
-    write_results,
+from muse_attention.evaluation.comparison import matrix
+from muse_attention.evaluation.comparison.findings import (
+    difference,
+    reference_of,
+    scaling_laws,
+    speedup,
+    switching,
+    unlike,
 )
-from muse_attention.evaluation.comparison_report import (
+from muse_attention.evaluation.comparison.matrix import measure, open_windows, read_samples
+from muse_attention.evaluation.comparison.report import (
     answers_table,
     as_csv,
     headline,
@@ -48,12 +48,19 @@ from muse_attention.evaluation.comparison_report import (
     positions_table,
     warnings,
 )
-from muse_attention.evaluation.findings import difference, reference_of, scaling_laws, speedup, switching, unlike
-from muse_attention.evaluation.loss_curves import bins_of
-from muse_attention.evaluation.matrix import measure, open_windows, read_samples
+from muse_attention.evaluation.comparison.results import (
+    Cell,
+    Results,
+    Run,
+    Settings,
+    read_results,
+    start_results,
+    write_results,
+)
+from muse_attention.evaluation.comparison.runs import choose_evenly, load_weights, open_runs
+from muse_attention.evaluation.comparison.training_curves import TrainingCurves
+from muse_attention.evaluation.loss.curves import bins_of
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.runs import choose_evenly, load_weights, open_runs
-from muse_attention.evaluation.training_curves import TrainingCurves
 from muse_attention.machine import describe_machine
 from muse_attention.plots import plot_loss_by_position, plot_training
 from muse_attention.pretrained import load_model

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands, demo
-from muse_attention.evaluation.comparison import read_results
+from muse_attention.evaluation.comparison.results import read_results
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.schedule import EXACT

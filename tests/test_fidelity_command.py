@@ -23,9 +23,11 @@ from muse_attention import MuSeConfig, get_attention
 from muse_attention.capture import capture
 from muse_attention.cli import commands
 from muse_attention.cli.fidelity import write_fidelity_reports
-from muse_attention.evaluation import layers, paper
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.fidelity_report import (
+from muse_attention.evaluation.fidelity import layers, paper
+from muse_attention.evaluation.fidelity.layers import Request, Results, as_csv, measure, read_results, start_results
+from muse_attention.evaluation.fidelity.presets import PRESETS, find_presets
+from muse_attention.evaluation.fidelity.report import (
     html_report,
     key_curves,
     shown_presets,
@@ -33,9 +35,7 @@ from muse_attention.evaluation.fidelity_report import (
     table_of_preset,
 )
 from muse_attention.evaluation.fits import PowerLaw
-from muse_attention.evaluation.layers import Request, Results, as_csv, measure, read_results, start_results
 from muse_attention.evaluation.page import Page
-from muse_attention.evaluation.presets import PRESETS, find_presets
 from muse_attention.evaluation.settings import Settings
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.fidelity import measure as measure_fidelity

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from muse_attention import get_attention
 from muse_attention.capture import capture
 from muse_attention.cli import commands
-from muse_attention.evaluation import lookup_results
-from muse_attention.evaluation.lookup_report import (
+from muse_attention.evaluation.lookups import results as lookup_results
+from muse_attention.evaluation.lookups.report import (
     STRONG,
     as_csv,
     head_table,
@@ -31,10 +31,17 @@ from muse_attention.evaluation.lookup_report import (
     pool,
     summary_table,
 )
-from muse_attention.evaluation.lookup_results import Found, Results, measure, read_results, start_results, write_results
-from muse_attention.evaluation.lookups import found_weight
-from muse_attention.evaluation.needle_results import Settings, Task, plan
-from muse_attention.evaluation.needles import NeedleSamples
+from muse_attention.evaluation.lookups.results import (
+    Found,
+    Results,
+    measure,
+    read_results,
+    start_results,
+    write_results,
+)
+from muse_attention.evaluation.lookups.weight import found_weight
+from muse_attention.evaluation.needles.results import Settings, Task, plan
+from muse_attention.evaluation.needles.samples import NeedleSamples
 from muse_attention.recording import recorded_calls
 from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer, write_needle_model, write_texts
 

@@ -24,11 +24,11 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation import loss
 from muse_attention.evaluation.attentions import figure_attentions, full_name, in_words
+from muse_attention.evaluation.fidelity.presets import find_presets
 from muse_attention.evaluation.fits import Decay, PowerLaw
-from muse_attention.evaluation.loss import Losses, Results, measure, position_losses, read_results, start_results
-from muse_attention.evaluation.loss_curves import (
+from muse_attention.evaluation.loss import positions as loss
+from muse_attention.evaluation.loss.curves import (
     binned,
     cumulative_mean,
     doublings,
@@ -36,8 +36,15 @@ from muse_attention.evaluation.loss_curves import (
     gap,
     ratio_per_doubling,
 )
-from muse_attention.evaluation.loss_report import as_csv
-from muse_attention.evaluation.presets import find_presets
+from muse_attention.evaluation.loss.positions import (
+    Losses,
+    Results,
+    measure,
+    position_losses,
+    read_results,
+    start_results,
+)
+from muse_attention.evaluation.loss.report import as_csv
 from muse_attention.evaluation.settings import Settings, take_fingerprint
 from tests.models import SIZES, tiny_llama, token_ids, write_model_folder
 

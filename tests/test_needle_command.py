@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation import needle_results
-from muse_attention.evaluation.needle_results import Settings, read_results
-from muse_attention.evaluation.needle_scores import answer
-from muse_attention.evaluation.needle_statistics import (
+from muse_attention.evaluation.needles import results as needle_results
+from muse_attention.evaluation.needles.results import Settings, read_results
+from muse_attention.evaluation.needles.samples import NeedleSamples, Sample
+from muse_attention.evaluation.needles.scores import answer
+from muse_attention.evaluation.needles.statistics import (
     failures,
 )
-from muse_attention.evaluation.needles import NeedleSamples, Sample
 from tests.needle_models import needle_haystack, needle_tokenizer, write_needle_model, write_texts
 from tests.test_prepare import make
 

@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.cli.language_model import name_of
-from muse_attention.evaluation import needle_comparison, needle_results
-from muse_attention.evaluation.needle_comparison import have_same_questions
-from muse_attention.evaluation.needle_report import (
+from muse_attention.evaluation.needles import comparison as needle_comparison
+from muse_attention.evaluation.needles import results as needle_results
+from muse_attention.evaluation.needles.comparison import have_same_questions
+from muse_attention.evaluation.needles.report import (
     as_csv,
     depth_table,
     depth_tables,
@@ -31,9 +32,10 @@ from muse_attention.evaluation.needle_report import (
     places_table,
     summary_table,
 )
-from muse_attention.evaluation.needle_results import Outcome, Results, Settings, Task
-from muse_attention.evaluation.needle_scores import Answer
-from muse_attention.evaluation.needle_statistics import (
+from muse_attention.evaluation.needles.results import Outcome, Results, Settings, Task
+from muse_attention.evaluation.needles.samples import KINDS
+from muse_attention.evaluation.needles.scores import Answer
+from muse_attention.evaluation.needles.statistics import (
     Share,
     against_exact,
     answers,
@@ -43,7 +45,6 @@ from muse_attention.evaluation.needle_statistics import (
     share,
     token_means,
 )
-from muse_attention.evaluation.needles import KINDS
 from muse_attention.machine import describe_machine
 
 COARSE = "muse:Q4K4R1SP1B128"

@@ -19,13 +19,14 @@ pytest.importorskip("rich")
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from muse_attention.evaluation import needle_results, needle_scores
-from muse_attention.evaluation.needle_results import Results, Settings, Task, measure, plan, read_results
-from muse_attention.evaluation.needle_scores import answer
-from muse_attention.evaluation.needle_statistics import (
+from muse_attention.evaluation.needles import results as needle_results
+from muse_attention.evaluation.needles import scores as needle_scores
+from muse_attention.evaluation.needles.results import Results, Settings, Task, measure, plan, read_results
+from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, Sample
+from muse_attention.evaluation.needles.scores import answer
+from muse_attention.evaluation.needles.statistics import (
     failures,
 )
-from muse_attention.evaluation.needles import KINDS, NeedleSamples, Sample
 from muse_attention.huggingface import use_attention
 from muse_attention.pretraining.configuration import DecoderConfig
 from muse_attention.pretraining.decoder import DecoderForCausalLM

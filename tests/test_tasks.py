@@ -17,19 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation import tasks_report
-from muse_attention.evaluation.edit_similarity import edit_similarity, first_line_of_code, ratio
-from muse_attention.evaluation.standard_tasks import (
-    BENCHMARKS,
-    RULER,
-    Benchmark,
-    Data,
-    choose,
-    describe_made,
-    read_rows,
-    what_is_missing,
-)
-from muse_attention.evaluation.tasks import (
+from muse_attention.evaluation.tasks import report as tasks_report
+from muse_attention.evaluation.tasks.answers import (
     Answer,
     Cell,
     Part,
@@ -40,6 +29,17 @@ from muse_attention.evaluation.tasks import (
     start_results,
     write_results,
 )
+from muse_attention.evaluation.tasks.benchmarks import (
+    BENCHMARKS,
+    RULER,
+    Benchmark,
+    Data,
+    choose,
+    describe_made,
+    read_rows,
+    what_is_missing,
+)
+from muse_attention.evaluation.tasks.edit_similarity import edit_similarity, first_line_of_code, ratio
 from tests.models import write_model_folder
 
 MUSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
@@ -357,8 +357,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """Stands where lm-eval does in the command."""
     harness = Scripted()
-    monkeypatch.setattr("muse_attention.evaluation.harness.import_harness", lambda: "lm-eval 0")
-    monkeypatch.setattr("muse_attention.evaluation.harness.Harness", lambda model, tokenizer: harness)
+    monkeypatch.setattr("muse_attention.evaluation.tasks.harness.import_harness", lambda: "lm-eval 0")
+    monkeypatch.setattr("muse_attention.evaluation.tasks.harness.Harness", lambda model, tokenizer: harness)
     return harness
 
 

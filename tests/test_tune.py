@@ -19,7 +19,6 @@ from muse_attention import MuSeConfig, defaults, exact_attention
 from muse_attention.capture import capture
 from muse_attention.cli import commands
 from muse_attention.defaults import Default
-from muse_attention.evaluation import tuning
 from muse_attention.evaluation.captures import (
     Captures,
     LookupAt,
@@ -29,7 +28,8 @@ from muse_attention.evaluation.captures import (
     save_captures,
     spread,
 )
-from muse_attention.evaluation.tuning import (
+from muse_attention.evaluation.tuning import candidates as tuning
+from muse_attention.evaluation.tuning.candidates import (
     Candidate,
     Found,
     Results,
@@ -42,7 +42,7 @@ from muse_attention.evaluation.tuning import (
     read_results,
     write_results,
 )
-from muse_attention.evaluation.tuning_report import as_csv, html_report, markdown_report, verdict
+from muse_attention.evaluation.tuning.report import as_csv, html_report, markdown_report, verdict
 from muse_attention.machine import describe_machine
 from tests.models import tiny_llama, token_ids, write_model_folder
 from tests.needle_models import needle_tokenizer, write_needle_model, write_texts

@@ -24,20 +24,20 @@ from muse_attention.cli.app import (
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.language_model import Place, how_to_continue, name_of, short_warnings, silence_transformers
 from muse_attention.evaluation.attentions import forward_name
-from muse_attention.evaluation.comparison import WAY_OUT, Results, Settings, start_results
-from muse_attention.evaluation.comparison_report import (
+from muse_attention.evaluation.comparison.report import (
     headline,
     matrix_table,
     warnings,
 )
-from muse_attention.evaluation.loss_curves import SHORTEST
+from muse_attention.evaluation.comparison.results import WAY_OUT, Results, Settings, start_results
+from muse_attention.evaluation.loss.curves import SHORTEST
 from muse_attention.pretraining.corpus import read_corpus
 from muse_attention.pretraining.recipes import PRECISIONS
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from muse_attention.evaluation.runs import StoredRun
+    from muse_attention.evaluation.comparison.runs import StoredRun
 
 RESULTS = "compare.json"
 
@@ -137,8 +137,8 @@ def compare_runs(
         way_out: what to do with results that cannot be continued
     """
     import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-    from muse_attention.evaluation.matrix import attentions_of, measure, open_windows, weights_to_measure
-    from muse_attention.evaluation.runs import open_runs
+    from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
+    from muse_attention.evaluation.comparison.runs import open_runs
 
     silence_transformers()
     corpus = read_corpus(request.corpus)

@@ -10,8 +10,8 @@ import numpy as np
 import typer
 
 from muse_attention.cli.app import draw_picture
-from muse_attention.evaluation.comparison import Results, Run
-from muse_attention.evaluation.comparison_report import (
+from muse_attention.evaluation.comparison.findings import ScalingLaw, scaling_laws, sizes
+from muse_attention.evaluation.comparison.report import (
     ANSWERS,
     ERRORS,
     POSITIONS,
@@ -23,7 +23,7 @@ from muse_attention.evaluation.comparison_report import (
     losses_by_position,
     markdown_report,
 )
-from muse_attention.evaluation.findings import ScalingLaw, scaling_laws, sizes
+from muse_attention.evaluation.comparison.results import Results, Run
 from muse_attention.files import replace_file
 from muse_attention.plots import (
     MEAN,

@@ -35,7 +35,17 @@ from muse_attention.cli.language_model import (
     spell_command,
 )
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.fidelity_report import (
+from muse_attention.evaluation.fidelity.layers import (
+    Request,
+    Results,
+    as_csv,
+    measure,
+    read_results,
+    start_results,
+    steps,
+)
+from muse_attention.evaluation.fidelity.presets import ERROR_CONTROL, PRESETS, Preset, find_presets
+from muse_attention.evaluation.fidelity.report import (
     cluster_curves,
     headline,
     html_report,
@@ -44,8 +54,6 @@ from muse_attention.evaluation.fidelity_report import (
     paper_curves,
     shown_presets,
 )
-from muse_attention.evaluation.layers import Request, Results, as_csv, measure, read_results, start_results, steps
-from muse_attention.evaluation.presets import ERROR_CONTROL, PRESETS, Preset, find_presets
 from muse_attention.fidelity_columns import ERROR, GRADIENTS, RETRIEVAL, TAIL, known
 from muse_attention.files import replace_file
 from muse_attention.plots import plot_error_against_clusters, plot_error_against_keys, plot_heat_map

@@ -35,10 +35,10 @@ from muse_attention.cli.language_model import (
     spell_command,
 )
 from muse_attention.evaluation.attentions import figure_attentions, full_name
-from muse_attention.evaluation.loss import Results, measure, read_results, start_results
-from muse_attention.evaluation.loss_curves import SHORTEST, binned, fit_exact, reducible_curve
-from muse_attention.evaluation.loss_report import as_csv, html_report, markdown_report, summary_table
-from muse_attention.evaluation.presets import PRESETS, find_presets
+from muse_attention.evaluation.fidelity.presets import PRESETS, find_presets
+from muse_attention.evaluation.loss.curves import SHORTEST, binned, fit_exact, reducible_curve
+from muse_attention.evaluation.loss.positions import Results, measure, read_results, start_results
+from muse_attention.evaluation.loss.report import as_csv, html_report, markdown_report, summary_table
 from muse_attention.files import replace_file
 from muse_attention.plots import plot_loss
 from muse_attention.pretrained import DEFAULT_MODEL

@@ -10,10 +10,10 @@ import typer
 from rich.table import Table
 
 from muse_attention.cli.app import console, new_table, progress_bar
-from muse_attention.evaluation.lookup_report import as_csv, html_report, markdown_report, summary_table
-from muse_attention.evaluation.lookup_results import Results, measure, start_results
-from muse_attention.evaluation.needle_results import Settings, Task
-from muse_attention.evaluation.needles import NeedleSamples
+from muse_attention.evaluation.lookups.report import as_csv, html_report, markdown_report, summary_table
+from muse_attention.evaluation.lookups.results import Results, measure, start_results
+from muse_attention.evaluation.needles.results import Settings, Task
+from muse_attention.evaluation.needles.samples import NeedleSamples
 from muse_attention.files import replace_file
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from pathlib import Path
 import typer
 
 from muse_attention.cli.app import draw_picture, say
-from muse_attention.evaluation import needle_comparison, needle_report
-from muse_attention.evaluation.needle_comparison import column_of, have_same_questions
-from muse_attention.evaluation.needle_report import MEASURES
-from muse_attention.evaluation.needle_results import Results
-from muse_attention.evaluation.needle_statistics import Measure, failures
+from muse_attention.evaluation.needles import comparison as needle_comparison
+from muse_attention.evaluation.needles import report as needle_report
+from muse_attention.evaluation.needles.comparison import column_of, have_same_questions
+from muse_attention.evaluation.needles.report import MEASURES
+from muse_attention.evaluation.needles.results import Results
+from muse_attention.evaluation.needles.statistics import Measure, failures
 from muse_attention.files import replace_file
 from muse_attention.plots import plot_share_by_depth
 

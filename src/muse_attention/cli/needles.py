@@ -39,9 +39,9 @@ from muse_attention.cli.language_model import (
 from muse_attention.cli.needle_lookups import measure_lookups
 from muse_attention.cli.needle_reports import COMPARED, write_needle_reports
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.lookup_results import read_results as read_lookups
-from muse_attention.evaluation.needle_report import summary_table
-from muse_attention.evaluation.needle_results import (
+from muse_attention.evaluation.lookups.results import read_results as read_lookups
+from muse_attention.evaluation.needles.report import summary_table
+from muse_attention.evaluation.needles.results import (
     Results,
     Settings,
     Task,
@@ -50,7 +50,7 @@ from muse_attention.evaluation.needle_results import (
     read_results,
     start_results,
 )
-from muse_attention.evaluation.needles import KINDS, NeedleSamples, check_kind
+from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL

@@ -17,9 +17,14 @@ from muse_attention.cli.needle_lookups import write_lookup_reports
 from muse_attention.cli.needle_reports import write_needle_comparisons, write_needle_reports
 from muse_attention.cli.tasks import write_tasks_reports
 from muse_attention.cli.tune import write_tuning_reports
-from muse_attention.evaluation import comparison, layers, lookup_results, loss, needle_results, tuning
-from muse_attention.evaluation import tasks as standard_tasks
+from muse_attention.evaluation.comparison import results as comparison
+from muse_attention.evaluation.fidelity import layers
+from muse_attention.evaluation.lookups import results as lookup_results
+from muse_attention.evaluation.loss import positions as loss
+from muse_attention.evaluation.needles import results as needle_results
 from muse_attention.evaluation.page import Page
+from muse_attention.evaluation.tasks import answers as standard_tasks
+from muse_attention.evaluation.tuning import candidates as tuning
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
 from muse_attention.strict_json import parse_json

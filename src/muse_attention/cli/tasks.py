@@ -34,8 +34,7 @@ from muse_attention.cli.language_model import (
     short_warnings,
 )
 from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
-from muse_attention.evaluation.standard_tasks import Benchmark, choose, read_rows, what_is_missing
-from muse_attention.evaluation.tasks import (
+from muse_attention.evaluation.tasks.answers import (
     Part,
     Results,
     TaskNotOpenedError,
@@ -44,7 +43,8 @@ from muse_attention.evaluation.tasks import (
     read_results,
     start_results,
 )
-from muse_attention.evaluation.tasks_report import (
+from muse_attention.evaluation.tasks.benchmarks import Benchmark, choose, read_rows, what_is_missing
+from muse_attention.evaluation.tasks.report import (
     as_csv,
     format_score,
     gap_to_exact,
@@ -109,7 +109,7 @@ def tasks(
     local = [] if data is None else ["--data", str(data)]
     again = shlex.join(["muse", "eval", "tasks", model, *options, *local, "--output", str(output), "--resume"])
     with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
-        from muse_attention.evaluation.harness import Harness, import_harness
+        from muse_attention.evaluation.tasks.harness import Harness, import_harness
 
         harness_name = import_harness()
         loaded, tokenizer = load_quietly(model, place)

@@ -40,7 +40,7 @@ from muse_attention.cli.language_model import (
 from muse_attention.evaluation.captures import Captures, LookupAt, capture_heads, load_captures, save_captures
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
 from muse_attention.evaluation.texts import read_samples
-from muse_attention.evaluation.tuning import (
+from muse_attention.evaluation.tuning.candidates import (
     EXACT,
     Results,
     Seconds,
@@ -52,7 +52,7 @@ from muse_attention.evaluation.tuning import (
     read_results,
     start_results,
 )
-from muse_attention.evaluation.tuning_report import (
+from muse_attention.evaluation.tuning.report import (
     as_csv,
     html_report,
     markdown_report,
@@ -222,7 +222,7 @@ def _capture(asked: _Asked) -> Captures:
     check_context(model, length)
     lookups: tuple[LookupAt, ...] = ()
     if asked.needles:
-        from muse_attention.evaluation.needle_captures import read_needle_samples  # here: it needs tokenizers
+        from muse_attention.evaluation.needles.captures import read_needle_samples  # here: it needs tokenizers
 
         read, lookups = read_needle_samples(tokenizer, asked.texts, length, asked.samples)
     else:

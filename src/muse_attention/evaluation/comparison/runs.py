@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from muse_attention.evaluation.training_curves import TrainingCurves
+from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.corpus import Corpus

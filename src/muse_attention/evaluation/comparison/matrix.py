@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muse_attention.evaluation.comparison import WAY_OUT, Cell, Results, Run, Settings, write_results
-from muse_attention.evaluation.loss import token_losses
-from muse_attention.evaluation.loss_curves import bins_of
-from muse_attention.evaluation.runs import StoredRun, choose_evenly, load_weights
+from muse_attention.evaluation.comparison.results import WAY_OUT, Cell, Results, Run, Settings, write_results
+from muse_attention.evaluation.comparison.runs import StoredRun, choose_evenly, load_weights
+from muse_attention.evaluation.loss.curves import bins_of
+from muse_attention.evaluation.loss.positions import token_losses
 from muse_attention.evaluation.settings import OnStep, take_fingerprint
 from muse_attention.pretraining.batches import Windows
 from muse_attention.pretraining.checkpoints import CheckpointError

@@ -13,9 +13,9 @@ from typing import Any
 
 from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, full_name, settings_of
+from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.settings import describe_machine_and_versions, differing
-from muse_attention.evaluation.training_curves import TrainingCurves
 from muse_attention.files import replace_file
 from muse_attention.pretraining.recipes import Recipe, read_recipe
 from muse_attention.pretraining.schedule import EXACT

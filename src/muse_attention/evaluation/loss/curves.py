@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muse_attention.evaluation.attentions import muse_config
 from muse_attention.evaluation.fits import Decay
-from muse_attention.evaluation.loss import Results
+from muse_attention.evaluation.loss.positions import Results
 from muse_attention.evaluation.means import Mean
 
 SHORTEST = 64

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.evaluation.attentions import in_words
-from muse_attention.evaluation.lookup_results import Results
+from muse_attention.evaluation.lookups.results import Results
 from muse_attention.evaluation.page import Page, Table
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.needle_results import Outcome, Results, Task
-from muse_attention.evaluation.needle_scores import Answer
-from muse_attention.evaluation.needles import BUCKETS, KINDS
+from muse_attention.evaluation.needles.results import Outcome, Results, Task
+from muse_attention.evaluation.needles.samples import BUCKETS, KINDS
+from muse_attention.evaluation.needles.scores import Answer
 
 Measure = Callable[[Answer], bool]
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.needle_results import Results
-from muse_attention.evaluation.needle_scores import Answer
-from muse_attention.evaluation.needle_statistics import (
+from muse_attention.evaluation.needles.results import Results
+from muse_attention.evaluation.needles.samples import BUCKETS, CANDIDATES, depth_of
+from muse_attention.evaluation.needles.scores import Answer
+from muse_attention.evaluation.needles.statistics import (
     Measure,
     Share,
     against_exact,
@@ -25,7 +26,6 @@ from muse_attention.evaluation.needle_statistics import (
     share,
     token_means,
 )
-from muse_attention.evaluation.needles import BUCKETS, CANDIDATES, depth_of
 from muse_attention.evaluation.page import Page, Table
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muse_attention.evaluation.comparison import Results, Run
+from muse_attention.evaluation.comparison.results import Results, Run
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.means import Mean
 from muse_attention.pretraining.recipes import differences

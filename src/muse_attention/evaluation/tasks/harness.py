@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muse_attention.evaluation.edit_similarity import edit_similarity
-from muse_attention.evaluation.standard_tasks import Benchmark, Data, describe_made, read_rows, what_is_missing
-from muse_attention.evaluation.tasks import Answer
+from muse_attention.evaluation.tasks.answers import Answer
+from muse_attention.evaluation.tasks.benchmarks import Benchmark, Data, describe_made, read_rows, what_is_missing
+from muse_attention.evaluation.tasks.edit_similarity import edit_similarity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -6,8 +6,7 @@ import datetime
 from collections.abc import Mapping
 
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.comparison import Results, Run
-from muse_attention.evaluation.findings import (
+from muse_attention.evaluation.comparison.findings import (
     SIZES_OF_A_LAW,
     Difference,
     difference,
@@ -20,10 +19,11 @@ from muse_attention.evaluation.findings import (
     unlike,
     unlike_in_speed,
 )
-from muse_attention.evaluation.loss_report import LEAK
+from muse_attention.evaluation.comparison.results import Results, Run
+from muse_attention.evaluation.comparison.training_curves import UNSETTLED
+from muse_attention.evaluation.loss.report import LEAK
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.page import Page, Table
-from muse_attention.evaluation.training_curves import UNSETTLED
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.pretraining.schedule import EXACT

@@ -16,8 +16,8 @@ import torch
 
 from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.needle_scores import Answer, answer
-from muse_attention.evaluation.needles import BUCKETS, KINDS, NeedleSamples
+from muse_attention.evaluation.needles.samples import BUCKETS, KINDS, NeedleSamples
+from muse_attention.evaluation.needles.scores import Answer, answer
 from muse_attention.evaluation.settings import OnStep, start_or_continue
 from muse_attention.files import replace_file
 from muse_attention.recorded_names import with_full_names

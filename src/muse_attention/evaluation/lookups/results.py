@@ -20,9 +20,9 @@ from torch import Tensor
 from muse_attention.by_name import get_attention
 from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.lookups import Lookup, found_weight
-from muse_attention.evaluation.needle_results import Settings, Task
-from muse_attention.evaluation.needles import KINDS, NeedleSamples, Sample
+from muse_attention.evaluation.lookups.weight import Lookup, found_weight
+from muse_attention.evaluation.needles.results import Settings, Task
+from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, Sample
 from muse_attention.evaluation.settings import OnStep, start_or_continue
 from muse_attention.files import replace_file
 from muse_attention.recording import recorded_calls

@@ -8,8 +8,8 @@ from muse_attention.by_name import config_at
 from muse_attention.evaluation.attentions import in_words, muse_config
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.page import Page, Table
-from muse_attention.evaluation.standard_tasks import RULER
-from muse_attention.evaluation.tasks import Answer, Cell, Results
+from muse_attention.evaluation.tasks.answers import Answer, Cell, Results
+from muse_attention.evaluation.tasks.benchmarks import RULER
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.sizes import format_size

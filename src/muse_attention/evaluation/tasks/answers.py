@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, settings_of
 from muse_attention.evaluation.settings import start_or_continue
-from muse_attention.evaluation.standard_tasks import BENCHMARKS, Benchmark, Data
+from muse_attention.evaluation.tasks.benchmarks import BENCHMARKS, Benchmark, Data
 from muse_attention.files import replace_file
 from muse_attention.recorded_names import with_full_names
 from muse_attention.sizes import format_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from muse_attention.evaluation.needle_report import (
+from muse_attention.evaluation.needles.report import (
     ALL_KINDS,
     MEASURES,
     PAPER_IN_WORDS,
@@ -24,9 +24,10 @@ from muse_attention.evaluation.needle_report import (
     title_of,
     with_number,
 )
-from muse_attention.evaluation.needle_results import Results
-from muse_attention.evaluation.needle_scores import Answer
-from muse_attention.evaluation.needle_statistics import (
+from muse_attention.evaluation.needles.results import Results
+from muse_attention.evaluation.needles.samples import CANDIDATES, KINDS
+from muse_attention.evaluation.needles.scores import Answer
+from muse_attention.evaluation.needles.statistics import (
     Measure,
     answers,
     attentions,
@@ -36,7 +37,6 @@ from muse_attention.evaluation.needle_statistics import (
     groups,
     share,
 )
-from muse_attention.evaluation.needles import CANDIDATES, KINDS
 from muse_attention.evaluation.page import Page, Table
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text, markdown_line, markdown_list, markdown_table

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from muse_attention.evaluation.attentions import in_words
-from muse_attention.evaluation.loss import Results
-from muse_attention.evaluation.loss_curves import (
+from muse_attention.evaluation.loss.curves import (
     binned,
     cumulative_mean,
     doublings,
@@ -12,6 +11,7 @@ from muse_attention.evaluation.loss_curves import (
     gap,
     ratio_per_doubling,
 )
+from muse_attention.evaluation.loss.positions import Results
 from muse_attention.evaluation.page import Page, Table
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from muse_attention.config import Clustering, MuSeConfig
-from muse_attention.evaluation import paper
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.layers import Request
-from muse_attention.evaluation.paper import PaperTable
+from muse_attention.evaluation.fidelity import paper
+from muse_attention.evaluation.fidelity.layers import Request
+from muse_attention.evaluation.fidelity.paper import PaperTable
 from muse_attention.sizes import format_size
 
 RETRIEVED_PART = 16

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from muse_attention.config import MuSeConfig
 from muse_attention.evaluation.attentions import in_words
 from muse_attention.evaluation.page import Page, Table
-from muse_attention.evaluation.tuning import Candidate, Results, choose, front
+from muse_attention.evaluation.tuning.candidates import Candidate, Results, choose, front
 from muse_attention.fidelity_columns import ERROR, RETRIEVAL, TAIL, known, meaning
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table

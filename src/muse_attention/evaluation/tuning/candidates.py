@@ -23,7 +23,7 @@ from muse_attention.config import MuSeConfig
 from muse_attention.declared_types import check_types
 from muse_attention.evaluation.attentions import check_meaning, full_name, settings_of
 from muse_attention.evaluation.captures import Captures
-from muse_attention.evaluation.lookups import found_weight
+from muse_attention.evaluation.lookups.weight import found_weight
 from muse_attention.evaluation.settings import OnStep, start_or_continue
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.files import replace_file

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from muse_attention import fidelity_columns
 from muse_attention.config import Clustering, MuSeConfig
 from muse_attention.evaluation.attentions import in_words, muse_config
+from muse_attention.evaluation.fidelity.layers import Request, Results
+from muse_attention.evaluation.fidelity.paper import JOINT_1B, JOINT_1B_NO_TILT, PaperTable
+from muse_attention.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
 from muse_attention.evaluation.fits import PowerLaw
-from muse_attention.evaluation.layers import Request, Results
 from muse_attention.evaluation.page import Page, Table
-from muse_attention.evaluation.paper import JOINT_1B, JOINT_1B_NO_TILT, PaperTable
-from muse_attention.evaluation.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
 from muse_attention.machine import machine_lines
 from muse_attention.markup import fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.sizes import format_size
