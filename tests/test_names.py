@@ -121,7 +121,7 @@ def test_results_from_before_names_were_full_are_read_as_what_they_are(device: s
     path = tmp_path / "results.json"
     path.write_text(json.dumps(document))
     clustering = "lloyd" if device == "cuda" else "streaming"
-    (request,) = layers.read_results(path).measured
+    (request,) = layers.FidelityResults.read(path).measured
     assert request.attention == f"muse:Q4K4R1SP1B16,clustering={clustering}"
 
 

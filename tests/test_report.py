@@ -40,7 +40,7 @@ def spoilt(good: Path, spoil: Callable[[Any], Any]) -> str:
 
 
 def with_other_defaults(document: Any) -> None:
-    (named,) = (named for named in document["tasks"][0]["attentions"] if named["attention"] == MUSE)
+    (named,) = (named for named in document["attentions"] if named["attention"] == MUSE)
     named["config"]["key_clusters"] += 1
 
 

@@ -10,23 +10,27 @@ from typing import Annotated, Any
 import typer
 
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
-from muse_attention.cli.compare_reports import write_comparison_reports
-from muse_attention.cli.fidelity import write_fidelity_reports
-from muse_attention.cli.loss import write_loss_reports
-from muse_attention.cli.needle_lookups import write_lookup_reports
-from muse_attention.cli.needle_reports import write_needle_comparisons, write_needle_reports
-from muse_attention.cli.tasks import write_tasks_reports
-from muse_attention.cli.tune import write_tuning_reports
-from muse_attention.evaluation.comparison import results as comparison
-from muse_attention.evaluation.fidelity import layers
-from muse_attention.evaluation.lookups import results as lookup_results
-from muse_attention.evaluation.loss import positions as loss
-from muse_attention.evaluation.needles import results as needle_results
-from muse_attention.evaluation.page import Page
-from muse_attention.evaluation.tasks import answers as standard_tasks
-from muse_attention.evaluation.tuning import candidates as tuning
+from muse_attention.cli.measuring import write
+from muse_attention.cli.needles import write_needle_comparisons
+from muse_attention.evaluation.comparison.report import comparison_report
+from muse_attention.evaluation.comparison.results import ComparisonResults
+from muse_attention.evaluation.fidelity.layers import FidelityResults
+from muse_attention.evaluation.fidelity.report import fidelity_report
+from muse_attention.evaluation.lookups.report import lookup_report
+from muse_attention.evaluation.lookups.results import LookupResults
+from muse_attention.evaluation.loss.positions import LossResults
+from muse_attention.evaluation.loss.report import loss_report
+from muse_attention.evaluation.needles.report import needle_report
+from muse_attention.evaluation.needles.results import NeedleResults
+from muse_attention.evaluation.stored import StoredResults
+from muse_attention.evaluation.tasks.answers import TaskResults
+from muse_attention.evaluation.tasks.report import tasks_report
+from muse_attention.evaluation.tuning.candidates import TuningResults
+from muse_attention.evaluation.tuning.report import tuning_report
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
+from muse_attention.report.html import as_html
+from muse_attention.report.tree import Link, Report, Section
 from muse_attention.strict_json import parse_json
 
 
@@ -37,19 +41,19 @@ class _Kind:
     title: str
     key: str
     """that no other kind has"""
-    read: Callable[[Path], Any]
-    write: Callable[[Any, Path], None]
+    stored: type[StoredResults]
+    report: Callable[[Any, str], Report]
 
 
-_NEEDLES = _Kind("Needles", "needles", needle_results.read_results, write_needle_reports)
+_NEEDLES = _Kind("Needles", "needles", NeedleResults, needle_report)
 _KINDS = (
-    _Kind("Fidelity", "measured", layers.read_results, write_fidelity_reports),
-    _Kind("Loss", "losses", loss.read_results, write_loss_reports),
-    _Kind("Training runs", "runs", comparison.read_results, write_comparison_reports),
+    _Kind("Fidelity", "measured", FidelityResults, fidelity_report),
+    _Kind("Loss", "losses", LossResults, loss_report),
+    _Kind("Training runs", "runs", ComparisonResults, comparison_report),
     _NEEDLES,
-    _Kind("Lookups", "lookups", lookup_results.read_results, write_lookup_reports),
-    _Kind("Standard tasks", "tasks", standard_tasks.read_results, write_tasks_reports),
-    _Kind("Time against error", "tuned", tuning.read_results, write_tuning_reports),
+    _Kind("Lookups", "lookups", LookupResults, lookup_report),
+    _Kind("Standard tasks", "tasks", TaskResults, tasks_report),
+    _Kind("Time against error", "tuned", TuningResults, tuning_report),
 )
 
 
@@ -81,8 +85,8 @@ def report(
             try:
                 kind = _find_kind(path)
                 if kind is not None:
-                    found = kind.read(path)
-                    kind.write(found, path)
+                    found = kind.stored.read(path)
+                    write(kind.report(found, path.stem), path, path)
                     reported.append(_Reported(kind, path, found))
                 elif path in results:
                     raise ValueError("it holds no results of muse fidelity, loss, compare, eval or tune")
@@ -145,19 +149,17 @@ def _compare_needles(reported: list[_Reported]) -> Iterator[Path]:
 
 
 def _contents(folder: Path, reported: list[_Reported], comparisons: list[Path]) -> str:
-    page = Page(f"Reports in {folder.resolve().name}")
+    sections = []
     for kind in _KINDS:
         of_kind = [done for done in reported if done.kind is kind]
+        pages = [*(comparisons if kind is _NEEDLES else []), *(done.path.with_suffix(".html") for done in of_kind)]
+        links = [_link(page.relative_to(folder)) for page in pages]
+        commands = [command for done in of_kind for command in done.results.commands]
+        machines = dict.fromkeys("; ".join(machine_lines(done.results.machine)) for done in of_kind)
         if of_kind:
-            page.section(kind.title)
-        for comparison_page in comparisons if kind is _NEEDLES else []:
-            address = comparison_page.relative_to(folder)
-            page.link(str(address.with_suffix("")), address.as_posix())
-        for done in of_kind:
-            address = done.path.with_suffix(".html").relative_to(folder)
-            page.link(str(address.with_suffix("")), address.as_posix())
-            for line in machine_lines(done.results.machine):
-                page.paragraph(line, is_note=True)
-            for command in done.results.commands:
-                page.code(command)
-    return page.html()
+            sections.append(Section(kind.title, links=links, notes=list(machines), lines=commands))
+    return as_html(Report(f"Reports in {folder.resolve().name}", sections=sections))
+
+
+def _link(page: Path) -> Link:
+    return Link(str(page.with_suffix("")), page.as_posix())

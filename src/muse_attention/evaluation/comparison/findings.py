@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muse_attention.evaluation.comparison.results import Results, Run
+from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.means import Mean
 from muse_attention.pretraining.recipes import differences
@@ -44,13 +44,13 @@ class ScalingLaw:
         return cls(law, law.r_squared(points), tuple(points))
 
 
-def reference_of(results: Results, run: Run) -> Run:
+def reference_of(results: ComparisonResults, run: Run) -> Run:
     """The first run of the same size that was trained with exact attention, or else the first of that size."""
     alike = [other for other in results.runs.values() if other.parameters == run.parameters]
     return next((other for other in alike if other.attention == EXACT), alike[0])
 
 
-def difference(results: Results, run: Run) -> Difference | None:
+def difference(results: ComparisonResults, run: Run) -> Difference | None:
     """None for a reference, and where something is not measured yet."""
     reference = reference_of(results, run)
     own, other = results.whole(run, EXACT), results.whole(reference, EXACT)
@@ -62,13 +62,13 @@ def difference(results: Results, run: Run) -> Difference | None:
     return Difference(reference.name, nats, Mean(nats.mean / one_percent, error))
 
 
-def switching(results: Results, run: Run, attention: str) -> Mean | None:
+def switching(results: ComparisonResults, run: Run, attention: str) -> Mean | None:
     """The loss of a run's model under an attention less that of the same model under exact attention."""
     own, exact = results.whole(run, attention), results.whole(run, EXACT)
     return None if own is None or exact is None else Mean.of_differences(own.means, exact.means)
 
 
-def speedup(results: Results, run: Run) -> float | None:
+def speedup(results: ComparisonResults, run: Run) -> float | None:
     """Of the median tokens per second over those of the exact run of the same size; None where one is not known."""
     reference = reference_of(results, run)
     own, other = (found.curves.speeds.get(found.recipe.attention) for found in (run, reference))
@@ -77,19 +77,19 @@ def speedup(results: Results, run: Run) -> float | None:
     return own.tokens_per_second / other.tokens_per_second
 
 
-def unlike(results: Results, run: Run) -> list[str]:
+def unlike(results: ComparisonResults, run: Run) -> list[str]:
     """In what, besides its attention, a run differs from its reference."""
     reference = reference_of(results, run)
     names = [name for name in differences(run.recipe, reference.recipe) if name not in _OF_THE_ATTENTION]
     return names if run.tokens == reference.tokens else ["tokens", *names]
 
 
-def unlike_in_speed(results: Results, run: Run) -> list[str]:
+def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
     """Those of them that have a share in its speed-up."""
     return [name for name in unlike(results, run) if name in _OF_THE_SPEED]
 
 
-def sizes(results: Results) -> dict[str, list[tuple[float, float]]]:
+def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
     """Parameters and loss under exact attention of all runs, by training attention, the smallest first."""
     found: dict[str, list[tuple[float, float]]] = {}
     for run in sorted(results.runs.values(), key=lambda run: run.parameters):
@@ -99,7 +99,7 @@ def sizes(results: Results) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def scaling_laws(results: Results) -> dict[str, ScalingLaw]:
+def scaling_laws(results: ComparisonResults) -> dict[str, ScalingLaw]:
     """By training attention; none where the sizes are too few."""
     return {
         attention: ScalingLaw.fit(points) for attention, points in sizes(results).items() if missing_sizes(points) == 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muse_attention.evaluation.comparison.results import WAY_OUT, Cell, Results, Run, Settings, write_results
+from muse_attention.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
 from muse_attention.evaluation.comparison.runs import StoredRun, choose_evenly, load_weights
 from muse_attention.evaluation.loss.curves import bins_of
 from muse_attention.evaluation.loss.positions import token_losses
@@ -52,13 +52,13 @@ def measure(
     runs: Sequence[StoredRun],
     corpus: Corpus,
     attentions: Sequence[str],
-    results: Results,
+    results: ComparisonResults,
     path: Path,
     *,
     checkpoints: int = 0,
     on_step: OnStep = lambda description, finished: None,
     on_refused: Callable[[str], None] = lambda message: None,
-    way_out: str = WAY_OUT,
+    way_out: str = ComparisonResults.way_out,
 ) -> None:
     """Fill `results` with what is missing of `attentions`, by full names, of the newest weights of each run.
 
@@ -84,7 +84,7 @@ def measure(
             _check_same_weights(results, run.name, step, fingerprint, path, way_out)
             if step == run.newest:
                 results.runs[run.name] = Run(run.name, run.recipe, model.num_parameters(), step, run.curves)
-                write_results(results, path)
+                results.write(path)
             for sample, attention in results.missing(run.name, step, attentions_of(run, step, attentions)):
                 on_step(f"{run.name}, step {step}: {attention}, sample {sample + 1} of {len(samples)}", finished)
                 losses = _sample_losses(model, samples[sample], attention, settings)
@@ -93,17 +93,17 @@ def measure(
                         f"the loss of {run.name} under {attention} is not a finite number; use --precision float32"
                     )
                 _add(results, run.name, step, fingerprint, attention, losses)
-                write_results(results, path)
+                results.write(path)
                 finished += 1
 
 
-def _sample_losses(model: PreTrainedModel, window: Tensor, attention: str, settings: Settings) -> Tensor:
+def _sample_losses(model: PreTrainedModel, window: Tensor, attention: str, settings: ComparisonSettings) -> Tensor:
     """(length): of the tokens behind each position, as in training."""
     with torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bfloat16"):
         return token_losses(model, window[:-1], window[1:], attention)
 
 
-def _add(results: Results, run: str, step: int, fingerprint: str, attention: str, losses: Tensor) -> None:
+def _add(results: ComparisonResults, run: str, step: int, fingerprint: str, attention: str, losses: Tensor) -> None:
     bins = bins_of(losses)
     cell = results.find(run, step, attention)
     if cell is None:
@@ -112,7 +112,9 @@ def _add(results: Results, run: str, step: int, fingerprint: str, attention: str
     cell.bins.append([part.loss for part in bins])
 
 
-def _check_same_weights(results: Results, run: str, step: int, fingerprint: str, path: Path, way_out: str) -> None:
+def _check_same_weights(
+    results: ComparisonResults, run: str, step: int, fingerprint: str, path: Path, way_out: str
+) -> None:
     for cell in results.cells:
         if (cell.run, cell.step) == (run, step) and cell.fingerprint != fingerprint:
             raise ValueError(f"{path} has losses of another run called {run}; {way_out}")

@@ -1,14 +1,18 @@
-"""The results of `muse compare` for people: one HTML page, Markdown, and CSV, with the paper's numbers beside."""
+"""The report of `muse compare`, with the paper's numbers beside."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable
 
-from muse_attention.evaluation.attentions import full_name
+import numpy as np
+
+from muse_attention.evaluation.attentions import full_name, in_words, names_table, short_names
 from muse_attention.evaluation.comparison.findings import (
     SIZES_OF_A_LAW,
     Difference,
+    ScalingLaw,
     difference,
     missing_sizes,
     reference_of,
@@ -19,24 +23,24 @@ from muse_attention.evaluation.comparison.findings import (
     unlike,
     unlike_in_speed,
 )
-from muse_attention.evaluation.comparison.results import Results, Run
+from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.comparison.training_curves import UNSETTLED
-from muse_attention.evaluation.loss.report import LEAK
+from muse_attention.evaluation.loss.report import LEAK, span
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.page import Page, Table
-from muse_attention.machine import machine_lines
-from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
+from muse_attention.evaluation.provenance import provenance_of
+from muse_attention.markup import csv_text
+from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Curve, Line, draw_lines, shades
 from muse_attention.pretraining.schedule import EXACT
+from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
-TRAINING, ANSWERS, POSITIONS, ERRORS, SCALING = "training", "answers", "positions", "errors", "scaling"
-"""The pictures, by what their files are called."""
-
-_MATRIX = (
-    "Loss is the cross-entropy of the next token on held-out repositories, in nats, ± its standard error over samples, "
-    "most of which is what the texts differ by. All models saw the same samples, so the difference between two has a "
-    "standard error of its own, which is smaller. What another seed of training would change is in no "
-    "standard error."
+_LOSS = (
+    "Cross-entropy of the next token on held-out repositories, in nats, ± its standard error over samples, most of "
+    "which is what the texts differ by."
+)
+_DIFFERENCE = (
+    "Loss less that of the reference on the same samples, ± the standard error of the difference. Seed-to-seed "
+    "variance is not included."
 )
 _SWITCHING = (
     "The loss of one and the same model under an attention, less its loss under exact attention: what a user gains or "
@@ -46,10 +50,10 @@ _TOKENS = (
     "The paper trains on 20 tokens for each parameter. Differences between runs that saw far fewer say how models "
     "begin to learn, not where they end."
 )
+_SPEED = f"Median of the updates without a probe; the first {UNSETTLED} after a change of the attention are left out."
 _SECONDS = (
-    "Seconds are those of the updates alone, without checkpoints and pauses, on whatever machine trained the run; "
-    "probes of the attention's error may count in runs from before 0.2.0. Tokens per second are medians; updates with "
-    f"a probe and the first {UNSETTLED} after a change of the attention are left out."
+    "Time of the updates alone, without checkpoints and pauses, on whatever machine trained the run; probes of the "
+    "attention's error may count in runs from before 0.2.0."
 )
 _SPEED_OF_THE_PAPER = (
     "The paper's: 88.9k tokens/s with MuSe and 65.3k with cuDNN's exact attention, 1.36x, for the 1B model at 64k on "
@@ -66,105 +70,176 @@ _ANSWERS = (
 )
 _POSITIONS = "Under exact attention: the loss itself, not its cumulative mean, between powers of two of the position."
 _PAPER_LAW = "The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999."
+_RUNS = (BLACK, *PALETTE)
+_MEAN = "mean"
+_POINTS_OF_A_LAW = 50
 
 
-def runs_table(results: Results) -> Table:
-    header = ("run", "trained with", "parameters", "updates", "tokens", "tokens per parameter", "weights")
+def comparison_report(results: ComparisonResults, file_name: str = "") -> Report:
+    if not results.attentions:
+        raise ValueError("no model has seen all samples yet; run the comparison again, and it goes on")
+    settings = results.settings
+    probes, answers, laws = probe_table(results), answers_table(results), scaling_table(results)
+    smoothing = " or ".join(f"{averaged:,}" for averaged in sorted({run.curves.averaged for run in _runs(results)}))
+    sections = [
+        Section("Training attention against test attention", tables=[matrix_table(results)]),
+        Section("Runs", tables=[runs_table(results)], notes=[_TOKENS, *_beginnings(results)]),
+    ]
+    if any(name != EXACT for name in results.attentions):
+        sections.append(
+            Section("Switching the attention", [_SWITCHING], tables=[switching_table(results)], notes=[LEAK])
+        )
+    averages = (
+        f"Each point is the mean of {smoothing} consecutive updates, and none is in two points. This is the loss on "
+        "the training batches, under the attention of the update."
+    )
+    sections.append(
+        Section(
+            "Training and its speed",
+            figures=_training_figures(results),
+            tables=[speed_table(results)],
+            notes=[averages, _SPEED_OF_THE_PAPER],
+        )
+    )
+    if probes.rows:
+        sections.append(
+            Section("The attention's error in training", [_PROBE], figures=_error_figures(results), tables=[probes])
+        )
+    if answers.rows:
+        sections.append(
+            Section("Learning to look needles up", [_ANSWERS], figures=_answers_figures(results), tables=[answers])
+        )
+    sections += [
+        Section(
+            "Loss by position", [_POSITIONS], figures=_position_figures(results), tables=[positions_table(results)]
+        ),
+        Section(
+            "Scaling law",
+            figures=_scaling_figures(results),
+            tables=[laws] if laws.rows else [],
+            notes=[*_missing_sizes(results), _PAPER_LAW],
+        ),
+    ]
+    return Report(
+        f"Training runs compared: {', '.join(results.runs)}",
+        verdict=[*headline(results), *warnings(results)],
+        cards=_cards(results),
+        sections=sections,
+        names=names_table(_named(results)),
+        provenance=provenance_of(
+            results,
+            f"Held-out text: {settings.corpus}; {settings.samples} windows of {format_size(settings.length)} tokens, "
+            f"evenly spaced among {settings.windows:,}; {settings.precision}, on {settings.device}",
+            "The machine is that which measured these losses.",
+        ),
+        csv=as_csv(results),
+    )
+
+
+def runs_table(results: ComparisonResults) -> Table:
+    titles = ("parameters", "updates", "tokens", "tokens per parameter")
+    columns = (text("run"), text("trained with"), *map(number, titles), text("weights"))
+    names = short_names(_named(results))
     rows = [
         (
             run.name,
-            f"{run.attention}{_tail(run)}",
+            f"{names[run.attention]}{_tail(run)}",
             f"{run.parameters / 1e6:,.1f}M",
             f"{run.step:,}",
             f"{run.tokens:,}",
             f"{run.tokens / run.parameters:.2g}",
             "the finished model" if run.is_finished else f"its newest checkpoint, of {run.recipe.steps:,} updates",
         )
-        for run in results.runs.values()
+        for run in _runs(results)
     ]
-    return header, rows
+    return Table(columns, rows)
 
 
-def matrix_table(results: Results) -> Table:
+def matrix_table(results: ComparisonResults) -> Table:
     """Training attention against test attention, and the difference under exact attention."""
-    attentions = results.attentions
-    header = (
-        "run",
-        "trained with",
-        *(f"tested: {name}" for name in attentions),
-        "difference, tested: exact",
-        "percent",
-    )
+    attentions, names = results.attentions, short_names(_named(results))
+    columns = [text("run"), text("trained with"), *(number(f"tested: {names[name]}", _LOSS) for name in attentions)]
+    columns += [number("difference, tested: exact", _DIFFERENCE), number("percent", _DIFFERENCE)]
     rows = []
-    for run in results.runs.values():
+    for run in _runs(results):
         cells = [results.whole(run, name) for name in attentions]
         found = difference(results, run)
         rows.append(
             (
                 run.name,
-                run.attention,
+                names[run.attention],
                 *("" if cell is None else str(Mean.of(cell.means)) for cell in cells),
                 "" if found is None else found.nats.signed(),
                 "" if found is None else _percent(found),
             )
         )
-    return header, rows
+    return Table(columns, rows)
 
 
-def switching_table(results: Results) -> Table:
-    others = [name for name in results.attentions if name != EXACT]
+def switching_table(results: ComparisonResults) -> Table:
+    others, names = [name for name in results.attentions if name != EXACT], short_names(_named(results))
     rows = []
-    for run in results.runs.values():
+    for run in _runs(results):
         found = [switching(results, run, name) for name in others]
         rows.append((run.name, *("" if gap is None else gap.signed() for gap in found)))
-    return ("run", *others), rows
+    return Table((text("run"), *(number(names[name], in_words(name)) for name in others)), rows)
 
 
-def speed_table(results: Results) -> Table:
-    header = ("run", "attention of the update", "tokens/s", "updates", "speed-up over exact training", "all updates")
+def speed_table(results: ComparisonResults) -> Table:
+    columns = (
+        text("run"),
+        text("attention of the update"),
+        number("tokens/s", _SPEED),
+        number("updates"),
+        number("speed-up over exact training"),
+        number("all updates", _SECONDS),
+    )
+    names = short_names(_named(results))
     rows = []
-    for run in results.runs.values():
+    for run in _runs(results):
         ratio = speedup(results, run)
         for attention, speed in run.curves.speeds.items():
             is_its_own = attention == run.recipe.attention
             rows.append(
                 (
                     run.name,
-                    full_name(attention, run.recipe.length),
+                    names[full_name(attention, run.recipe.length)],
                     f"{speed.tokens_per_second:,.0f}",
                     f"{speed.updates:,}",
                     f"{ratio:.2f}x{_speed_remark(results, run)}" if is_its_own and ratio is not None else "",
                     str(datetime.timedelta(seconds=round(run.curves.seconds))) if is_its_own else "",
                 )
             )
-    return header, rows
+    return Table(columns, rows)
 
 
-def probe_table(results: Results) -> Table:
+def probe_table(results: ComparisonResults) -> Table:
     """The first and the last measurement of each run, and the mean of all."""
-    header = ("run", "attention", "measurements", "first", "last", "mean", "worst layer, last")
+    names = short_names(_named(results))
     rows = []
-    for run in results.runs.values():
+    for run in _runs(results):
         probes = run.curves.probes
         if probes:
             worst, error = max(probes[-1].errors.items(), key=lambda layer: layer[1])
             means = [probe.mean for probe in probes]
-            overall = sum(means) / len(means)
-            numbers = (f"{means[0]:.2g}", f"{means[-1]:.2g}", f"{overall:.2g}")
-            rows.append((run.name, run.attention, str(len(probes)), *numbers, f"{error:.2g} (layer {worst})"))
-    return header, rows
+            numbers = (f"{means[0]:.2g}", f"{means[-1]:.2g}", f"{sum(means) / len(means):.2g}")
+            about = (run.name, names[run.attention], str(len(probes)))
+            rows.append((*about, *numbers, f"{error:.2g} (layer {worst})"))
+    titles = ("measurements", "first", "last", "mean", "worst layer, last")
+    return Table((text("run"), text("attention"), *map(number, titles)), rows)
 
 
-def answers_table(results: Results) -> Table:
+def answers_table(results: ComparisonResults) -> Table:
     """Of runs that learnt from needles."""
-    header = ("run", "measured under", "measurements", "first", "middle", "last", "lowest")
+    names = short_names(_named(results))
     rows = []
-    for run in results.runs.values():
+    for run in _runs(results):
         for attention, curve in answers_curves(run).items():
             losses = [loss for _, loss in curve]
             chosen = (losses[0], losses[(len(losses) - 1) // 2], losses[-1], min(losses))
-            rows.append((run.name, attention, str(len(losses)), *(f"{loss:.3f}" for loss in chosen)))
-    return header, rows
+            rows.append((run.name, names[attention], str(len(losses)), *(f"{loss:.3f}" for loss in chosen)))
+    titles = ("measurements", "first", "middle", "last", "lowest")
+    return Table((text("run"), text("measured under"), *map(number, titles)), rows)
 
 
 def answers_curves(run: Run) -> dict[str, list[tuple[float, float]]]:
@@ -176,44 +251,43 @@ def answers_curves(run: Run) -> dict[str, list[tuple[float, float]]]:
     return curves
 
 
-def positions_table(results: Results) -> Table:
+def positions_table(results: ComparisonResults) -> Table:
     """The loss of references between powers of two of the position, and what the other runs add to it.
 
     A run whose reference is not measured yet has its own loss.
     """
-    runs = [run for run in results.runs.values() if results.whole(run, EXACT)]
+    runs = [run for run in _runs(results) if results.whole(run, EXACT)]
     columns = {run.name: [loss for _, loss in losses_by_position(results, run)] for run in runs}
     references = {run.name: reference_of(results, run).name for run in runs}
     less = {name: other for name, other in references.items() if other != name and other in columns}
-    header = ["positions", *(f"{name} less {less[name]}" if name in less else name for name in columns)]
+    titles = ["positions", *(f"{name} less {less[name]}" if name in less else name for name in columns)]
     rows = []
     first = 1
-    for number, size in enumerate(_sizes(results)):
-        cells = [f"{first}" if size == 1 else f"{first} to {first + size - 1}"]
-        for name, column in columns.items():
-            if name in less:
-                cells.append(f"{column[number] - columns[less[name]][number]:+.4f}")
-            else:
-                cells.append(f"{column[number]:.4f}")
-        rows.append(cells)
+    for place, size in enumerate(next((cell.sizes for cell in results.cells), [])):
+        cells = (
+            f"{column[place] - columns[less[name]][place]:+.4f}" if name in less else f"{column[place]:.4f}"
+            for name, column in columns.items()
+        )
+        rows.append((span(first, first + size - 1), *cells))
         first += size
-    return header, rows
+    return Table(map(number, titles), rows)
 
 
-def scaling_table(results: Results) -> Table:
+def scaling_table(results: ComparisonResults) -> Table:
+    names = short_names(_named(results))
     rows = [
         (
-            attention,
+            names[attention],
             ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in found.points),
             f"{found.law.exponent:.3f}",
             f"{found.r_squared:.4f}",
         )
         for attention, found in scaling_laws(results).items()
     ]
-    return ("trained with", "parameters", "exponent", "R²"), rows
+    return Table((text("trained with"), text("parameters"), number("exponent"), number("R²")), rows)
 
 
-def losses_by_position(results: Results, run: Run, step: int | None = None) -> list[tuple[float, float]]:
+def losses_by_position(results: ComparisonResults, run: Run, step: int | None = None) -> list[tuple[float, float]]:
     """(last position, mean loss) of every bin, under exact attention; none where it is not measured."""
     cell = results.whole(run, EXACT, step)
     if cell is None:
@@ -226,7 +300,7 @@ def losses_by_position(results: Results, run: Run, step: int | None = None) -> l
     return found
 
 
-def headline(results: Results) -> list[str]:
+def headline(results: ComparisonResults) -> list[str]:
     """For every run but the references: its held-out loss under exact attention, and its speed, in words."""
     lines = []
     for run in results.runs.values():
@@ -243,7 +317,7 @@ def headline(results: Results) -> list[str]:
     return lines
 
 
-def warnings(results: Results) -> list[str]:
+def warnings(results: ComparisonResults) -> list[str]:
     """What stands between these runs and a fair comparison."""
     lines = [
         f"{run.name} is not finished: its weights are those of update {run.step:,} of {run.recipe.steps:,}."
@@ -257,83 +331,7 @@ def warnings(results: Results) -> list[str]:
     return lines
 
 
-def markdown_report(results: Results, *, title: str) -> str:
-    parts = [f"# {markdown_line(title)}", markdown_list(_facts(results)), fenced(results.commands)]
-    if lines := [*headline(results), *warnings(results)]:
-        parts.append(markdown_list(lines))
-    parts += ["## Training attention against test attention", markdown_table(*matrix_table(results)), _MATRIX]
-    parts += ["## Runs", markdown_table(*runs_table(results)), _TOKENS]
-    parts += map(markdown_line, _beginnings(results))
-    if _has_other_attentions(results):
-        parts += ["## Switching the attention", markdown_table(*switching_table(results)), _SWITCHING, LEAK]
-    parts += ["## Speed", markdown_table(*speed_table(results)), _SECONDS, _SPEED_OF_THE_PAPER]
-    if probe_table(results)[1]:
-        parts += ["## The attention's error in training", markdown_table(*probe_table(results)), _PROBE]
-    if answers_table(results)[1]:
-        parts += ["## Learning to look needles up", markdown_table(*answers_table(results)), _ANSWERS]
-    parts += ["## Loss by position", markdown_table(*positions_table(results)), _POSITIONS]
-    parts.append("## Scaling law")
-    if scaling_laws(results):
-        parts.append(markdown_table(*scaling_table(results)))
-    parts += [*map(markdown_line, _missing_sizes(results)), _PAPER_LAW]
-    return "\n\n".join(parts) + "\n"
-
-
-def html_report(results: Results, *, title: str, pictures: Mapping[str, bytes]) -> str:
-    """With those of the pictures that could be drawn, by name."""
-    page = Page(title)
-    for line in [*headline(results), *warnings(results)]:
-        page.paragraph(line)
-    for fact in _facts(results):
-        page.paragraph(fact, is_note=True)
-    page.code("\n".join(results.commands))
-
-    def show(name: str, description: str) -> None:
-        if name in pictures:
-            page.picture(pictures[name], description)
-
-    page.section("Training attention against test attention")
-    page.table(*matrix_table(results))
-    page.paragraph(_MATRIX, is_note=True)
-    page.section("Runs")
-    page.table(*runs_table(results))
-    for note in (_TOKENS, *_beginnings(results)):
-        page.paragraph(note, is_note=True)
-    if _has_other_attentions(results):
-        page.section("Switching the attention")
-        page.table(*switching_table(results))
-        for note in (_SWITCHING, LEAK):
-            page.paragraph(note, is_note=True)
-    page.section("Training")
-    show(TRAINING, "Training loss against tokens and against seconds, one curve per run")
-    page.paragraph(_smoothing(results), is_note=True)
-    page.table(*speed_table(results))
-    for note in (_SECONDS, _SPEED_OF_THE_PAPER):
-        page.paragraph(note, is_note=True)
-    if probe_table(results)[1]:
-        page.section("The attention's error in training")
-        show(ERRORS, "Relative squared error of every global layer against tokens, one panel per run")
-        page.table(*probe_table(results))
-        page.paragraph(_PROBE, is_note=True)
-    if answers_table(results)[1]:
-        page.section("Learning to look needles up")
-        show(ANSWERS, "Loss of uids in imports against tokens, one curve per run")
-        page.table(*answers_table(results))
-        page.paragraph(_ANSWERS, is_note=True)
-    page.section("Loss by position")
-    show(POSITIONS, "Loss against position, one panel per run, one curve per checkpoint")
-    page.table(*positions_table(results))
-    page.paragraph(_POSITIONS, is_note=True)
-    page.section("Scaling law")
-    show(SCALING, "Loss against parameters, one curve per training attention")
-    if scaling_laws(results):
-        page.table(*scaling_table(results))
-    for note in (*_missing_sizes(results), _PAPER_LAW):
-        page.paragraph(note, is_note=True)
-    return page.html()
-
-
-def as_csv(results: Results) -> str:
+def as_csv(results: ComparisonResults) -> str:
     """A line for every model and attention that has seen all samples, earlier checkpoints included."""
     header = ["run", "trained_with", "parameters", "updates", "tested_with", "samples", "loss", "standard_error"]
     rows = []
@@ -347,18 +345,7 @@ def as_csv(results: Results) -> str:
     return csv_text(header, rows)
 
 
-def _facts(results: Results) -> list[str]:
-    settings = results.settings
-    hardware, versions = machine_lines(results.machine)
-    return [
-        f"Held-out text: {settings.corpus}; {settings.samples} windows of {format_size(settings.length)} tokens, "
-        f"evenly spaced among {settings.windows:,}; {settings.precision}, on {settings.device}",
-        f"Machine that measured these losses: {hardware}",
-        f"Versions: {versions}",
-    ]
-
-
-def _beginnings(results: Results) -> list[str]:
+def _beginnings(results: ComparisonResults) -> list[str]:
     """Of runs whose first weights are those of another."""
     return [
         f"{run.name} begins with the weights of {run.recipe.initial}; what those have seen is not counted."
@@ -372,7 +359,7 @@ def _tail(run: Run) -> str:
     return f", exact for the last {100 * share:g}%" if share and run.attention != EXACT else ""
 
 
-def _speed_remark(results: Results, run: Run) -> str:
+def _speed_remark(results: ComparisonResults, run: Run) -> str:
     names = unlike_in_speed(results, run)
     return f" ({', '.join(names)} {'differs' if len(names) == 1 else 'differ'})" if names else ""
 
@@ -382,28 +369,118 @@ def _percent(found: Difference) -> str:
     return f"{mean:+.2f}%" if error is None else f"{mean:+.2f} ± {error:.2f}%"
 
 
-def _has_other_attentions(results: Results) -> bool:
-    return any(name != EXACT for name in results.attentions)
+def _runs(results: ComparisonResults) -> Iterable[Run]:
+    return results.runs.values()
 
 
-def _sizes(results: Results) -> list[int]:
-    return next((cell.sizes for cell in results.cells), [])
+def _named(results: ComparisonResults) -> list[str]:
+    """All attentions of the report, by their full names."""
+    trained = [run.attention for run in _runs(results)]
+    updates = [full_name(name, run.recipe.length) for run in _runs(results) for name in run.curves.speeds]
+    answered = [name for run in _runs(results) for name in answers_curves(run)]
+    return [*trained, *results.named, *updates, *answered]
 
 
-def _smoothing(results: Results) -> str:
-    numbers = sorted({run.curves.averaged for run in results.runs.values()})
-    updates = " or ".join(f"{number:,}" for number in numbers)
-    return (
-        f"Each point is the mean of {updates} consecutive updates, and none is in two points. This is the loss on the "
-        "training batches, under the attention of the update."
-    )
+def _cards(results: ComparisonResults) -> list[Card]:
+    """Of the first run that is compared with another."""
+    for run in _runs(results):
+        found, ratio, probes = difference(results, run), speedup(results, run), run.curves.probes
+        if found is not None:
+            return [
+                *([Card("speed-up in training", f"{ratio:.2f}x", run.name)] if ratio is not None else []),
+                Card("held-out loss", _percent(found), f"{run.name} against {found.reference}"),
+                *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),
+                Card("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:.2g} per parameter"),
+            ]
+    return []
 
 
-def _missing_sizes(results: Results) -> list[str]:
+def _missing_sizes(results: ComparisonResults) -> list[str]:
     lines = []
     for attention, points in sizes(results).items():
         if missing := missing_sizes(points):
-            number = SIZES_OF_A_LAW - missing
-            there_are = "one size" if number == 1 else f"{number} sizes"
+            found = SIZES_OF_A_LAW - missing
+            there_are = "one size" if found == 1 else f"{found} sizes"
             lines.append(f"{attention}: {there_are} of model, {missing} fewer than a power law needs.")
     return lines
+
+
+def _figure(name: str, title: str, lines: Iterable[Line], x: Axis, y: Axis, above: float | None = None) -> list[Figure]:
+    """None if there is no line with a point."""
+    drawn = [line for line in lines if line.points]
+    return [Figure(name, title, title, functools.partial(draw_lines, drawn, x, y, above=above))] if drawn else []
+
+
+def _coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:
+    return [Line(name, curve, _RUNS[place % len(_RUNS)], marker) for place, (name, curve) in enumerate(curves)]
+
+
+def _training_figures(results: ComparisonResults) -> list[Figure]:
+    loss, runs = Axis("training loss (nats)"), list(_runs(results))
+    by_tokens = [(run.name, [(point.tokens / 1e6, point.loss) for point in run.curves.points]) for run in runs]
+    by_seconds = [(run.name, [(point.seconds, point.loss) for point in run.curves.points]) for run in runs]
+    return [
+        *_figure("training", "Training loss against tokens", _coloured(by_tokens), Axis("tokens (millions)"), loss),
+        *_figure(
+            "training-seconds", "Training loss against time", _coloured(by_seconds), Axis("seconds of updates"), loss
+        ),
+    ]
+
+
+def _error_figures(results: ComparisonResults) -> list[Figure]:
+    """One for each run: a line for every layer, and their mean."""
+    figures = []
+    for place, run in enumerate(_runs(results), start=1):
+        probes = run.curves.probes
+        layers = list(probes[0].errors) if probes else []
+        lines = [
+            Line(f"layer {layer}", [(probe.tokens / 1e6, probe.errors[layer]) for probe in probes], colour, ".")
+            for layer, colour in zip(layers, shades(len(layers)), strict=True)
+        ]
+        lines.append(Line(_MEAN, [(probe.tokens / 1e6, probe.mean) for probe in probes], PALETTE[1], ".", width=2))
+        x, y = Axis("tokens (millions)"), Axis("relative squared error", log=10)
+        figures += _figure(f"errors-{place}", f"Error in training: {run.name}", lines, x, y, ROUNDING)
+    return figures
+
+
+def _answers_figures(results: ComparisonResults) -> list[Figure]:
+    names = short_names(_named(results))
+    curves = [
+        (f"{run.name}, {names[attention]}", curve)
+        for run in _runs(results)
+        for attention, curve in answers_curves(run).items()
+    ]
+    y = Axis("nats for a token of the answer", from_zero=True)
+    return _figure("answers", "Loss of uids in imports", _coloured(curves, "."), Axis("tokens (millions)"), y)
+
+
+def _position_figures(results: ComparisonResults) -> list[Figure]:
+    """One for each run: a line for every checkpoint, the last one the darkest."""
+    figures = []
+    for place, run in enumerate(_runs(results), start=1):
+        steps = results.steps(run)
+        lines = [
+            Line(f"{step:,} updates", losses_by_position(results, run, step), shade, ".")
+            for step, shade in zip(steps, shades(len(steps)), strict=True)
+        ]
+        x, y = Axis("position, up to", log=2, is_size=True), Axis("held-out loss (nats)")
+        figures += _figure(f"positions-{place}", f"Loss by position: {run.name}", lines, x, y)
+    return figures
+
+
+def _scaling_figures(results: ComparisonResults) -> list[Figure]:
+    """A mark for each model, and a line for the law of each attention."""
+    laws, names = scaling_laws(results), short_names(_named(results))
+    lines = []
+    for place, (name, points) in enumerate(sizes(results).items() if laws else []):
+        colour = _RUNS[place % len(_RUNS)]
+        lines.append(Line(names[name], points, colour, "o", ""))
+        if name in laws:
+            lines.append(Line(f"law of {names[name]}", _line(laws[name]), colour, width=1))
+    x, y = Axis("parameters", log=10), Axis("held-out loss (nats)", log=10)
+    return _figure("scaling", "Loss against parameters", lines, x, y)
+
+
+def _line(found: ScalingLaw) -> Curve:
+    smallest, largest = found.points[0][0], found.points[-1][0]
+    return [(float(size), found.law(float(size))) for size in np.geomspace(smallest, largest, _POINTS_OF_A_LAW)]

@@ -5,29 +5,22 @@ It is all that a report needs: the runs themselves may be gone.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from muse_attention.declared_types import check_types
-from muse_attention.evaluation.attentions import check_meaning, full_name, settings_of
+from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.settings import describe_machine_and_versions, differing
-from muse_attention.files import replace_file
+from muse_attention.evaluation.stored import StoredResults, entries
 from muse_attention.pretraining.recipes import Recipe, read_recipe
 from muse_attention.pretraining.schedule import EXACT
-from muse_attention.recorded_names import recorded_name, with_full_names
-from muse_attention.strict_json import parse_json
-
-WAY_OUT = "choose another --output, or --overwrite it"
-"""What a user of `muse compare` can do with a file that cannot be continued."""
+from muse_attention.recorded_names import recorded_name
 
 
 @dataclass(frozen=True)
-class Settings:
+class ComparisonSettings:
     """What all losses of a file have in common."""
 
     corpus: str
@@ -97,12 +90,32 @@ class Cell:
 
 
 @dataclass
-class Results:
-    machine: dict[str, Any]
-    settings: Settings
-    commands: list[str] = field(default_factory=list)
-    runs: dict[str, Run] = field(default_factory=dict)
+class ComparisonResults(StoredResults):
+    command = "muse compare"
+    way_out = "choose another --output, or --overwrite it"
+    is_finite = True
+    readers: ClassVar[Mapping[type, Callable[[Any], Any]]] = {Recipe: read_recipe}
+
+    settings: ComparisonSettings
+    runs: dict[str, Run] = field(default_factory=dict, metadata=entries("name"))
     cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def named(self) -> list[str]:
+        return [cell.attention for cell in self.cells]
+
+    def check(self) -> None:
+        """And attentions of training curves, which stand in no file beside their settings, by their full names."""
+        for name, run in self.runs.items():
+            if run.parameters < 1:
+                raise ValueError("a model without parameters")
+            rename = functools.partial(recorded_name, length=run.recipe.length, device=self.settings.device)
+            self.runs[name] = replace(run, curves=run.curves.with_names(rename))
+        for cell in self.cells:
+            if len(cell.bins) > self.settings.samples or sum(cell.sizes) != self.settings.length:
+                raise ValueError("the numbers are not those of the settings")
+            if any(len(losses) != len(cell.sizes) for losses in cell.bins):
+                raise ValueError("the bins are not those of a sample")
 
     def find(self, run: str, step: int, attention: str) -> Cell | None:
         key = (run, step, attention)
@@ -131,70 +144,3 @@ class Results:
         """The weights of a run that were measured under exact attention to the end, in order."""
         steps = {cell.step for cell in self.cells if cell.run == run.name}
         return sorted(step for step in steps if self.whole(run, EXACT, step))
-
-
-def start_results(settings: Settings, path: Path, *, overwrite: bool, way_out: str = WAY_OUT) -> Results:
-    """Those of the file if there is one, else empty ones; a ValueError with the way out if they cannot be continued."""
-    machine = describe_machine_and_versions()
-    if overwrite or not path.exists():
-        return Results(machine, settings)
-    earlier = read_results(path, way_out=way_out)
-    differences = differing(vars(earlier.settings), vars(settings)) + differing(earlier.machine, machine)
-    if differences:
-        raise ValueError(
-            f"{path} was measured with other settings or on another machine ({', '.join(differences)} differ); "
-            f"{way_out}"
-        )
-    return earlier
-
-
-def write_results(results: Results, path: Path) -> None:
-    document = {
-        "machine": results.machine,
-        "settings": asdict(results.settings),
-        "commands": results.commands,
-        "runs": [asdict(run) for run in results.runs.values()],
-        "cells": [{**asdict(cell), "config": settings_of(cell.attention)} for cell in results.cells],
-    }
-    replace_file(path, json.dumps(document) + "\n")
-
-
-def read_results(path: Path, *, way_out: str = WAY_OUT) -> Results:
-    """Read what `write_results` wrote; a ValueError if it is something else."""
-    try:
-        document = with_full_names(parse_json(path.read_bytes()))
-        device = document["settings"]["device"]
-        runs = [_run_from_json(run, device) for run in document["runs"]]
-        meanings = [(cell["attention"], cell.pop("config")) for cell in document["cells"]]
-        results = Results(
-            machine=dict(document["machine"]),
-            settings=Settings(**document["settings"]),
-            commands=list(document["commands"]),
-            runs={run.name: run for run in runs},
-            cells=[Cell(**cell) for cell in document["cells"]],
-        )
-        check_types(results)
-        if any(run.parameters < 1 for run in runs):
-            raise ValueError("a model without parameters")
-        for cell in results.cells:
-            if len(cell.bins) > results.settings.samples or sum(cell.sizes) != results.settings.length:
-                raise ValueError("the numbers are not those of the settings")
-            if any(len(losses) != len(cell.sizes) for losses in cell.bins):
-                raise ValueError("the bins are not those of a sample")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold the results of muse compare; {way_out}") from error
-    for attention, meaning in meanings:
-        check_meaning(attention, meaning, way_out=way_out)
-    return results
-
-
-def _run_from_json(entry: dict[str, Any], device: str) -> Run:
-    recipe = read_recipe(entry["recipe"])
-    curves = TrainingCurves.from_json(entry["curves"])
-    return Run(
-        **{
-            **entry,
-            "recipe": recipe,
-            "curves": curves.with_names(lambda attention: recorded_name(attention, recipe.length, device)),
-        }
-    )

@@ -88,22 +88,6 @@ class TrainingCurves:
             ),
         )
 
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> TrainingCurves:
-        """What `dataclasses.asdict` and JSON made of it."""
-        return cls(
-            **{
-                **document,
-                "points": tuple(Point(*point) for point in document["points"]),
-                "speeds": {attention: Speed(*speed) for attention, speed in document["speeds"].items()},
-                "probes": tuple(
-                    Probe(tokens, {int(layer): error for layer, error in errors.items()})
-                    for tokens, errors in document["probes"]
-                ),
-                "answers": tuple(Answers(*answers) for answers in document.get("answers", ())),
-            }
-        )
-
     def with_names(self, rename: Callable[[str], str]) -> TrainingCurves:
         """The same with attentions called otherwise."""
         return dataclasses.replace(

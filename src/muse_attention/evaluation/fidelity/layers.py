@@ -6,10 +6,8 @@ The results are one JSON file, replaced every few seconds, so that an interrupte
 from __future__ import annotations
 
 import functools
-import json
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,15 +16,11 @@ from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
-from muse_attention.declared_types import check_types
-from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
+from muse_attention.evaluation.settings import OnStep, TextSettings
+from muse_attention.evaluation.stored import StoredResults, entries
 from muse_attention.fidelity import measure as measure_fidelity
-from muse_attention.files import replace_file
 from muse_attention.gradient_fidelity import ExactGradients, measure_gradients
 from muse_attention.markup import csv_text
-from muse_attention.recorded_names import with_full_names
-from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,51 +35,55 @@ MEASURES = (
 """Those of `fidelity.Fidelity`, each a number for every head, and of gradients. Earlier files have the first four, and
 an attention that retrieves nothing has nothing to tell of it."""
 
-WRITTEN_EVERY = 5.0
-"""Seconds of work that are lost at most. (To write a large file after every layer would take longer than the layer.)"""
 Heads = dict[str, list[float]]
 """Some of `MEASURES`, of every head of a layer."""
 
 
-class Request(NamedTuple):
+class FidelityRequest(NamedTuple):
     attention: str
     length: int
 
 
 @dataclass
-class Results:
-    machine: dict[str, Any]
-    settings: Settings
-    commands: list[str] = field(default_factory=list)
+class FidelityResults(StoredResults):
+    command = "muse fidelity"
+
+    settings: TextSettings
     layers: list[int] = field(default_factory=list)
     """the layers that were measured, by number"""
     has_all_layers: bool = False
     """whether these are all: known when a sample was finished"""
-    measured: dict[Request, list[list[Heads]]] = field(default_factory=dict)
+    measured: dict[FidelityRequest, list[list[Heads]]] = field(
+        default_factory=dict, metadata=entries("attention", "length", value="samples")
+    )
     """what was found in each sample, layer by layer"""
 
-    def is_whole(self, request: Request, *, gradients: bool = False) -> bool:
+    @property
+    def named(self) -> list[str]:
+        return [request.attention for request in self.measured]
+
+    def is_whole(self, request: FidelityRequest, *, gradients: bool = False) -> bool:
         """Whether all samples and layers were measured; if `gradients`, those too."""
         return all(self.has_sample(request, sample, gradients=gradients) for sample in range(self.settings.samples))
 
-    def has_sample(self, request: Request, sample: int, *, gradients: bool = False) -> bool:
+    def has_sample(self, request: FidelityRequest, sample: int, *, gradients: bool = False) -> bool:
         found = self.measured.get(request, [])
         if not (self.has_all_layers and sample < len(found) and len(found[sample]) == len(self.layers)):
             return False
         return not gradients or all(_has_gradients(heads) for heads in found[sample])
 
-    def measures(self, request: Request) -> list[str]:
+    def measures(self, request: FidelityRequest) -> list[str]:
         """What is known of all samples and layers."""
         heads = [layer for sample in self.measured[request] for layer in sample]
         return [measure for measure in MEASURES if all(measure in layer for layer in heads)]
 
-    def by_head(self, request: Request, measure: str) -> Tensor:
+    def by_head(self, request: FidelityRequest, measure: str) -> Tensor:
         """(layers, heads), averaged over samples."""
         return torch.tensor(
             [[layer[measure] for layer in sample] for sample in self.measured[request]], dtype=torch.float64
         ).mean(0)
 
-    def pooled(self, request: Request) -> dict[str, float]:
+    def pooled(self, request: FidelityRequest) -> dict[str, float]:
         """Each measure that is known, averaged over all samples, layers and heads."""
         return {measure: float(self.by_head(request, measure).mean()) for measure in self.measures(request)}
 
@@ -95,13 +93,22 @@ class Results:
         first = next((request for request in self.measured if self.is_whole(request)), None)
         return 0 if first is None else self.by_head(first, MEASURES[0]).numel()
 
-    @property
-    def size(self) -> int:
-        """Measures of layers, over all samples and requests."""
-        return sum(len(layer) for samples in self.measured.values() for sample in samples for layer in sample)
+    def as_csv(self) -> str:
+        """A line for every attention, length, sample, layer and head."""
+        known = {name for samples in self.measured.values() for layers in samples for heads in layers for name in heads}
+        names = [name for name in MEASURES if name in known]
+        rows = []
+        for request, samples in self.measured.items():
+            for sample, layers in enumerate(samples):
+                for layer, heads in zip(self.layers, layers, strict=False):
+                    number = len(heads[MEASURES[0]])
+                    for head in range(number):
+                        cells = [_csv_cell(heads.get(name), head, number) for name in names]
+                        rows.append([*request, sample, layer, head, *cells])
+        return csv_text(["attention", "length", "sample", "layer", "head", *names], rows)
 
 
-def steps(model: PreTrainedModel, requests: Sequence[Request], samples: int) -> int:
+def steps(model: PreTrainedModel, requests: Sequence[FidelityRequest], samples: int) -> int:
     """Layers that `measure` visits, if nothing is there yet."""
     return len({request.length for request in requests}) * samples * number_of_layers(model)
 
@@ -113,8 +120,8 @@ def number_of_layers(model: PreTrainedModel) -> int:
 def measure(
     model: PreTrainedModel,
     tokens: Tensor,
-    requests: Sequence[Request],
-    results: Results,
+    requests: Sequence[FidelityRequest],
+    results: FidelityResults,
     path: Path,
     *,
     gradients: bool = False,
@@ -124,55 +131,34 @@ def measure(
 
     Shorter requests are measured on the beginning of each sample. If `gradients`, their errors are measured too.
     """
-    before = results.size
-    try:
-        _measure(model, tokens, requests, results, path, gradients, on_step)
-    finally:
-        if results.size > before:
-            write_results(results, path)
-
-
-def _measure(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    requests: Sequence[Request],
-    results: Results,
-    path: Path,
-    gradients: bool,
-    on_step: OnStep,
-) -> None:
     from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
 
-    finished, written = 0, time.monotonic()
-    for length in sorted({request.length for request in requests}, reverse=True):
-        attentions = [request.attention for request in dict.fromkeys(requests) if request.length == length]
-        for sample, ids in enumerate(tokens):
-            wanted = [Request(attention, length) for attention in attentions]
-            if not all(results.has_sample(request, sample, gradients=gradients) for request in wanted):
-                on_layer = functools.partial(_measure_layer, results, wanted, sample, gradients)
-                before = finished
+    finished = 0
+    with results.saving(path) as save:
+        for length in sorted({request.length for request in requests}, reverse=True):
+            wanted = [request for request in dict.fromkeys(requests) if request.length == length]
+            for sample, ids in enumerate(tokens):
+                if not all(results.has_sample(request, sample, gradients=gradients) for request in wanted):
+                    on_layer = functools.partial(_measure_layer, results, wanted, sample, gradients, save)
 
-                def visit(layer: int, *inputs: Any, on_layer: Any = on_layer, before: int = before) -> None:
-                    nonlocal written
-                    on_step(f"{inputs[0].shape[2]} tokens, layer {layer}", before + layer)
-                    on_layer(layer, *inputs)
-                    if time.monotonic() - written > WRITTEN_EVERY:
-                        write_results(results, path)
-                        written = time.monotonic()
+                    def visit(layer: int, *inputs: Any, on_layer: Any = on_layer, before: int = finished) -> None:
+                        on_step(f"{inputs[0].shape[2]} tokens, layer {layer}", before + layer)
+                        on_layer(layer, *inputs)
 
-                visit_layers(model, ids[None, :length], visit)
-                if not results.layers:
-                    raise ValueError("every layer of this model has a window, so that no attention changes it")
-                results.has_all_layers = True
-            finished += number_of_layers(model)
-            on_step(f"{length} tokens", finished)
+                    visit_layers(model, ids[None, :length], visit)
+                    if not results.layers:
+                        raise ValueError("every layer of this model has a window, so that no attention changes it")
+                    results.has_all_layers = True
+                finished += number_of_layers(model)
+                on_step(f"{length} tokens", finished)
 
 
 def _measure_layer(
-    results: Results,
-    requests: Sequence[Request],
+    results: FidelityResults,
+    requests: Sequence[FidelityRequest],
     sample: int,
     gradients: bool,
+    save: Callable[[], None],
     layer: int,
     query: Tensor,
     key: Tensor,
@@ -198,6 +184,7 @@ def _measure_layer(
             exact_gradients = exact_gradients or ExactGradients.of(query, key, value, **call)
             errors = measure_gradients(attention, query, key, value, exact=exact_gradients, **call)
             found[sample][place].update({name: _rounded(tensor[0]) for name, tensor in vars(errors).items()})
+        save()
 
 
 def _has_gradients(heads: Heads) -> bool:
@@ -207,66 +194,6 @@ def _has_gradients(heads: Heads) -> bool:
 def _rounded(numbers: Tensor) -> list[float]:
     """To six digits: files stay small."""
     return [float(f"{number:.6g}") for number in numbers.tolist()]
-
-
-def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
-    """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    return start_or_continue(settings, path, resume=resume, empty=Results, read=read_results)
-
-
-def write_results(results: Results, path: Path) -> None:
-    document = {
-        "machine": results.machine,
-        "settings": asdict(results.settings),
-        "commands": results.commands,
-        "layers": results.layers,
-        "has_all_layers": results.has_all_layers,
-        "measured": [
-            {
-                "attention": request.attention,
-                "config": settings_of(request.attention),
-                "length": request.length,
-                "samples": samples,
-            }
-            for request, samples in results.measured.items()
-        ],
-    }
-    replace_file(path, json.dumps(document) + "\n")
-
-
-def read_results(path: Path) -> Results:
-    """Read what `write_results` wrote; a ValueError if it is something else."""
-    try:
-        document = with_full_names(parse_json(path.read_bytes(), finite=False))
-        results = Results(
-            machine=document["machine"],
-            settings=Settings(**document["settings"]),
-            commands=list(document["commands"]),
-            layers=list(document["layers"]),
-            has_all_layers=document["has_all_layers"],
-            measured={Request(entry["attention"], entry["length"]): entry["samples"] for entry in document["measured"]},
-        )
-        check_types(results)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold the results of muse fidelity") from error
-    for entry in document["measured"]:
-        check_meaning(entry["attention"], entry["config"])
-    return results
-
-
-def as_csv(results: Results) -> str:
-    """A line for every attention, length, sample, layer and head."""
-    known = {name for samples in results.measured.values() for layers in samples for heads in layers for name in heads}
-    names = [name for name in MEASURES if name in known]
-    rows = []
-    for request, samples in results.measured.items():
-        for sample, layers in enumerate(samples):
-            for layer, heads in zip(results.layers, layers, strict=False):
-                number = len(heads[MEASURES[0]])
-                for head in range(number):
-                    cells = [_csv_cell(heads.get(name), head, number) for name in names]
-                    rows.append([*request, sample, layer, head, *cells])
-    return csv_text(["attention", "length", "sample", "layer", "head", *names], rows)
 
 
 def _csv_cell(numbers: list[float] | None, head: int, heads: int) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from muse_attention.config import Clustering, MuSeConfig
 from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.fidelity import paper
-from muse_attention.evaluation.fidelity.layers import Request
+from muse_attention.evaluation.fidelity.layers import FidelityRequest
 from muse_attention.evaluation.fidelity.paper import PaperTable
 from muse_attention.sizes import format_size
 
@@ -25,7 +25,7 @@ ERROR_CONTROL = "error-control"
 
 class Row(NamedTuple):
     labels: tuple[str, ...]
-    request: Request
+    request: FidelityRequest
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Preset:
     """the paper's tables of the same kind"""
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[FidelityRequest]:
         return [row.request for row in self.rows]
 
 
@@ -79,7 +79,7 @@ class _Base:
             joint = int(str(changes.pop("joint")))
             changes = {"query_clusters": joint, "key_clusters": joint, "retrieved_clusters": _part(joint)} | changes
         config = self.config.replace(**changes)
-        return Row(tuple(map(str, labels)), Request(f"muse:{config}", self.length))
+        return Row(tuple(map(str, labels)), FidelityRequest(f"muse:{config}", self.length))
 
     def tilted_and_not(self, count: int, *labels: object, **changes: object) -> list[Row]:
         return [
@@ -104,8 +104,8 @@ def _methods(base: _Base) -> Preset:
         ("attention",),
         (
             base.row("MuSe"),
-            Row(("MoBA",), Request(moba, base.length)),
-            Row(("block-diagonal",), Request(f"block_diagonal:{format_size(config.block_size)}", base.length)),
+            Row(("MoBA",), FidelityRequest(moba, base.length)),
+            Row(("block-diagonal",), FidelityRequest(f"block_diagonal:{format_size(config.block_size)}", base.length)),
         ),
         (paper.METHODS,),
     )
@@ -259,7 +259,7 @@ def _length(base: _Base) -> Preset:
     while length >= 2048:
         config = MuSeConfig.paper_sizes(length).replace(clustering=base.config.clustering)
         labels = (format_size(length), str(config.key_clusters), format_size(config.block_size))
-        rows.append(Row(labels, Request(f"muse:{config}", length)))
+        rows.append(Row(labels, FidelityRequest(f"muse:{config}", length)))
         length //= 2
     return Preset(
         "length",
@@ -339,7 +339,7 @@ def _error_control(base: _Base) -> Preset:
 
 
 def _named_row(family: str, clusters: str, rule: str, length: int, attention: str) -> Row:
-    return Row((family, clusters, rule), Request(full_name(attention, length), length))
+    return Row((family, clusters, rule), FidelityRequest(full_name(attention, length), length))
 
 
 PRESETS: dict[str, Callable[[_Base], Preset]] = {

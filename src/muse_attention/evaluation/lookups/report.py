@@ -1,33 +1,39 @@
-"""The results of `muse eval needles --lookups` for people: Markdown, CSV and HTML, by layer and by head."""
+"""The report of `muse eval needles --lookups`, by layer and by head."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from muse_attention.evaluation.attentions import in_words
-from muse_attention.evaluation.lookups.results import Results
-from muse_attention.evaluation.page import Page, Table
-from muse_attention.machine import machine_lines
-from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
+from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.evaluation.lookups.results import LookupResults
+from muse_attention.evaluation.provenance import provenance_of
+from muse_attention.markup import csv_text
+from muse_attention.report.tree import Card, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
 STRONG = 0.1
 """A head that puts at least this much of its weight on the needle looks it up."""
 _SHOWN_HEADS = 40
-MEANING = (
+_QUERY = (
     "The model reads each prompt with exact attention. In every head, the query is the last token of the prompt, that "
-    "before the first digit of the uid that is asked for, and the needle is the file that defines it. Weight is exact "
-    "attention's on the needle. Found: the share of it that lies in buckets that the query retrieves or in its own "
-    "block. Exact: the same with keys that are the only one of their summary, which is then that key; the rest is "
-    "approximated by summaries. Both are sums over all heads, layers and samples over the sum of the weight. Strong: "
-    f"heads of a sample with a weight of at least {STRONG:g}; how many of them there are in a sample, and in how many "
-    "of them more than half of the weight is found. Pairs: buckets that the query retrieves, the mean over heads."
+    "before the first digit of the uid that is asked for, and the needle is the file that defines it."
 )
+_SUMS = "A sum over all heads, layers and samples over the sum of the weight."
+_FOUND = (
+    "Share of exact attention's weight on the needle that lies in buckets that the query retrieves or in its own "
+    f"block. {_SUMS}"
+)
+_EXACT = (
+    "The same with keys that are the only one of their summary, which is then that key; the rest is approximated by "
+    f"summaries. {_SUMS}"
+)
+_STRONG = f"Heads of a sample with a weight of at least {STRONG:g} on the needle, the mean over samples."
+_WEIGHT = "Exact attention's weight on the needle, the mean over samples."
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Pool:
         return Pool(*(tensor[:, [place]][..., [head]] for tensor in vars(self).values()))
 
 
-def pool(results: Results, length: int, kind: str | None, attention: str) -> Pool:
+def pool(results: LookupResults, length: int, kind: str | None, attention: str) -> Pool:
     """Of one kind of samples, or of all for None."""
     chosen = [
         found
@@ -101,30 +107,80 @@ def pool(results: Results, length: int, kind: str | None, attention: str) -> Poo
     return Pool(*(torch.tensor([getattr(sample, name) for sample in chosen], dtype=torch.float64) for name in names))
 
 
-def summary_table(results: Results) -> Table:
-    """Of every length, kind and attention."""
-    header = (
-        *("attention", "length", "kind", "samples", "found", "exact", "pairs"),
-        *("strong heads", "of them found", "found, strong", "exact, strong", "pairs, strong"),
+def lookup_report(results: LookupResults, file_name: str) -> Report:
+    if not results.lookups:
+        raise ValueError("no sample has been read yet; continue the run with --resume")
+    settings, names = results.settings, short_names(results.named)
+    lengths = sorted({task.length for task in results.lookups})
+    longest = _pools(results, lengths[-1])
+    best, found = max(longest.items(), key=lambda item: item[1].share or 0)
+    among = "" if len(longest) == 1 else f", most of {len(longest)} attentions"
+    return Report(
+        f"Lookups: {file_name}",
+        verdict=[
+            f"At {format_size(lengths[-1])}, {names[best]} attends token by token to {_percent(found.share) or 'none'} "
+            f"of exact attention's weight on the needle{among}.",
+            f"{settings.model}, in {settings.haystack}.",
+        ],
+        cards=[
+            Card(f"found, {names[name]}", _percent(of_name.share), f"strong heads: {_percent(of_name.strong_share)}")
+            for name, of_name in longest.items()
+        ][:6],
+        sections=[
+            Section("Attentions", [_QUERY], tables=[summary_table(results)]),
+            *(Section(f"By layer, {format_size(length)}", tables=[layer_table(results, length)]) for length in lengths),
+            *(
+                Section(
+                    f"Heads with most weight on the needle, {format_size(length)}", tables=[head_table(results, length)]
+                )
+                for length in lengths
+            ),
+        ],
+        names=names_table(results.named),
+        provenance=provenance_of(
+            results,
+            f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
+            f"Haystack: {settings.haystack}; seed {settings.seed}",
+        ),
+        csv=as_csv(results),
     )
+
+
+def summary_table(results: LookupResults) -> Table:
+    """Of every length, kind and attention."""
+    columns = (
+        text("attention"),
+        number("length"),
+        text("kind"),
+        number("samples"),
+        number("found", _FOUND),
+        number("exact", _EXACT),
+        number("pairs", "Buckets that the query retrieves, the mean over heads."),
+        number("strong heads", _STRONG),
+        number("of them found", "Those of which more than half of the weight is found."),
+        number("found, strong", f"In strong heads. {_FOUND}"),
+        number("exact, strong", f"In strong heads. {_EXACT}"),
+        number("pairs, strong", "Buckets that the query retrieves in a strong head."),
+    )
+    names = short_names(results.named)
     rows = []
     for length, kind, attention in _groups(results):
         of_group = pool(results, length, kind, attention)
         rows.append(
             (
-                *(attention, format_size(length), kind, str(of_group.samples)),
+                *(names[attention], format_size(length), kind, str(of_group.samples)),
                 *(_percent(of_group.share), _percent(of_group.exact_share), f"{of_group.mean_pairs:.2f}"),
                 *(f"{of_group.strong_heads:.1f}", f"{of_group.strong_heads_found:.1f}"),
                 *(_percent(of_group.strong_share), _percent(of_group.strong_exact_share)),
-                _number(of_group.strong_pairs),
+                "" if of_group.strong_pairs is None else f"{of_group.strong_pairs:.2f}",
             )
         )
-    return header, rows
+    return Table(columns, rows)
 
 
-def layer_table(results: Results, length: int) -> Table:
+def layer_table(results: LookupResults, length: int) -> Table:
     """The mean weight of a head on the needle, and what share of it each attention finds, by layer."""
-    pools = _pools(results, length)
+    pools, names = _pools(results, length), short_names(results.named)
     first = next(iter(pools.values()))
     rows = [
         (
@@ -135,46 +191,24 @@ def layer_table(results: Results, length: int) -> Table:
         )
         for place, layer in enumerate(results.layers)
     ]
-    return ("layer", "weight", "strong", *pools), rows
+    shares = (number(names[name], _FOUND) for name in pools)
+    return Table((number("layer"), number("weight", _WEIGHT), number("strong", _STRONG), *shares), rows)
 
 
-def head_table(results: Results, length: int) -> Table:
+def head_table(results: LookupResults, length: int) -> Table:
     """Likewise by head, those with most weight on the needle first."""
-    pools = _pools(results, length)
-    first = next(iter(pools.values()))
-    weight = first.weight.mean(0)
+    pools, names = _pools(results, length), short_names(results.named)
+    weight = next(iter(pools.values())).weight.mean(0)
     order = weight.flatten().argsort(descending=True)[:_SHOWN_HEADS].tolist()
     rows = []
     for place, head in (divmod(index, weight.shape[1]) for index in order):
         shares = (_percent(found.in_head(place, head).share) for found in pools.values())
         rows.append((str(results.layers[place]), str(head), f"{float(weight[place, head]):.3f}", *shares))
-    return ("layer", "head", "weight", *pools), rows
+    columns = (number("layer"), number("head"), number("weight", _WEIGHT))
+    return Table((*columns, *(number(names[name], _FOUND) for name in pools)), rows)
 
 
-def markdown_report(results: Results, *, title: str) -> str:
-    parts = [f"# {markdown_line(title)}", markdown_list(_facts(results)), fenced(results.commands), MEANING]
-    parts += [markdown_table(*summary_table(results)), markdown_table(*_words_table(results))]
-    for heading, table in _sections(results):
-        parts += [f"## {heading}", markdown_table(*table)]
-    return "\n\n".join(parts) + "\n"
-
-
-def html_report(results: Results, *, title: str) -> str:
-    page = Page(title)
-    for fact in _facts(results):
-        page.paragraph(fact, is_note=True)
-    page.code("\n".join(results.commands))
-    page.paragraph(MEANING)
-    page.section("Attentions")
-    page.table(*summary_table(results))
-    page.table(*_words_table(results))
-    for heading, table in _sections(results):
-        page.section(heading)
-        page.table(*table)
-    return page.html()
-
-
-def as_csv(results: Results) -> str:
+def as_csv(results: LookupResults) -> str:
     """A line for every attention, length, kind, layer and head, with means over samples."""
     header = ("attention", "length", "kind", "layer", "head", "samples", "weight", "found", "exact", "pairs")
     rows: list[Sequence[object]] = []
@@ -188,38 +222,16 @@ def as_csv(results: Results) -> str:
     return csv_text(header, rows)
 
 
-def _groups(results: Results) -> list[tuple[int, str, str]]:
+def _groups(results: LookupResults) -> list[tuple[int, str, str]]:
     """The (length, kind, attention) there are, by length and kind; attentions in the order they were measured in."""
     found = dict.fromkeys((task.length, task.kind, task.attention) for task in results.lookups)
     return sorted(found, key=lambda group: group[:2])
 
 
-def _pools(results: Results, length: int) -> dict[str, Pool]:
+def _pools(results: LookupResults, length: int) -> dict[str, Pool]:
     """All kinds together, by attention."""
     attentions = dict.fromkeys(task.attention for task in results.lookups if task.length == length)
     return {attention: pool(results, length, None, attention) for attention in attentions}
-
-
-def _sections(results: Results) -> Iterator[tuple[str, Table]]:
-    for length in sorted({task.length for task in results.lookups}):
-        yield f"By layer, {format_size(length)}", layer_table(results, length)
-        yield f"Heads with most weight on the needle, {format_size(length)}", head_table(results, length)
-
-
-def _words_table(results: Results) -> Table:
-    attentions = dict.fromkeys(task.attention for task in results.lookups)
-    return ("attention", "in words"), [(attention, in_words(attention)) for attention in attentions]
-
-
-def _facts(results: Results) -> list[str]:
-    settings = results.settings
-    hardware, versions = machine_lines(results.machine)
-    return [
-        f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
-        f"Haystack: {settings.haystack}; seed {settings.seed}",
-        f"Machine: {hardware}",
-        f"Versions: {versions}",
-    ]
 
 
 def _share(weight: Tensor, found: Tensor) -> float | None:
@@ -229,7 +241,3 @@ def _share(weight: Tensor, found: Tensor) -> float | None:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
-
-
-def _number(number: float | None) -> str:
-    return "" if number is None else f"{number:.2f}"

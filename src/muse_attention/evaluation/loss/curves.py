@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muse_attention.evaluation.attentions import muse_config
 from muse_attention.evaluation.fits import Decay
-from muse_attention.evaluation.loss.positions import Results
+from muse_attention.evaluation.loss.positions import LossResults
 from muse_attention.evaluation.means import Mean
 
 SHORTEST = 64
@@ -39,18 +39,18 @@ class Doubling(NamedTuple):
     """of the first gap to the second; None unless both are positive"""
 
 
-def cumulative_mean(results: Results, attention: str) -> Tensor:
+def cumulative_mean(results: LossResults, attention: str) -> Tensor:
     """(length - 1): the mean loss of all positions up to each; position n, at index n - 1, has seen n tokens."""
     by_position = results.losses[attention].by_position
     return by_position.cumsum(0) / torch.arange(1, len(by_position) + 1)
 
 
-def gap(results: Results, attention: str) -> Mean:
+def gap(results: LossResults, attention: str) -> Mean:
     """Mean loss of whole samples less that of exact attention, in nats."""
     return Mean.of_differences(results.losses[attention].means, results.losses["exact"].means)
 
 
-def binned(results: Results, attention: str) -> list[Bin]:
+def binned(results: LossResults, attention: str) -> list[Bin]:
     """The loss itself, not its cumulative mean, between powers of two of the position."""
     return bins_of(results.losses[attention].by_position)
 
@@ -64,19 +64,19 @@ def bins_of(by_position: Tensor) -> list[Bin]:
     ]
 
 
-def fit_exact(results: Results) -> Decay:
+def fit_exact(results: LossResults) -> Decay:
     """How exact attention's cumulative mean falls from position 32 on. Its irreducible loss is that of all curves."""
     curve = cumulative_mean(results, "exact")
     return Decay.fit([(position, float(curve[position - 1])) for position in _spaced(len(curve))])
 
 
-def reducible_curve(results: Results, attention: str, irreducible: float) -> list[tuple[float, float]]:
+def reducible_curve(results: LossResults, attention: str, irreducible: float) -> list[tuple[float, float]]:
     """(position, cumulative mean less the irreducible loss), from position 32 on."""
     curve = cumulative_mean(results, attention)
     return [(position, float(curve[position - 1]) - irreducible) for position in _spaced(len(curve))]
 
 
-def doublings(results: Results) -> list[Doubling]:
+def doublings(results: LossResults) -> list[Doubling]:
     """Every pair there is, by clusters."""
     configs = {config: name for name in results.whole if (config := muse_config(name)) is not None}
     found = []
@@ -94,7 +94,7 @@ def doublings(results: Results) -> list[Doubling]:
     return found
 
 
-def ratio_per_doubling(results: Results) -> float | None:
+def ratio_per_doubling(results: LossResults) -> float | None:
     """By how much the gap shrinks: the geometric mean of all `doublings`; None unless each has a ratio."""
     ratios = [doubling.ratio for doubling in doublings(results)]
     known = [ratio for ratio in ratios if ratio is not None]

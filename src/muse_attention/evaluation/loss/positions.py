@@ -6,23 +6,18 @@ it stopped.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from muse_attention.declared_types import check_types
-from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.settings import OnStep, Settings, start_or_continue
-from muse_attention.files import replace_file
-from muse_attention.recorded_names import with_full_names
-from muse_attention.strict_json import parse_json
+from muse_attention.evaluation.settings import OnStep, TextSettings
+from muse_attention.evaluation.stored import StoredResults, entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,29 +31,41 @@ _TOKENS_CHECKED = 16
 class Losses:
     """Of one attention, in nats, over the samples so far."""
 
-    sums: Tensor
-    """(length - 1), float64: of the token that follows each position, summed over samples"""
     means: list[float] = field(default_factory=list)
     """of each sample, over positions"""
+    sums: list[float] = field(default_factory=list)
+    """of the token that follows each position, summed over samples"""
 
     def add(self, losses: Tensor) -> None:
-        """Another sample, (length - 1)."""
-        self.sums = self.sums + losses
+        """Another sample, (length - 1), float64."""
+        self.sums = (
+            losses.tolist() if not self.sums else (torch.tensor(self.sums, dtype=torch.float64) + losses).tolist()
+        )
         self.means.append(float(losses.mean()))
 
     @property
     def by_position(self) -> Tensor:
-        """(length - 1), averaged over samples."""
-        return self.sums / len(self.means)
+        """(length - 1), float64, averaged over samples."""
+        return torch.tensor(self.sums, dtype=torch.float64) / len(self.means)
 
 
 @dataclass
-class Results:
-    machine: dict[str, Any]
-    settings: Settings
-    commands: list[str] = field(default_factory=list)
-    losses: dict[str, Losses] = field(default_factory=dict)
+class LossResults(StoredResults):
+    command = "muse loss"
+    is_finite = True
+
+    settings: TextSettings
+    losses: dict[str, Losses] = field(default_factory=dict, metadata=entries("attention"))
     """by the full name of the attention"""
+
+    @property
+    def named(self) -> list[str]:
+        return list(self.losses)
+
+    def check(self) -> None:
+        for losses in self.losses.values():
+            if len(losses.sums) != self.settings.length - 1 or not 1 <= len(losses.means) <= self.settings.samples:
+                raise ValueError("the numbers are not those of the settings")
 
     @property
     def whole(self) -> list[str]:
@@ -77,16 +84,11 @@ class Results:
         return [(sample, name) for sample in samples for name in attentions if done.get(name, 0) <= sample]
 
 
-def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
-    """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    return start_or_continue(settings, path, resume=resume, empty=Results, read=read_results)
-
-
 def measure(
     model: PreTrainedModel,
     tokens: Tensor,
     attentions: Sequence[str],
-    results: Results,
+    results: LossResults,
     path: Path,
     *,
     on_step: OnStep = lambda description, finished: None,
@@ -96,14 +98,13 @@ def measure(
     The file is written after every sample of every attention.
     """
     check_model(model, tokens)
-    samples, length = tokens.shape
     for finished, (sample, attention) in enumerate(results.missing(attentions)):
-        on_step(f"{attention}, sample {sample + 1} of {samples}", finished)
+        on_step(f"{attention}, sample {sample + 1} of {len(tokens)}", finished)
         losses = position_losses(model, tokens[sample], attention)
         if not math.isfinite(float(losses.sum())):
             raise ValueError(f"the loss under {attention} is not a finite number in {model.dtype}; use another dtype")
-        results.losses.setdefault(attention, Losses(torch.zeros(length - 1, dtype=torch.float64))).add(losses)
-        write_results(results, path)
+        results.losses.setdefault(attention, Losses()).add(losses)
+        results.write(path)
 
 
 def position_losses(
@@ -159,50 +160,3 @@ def _logits(model: PreTrainedModel, states: Tensor) -> Tensor:
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def write_results(results: Results, path: Path) -> None:
-    document = {
-        "machine": results.machine,
-        "settings": asdict(results.settings),
-        "commands": results.commands,
-        "losses": [_losses_to_json(attention, losses) for attention, losses in results.losses.items()],
-    }
-    replace_file(path, json.dumps(document) + "\n")
-
-
-def read_results(path: Path) -> Results:
-    """Read what `write_results` wrote; a ValueError if it is something else."""
-    try:
-        document = with_full_names(parse_json(path.read_bytes()))
-        settings = Settings(**document["settings"])
-        results = Results(
-            machine=dict(document["machine"]),
-            settings=settings,
-            commands=list(document["commands"]),
-            losses={entry["attention"]: _losses_from_json(entry, settings) for entry in document["losses"]},
-        )
-        check_types(results)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not hold the results of muse loss; choose another --name, or drop --resume to start over"
-        ) from error
-    for entry in document["losses"]:
-        check_meaning(entry["attention"], entry["config"])
-    return results
-
-
-def _losses_to_json(attention: str, losses: Losses) -> dict[str, Any]:
-    return {
-        "attention": attention,
-        "config": settings_of(attention),
-        "means": losses.means,
-        "sums": losses.sums.tolist(),
-    }
-
-
-def _losses_from_json(entry: dict[str, Any], settings: Settings) -> Losses:
-    losses = Losses(torch.tensor(entry["sums"], dtype=torch.float64), [float(mean) for mean in entry["means"]])
-    if losses.sums.shape != (settings.length - 1,) or not 1 <= len(losses.means) <= settings.samples:
-        raise ValueError("the numbers are not those of the settings")
-    return losses

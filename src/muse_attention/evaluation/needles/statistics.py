@@ -1,14 +1,13 @@
-"""What the answers of needle samples say: shares with their standard errors, by depth, and differences of two."""
+"""What the answers of needle samples say: shares, by depth, and differences of two."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.needles.results import Outcome, Results, Task
+from muse_attention.evaluation.means import Mean, Share
+from muse_attention.evaluation.needles.results import NeedleResults, NeedleTask, Outcome
 from muse_attention.evaluation.needles.samples import BUCKETS, KINDS
 from muse_attention.evaluation.needles.scores import Answer
 
@@ -23,22 +22,6 @@ def is_preferred(answer: Answer) -> bool:
     return answer.is_preferred
 
 
-class Share(NamedTuple):
-    """Of questions that were answered right."""
-
-    right: int
-    number: int
-
-    @property
-    def value(self) -> float:
-        return self.right / self.number
-
-    @property
-    def standard_error(self) -> float:
-        """Binomial, as the paper's: 0 where all are right or none is."""
-        return math.sqrt(self.value * (1 - self.value) / self.number)
-
-
 class Tokens(NamedTuple):
     """Means over the tokens of uids, each given the right ones before it."""
 
@@ -48,25 +31,25 @@ class Tokens(NamedTuple):
     """how many tokens are more probable"""
 
 
-def groups(results: Results) -> list[tuple[int, str]]:
+def groups(results: NeedleResults) -> list[tuple[int, str]]:
     """The (length, kind) there are, in order."""
     found = {(task.length, task.kind) for task in results.outcomes}
     order = list(KINDS)
     return sorted(found, key=lambda group: (group[0], order.index(group[1])))
 
 
-def attentions(results: Results, length: int, kind: str) -> list[str]:
+def attentions(results: NeedleResults, length: int, kind: str) -> list[str]:
     """In the order in which they were measured."""
     return list(
         dict.fromkeys(task.attention for task in results.outcomes if (task.length, task.kind) == (length, kind))
     )
 
 
-def answers(results: Results, length: int, kind: str, attention: str) -> list[Answer]:
+def answers(results: NeedleResults, length: int, kind: str, attention: str) -> list[Answer]:
     return [answer for outcome in by_sample(results, length, kind, attention).values() for answer in outcome.answers]
 
 
-def by_sample(results: Results, length: int, kind: str, attention: str) -> dict[tuple[int, int], Outcome]:
+def by_sample(results: NeedleResults, length: int, kind: str, attention: str) -> dict[tuple[int, int], Outcome]:
     """What was answered, by bucket and number of the sample."""
     return {
         (task.bucket, task.number): outcome
@@ -76,7 +59,7 @@ def by_sample(results: Results, length: int, kind: str, attention: str) -> dict[
 
 
 def share(found: Iterable[Answer], measure: Measure) -> Share | None:
-    """None of nothing."""
+    """None if there are no answers."""
     rights = [measure(answer) for answer in found]
     return Share(sum(rights), len(rights)) if rights else None
 
@@ -86,7 +69,7 @@ def by_depth(found: Sequence[Answer], measure: Measure) -> list[Share | None]:
     return [share((answer for answer in found if answer.bucket == bucket), measure) for bucket in range(BUCKETS)]
 
 
-def against_exact(results: Results, length: int, kind: str, attention: str, measure: Measure) -> Mean | None:
+def against_exact(results: NeedleResults, length: int, kind: str, attention: str, measure: Measure) -> Mean | None:
     """Share of an attention less that of exact attention."""
     own, exact = (by_sample(results, length, kind, name) for name in (attention, "exact"))
     return difference(own, exact, measure)
@@ -95,7 +78,7 @@ def against_exact(results: Results, length: int, kind: str, attention: str, meas
 def difference(
     own: Mapping[tuple[int, int], Outcome], other: Mapping[tuple[int, int], Outcome], measure: Measure
 ) -> Mean | None:
-    """Of shares, over the samples that both have answered; None of nothing."""
+    """Of shares, over the samples that both have answered; None if there are none."""
     shares = [
         (_mean(outcome, measure), _mean(other[sample], measure)) for sample, outcome in own.items() if sample in other
     ]
@@ -109,8 +92,13 @@ def token_means(found: Iterable[Answer]) -> Tokens | None:
     return Tokens(statistics.fmean(rank == 0 for rank in ranks), statistics.fmean(ranks))
 
 
-def failures(results: Results) -> list[tuple[Task, str]]:
+def failures(results: NeedleResults) -> list[tuple[NeedleTask, str]]:
     return [(task, outcome.error) for task, outcome in results.outcomes.items() if outcome.error]
+
+
+def samples_of(results: NeedleResults, length: int, kinds: Iterable[str], attention: str) -> list[Outcome]:
+    """What was answered, in several kinds together."""
+    return [outcome for kind in kinds for outcome in by_sample(results, length, kind, attention).values()]
 
 
 def _mean(outcome: Outcome, measure: Measure) -> float:

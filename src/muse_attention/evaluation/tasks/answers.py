@@ -5,23 +5,14 @@ The results are one JSON file, replaced while samples are answered, so that an i
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from muse_attention.declared_types import check_types
-from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.settings import start_or_continue
+from muse_attention.evaluation.stored import START_OVER, StoredResults, entries
 from muse_attention.evaluation.tasks.benchmarks import BENCHMARKS, Benchmark, Data
-from muse_attention.files import replace_file
-from muse_attention.recorded_names import with_full_names
 from muse_attention.sizes import format_size
-from muse_attention.strict_json import parse_json
-
-_SECONDS_BETWEEN_WRITES = 2.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class Answer:
 
 
 @dataclass
-class Cell:
+class TaskAnswers:
     """A task at one length, and its answers under every attention."""
 
     task: str
@@ -66,8 +57,16 @@ class Cell:
     data: Data
     samples: int
     """to answer: all of the data, or the first of them"""
-    answers: dict[str, dict[int, Answer]] = field(default_factory=dict)
+    answers: dict[str, dict[int, Answer]] = field(
+        default_factory=dict,
+        metadata=entries("attention", name="attentions", value="answers", of_values=entries("index")),
+    )
     """by the full name of the attention, and by sample"""
+    published: int = field(init=False)
+    """samples that there would be"""
+
+    def __post_init__(self) -> None:
+        self.published = self.benchmark.published
 
     @property
     def benchmark(self) -> Benchmark:
@@ -90,12 +89,24 @@ class Cell:
 
 
 @dataclass
-class Results:
-    machine: dict[str, Any]
+class TaskResults(StoredResults):
+    command = "muse eval tasks"
+
     settings: TaskSettings
-    commands: list[str] = field(default_factory=list)
-    cells: dict[tuple[str, int | None], Cell] = field(default_factory=dict)
+    cells: dict[tuple[str, int | None], TaskAnswers] = field(
+        default_factory=dict, metadata=entries("task", "length", name="tasks")
+    )
     """by task and length"""
+
+    @property
+    def named(self) -> list[str]:
+        return [attention for cell in self.cells.values() for attention in cell.answers]
+
+    def check(self) -> None:
+        for cell in self.cells.values():
+            scored = (answer for name in cell.answers for answer in cell.scored(name))
+            if any(set(answer.scores) != set(cell.benchmark.metrics) for answer in scored):
+                raise ValueError("the scores are not those of the task")
 
     @property
     def failed(self) -> int:
@@ -111,14 +122,11 @@ class Results:
         cell = self.cells.get((task, length))
         return cell is not None and not cell.missing(attentions)
 
-    def open_cell(self, task: str, length: int | None, data: Data, samples: int) -> Cell:
+    def open_cell(self, task: str, length: int | None, data: Data, samples: int) -> TaskAnswers:
         """The cell of a task, new or begun before; a ValueError if it was begun with other data."""
-        cell = self.cells.setdefault((task, length), Cell(task, length, data, samples))
+        cell = self.cells.setdefault((task, length), TaskAnswers(task, length, data, samples))
         if cell.data.sha256 != data.sha256 or cell.samples != samples:
-            raise ValueError(
-                f"cannot resume {task}: its data are not those of the answers there are; "
-                "choose another --name, or drop --resume to start over"
-            )
+            raise ValueError(f"cannot resume {task}: its data are not those of the answers there are; {START_OVER}")
         return cell
 
 
@@ -149,29 +157,23 @@ OnStep = Callable[[str, int, int | None], None]
 """Told what begins, how many samples of a task are finished, and of how many."""
 
 
-def start_results(settings: TaskSettings, path: Path, *, resume: bool) -> Results:
-    """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    return start_or_continue(settings, path, resume=resume, empty=Results, read=read_results)
-
-
 def measure(
     harness: AnswersTasks,
     parts: Sequence[Part],
     folder: Path | None,
-    results: Results,
+    results: TaskResults,
     path: Path,
     *,
     on_step: OnStep = lambda description, finished, total: None,
     on_failure: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Fill `results` with what is missing of `parts`, and write the file every few seconds, and whenever it ends.
+    """Fill `results` with what is missing of `parts`, and write the file on the way.
 
     A sample that fails is recorded, and asked again when the run is resumed; `on_failure` is told of each way to fail
     once for a task and an attention. A task that cannot be opened is a TaskNotOpenedError.
     """
-    written = time.monotonic()
     told: set[tuple[Part, str, str]] = set()
-    try:
+    with results.saving(path) as save:
         for part, index, attention, cell, opened in _missing(harness, parts, folder, results, on_step):
             try:
                 answer = harness.answer(opened, index, attention)
@@ -182,17 +184,12 @@ def measure(
                     told.add((part, attention, line))
                     on_failure(f"{part}, sample {index + 1}, failed under {attention}: {line}")
             cell.answers.setdefault(attention, {})[index] = answer
-            if time.monotonic() - written > _SECONDS_BETWEEN_WRITES:
-                write_results(results, path)
-                written = time.monotonic()
-    finally:
-        if results.cells:
-            write_results(results, path)
+            save()
 
 
 def _missing(
-    harness: AnswersTasks, parts: Sequence[Part], folder: Path | None, results: Results, on_step: OnStep
-) -> Iterator[tuple[Part, int, str, Cell, Any]]:
+    harness: AnswersTasks, parts: Sequence[Part], folder: Path | None, results: TaskResults, on_step: OnStep
+) -> Iterator[tuple[Part, int, str, TaskAnswers, Any]]:
     """Tasks are opened one after another: making the samples of a long one takes a while."""
     for part in parts:
         if results.is_finished(part.benchmark.name, part.length, part.attentions):
@@ -207,65 +204,3 @@ def _missing(
         for finished, (index, attention) in enumerate(missing):
             on_step(f"{part}, {attention}", finished, len(missing))
             yield part, index, attention, cell, opened
-
-
-def write_results(results: Results, path: Path) -> None:
-    document = {
-        "machine": results.machine,
-        "settings": asdict(results.settings),
-        "commands": results.commands,
-        "tasks": [_cell_to_json(cell) for cell in results.cells.values()],
-    }
-    replace_file(path, json.dumps(document) + "\n")
-
-
-def read_results(path: Path) -> Results:
-    """Read what `write_results` wrote; a ValueError if it is something else."""
-    try:
-        document = with_full_names(parse_json(path.read_bytes(), finite=False))
-        cells = [_cell_from_json(entry) for entry in document["tasks"]]
-        results = Results(
-            machine=dict(document["machine"]),
-            settings=TaskSettings(**document["settings"]),
-            commands=list(document["commands"]),
-            cells={(cell.task, cell.length): cell for cell in cells},
-        )
-        check_types(results)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not hold the results of muse eval tasks; choose another --name, or drop --resume to start "
-            "over"
-        ) from error
-    for entry in document["tasks"]:
-        for named in entry["attentions"]:
-            check_meaning(named["attention"], named["config"])
-    return results
-
-
-def _cell_to_json(cell: Cell) -> dict[str, Any]:
-    return {
-        "task": cell.task,
-        "length": cell.length,
-        "published": cell.benchmark.published,
-        "data": asdict(cell.data),
-        "samples": cell.samples,
-        "attentions": [
-            {
-                "attention": attention,
-                "config": settings_of(attention),
-                "answers": [asdict(answers[index]) for index in sorted(answers)],
-            }
-            for attention, answers in cell.answers.items()
-        ],
-    }
-
-
-def _cell_from_json(entry: dict[str, Any]) -> Cell:
-    cell = Cell(entry["task"], entry["length"], Data(**entry["data"]), int(entry["samples"]))
-    metrics = set(cell.benchmark.metrics)
-    for named in entry["attentions"]:
-        answers = [Answer(**answer) for answer in named["answers"]]
-        if any(answer.error is None and set(answer.scores) != metrics for answer in answers):
-            raise ValueError("the scores are not those of the task")
-        cell.answers[named["attention"]] = {answer.index: answer for answer in answers}
-    return cell

@@ -1,28 +1,31 @@
-"""The results of `muse eval tasks` for people: one HTML page, Markdown, and CSV."""
+"""The report of `muse eval tasks`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from muse_attention.by_name import config_at
-from muse_attention.evaluation.attentions import in_words, muse_config
-from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.page import Page, Table
-from muse_attention.evaluation.tasks.answers import Answer, Cell, Results
+from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.evaluation.means import Mean, Share
+from muse_attention.evaluation.provenance import count, provenance_of
+from muse_attention.evaluation.tasks.answers import Answer, TaskAnswers, TaskResults
 from muse_attention.evaluation.tasks.benchmarks import RULER
-from muse_attention.machine import machine_lines
-from muse_attention.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
+from muse_attention.markup import csv_text
+from muse_attention.report.tree import Card, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
-_MEASURED = (
-    "Scores are those of lm-eval, without examples before the question and without a chat template: acc and acc_norm "
-    "of ARC-Easy and SciQ, the share of the needles found (string_match_all) of RULER, and the edit similarity of "
-    "LongBench's code completion. ± is the standard error of the mean over samples, for the gap that of the difference "
-    "in each sample; 0 means that all samples had the same score, not that it is certain."
+EXACT = "exact"
+
+_SCORE = (
+    "Of lm-eval, without examples before the question and without a chat template: acc and acc_norm of ARC-Easy and "
+    "SciQ, the share of the needles found (string_match_all) of RULER, and the edit similarity of LongBench's code "
+    "completion. Where every sample is right or wrong, the 95% Wilson interval is in parentheses; elsewhere ± is the "
+    "standard error of the mean over samples."
 )
+_GAP = "Score less that of exact attention on the same samples, ± the standard error of the difference in each sample."
+_LONGER = "Samples on which MuSe is more than exact attention: those up to one block long are attended to exactly."
 _PREFILL = (
-    "An attention runs in prefill, and decoding is exact. Samples up to one block long are attended to exactly by MuSe "
-    "too: the last column says how many were longer. MuSe clusters the whole prompt, so a later token can move a "
+    "An attention runs in prefill, and decoding is exact. MuSe clusters the whole prompt, so a later token can move a "
     "centroid, and with it the approximation error of an earlier output."
 )
 _DATA = (
@@ -31,21 +34,45 @@ _DATA = (
 )
 
 
-def mean_score(answers: Sequence[Answer], metric: str) -> Mean | None:
-    """None if nothing was answered."""
-    return Mean.of([answer.scores[metric] for answer in answers]) if answers else None
+def tasks_report(results: TaskResults, file_name: str) -> Report:
+    if not results.cells:
+        raise ValueError("no sample has been answered yet; continue the run with --resume")
+    settings = results.settings
+    limit = "" if settings.limit is None else f", at most {settings.limit} samples of each task"
+    there = {task for task, _ in results.cells}
+    absent = [benchmark.name for benchmark in RULER if benchmark.name not in there]
+    notes = [_PREFILL]
+    if absent and len(absent) < len(RULER):
+        notes.append(f"Needle tasks of RULER that are not here: {', '.join(absent)}.")
+    return Report(
+        f"Standard tasks: {file_name}",
+        verdict=[*_verdict(results), f"{settings.model}, {settings.harness}{limit}."],
+        cards=_cards(results),
+        sections=[
+            Section("Scores", tables=[scores_table(results)], notes=notes),
+            *([Section("Samples that failed", tables=[failures_table(results)])] if results.failed else []),
+            Section("Data", tables=[data_table(results)], notes=[_DATA]),
+        ],
+        names=names_table(results.named),
+        provenance=provenance_of(
+            results,
+            f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
+            f"Tasks: {settings.harness}{limit}",
+        ),
+        csv=as_csv(results),
+    )
 
 
-def gap_to_exact(cell: Cell, attention: str, metric: str) -> Mean | None:
+def gap_to_exact(cell: TaskAnswers, attention: str, metric: str) -> Mean | None:
     """Over the samples that both answered; None if there are none, and for exact attention itself."""
-    if attention == "exact":
+    if attention == EXACT:
         return None
-    exact = {answer.index: answer.scores[metric] for answer in cell.scored("exact")}
+    exact = {answer.index: answer.scores[metric] for answer in cell.scored(EXACT)}
     own = {answer.index: answer.scores[metric] for answer in cell.scored(attention) if answer.index in exact}
     return Mean.of_differences(list(own.values()), [exact[index] for index in own]) if own else None
 
 
-def longer_than_a_block(cell: Cell, attention: str) -> int | None:
+def longer_than_a_block(cell: TaskAnswers, attention: str) -> int | None:
     """Samples on which MuSe is more than exact attention; None for other attentions."""
     if config_at(attention, 1) is None:
         return None
@@ -53,34 +80,36 @@ def longer_than_a_block(cell: Cell, attention: str) -> int | None:
     return sum(config is not None and tokens > config.block_size for tokens, config in found)
 
 
-def scores_table(results: Results) -> Table:
-    header = ("task", "length", "attention", "metric", "score", "gap to exact", "samples", "longer than a block")
+def scores_table(results: TaskResults) -> Table:
+    columns = (
+        *map(text, ("task", "length", "attention", "metric")),
+        number("score", _SCORE),
+        number("gap to exact", _GAP),
+        text("samples"),
+        number("longer than a block", _LONGER),
+    )
+    names = short_names(results.named)
     rows = []
     for cell in results.cells.values():
         for attention in cell.answers:
             longer = longer_than_a_block(cell, attention)
-            for metric in cell.benchmark.metrics:
-                rows.append(
-                    (
-                        cell.task,
-                        "" if cell.length is None else format_size(cell.length),
-                        attention,
-                        metric,
-                        format_score(mean_score(cell.scored(attention), metric), signed=False),
-                        ""
-                        if attention == "exact"
-                        else format_score(gap_to_exact(cell, attention, metric), signed=True),
-                        samples_in_words(cell, attention),
-                        "" if longer is None else str(longer),
-                    )
+            rows += [
+                (
+                    *(cell.task, _length(cell), names[attention], metric),
+                    format_score(cell.scored(attention), metric),
+                    format_gap(cell, attention, metric),
+                    samples_in_words(cell, attention),
+                    "" if longer is None else str(longer),
                 )
-    return header, rows
+                for metric in cell.benchmark.metrics
+            ]
+    return Table(columns, rows)
 
 
-def samples_in_words(cell: Cell, attention: str) -> str:
+def samples_in_words(cell: TaskAnswers, attention: str) -> str:
     """How many count, of how many there are in the published set, and what became of the others."""
     scored, failed = cell.scored(attention), cell.failed(attention)
-    words = [f"{len(scored)} of {cell.benchmark.published} published"]
+    words = [f"{len(scored)} of {cell.published} published"]
     if failed:
         words.append(f"{len(failed)} failed")
     if missing := cell.samples - len(scored) - len(failed):
@@ -90,65 +119,27 @@ def samples_in_words(cell: Cell, attention: str) -> str:
     return ", ".join(words)
 
 
-def data_table(results: Results) -> Table:
+def data_table(results: TaskResults) -> Table:
+    columns = (*map(text, ("task", "length", "data")), number("rows"), number("published"), text("SHA-256"))
     rows = [
-        (
-            cell.task,
-            "" if cell.length is None else format_size(cell.length),
-            cell.data.source,
-            str(cell.data.rows),
-            str(cell.benchmark.published),
-            cell.data.sha256,
-        )
+        (cell.task, _length(cell), cell.data.source, str(cell.data.rows), str(cell.published), cell.data.sha256)
         for cell in results.cells.values()
     ]
-    return ("task", "length", "data", "rows", "published", "SHA-256"), rows
+    return Table(columns, rows)
 
 
-def failures_table(results: Results) -> Table:
+def failures_table(results: TaskResults) -> Table:
+    names = short_names(results.named)
     rows = [
-        (
-            cell.task,
-            "" if cell.length is None else format_size(cell.length),
-            attention,
-            str(answer.index + 1),
-            answer.error or "",
-        )
+        (cell.task, _length(cell), names[attention], str(answer.index + 1), answer.error or "")
         for cell in results.cells.values()
         for attention in cell.answers
         for answer in cell.failed(attention)
     ]
-    return ("task", "length", "attention", "sample", "failed with"), rows
+    return Table((*map(text, ("task", "length", "attention")), number("sample"), text("failed with")), rows)
 
 
-def markdown_report(results: Results, *, title: str) -> str:
-    parts = [f"# {markdown_line(title)}", markdown_list(_facts(results)), fenced(results.commands)]
-    parts += [markdown_table(*scores_table(results)), *map(markdown_line, _notes(results))]
-    if results.failed:
-        parts += ["## Samples that failed", markdown_table(*failures_table(results))]
-    parts += ["## Data", markdown_table(*data_table(results)), _DATA]
-    return "\n\n".join(parts) + "\n"
-
-
-def html_report(results: Results, *, title: str) -> str:
-    page = Page(title)
-    for fact in _facts(results):
-        page.paragraph(fact, is_note=True)
-    page.code("\n".join(results.commands))
-    page.section("Scores")
-    page.table(*scores_table(results))
-    for note in _notes(results):
-        page.paragraph(note, is_note=True)
-    if results.failed:
-        page.section("Samples that failed")
-        page.table(*failures_table(results))
-    page.section("Data")
-    page.table(*data_table(results))
-    page.paragraph(_DATA, is_note=True)
-    return page.html()
-
-
-def as_csv(results: Results) -> str:
+def as_csv(results: TaskResults) -> str:
     """A line for every sample, attention and metric."""
     header = ["task", "length", "attention", "sample", "tokens", "is_cut", "metric", "score", "error"]
     rows = []
@@ -163,31 +154,57 @@ def as_csv(results: Results) -> str:
     return csv_text(header, rows)
 
 
-def format_score(score: Mean | None, *, signed: bool) -> str:
-    if score is None:
+def format_score(answers: Sequence[Answer], metric: str) -> str:
+    """With the interval of a share where all scores are 0 or 1."""
+    scores = [answer.scores[metric] for answer in answers]
+    if not scores:
         return "-"
-    mean = f"{score.mean:+.3f}" if signed else f"{score.mean:.3f}"
-    return mean if score.standard_error is None else f"{mean} ± {score.standard_error:.3f}"
+    if set(scores) <= {0.0, 1.0}:
+        return str(Share(round(sum(scores)), len(scores)))
+    return _with_error(Mean.of(scores), ".3f")
 
 
-def _notes(results: Results) -> list[str]:
-    attentions = dict.fromkeys(attention for cell in results.cells.values() for attention in cell.answers)
-    notes = [_MEASURED, _PREFILL]
-    notes += [f"{attention}: {in_words(attention)}." for attention in attentions if muse_config(attention) is not None]
-    there = {task for task, _ in results.cells}
-    absent = [benchmark.name for benchmark in RULER if benchmark.name not in there]
-    if absent and len(absent) < len(RULER):
-        notes.append(f"Needle tasks of RULER that are not here: {', '.join(absent)}.")
-    return notes
+def format_gap(cell: TaskAnswers, attention: str, metric: str) -> str:
+    """Empty for exact attention itself."""
+    gap = gap_to_exact(cell, attention, metric)
+    return "" if attention == EXACT else "-" if gap is None else _with_error(gap, "+.3f")
 
 
-def _facts(results: Results) -> list[str]:
-    settings = results.settings
-    hardware, versions = machine_lines(results.machine)
-    limit = "" if settings.limit is None else f", at most {settings.limit} samples of each task"
+def _with_error(mean: Mean, form: str) -> str:
+    return f"{mean.mean:{form}}" + ("" if mean.standard_error is None else f" ± {mean.standard_error:.3f}")
+
+
+def _length(cell: TaskAnswers) -> str:
+    return "" if cell.length is None else format_size(cell.length)
+
+
+def _gaps(results: TaskResults) -> list[tuple[float, str, str, str]]:
+    """Of each attention in each task, with the first metric: the gap, the attention, the task, and the gap in words."""
     return [
-        f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
-        f"Tasks: {settings.harness}{limit}",
-        f"Machine: {hardware}",
-        f"Versions: {versions}",
+        (gap.mean, name, f"{cell.task} {_length(cell)}".rstrip(), format_gap(cell, name, metric))
+        for cell in results.cells.values()
+        for name in cell.answers
+        for metric in cell.benchmark.metrics[:1]
+        if (gap := gap_to_exact(cell, name, metric)) is not None
     ]
+
+
+def _verdict(results: TaskResults) -> list[str]:
+    gaps, names = _gaps(results), short_names(results.named)
+    if not gaps:
+        return [f"{count(len(results.cells), 'task')} under exact attention alone: nothing to compare it with."]
+    _, attention, task, words = min(gaps)
+    return [f"The largest loss against exact attention: {words} of {names[attention]} in {task}."]
+
+
+def _cards(results: TaskResults) -> list[Card]:
+    names, gaps = short_names(results.named), _gaps(results)
+    answered = sum(len(cell.scored(name)) for cell in results.cells.values() for name in cell.answers)
+    mean_gaps = {
+        name: Mean.of([gap for gap, one, _, _ in gaps if one == name]).mean for name in names if name != EXACT and gaps
+    }
+    return [
+        *(Card("mean gap to exact", f"{gap:+.3f}", f"{names[name]}, over tasks") for name, gap in mean_gaps.items()),
+        Card("tasks", str(len(results.cells))),
+        Card("answers", f"{answered:,}", f"{results.failed} failed" if results.failed else ""),
+    ][-6:]

@@ -7,10 +7,9 @@ The results are one JSON file, replaced after every configuration, so that an in
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,13 @@ from torch import Tensor
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
-from muse_attention.declared_types import check_types
-from muse_attention.evaluation.attentions import check_meaning, full_name, settings_of
+from muse_attention.evaluation.attentions import full_name, settings_of
 from muse_attention.evaluation.captures import Captures
 from muse_attention.evaluation.lookups.weight import found_weight
-from muse_attention.evaluation.settings import OnStep, start_or_continue
+from muse_attention.evaluation.settings import OnStep
+from muse_attention.evaluation.stored import StoredResults
 from muse_attention.fidelity import measure as measure_fidelity
-from muse_attention.files import replace_file
 from muse_attention.recording import recorded_calls
-from muse_attention.strict_json import parse_json
 
 EXACT = "exact"
 TOLERANCES = (0.1, 0.03, 0.01, 0.003)
@@ -45,7 +42,7 @@ ERROR = "relative_squared_error"
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuningSettings:
     """What all numbers of a file have in common."""
 
     model: str
@@ -65,7 +62,7 @@ class Settings:
     """of the captured numbers"""
 
     @classmethod
-    def of(cls, captures: Captures, *, device: str, dtype: str, repeats: int) -> Settings:
+    def of(cls, captures: Captures, *, device: str, dtype: str, repeats: int) -> TuningSettings:
         if repeats < 1:
             raise ValueError(f"{repeats} repeats measure no time: at least 1 does")
         origin = captures.origin
@@ -146,14 +143,28 @@ class Candidate:
 
 
 @dataclass
-class Results:
-    machine: dict[str, Any]
-    settings: Settings
-    commands: list[str] = field(default_factory=list)
+class TuningResults(StoredResults):
+    command = "muse tune"
+
+    settings: TuningSettings
     error: float = 0.005
     """that a configuration may have"""
     exact: Seconds | None = None
     tuned: list[Candidate] = field(default_factory=list)
+
+    @property
+    def named(self) -> list[str]:
+        return [candidate.attention for candidate in self.tuned]
+
+    def check(self) -> None:
+        for candidate in self.tuned:
+            if candidate.is_measured and ERROR not in candidate.fidelity:
+                raise ValueError("a time without an error")
+            if candidate.lookup is not None and not candidate.lookup.weight > 0:
+                raise ValueError("nothing was looked up")
+        for seconds in (self.exact, *(candidate.seconds for candidate in self.tuned)):
+            if seconds is not None and (not seconds.forward_backward or min(seconds.forward_backward) <= 0):
+                raise ValueError("no time")
 
     @property
     def measured(self) -> list[Candidate]:
@@ -212,15 +223,10 @@ def choose(measured: Sequence[Candidate], error: float) -> Candidate | None:
     return min(allowed, key=lambda candidate: candidate.time, default=None)
 
 
-def start_results(settings: Settings, path: Path, *, resume: bool) -> Results:
-    """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
-    return start_or_continue(settings, path, resume=resume, empty=Results, read=read_results)
-
-
 def measure(
     captures: Captures,
     attentions: Sequence[str],
-    results: Results,
+    results: TuningResults,
     path: Path,
     clock: Clock,
     *,
@@ -234,13 +240,13 @@ def measure(
     if results.exact is None:
         on_step(EXACT, next(steps))
         results.exact = clock(EXACT)
-        write_results(results, path)
+        results.write(path)
     exact: list[tuple[Tensor, Tensor]] = []
     for attention in results.missing(attentions):
         on_step(attention, next(steps))
         exact = exact or _exact_outputs(captures)
         results.tuned.append(_measure_one(captures, attention, exact, clock))
-        write_results(results, path)
+        results.write(path)
 
 
 def _measure_one(captures: Captures, attention: str, exact: list[tuple[Tensor, Tensor]], clock: Clock) -> Candidate:
@@ -289,61 +295,3 @@ def _look_up(captures: Captures, attention: str) -> Found | None:
             found += float(looked_up.found.sum())
             exact += float(looked_up.exact.sum())
     return Found(weight, found, exact) if weight else None
-
-
-def write_results(results: Results, path: Path) -> None:
-    document = {
-        "machine": results.machine,
-        "settings": asdict(results.settings),
-        "commands": results.commands,
-        "error": results.error,
-        "exact": None if results.exact is None else asdict(results.exact),
-        "tuned": [{**asdict(candidate), "config": settings_of(candidate.attention)} for candidate in results.tuned],
-    }
-    replace_file(path, json.dumps(document, indent=1) + "\n")
-
-
-def read_results(path: Path) -> Results:
-    """Read what `write_results` wrote; a ValueError if it is something else."""
-    try:
-        document = parse_json(path.read_bytes(), finite=False)
-        settings = document["settings"]
-        results = Results(
-            machine=dict(document["machine"]),
-            settings=Settings(**{**settings, "heads": tuple(settings["heads"])}),
-            commands=list(document["commands"]),
-            error=document["error"],
-            exact=_seconds_from_json(document["exact"]),
-            tuned=[_candidate_from_json(entry) for entry in document["tuned"]],
-        )
-        check_types(results)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not hold the results of muse tune; choose another --name, or drop --resume to start over"
-        ) from error
-    for entry in document["tuned"]:
-        check_meaning(entry["attention"], entry["config"])
-    return results
-
-
-def _candidate_from_json(entry: dict[str, Any]) -> Candidate:
-    candidate = Candidate(
-        entry["attention"],
-        _seconds_from_json(entry["seconds"]),
-        entry["fidelity"],
-        None if entry["lookup"] is None else Found(**entry["lookup"]),
-    )
-    if candidate.is_measured and ERROR not in candidate.fidelity:
-        raise ValueError("a time without an error")
-    if candidate.lookup is not None and not candidate.lookup.weight > 0:
-        raise ValueError("nothing was looked up")
-    return candidate
-
-
-def _seconds_from_json(entry: dict[str, Any] | None) -> Seconds | None:
-    if entry is None:
-        return None
-    seconds = Seconds(**entry)
-    if not seconds.forward_backward or min(seconds.forward_backward) <= 0:
-        raise ValueError("no time")
-    return seconds
