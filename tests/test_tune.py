@@ -232,12 +232,12 @@ def test_the_verdict_names_what_to_take() -> None:
     results = TuningResults({"cpu": "c"}, settings(found), error=0.005, exact=Seconds([2.0], [4.0]), tuned=tuned)
     first, second = verdict(results)
     assert f"at most 0.005 is {FINE}: RSE 0.004, 2000 ms, 2.00x as fast as exact" in first
-    assert "the paper's method has RSE 0.008 in 3000 ms" in second
+    assert "The paper's method has RSE 0.008 in 3000 ms" in second
     faster = dataclasses.replace(results, exact=Seconds([0.5], [1.0]))
-    assert "exact attention is faster here, 1000 ms: use that" in verdict(faster)[1]
+    assert "Exact attention is faster here, 1000 ms: use that" in verdict(faster)[1]
     (line,) = verdict(dataclasses.replace(results, error=0.001))
-    assert "nothing measured has an RSE of at most 0.001; the lowest is 0.004" in line
-    assert "nothing has been measured" in verdict(dataclasses.replace(results, tuned=[]))[0]
+    assert "Nothing measured has an RSE of at most 0.001; the lowest is 0.004" in line
+    assert "Nothing has been measured" in verdict(dataclasses.replace(results, tuned=[]))[0]
 
 
 def test_reports_have_every_configuration() -> None:
@@ -293,7 +293,7 @@ def test_the_command_measures_and_names_the_fastest(asked: list[object], tmp_pat
     assert (code, err) == (0, "")
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert names == ["tiny.csv", "tiny.html", "tiny.json", "tiny.md", "tiny.png"]
-    assert "the fastest with an RSE of at most 1 is muse:Q4K" in out
+    assert "The fastest with an RSE of at most 1 is muse:Q4K" in out
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert document["commands"] == [
         "muse tune tiny --text text.txt --samples 1 --length 128 --error 1 --heads 2 --repeats 1 "

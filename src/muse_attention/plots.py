@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,11 +256,15 @@ def _tidy(axis: Axes) -> None:
 
 
 def _label_between_powers(own: Any, base: int) -> None:
-    """Where less than a power of ten is shown, there would be no number beside the axis."""
-    if base == 10:
-        from matplotlib.ticker import LogFormatter
+    """Where little more than a power of ten is shown, there would be hardly a number beside the axis."""
 
-        own.set_minor_formatter(LogFormatter())
+    def label(value: float, _: object) -> str:
+        low, high = own.get_view_interval()
+        digit = round(value / 10 ** math.floor(math.log10(value)))
+        return f"{value:g}" if high < 15 * low and digit in (2, 3, 5) else ""
+
+    if base == 10:
+        own.set_minor_formatter(label)
 
 
 def _save(figure: Figure, axis: Axes, path: Path) -> None:
@@ -271,6 +276,8 @@ def _save(figure: Figure, axis: Axes, path: Path) -> None:
 def _add_legend(figure: Figure, curves: Sequence[Any], labels: Sequence[str]) -> None:
     widest = 0.6 + max((len(label) for label in labels), default=0) * _FONT_SIZE / 120  # inches, with its line
     columns = max(1, min(4, len(curves), int(figure.get_figwidth() / widest)))
+    further_rows = -(-len(curves) // columns) - 1
+    figure.set_figheight(figure.get_figheight() + 0.19 * max(0, further_rows))  # which take nothing from the panel
     figure.legend(curves, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=_FONT_SIZE)
 
 

@@ -145,11 +145,11 @@ def needles(
             raise typer.Exit(1)
 
 
-def write_needle_comparisons(found: Mapping[str, NeedleResults], folder: Path) -> list[Path]:
-    """The pages that compare the models of a folder: one for those that were asked the same, if they are several."""
+def write_needle_comparisons(found: Mapping[str, NeedleResults], folder: Path) -> dict[Path, str]:
+    """The pages that compare the models of a folder, and their headlines: one for several that were asked the same."""
     if COMPARED in found:
         say(f"{folder / COMPARED}.json has the name of a comparison; rename it, and the models are compared")
-        return []
+        return {}
     alike: list[dict[str, NeedleResults]] = []
     for name, results in found.items():
         group = next((group for group in alike if have_same_questions(next(iter(group.values())), results)), None)
@@ -161,9 +161,10 @@ def write_needle_comparisons(found: Mapping[str, NeedleResults], folder: Path) -
     for name in (name for group in alike if len(group) == 1 and several for name in group):
         say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
     paths = [folder / (COMPARED if number == 1 else f"{COMPARED}-{number}") for number in range(1, 1 + len(several))]
-    for models, path in zip(several, paths, strict=True):
-        write(needle_comparison(models), path)
-    return [path.with_suffix(".html") for path in paths]
+    reports = {path: needle_comparison(models) for models, path in zip(several, paths, strict=True)}
+    for path, report in reports.items():
+        write(report, path)
+    return {path.with_suffix(".html"): report.headline for path, report in reports.items()}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from muse_attention.evaluation.tuning.report import tuning_report
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
 from muse_attention.report.html import as_html
-from muse_attention.report.tree import Link, Report, Section
+from muse_attention.report.tree import Link, Provenance, Report, Section
 from muse_attention.strict_json import parse_json
 
 
@@ -64,6 +64,7 @@ class _Reported:
     kind: _Kind
     path: Path
     results: Any
+    headline: str
 
 
 @app.command()
@@ -86,8 +87,9 @@ def report(
                 kind = _find_kind(path)
                 if kind is not None:
                     found = kind.stored.read(path)
-                    write(kind.report(found, path.stem), path, path)
-                    reported.append(_Reported(kind, path, found))
+                    described = kind.report(found, path.stem)
+                    write(described, path, path)
+                    reported.append(_Reported(kind, path, found, described.headline))
                 elif path in results:
                     raise ValueError("it holds no results of muse fidelity, loss, compare, eval or tune")
             except ValueError as error:
@@ -99,7 +101,7 @@ def report(
         for folder in filter(Path.is_dir, results):
             inside = [done for done in reported if done.path.is_relative_to(folder)]
             if inside:
-                replace_file(folder / CONTENTS, _contents(folder, inside, list(_compare_needles(inside))))
+                replace_file(folder / CONTENTS, _contents(folder, inside, _compare_needles(inside)))
                 typer.echo(f"wrote {folder / CONTENTS}")
         if not reported and not are_left_out:
             raise ValueError(
@@ -138,28 +140,33 @@ def _reason(error: ValueError) -> str:
     return str(error).partition(";")[0]
 
 
-def _compare_needles(reported: list[_Reported]) -> Iterator[Path]:
-    """The pages that compare the models of each folder."""
+def _compare_needles(reported: list[_Reported]) -> dict[Path, str]:
+    """The pages that compare the models of each folder, and their headlines."""
     folders: dict[Path, dict[str, Any]] = {}
     for done in reported:
         if done.kind is _NEEDLES:
             folders.setdefault(done.path.parent, {})[done.path.stem] = done.results
-    for folder, models in folders.items():
-        yield from write_needle_comparisons(models, folder)
+    return {
+        page: headline
+        for folder, models in folders.items()
+        for page, headline in write_needle_comparisons(models, folder).items()
+    }
 
 
-def _contents(folder: Path, reported: list[_Reported], comparisons: list[Path]) -> str:
+def _contents(folder: Path, reported: list[_Reported], comparisons: dict[Path, str]) -> str:
+    """Links to the reports of a folder, by kind, with the headline of each."""
     sections = []
     for kind in _KINDS:
-        of_kind = [done for done in reported if done.kind is kind]
-        pages = [*(comparisons if kind is _NEEDLES else []), *(done.path.with_suffix(".html") for done in of_kind)]
-        links = [_link(page.relative_to(folder)) for page in pages]
-        commands = [command for done in of_kind for command in done.results.commands]
-        machines = dict.fromkeys("; ".join(machine_lines(done.results.machine)) for done in of_kind)
+        of_kind = {done.path.with_suffix(".html"): done.headline for done in reported if done.kind is kind}
         if of_kind:
-            sections.append(Section(kind.title, links=links, notes=list(machines), lines=commands))
-    return as_html(Report(f"Reports in {folder.resolve().name}", sections=sections))
+            pages = (comparisons if kind is _NEEDLES else {}) | of_kind
+            sections.append(Section(kind.title, links=[_link(page, folder, line) for page, line in pages.items()]))
+    machines = dict.fromkeys("; ".join(machine_lines(done.results.machine)) for done in reported)
+    commands = dict.fromkeys(command for done in reported for command in done.results.commands)
+    provenance = Provenance(list(machines), list(commands))
+    return as_html(Report(f"Reports in {folder.resolve().name}", sections=sections, provenance=provenance))
 
 
-def _link(page: Path) -> Link:
-    return Link(str(page.with_suffix("")), page.as_posix())
+def _link(page: Path, folder: Path, headline: str) -> Link:
+    address = page.relative_to(folder)
+    return Link(str(address.with_suffix("")), address.as_posix(), headline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -104,16 +105,16 @@ def in_words(attention: str) -> str:
 
 
 def short_names(attentions: Iterable[str]) -> dict[str, str]:
-    """What attentions are called in one report: MuSe by its sizes, and by those other settings in which some differ."""
+    """What attentions are called in one report: MuSe by its sizes, and by settings that most of them do not have."""
     names = list(dict.fromkeys(attentions))
     settings = {name: name.removeprefix("muse:").split(",") for name in names if name.startswith("muse:")}
-    shared = set.intersection(*(set(parts[1:]) for parts in settings.values())) if settings else set()
-    return {
-        name: ",".join([settings[name][0], *(part for part in settings[name][1:] if part not in shared)])
-        if name in settings
-        else name
-        for name in names
+    uses = Counter(part for parts in settings.values() for part in parts[1:])
+    short = {
+        name: ",".join([parts[0], *(part for part in parts[1:] if 2 * uses[part] <= len(settings))])
+        for name, parts in settings.items()
     }
+    taken = Counter(short.values())
+    return {name: short[name] if name in short and taken[short[name]] == 1 else name for name in names}
 
 
 def names_table(attentions: Iterable[str]) -> Table:

@@ -35,7 +35,7 @@ def _parts(report: Report, pictures: Mapping[str, str]) -> Iterator[str]:
 def _section(section: Section, pictures: Mapping[str, str]) -> Iterator[str]:
     yield f"## {markdown_line(section.title)}"
     yield from map(markdown_line, section.prose)
-    yield markdown_list(link.title for link in section.links)
+    yield markdown_list(f"{link.title}: {link.note}" if link.note else link.title for link in section.links)
     for figure in section.figures:
         if figure.name in pictures:
             yield f"![{markdown_line(figure.title)}]({pictures[figure.name]})"

@@ -70,6 +70,7 @@ class Link:
     title: str
     address: str
     """of a file, relative to that of the report"""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ class Report:
     provenance: Provenance = Provenance()
     csv: str = ""
     """the numbers behind it, for other programs"""
+
+    @property
+    def headline(self) -> str:
+        return next(iter(self.verdict), "")
 
     @property
     def figures(self) -> Iterator[Figure]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from muse_attention import fidelity_columns
 from muse_attention.config import Clustering, MuSeConfig
-from muse_attention.evaluation.attentions import in_words, muse_config, names_table, short_names
+from muse_attention.evaluation.attentions import muse_config, names_table, short_names
 from muse_attention.evaluation.fidelity.layers import FidelityRequest, FidelityResults
 from muse_attention.evaluation.fidelity.paper import JOINT_1B, JOINT_1B_NO_TILT
 from muse_attention.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
@@ -32,6 +32,8 @@ _PAPER_COUNTS = (
     "128 clusters, where it prints 1179."
 )
 _ERROR = "relative squared error"
+_WORDS = ("attention", "summaries", "centroids", "added", "family", "rule", "what is attended to")
+"""Columns of presets and of the paper that hold words."""
 _CLUSTERINGS: tuple[Clustering, ...] = ("lloyd", "streaming")
 """Results from before there was one default for all devices have the second in place of the first."""
 
@@ -91,8 +93,8 @@ def _preset_section(results: FidelityResults, preset: Preset) -> Section:
     if preset.name == ERROR_CONTROL and (curves := key_curves(results, preset)):
         figures = [_key_figure(curves)]
     for printed in preset.paper:
-        columns = [text(title) if place == 0 else number(title) for place, title in enumerate(printed.header)]
-        tables.append(Table(columns, printed.rows, f"The paper's {printed.number} ({printed.setting})"))
+        title = f"The paper's {printed.number} ({printed.setting})"
+        tables.append(Table(map(_labels, printed.header), printed.rows, title))
     return Section(preset.title, prose, figures=figures, tables=tables, notes=notes)
 
 
@@ -163,10 +165,10 @@ def table_of_requests(results: FidelityResults, requests: Sequence[FidelityReque
     columns, cells = _columns(results, whole)
     names = short_names(request.attention for request in results.measured)
     rows = [
-        (names[request.attention], format_size(request.length), *numbers, in_words(request.attention))
+        (names[request.attention], format_size(request.length), *numbers)
         for request, numbers in zip(whole, cells, strict=True)
     ]
-    return Table((text("attention"), number("length"), *columns, text("in words")), rows)
+    return Table((text("attention"), number("length"), *columns), rows)
 
 
 def table_of_preset(results: FidelityResults, preset: Preset) -> Table:
@@ -175,7 +177,12 @@ def table_of_preset(results: FidelityResults, preset: Preset) -> Table:
     columns, cells = _columns(results, [row.request for row in whole])
     names = short_names(request.attention for request in results.measured)
     rows = [(*row.labels, *numbers, names[row.request.attention]) for row, numbers in zip(whole, cells, strict=True)]
-    return Table((*map(text, preset.columns), *columns, text("configuration")), rows)
+    return Table((*map(_labels, preset.columns), *columns, text("configuration")), rows)
+
+
+def _labels(title: str) -> Column:
+    """A column of what a table varies."""
+    return Column(title, is_number=title not in _WORDS)
 
 
 def _columns(results: FidelityResults, requests: Sequence[FidelityRequest]) -> tuple[list[Column], Iterator[list[str]]]:

@@ -84,14 +84,13 @@ def loss_report(results: LossResults, file_name: str) -> Report:
 
 
 def summary_table(results: LossResults) -> Table:
-    """Of every attention: mean loss, gap to exact, gap from the last power of two on, and what its name says."""
+    """Of every attention: mean loss, gap to exact, and gap from the last power of two on."""
     last, names = binned(results, EXACT)[-1], short_names(results.whole)
     columns = (
         text("attention"),
         number("mean loss", _LOSS),
         number("gap to exact", _GAP),
         number(f"gap from position {format_size(last.first)} on", _LATE_GAP),
-        text("in words"),
     )
     rows = [
         (
@@ -99,7 +98,6 @@ def summary_table(results: LossResults) -> Table:
             f"{_mean(results, name):.4f}",
             "" if name == EXACT else gap(results, name).signed(),
             "" if name == EXACT else f"{binned(results, name)[-1].loss - last.loss:+.4f}",
-            in_words(name),
         )
         for name in results.whole
     ]
@@ -171,7 +169,7 @@ def _figure(results: LossResults) -> Figure:
         for place, name in enumerate(others)
     ]
     lines.append(Line(EXACT, reducible_curve(results, EXACT, irreducible), BLACK))
-    x, y = Axis("position", log=2, is_size=True), Axis("mean loss so far less irreducible loss (nats)", log=10)
+    x, y = Axis("position", log=2, is_size=True), Axis("loss less irreducible loss (nats)", log=10)
     return Figure(
         "",
         "Cumulative mean loss less irreducible loss",

@@ -78,7 +78,8 @@ def needle_comparison(models: Models) -> Report:
         f"Needles compared: {', '.join(models)}",
         verdict=[
             "; ".join(f"{name} finds {of_model}" for name, of_model in best.items() if of_model)
-            + f" of the needles, the prompt {read}. {WILSON}",
+            + f" of the needles, the prompt {read}.",
+            WILSON,
             *(
                 f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
                 for name, results in models.items()

@@ -89,7 +89,8 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         f"Needles: {file_name}",
         verdict=[
             "; ".join(f"{names[name]} finds {share(found, is_exact)}" for name, found in together.items() if found)
-            + f" of the needles. {WILSON}",
+            + " of the needles.",
+            WILSON,
             f"{settings.model}, in {settings.haystack}.",
             *warnings,
         ],

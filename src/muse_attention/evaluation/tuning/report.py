@@ -72,25 +72,25 @@ def verdict(results: TuningResults) -> list[str]:
     """What to take, and what to know about it, a line each."""
     measured = results.measured
     if not measured or results.exact is None:
-        return ["nothing has been measured yet; continue the run with --resume"]
+        return ["Nothing has been measured yet; continue the run with --resume"]
     chosen = choose(measured, results.error)
     if chosen is None:
         best = min(measured, key=lambda candidate: candidate.error)
         return [
-            f"nothing measured has an RSE of at most {results.error:g}; the lowest is {best.error:.3g}, "
+            f"Nothing measured has an RSE of at most {results.error:g}; the lowest is {best.error:.3g}, "
             f"of {best.attention}, in {_milliseconds(best.time)} ms"
         ]
     speedup = results.exact.median / chosen.time
     lines = [
-        f"the fastest with an RSE of at most {results.error:g} is {chosen.attention}: "
+        f"The fastest with an RSE of at most {results.error:g} is {chosen.attention}: "
         f"RSE {chosen.error:.3g}, {_milliseconds(chosen.time)} ms, {speedup:.2f}x as fast as exact attention"
     ]
     if speedup <= 1:
-        lines.append(f"exact attention is faster here, {_milliseconds(results.exact.median)} ms: use that")
+        lines.append(f"Exact attention is faster here, {_milliseconds(results.exact.median)} ms: use that")
     paper = _papers(results)
     if paper is not None and paper is not chosen:
         lines.append(
-            f"the paper's method has RSE {paper.error:.3g} in {_milliseconds(paper.time)} ms ({paper.attention})"
+            f"The paper's method has RSE {paper.error:.3g} in {_milliseconds(paper.time)} ms ({paper.attention})"
         )
     if chosen.fidelity.get("at_budget", 0) > 0:
         share = f"{100 * chosen.fidelity['at_budget']:.0f}%"
