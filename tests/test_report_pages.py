@@ -17,6 +17,10 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from muse_attention.benchmark.request import Request, Shape
+from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.timing import Times
+from muse_attention.cli.bench_report import bench_report
 from muse_attention.evaluation.attentions import names_table, short_names
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.fidelity.presets import find_presets
@@ -80,6 +84,17 @@ def of_tuning(folder: Path) -> Report:
     )
 
 
+def of_benchmark(folder: Path) -> Report:
+    settings, times = Settings("cpu", 1, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
+    fidelity = {"relative_squared_error": 0.01, "cosine": 0.99, "keys_per_query": 12.0}
+    cases = [
+        Case(Request(name, Shape(length, 2, 8)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
+        for length in (1024, 2048)
+        for name in (LONG, "moba:L64B16R2")
+    ]
+    return bench_report(Results(describe_machine(), settings, ["muse bench"], cases), "bench")
+
+
 KINDS: dict[str, Callable[[Path], Report]] = {
     "fidelity": of_fidelity,
     "loss": of_loss,
@@ -89,6 +104,7 @@ KINDS: dict[str, Callable[[Path], Report]] = {
     "lookups": lambda folder: lookup_report(test_lookup_command.hand_made(), "lookups"),
     "tasks": of_tasks,
     "tuning": of_tuning,
+    "benchmark": of_benchmark,
 }
 
 

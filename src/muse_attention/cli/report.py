@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from muse_attention.benchmark.results import read_results as read_benchmark
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
+from muse_attention.cli.bench_report import bench_report
 from muse_attention.cli.measuring import write
 from muse_attention.cli.needles import write_needle_comparisons
 from muse_attention.evaluation.comparison.report import comparison_report
@@ -22,7 +24,6 @@ from muse_attention.evaluation.loss.positions import LossResults
 from muse_attention.evaluation.loss.report import loss_report
 from muse_attention.evaluation.needles.report import needle_report
 from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.stored import StoredResults
 from muse_attention.evaluation.tasks.answers import TaskResults
 from muse_attention.evaluation.tasks.report import tasks_report
 from muse_attention.evaluation.tuning.candidates import TuningResults
@@ -41,19 +42,20 @@ class _Kind:
     title: str
     key: str
     """that no other kind has"""
-    stored: type[StoredResults]
+    read: Callable[[Path], Any]
     report: Callable[[Any, str], Report]
 
 
-_NEEDLES = _Kind("Needles", "needles", NeedleResults, needle_report)
+_NEEDLES = _Kind("Needles", "needles", NeedleResults.read, needle_report)
 _KINDS = (
-    _Kind("Fidelity", "measured", FidelityResults, fidelity_report),
-    _Kind("Loss", "losses", LossResults, loss_report),
-    _Kind("Training runs", "runs", ComparisonResults, comparison_report),
+    _Kind("Fidelity", "measured", FidelityResults.read, fidelity_report),
+    _Kind("Loss", "losses", LossResults.read, loss_report),
+    _Kind("Training runs", "runs", ComparisonResults.read, comparison_report),
     _NEEDLES,
-    _Kind("Lookups", "lookups", LookupResults, lookup_report),
-    _Kind("Standard tasks", "tasks", TaskResults, tasks_report),
-    _Kind("Time against error", "tuned", TuningResults, tuning_report),
+    _Kind("Lookups", "lookups", LookupResults.read, lookup_report),
+    _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
+    _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
+    _Kind("Benchmarks", "cases", read_benchmark, bench_report),
 )
 
 
@@ -70,7 +72,8 @@ class _Reported:
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Result files of muse fidelity, loss, compare, eval and tune, or their folder.")
+        list[Path],
+        typer.Argument(help="Result files of muse bench, fidelity, loss, compare, eval and tune, or their folder."),
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
@@ -86,12 +89,12 @@ def report(
             try:
                 kind = _find_kind(path)
                 if kind is not None:
-                    found = kind.stored.read(path)
+                    found = kind.read(path)
                     described = kind.report(found, path.stem)
                     write(described, path, path)
                     reported.append(_Reported(kind, path, found, described.headline))
                 elif path in results:
-                    raise ValueError("it holds no results of muse fidelity, loss, compare, eval or tune")
+                    raise ValueError("it holds no results of muse bench, fidelity, loss, compare, eval or tune")
             except ValueError as error:
                 say(f"{path} is left out: {_reason(error)}")
                 are_left_out = True
@@ -105,7 +108,7 @@ def report(
                 typer.echo(f"wrote {folder / CONTENTS}")
         if not reported and not are_left_out:
             raise ValueError(
-                "none of these are results of muse fidelity, loss, compare, eval or tune; give their .json files"
+                "none of these are results of muse bench, fidelity, loss, compare, eval or tune; give their .json files"
             )
     if are_left_out:
         raise typer.Exit(1 if reported else 2)
@@ -122,7 +125,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _find_kind(path: Path) -> _Kind | None:
-    """None for what else ends in .json: data, recipes, benchmarks. A ValueError for results that are torn."""
+    """None for what else ends in .json: data, recipes. A ValueError for results that are torn."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         document = parse_json(text, finite=False)
