@@ -24,9 +24,10 @@ from muse_attention.cli.language_model import name_of
 from muse_attention.evaluation.means import Share
 from muse_attention.evaluation.needles import comparison
 from muse_attention.evaluation.needles.comparison import have_same_questions, needle_comparison
+from muse_attention.evaluation.needles.panels import EXACT_MATCH, depth_tables
 from muse_attention.evaluation.needles.report import (
     as_csv,
-    depth_tables,
+    columns_of,
     needle_report,
     places_table,
     summary_table,
@@ -50,7 +51,6 @@ from muse_attention.report.tree import Table
 
 COARSE = "muse:Q4K4R1SP1B128"
 SHORT = "Q4K4R1SP1B128"
-EXACT_MATCH = "exact match"
 SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
 
 
@@ -144,7 +144,7 @@ def test_tables() -> None:
         "-50.0 ± 28.9",
     )
     assert table.column("failed") == ["", "1"]
-    (by_depths,) = depth_tables(hand_made(), EXACT_MATCH)
+    (by_depths,) = depth_tables(columns_of(hand_made()), EXACT_MATCH)
     assert by_depths.titles == ["depth", "exact", SHORT]
     rows = by_depths.rows
     assert rows[0] == ("0.05", "75.0% (30.1 to 95.4) of 4", "25.0% (4.6 to 69.9) of 4")
@@ -194,7 +194,7 @@ def test_models_are_compared_on_the_same_samples() -> None:
     assert exact.titles == ["kind, length", "one", "other", "other less one"]
     assert exact.rows == [("single, 2k", "80.0% (37.6 to 96.4) of 5", "40.0% (11.8 to 76.9) of 5", "-40.0 ± 24.5")]
     assert muse.rows == [("single, 2k", "25.0% (4.6 to 69.9) of 4", "25.0% (4.6 to 69.9) of 4", "+0.0 ± 0.0")]
-    (table,) = comparison.depth_tables(models, EXACT_MATCH)
+    (table,) = depth_tables(comparison.columns_of(models), EXACT_MATCH)
     assert table.title == "single, 2k"
     names = [f"{name}, read by {attention}" for attention in ("exact", SHORT) for name in ("one", "other")]
     assert table.titles == ["depth", *names]
@@ -219,7 +219,7 @@ def with_more(results: NeedleResults, length: int, kind: str, *names: str) -> Ne
 def test_all_kinds_together_are_those_that_all_models_have() -> None:
     everything = [with_more(hand_made(), 2048, "multi-query-2", "exact", COARSE) for _ in range(2)]
     models = dict(zip(("one", "other"), everything, strict=True))
-    tables = titled(comparison.depth_tables(models, EXACT_MATCH))
+    tables = titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))
     assert list(tables) == ["all kinds, 2k", "single, 2k", "multi-query-2, 2k"]
     assert tables["all kinds, 2k"].rows[0][1] == "80.0% (37.6 to 96.4) of 5", "four of single, and one of multi-query-2"
     summary, *_ = comparison.summary_tables(models, EXACT_MATCH)
@@ -227,7 +227,7 @@ def test_all_kinds_together_are_those_that_all_models_have() -> None:
         "kinds with other numbers of questions"
     )
     models["other"] = hand_made()
-    assert list(titled(comparison.depth_tables(models, EXACT_MATCH))) == ["single, 2k", "multi-query-2, 2k"]
+    assert list(titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))) == ["single, 2k", "multi-query-2, 2k"]
 
 
 def test_tables_are_in_order_and_have_no_columns_of_other_lengths() -> None:
@@ -237,7 +237,7 @@ def test_tables_are_in_order_and_have_no_columns_of_other_lengths() -> None:
     models = {"one": results, "other": results}
     first, *_ = comparison.summary_tables(models, EXACT_MATCH)
     assert first.column("kind, length") == ["single, 1k", "single, 2k", "multi-key-2, 4k"]
-    tables = titled(comparison.depth_tables(models, EXACT_MATCH))
+    tables = titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))
     assert tables["single, 1k"].titles[1::2] == ["one, read by exact"]
     assert tables["multi-key-2, 4k"].titles[1::2] == ["one, read by exact", "one, read by Q4K4R1SP1B256"]
 
@@ -295,11 +295,11 @@ def test_where_errors_are() -> None:
 def test_everything_together_is_shown_by_depth_first() -> None:
     results = with_more(hand_made(), 4096, "single", "exact", COARSE)
     with_more(results, 4096, "multi-key-2", "exact")  # not of all attentions
-    first, *others = depth_tables(results, EXACT_MATCH)
+    first, *others = depth_tables(columns_of(results), EXACT_MATCH)
     assert (first.title, len(others)) == ("all lengths and kinds", 3)
     assert first.titles == ["depth", "exact", SHORT]
     assert first.rows[0] == ("0.05", "80.0% (37.6 to 96.4) of 5", "40.0% (11.8 to 76.9) of 5")
-    assert list(titled(depth_tables(hand_made(), EXACT_MATCH))) == ["single, 2k"]
+    assert list(titled(depth_tables(columns_of(hand_made()), EXACT_MATCH))) == ["single, 2k"]
 
 
 def run_report(folder: Path) -> tuple[int, list[str]]:

@@ -6,28 +6,25 @@ with the attention that reads the prompt beside each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from muse_attention.evaluation.attentions import names_table, short_names
 from muse_attention.evaluation.means import WILSON
-from muse_attention.evaluation.needles.report import (
-    ALL_KINDS,
+from muse_attention.evaluation.needles.panels import (
     DEFINITIONS,
-    EXACT,
     MEASURES,
-    PREFILL,
-    TASK,
-    columns_by_length,
-    format_difference,
-    heat_maps,
-    paper_section,
-    table_by_depth,
+    Asked,
+    cards,
+    depth_section,
+    found_in_words,
+    groups_of,
+    panels,
     title_of,
     with_number,
 )
+from muse_attention.evaluation.needles.report import EXACT, PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.needles.samples import KINDS, depth_of
-from muse_attention.evaluation.needles.scores import Answer
 from muse_attention.evaluation.needles.statistics import (
     answers,
     attentions,
@@ -40,7 +37,7 @@ from muse_attention.evaluation.needles.statistics import (
 )
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
-from muse_attention.report.tree import Card, Figure, Provenance, Report, Section, Table, number, text
+from muse_attention.report.tree import Provenance, Report, Section, Table, number, text
 
 Models = Mapping[str, NeedleResults]
 """Their results by their names. The first one is what the others are compared with."""
@@ -68,29 +65,21 @@ def needle_comparison(models: Models) -> Report:
         settings = results.settings
         hardware, versions = machine_lines(results.machine)
         lines.append(f"{name}: {settings.model}, {settings.dtype}, on {settings.device}; {hardware}; {versions}")
-    asked = [cell for cell in _cells(models) if cell[2] == EXACT] or _cells(models)
-    read = f"read by {asked[0][2] if asked[0][2] == EXACT else 'any'} attention"
-    best = {
-        name: share([answer for cell in asked for answer in answers(results, *cell)], MEASURES["exact match"])
-        for name, results in models.items()
-    }
+    columns, short = columns_of(models), short_names(_named(models))
+    read_by = next(iter(columns.values())).attention
+    first_read = {name: Asked(results, read_by) for name, results in models.items()}
     return Report(
         f"Needles compared: {', '.join(models)}",
         verdict=[
-            "; ".join(f"{name} finds {of_model}" for name, of_model in best.items() if of_model)
-            + f" of the needles, the prompt {read}.",
-            WILSON,
+            found_in_words(first_read),
+            f"The prompt is read by {short[read_by]}. {WILSON}",
             *(
                 f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
                 for name, results in models.items()
                 if (failed := failures(results))
             ),
         ],
-        cards=[
-            Card(f"exact match, {name}", f"{100 * of_model.value:.1f}%", f"{read}, n = {of_model.number}")
-            for name, of_model in best.items()
-            if of_model
-        ][:6],
+        cards=cards(first_read),
         sections=[
             *(
                 Section(
@@ -101,14 +90,7 @@ def needle_comparison(models: Models) -> Report:
                 )
                 for place, name in enumerate(MEASURES)
             ),
-            *(
-                Section(
-                    f"{name} by depth".capitalize(),
-                    figures=_heat_maps(models, name),
-                    tables=list(depth_tables(models, name)),
-                )
-                for name in MEASURES
-            ),
+            *(depth_section(columns, measure) for measure in MEASURES),
             paper_section(),
         ],
         names=names_table(_named(models)),
@@ -122,51 +104,31 @@ def summary_tables(models: Models, name: str) -> Iterator[Table]:
     first, *others = models
     columns = [text("kind, length"), *(number(model, DEFINITIONS[name]) for model in models)]
     columns += [number(f"{other} less {first}", _DIFFERENCES) for other in others]
-    cells, short = _cells(models), short_names(_named(models))
-    for attention in dict.fromkeys(attention for _, _, attention in cells):
-        rows = []
-        of_attention = [(length, kind) for length, kind, name in cells if name == attention]
-        for length in dict.fromkeys(length for length, _ in of_attention):
-            kinds = [kind for tokens, kind in of_attention if tokens == length]
-            for panel, together in _panels(models, length, kinds, [attention]).items():
-                found = [_pooled(results, length, together, attention) for results in models.values()]
-                shares = (with_number(share(of_model, MEASURES[name])) for of_model in found)
+    short = short_names(_named(models))
+    for attention in dict.fromkeys(_named(models)):
+        asked = {model: Asked(results, attention) for model, results in models.items()}
+        found, rows = groups_of(asked), []
+        for length in dict.fromkeys(length for length, _ in found):
+            for kind, together in panels(asked, [group for group in found if group[0] == length]).items():
+                shares = (with_number(share(one.answers(together), MEASURES[name])) for one in asked.values())
                 gaps = [""] * len(others)  # samples of several kinds have not as many questions each
                 if len(together) == 1:
-                    samples = {one: by_sample(models[one], length, together[0], attention) for one in models}
+                    samples = {model: by_sample(models[model], *together[0], attention) for model in models}
                     gaps = [
                         format_difference(difference(samples[one], samples[first], MEASURES[name])) for one in others
                     ]
-                rows.append((title_of(length, panel), *shares, *gaps))
+                rows.append((title_of(length, kind), *shares, *gaps))
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
 
 
-def depth_tables(models: Models, name: str) -> Iterator[Table]:
-    """Of all kinds together and of each. A column is a model, and the attention that reads the prompt."""
-    cells, short = _cells(models), short_names(_named(models))
-    for length in sorted({length for length, _, _ in cells}):
-        names = list(dict.fromkeys(attention for tokens, _, attention in cells if tokens == length))
-        kinds = list(dict.fromkeys(kind for tokens, kind, _ in cells if tokens == length))
-        for panel, together in _panels(models, length, kinds, names).items():
-            columns: dict[str, Sequence[Answer]] = {
-                f"{model}, read by {short[attention]}": _pooled(results, length, together, attention)
-                for attention in names
-                for model, results in models.items()
-            }
-            yield table_by_depth(columns, name, title_of(length, panel))
-
-
-def _heat_maps(models: Models, name: str) -> list[Figure]:
-    cells, short = _cells(models), short_names(_named(models))
-    panels = {}
-    for attention in dict.fromkeys(attention for _, _, attention in cells):
-        for model, results in models.items():
-            mine = [(length, kind) for length, kind, one in cells if one == attention]
-            panels[f"{model}, read by {short[attention]}"] = {
-                column: by_depth([a for group in together for a in answers(results, *group, attention)], MEASURES[name])
-                for column, together in columns_by_length(mine).items()
-            }
-    return heat_maps(panels, name)
+def columns_of(models: Models) -> dict[str, Asked]:
+    """A model, and the attention that reads the prompt."""
+    short = short_names(_named(models))
+    return {
+        f"{model}, read by {short[attention]}": Asked(results, attention)
+        for attention in dict.fromkeys(_named(models))
+        for model, results in models.items()
+    }
 
 
 def as_csv(models: Models) -> str:
@@ -199,21 +161,6 @@ def _cells(models: Models) -> list[tuple[int, str, str]]:
     }
     kinds = list(KINDS)
     return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2], cell[0], kinds.index(cell[1])))
-
-
-def _panels(models: Models, length: int, kinds: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """All kinds together, which are those that all models have under these attentions, and each by itself."""
-    shared = [
-        kind
-        for kind in kinds
-        if all(answers(results, length, kind, name) for results in models.values() for name in names)
-    ]
-    together = {ALL_KINDS: shared} if len(shared) > 1 else {}
-    return together | {kind: [kind] for kind in kinds}
-
-
-def _pooled(results: NeedleResults, length: int, kinds: Sequence[str], attention: str) -> list[Answer]:
-    return [answer for kind in kinds for answer in answers(results, length, kind, attention)]
 
 
 def _uids(results: NeedleResults) -> dict[tuple[int, str, int, int], list[str]]:

@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from muse_attention.evaluation.attentions import muse_config, names_table, short_names
-from muse_attention.evaluation.means import WILSON, Mean, Share
+from muse_attention.evaluation.means import WILSON, Mean
+from muse_attention.evaluation.needles.panels import (
+    ALL_KINDS,
+    DEFINITIONS,
+    MEASURES,
+    Asked,
+    cards,
+    depth_section,
+    found_in_words,
+    title_of,
+    with_number,
+)
 from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.needles.samples import BUCKETS, CANDIDATES, depth_of
-from muse_attention.evaluation.needles.scores import Answer
+from muse_attention.evaluation.needles.samples import depth_of
 from muse_attention.evaluation.needles.statistics import (
-    Measure,
     against_exact,
     answers,
     attentions,
-    by_depth,
     failures,
     groups,
     is_exact,
-    is_preferred,
     samples_of,
     share,
     token_means,
 )
 from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.markup import csv_text
-from muse_attention.plots import draw_heat_map
-from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
+from muse_attention.report.tree import Column, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
 EXACT = "exact"
-MEASURES: dict[str, Measure] = {"exact match": is_exact, f"right of {CANDIDATES}": is_preferred}
-DEFINITIONS = dict(
-    zip(
-        MEASURES,
-        (
-            f"Share of questions to which greedy generation gives the uid. {WILSON}",
-            "Share of questions in which the uid is more probable than each of seven others, those of the prompt and "
-            f"random ones: chance is 12.5%. {WILSON}",
-        ),
-        strict=True,
-    )
-)
 TASK = (
     "Somewhere in a repository a file defines a function whose name ends in a random uid of eight digits; the last "
     "file imports it, and the model completes the uid. Depth is where the definition is, as a share of the context: "
@@ -59,7 +52,6 @@ _PLACES = (
     "generation breaks a tie its own way."
 )
 _AGAINST = "Difference in percentage points on the same samples, ± its standard error over samples."
-ALL_KINDS = "all kinds"
 _PAPER = """\
 single        | 2547 | 97.80 ± 0.29% | 98.35 ± 0.25%
 multi-key-2   | 2475 | 92.73 ± 0.52% | 98.46 ± 0.25%
@@ -71,13 +63,13 @@ multi-query-4 | 1060 | 83.58 ± 1.14% | 98.77 ± 0.34%"""
 def needle_report(results: NeedleResults, file_name: str) -> Report:
     if len(failures(results)) == len(results.outcomes):
         raise ValueError("no sample has been answered yet; continue the run with --resume")
-    settings, names = results.settings, short_names(results.named)
+    settings = results.settings
     failed = [
         f"{task.attention}, {title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
         f"sample {task.number}: {error}"
         for task, error in failures(results)
     ]
-    together = {name: _everything(results, name) for name in names}
+    columns = columns_of(results)
     facts = [
         f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
         f"Haystack: {settings.haystack}; seed {settings.seed}",
@@ -88,28 +80,16 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
     return Report(
         f"Needles: {file_name}",
         verdict=[
-            "; ".join(f"{names[name]} finds {share(found, is_exact)}" for name, found in together.items() if found)
-            + " of the needles.",
+            found_in_words(columns),
             WILSON,
             f"{settings.model}, in {settings.haystack}.",
             *warnings,
         ],
-        cards=[
-            Card(f"exact match, {names[name]}", f"{100 * found.value:.1f}%", _interval(found))
-            for name, answered in together.items()
-            if (found := share(answered, is_exact)) is not None
-        ][:6],
+        cards=cards(columns),
         sections=[
             Section("Attentions", [TASK], tables=[summary_table(results)], notes=[PREFILL]),
             Section("Where errors are", tables=[places_table(results)], notes=[_PLACES]),
-            *(
-                Section(
-                    f"{name} by depth".capitalize(),
-                    figures=heat_maps({names[one]: _by_length(results, one, measure) for one in names}, name),
-                    tables=list(depth_tables(results, name)),
-                )
-                for name, measure in MEASURES.items()
-            ),
+            *(depth_section(columns, measure) for measure in MEASURES),
             *([Section("Failed", lines=failed)] if failed else []),
             paper_section(),
         ],
@@ -117,6 +97,11 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         provenance=provenance_of(results, *facts),
         csv=as_csv(results),
     )
+
+
+def columns_of(results: NeedleResults) -> dict[str, Asked]:
+    """Its attentions, by their short names."""
+    return {short: Asked(results, name) for name, short in short_names(results.named).items()}
 
 
 def summary_table(results: NeedleResults) -> Table:
@@ -140,7 +125,7 @@ def summary_table(results: NeedleResults) -> Table:
             shares = []
             for measure in MEASURES.values():
                 gap = None if attention == EXACT else against_exact(results, length, kind, attention, measure)
-                shares += [_shown(share(found, measure)), format_difference(gap)]
+                shares += ["" if (right := share(found, measure)) is None else str(right), format_difference(gap)]
             rows.append(
                 (
                     *(names[attention], format_size(length), kind, str(len(found)), *shares),
@@ -151,68 +136,6 @@ def summary_table(results: NeedleResults) -> Table:
                 )
             )
     return Table(columns, rows)
-
-
-def depth_tables(results: NeedleResults, name: str) -> Iterator[Table]:
-    """By the name of the measure: of everything together, if there is more than one length and kind, and of each."""
-    found = groups(results)
-    names, short = attentions(results, *found[0]), short_names(results.named)
-    shared = [group for group in found if all(answers(results, *group, one) for one in names)]
-    if len(shared) > 1:
-        together = {short[one]: [a for group in shared for a in answers(results, *group, one)] for one in names}
-        yield table_by_depth(together, name, "all lengths and kinds")
-    for length, kind in found:
-        of_group = attentions(results, length, kind)
-        columns = {short[one]: answers(results, length, kind, one) for one in of_group}
-        yield table_by_depth(columns, name, title_of(length, kind))
-
-
-def table_by_depth(columns: Mapping[str, Sequence[Answer]], name: str, title: str) -> Table:
-    """A row for every depth, a column for everything that has answers."""
-    shares = [by_depth(found, MEASURES[name]) for found in columns.values()]
-    rows = [
-        (f"{depth_of(bucket):.2f}", *(with_number(column[bucket]) for column in shares)) for bucket in range(BUCKETS)
-    ]
-    return Table(map(number, ("depth", *columns)), rows, title)
-
-
-def heat_maps(panels: Mapping[str, Mapping[str, list[Share | None]]], measure: str) -> list[Figure]:
-    """Depth against length, or against the kind, of each of some models or attentions: shares by column and depth."""
-    return [
-        Figure(
-            f"{measure.replace(' ', '-')}-{place}",
-            f"{measure.capitalize()}: {panel}",
-            f"{measure} of {panel}: depth of the definition against length and kind",
-            functools.partial(
-                draw_heat_map,
-                [[_value(column[bucket]) for column in columns.values()] for bucket in range(BUCKETS)],
-                [f"{depth_of(bucket):.2f}" for bucket in range(BUCKETS)],
-                list(columns),
-                x="length" if len(columns) > 1 and all(key[0].isdigit() for key in columns) else "kind and length",
-                y="depth of the definition",
-                label=measure,
-                is_share=True,
-            ),
-        )
-        for place, (panel, columns) in enumerate(panels.items(), start=1)
-    ]
-
-
-def columns_by_length(found: Iterable[tuple[int, str]]) -> dict[str, list[tuple[int, str]]]:
-    """The (length, kind) in each column of a heat map: all kinds of a length, or of one length each kind."""
-    known = list(found)
-    lengths = sorted({length for length, _ in known})
-    if len(lengths) > 1:
-        return {format_size(length): [group for group in known if group[0] == length] for length in lengths}
-    return {f"{kind}\n{format_size(length)}": [(length, kind)] for length, kind in known}
-
-
-def _by_length(results: NeedleResults, attention: str, measure: Measure) -> dict[str, list[Share | None]]:
-    mine = [group for group in groups(results) if attention in attentions(results, *group)]
-    return {
-        column: by_depth([a for group in together for a in answers(results, *group, attention)], measure)
-        for column, together in columns_by_length(mine).items()
-    }
 
 
 def places_table(results: NeedleResults) -> Table:
@@ -266,41 +189,11 @@ def as_csv(results: NeedleResults) -> str:
     return csv_text(header, rows)
 
 
-def with_number(found: Share | None) -> str:
-    return "" if found is None else f"{found} of {found.number}"
-
-
 def format_difference(difference: Mean | None) -> str:
     if difference is None:
         return ""
     error = "" if difference.standard_error is None else f" ± {100 * difference.standard_error:.1f}"
     return f"{100 * difference.mean:+.1f}{error}"
-
-
-def title_of(length: int, kind: str) -> str:
-    return f"{kind}, {format_size(length)}"
-
-
-def _shown(found: Share | None) -> str:
-    return "" if found is None else str(found)
-
-
-def _value(found: Share | None) -> float | None:
-    return None if found is None else found.value
-
-
-def _interval(found: Share) -> str:
-    low, high = found.interval
-    return f"{100 * low:.1f} to {100 * high:.1f}, n = {found.number}"
-
-
-def _everything(results: NeedleResults, attention: str) -> list[Answer]:
-    return [
-        answer
-        for task, outcome in results.outcomes.items()
-        if task.attention == attention
-        for answer in outcome.answers
-    ]
 
 
 def _exact_in_one_block(results: NeedleResults) -> list[str]:
