@@ -151,11 +151,11 @@ def test_pools_of_known_weights() -> None:
     assert STRONG == 0.1
     assert found.strong_heads == 2
     assert found.strong_heads_found == 1.5, "0.08 of 0.2 is less than half"
-    assert found.strong_share == pytest.approx((0.58 + 0.7) / (2 * 0.7))
+    assert found.strong.share == pytest.approx((0.58 + 0.7) / (2 * 0.7))
     assert found.exact_share == pytest.approx((0.74 + 0.76) / (2 * 0.76))
-    assert found.strong_exact_share == pytest.approx((0.68 + 0.7) / (2 * 0.7))
+    assert found.strong.exact_share == pytest.approx((0.68 + 0.7) / (2 * 0.7))
     assert found.mean_pairs == pytest.approx(14 / 8)
-    assert found.strong_pairs == pytest.approx(3)
+    assert found.strong.mean_pairs == pytest.approx(3)
 
 
 def test_tables_by_attention_layer_and_head() -> None:

@@ -230,6 +230,19 @@ def test_markdown_has_the_same_parts_in_order() -> None:
     assert "![" not in as_markdown(EXAMPLE)
 
 
+def test_columns_of_one_meaning_share_a_line_of_the_legend() -> None:
+    columns = [
+        text("run"),
+        number("a", "Loss."),
+        number("b", "Loss."),
+        number("exact", "in words"),
+        number("c", "Gap."),
+    ]
+    names = Table(("name",), [("exact",)])
+    report = Report("t", sections=[Section("s", tables=[Table(columns, [])])], names=names)
+    assert report.definitions == {"a; b": "Loss.", "c": "Gap."}
+
+
 def test_a_row_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a row of the table 'T' has another number of cells than \['a', 'b'\]"):
         Table(("a", "b"), [("1",)], "T")

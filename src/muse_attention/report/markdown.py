@@ -17,7 +17,8 @@ def _parts(report: Report, pictures: Mapping[str, str]) -> Iterator[str]:
     yield f"# {markdown_line(report.title)}"
     yield markdown_list(report.verdict)
     if report.cards:
-        yield markdown_table([card.label for card in report.cards], [[card.value for card in report.cards]])
+        labels, values = [card.label for card in report.cards], [card.value for card in report.cards]
+        yield markdown_table(labels, [values], are_numbers=[True] * len(labels))
     for section in report.sections:
         yield from _section(section, pictures)
     if report.names is not None:

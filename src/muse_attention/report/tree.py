@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ class Table:
         self.rows = [tuple(row) for row in rows]
         if any(len(row) != len(self.columns) for row in self.rows):
             raise ValueError(f"a row of the table {title!r} has another number of cells than {self.titles}")
+
+    @classmethod
+    def of(cls, items: Iterable[Item], *columns: tuple[Column, Callable[[Item], str]], title: str = "") -> Table:
+        """A row for every item: each column with what it says of one."""
+        rows = [[cell(item) for _, cell in columns] for item in items]
+        return cls([column for column, _ in columns], rows, title)
 
     @property
     def titles(self) -> list[str]:
@@ -129,6 +138,10 @@ class Report:
 
     @property
     def definitions(self) -> dict[str, str]:
-        """Of all columns that have one, by title."""
-        columns = (column for section in self.sections for table in section.tables for column in table.columns)
-        return {column.title: column.definition for column in columns if column.definition}
+        """Of all columns that have one, by title, or by titles that share it. Names are explained elsewhere."""
+        named = set() if self.names is None else set(self.names.column(self.names.titles[0]))
+        titles: dict[str, dict[str, None]] = {}
+        for column in (column for section in self.sections for table in section.tables for column in table.columns):
+            if column.definition and column.title not in named:
+                titles.setdefault(column.definition, {})[column.title] = None
+        return {"; ".join(found): definition for definition, found in titles.items()}

@@ -137,22 +137,21 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
 
 
 def runs_table(results: ComparisonResults) -> Table:
-    titles = ("parameters", "updates", "tokens", "tokens per parameter")
-    columns = (text("run"), text("trained with"), *map(number, titles), text("weights"))
     names = short_names(_named(results))
-    rows = [
-        (
-            run.name,
-            f"{names[run.attention]}{_tail(run)}",
-            f"{run.parameters / 1e6:,.1f}M",
-            f"{run.step:,}",
-            f"{run.tokens:,}",
-            f"{run.tokens / run.parameters:.2g}",
-            "the finished model" if run.is_finished else f"its newest checkpoint, of {run.recipe.steps:,} updates",
-        )
-        for run in _runs(results)
-    ]
-    return Table(columns, rows)
+    return Table.of(
+        _runs(results),
+        (text("run"), lambda run: run.name),
+        (text("trained with"), lambda run: f"{names[run.attention]}{_tail(run)}"),
+        (number("parameters"), lambda run: f"{run.parameters / 1e6:,.1f}M"),
+        (number("updates"), lambda run: f"{run.step:,}"),
+        (number("tokens"), lambda run: f"{run.tokens:,}"),
+        (number("tokens per parameter"), lambda run: f"{run.tokens / run.parameters:.2g}"),
+        (text("weights"), _weights),
+    )
+
+
+def _weights(run: Run) -> str:
+    return "the finished model" if run.is_finished else f"its newest checkpoint, of {run.recipe.steps:,} updates"
 
 
 def matrix_table(results: ComparisonResults) -> Table:
@@ -275,16 +274,13 @@ def positions_table(results: ComparisonResults) -> Table:
 
 def scaling_table(results: ComparisonResults) -> Table:
     names = short_names(_named(results))
-    rows = [
-        (
-            names[attention],
-            ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in found.points),
-            f"{found.law.exponent:.3f}",
-            f"{found.r_squared:.4f}",
-        )
-        for attention, found in scaling_laws(results).items()
-    ]
-    return Table((text("trained with"), text("parameters"), number("exponent"), number("R²")), rows)
+    return Table.of(
+        scaling_laws(results).items(),
+        (text("trained with"), lambda law: names[law[0]]),
+        (text("parameters"), lambda law: ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in law[1].points)),
+        (number("exponent"), lambda law: f"{law[1].law.exponent:.3f}"),
+        (number("R²"), lambda law: f"{law[1].r_squared:.4f}"),
+    )
 
 
 def losses_by_position(results: ComparisonResults, run: Run, step: int | None = None) -> list[tuple[float, float]]:

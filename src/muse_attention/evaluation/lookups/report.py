@@ -33,6 +33,7 @@ _EXACT = (
     f"summaries. {_SUMS}"
 )
 _STRONG = f"Heads of a sample with a weight of at least {STRONG:g} on the needle, the mean over samples."
+_STRONG_FOUND = "Strong heads of which more than half of the weight is found."
 _WEIGHT = "Exact attention's weight on the needle, the mean over samples."
 
 
@@ -64,30 +65,22 @@ class Pool:
         return float((self.is_strong & (self.found > self.weight / 2)).sum()) / self.samples
 
     @property
+    def strong(self) -> Pool:
+        """Heads that look the needle up alone, in a row."""
+        return Pool(*(tensor[self.is_strong] for tensor in vars(self).values()))
+
+    @property
     def share(self) -> float | None:
         """Of the weight that is found; None if there is none."""
         return _share(self.weight, self.found)
-
-    @property
-    def strong_share(self) -> float | None:
-        """In heads that look the needle up."""
-        return _share(self.weight[self.is_strong], self.found[self.is_strong])
 
     @property
     def exact_share(self) -> float | None:
         return _share(self.weight, self.exact)
 
     @property
-    def strong_exact_share(self) -> float | None:
-        return _share(self.weight[self.is_strong], self.exact[self.is_strong])
-
-    @property
-    def mean_pairs(self) -> float:
-        return float(self.pairs.mean())
-
-    @property
-    def strong_pairs(self) -> float | None:
-        return float(self.pairs[self.is_strong].mean()) if self.is_strong.any() else None
+    def mean_pairs(self) -> float | None:
+        return float(self.pairs.mean()) if len(self.pairs) else None
 
     def in_layer(self, place: int) -> Pool:
         return Pool(*(tensor[:, [place]] for tensor in vars(self).values()))
@@ -123,7 +116,7 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
             f"{settings.model}, in {settings.haystack}.",
         ],
         cards=[
-            Card(f"found, {names[name]}", _percent(of_name.share), f"strong heads: {_percent(of_name.strong_share)}")
+            Card(f"found, {names[name]}", _percent(of_name.share), f"strong heads: {_percent(of_name.strong.share)}")
             for name, of_name in longest.items()
         ][:6],
         sections=[
@@ -148,34 +141,24 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
 
 def summary_table(results: LookupResults) -> Table:
     """Of every length, kind and attention."""
-    columns = (
-        text("attention"),
-        number("length"),
-        text("kind"),
-        number("samples"),
-        number("found", _FOUND),
-        number("exact", _EXACT),
-        number("pairs", "Buckets that the query retrieves, the mean over heads."),
-        number("strong heads", _STRONG),
-        number("of them found", "Those of which more than half of the weight is found."),
-        number("found, strong", f"In strong heads. {_FOUND}"),
-        number("exact, strong", f"In strong heads. {_EXACT}"),
-        number("pairs, strong", "Buckets that the query retrieves in a strong head."),
-    )
     names = short_names(results.named)
-    rows = []
-    for length, kind, attention in _groups(results):
-        of_group = pool(results, length, kind, attention)
-        rows.append(
-            (
-                *(names[attention], format_size(length), kind, str(of_group.samples)),
-                *(_percent(of_group.share), _percent(of_group.exact_share), f"{of_group.mean_pairs:.2f}"),
-                *(f"{of_group.strong_heads:.1f}", f"{of_group.strong_heads_found:.1f}"),
-                *(_percent(of_group.strong_share), _percent(of_group.strong_exact_share)),
-                "" if of_group.strong_pairs is None else f"{of_group.strong_pairs:.2f}",
-            )
-        )
-    return Table(columns, rows)
+    groups = [(group, pool(results, *group)) for group in _groups(results)]
+    return Table.of(
+        groups,
+        (text("attention"), lambda row: names[row[0][2]]),
+        (number("length"), lambda row: format_size(row[0][0])),
+        (text("kind"), lambda row: row[0][1]),
+        (number("samples"), lambda row: str(row[1].samples)),
+        (number("found", _FOUND), lambda row: _percent(row[1].share)),
+        (number("exact", _EXACT), lambda row: _percent(row[1].exact_share)),
+        (number("pairs", "Buckets that the query retrieves, the mean over heads."), lambda row: _pairs(row[1])),
+        (number("strong heads", _STRONG), lambda row: f"{row[1].strong_heads:.1f}"),
+        (number("of them found", _STRONG_FOUND), lambda row: f"{row[1].strong_heads_found:.1f}"),
+        (number("found, strong", f"In strong heads. {_FOUND}"), lambda row: _percent(row[1].strong.share)),
+        (number("exact, strong", f"In strong heads. {_EXACT}"), lambda row: _percent(row[1].strong.exact_share)),
+        (number("pairs, strong", "Buckets that the query retrieves in a strong head."),
+         lambda row: _pairs(row[1].strong)),
+    )  # fmt: skip
 
 
 def layer_table(results: LookupResults, length: int) -> Table:
@@ -237,6 +220,10 @@ def _pools(results: LookupResults, length: int) -> dict[str, Pool]:
 def _share(weight: Tensor, found: Tensor) -> float | None:
     total = float(weight.sum())
     return float(found.sum()) / total if total > 0 else None
+
+
+def _pairs(found: Pool) -> str:
+    return "" if found.mean_pairs is None else f"{found.mean_pairs:.2f}"
 
 
 def _percent(share: float | None) -> str:

@@ -86,31 +86,24 @@ def loss_report(results: LossResults, file_name: str) -> Report:
 def summary_table(results: LossResults) -> Table:
     """Of every attention: mean loss, gap to exact, and gap from the last power of two on."""
     last, names = binned(results, EXACT)[-1], short_names(results.whole)
-    columns = (
-        text("attention"),
-        number("mean loss", _LOSS),
-        number("gap to exact", _GAP),
-        number(f"gap from position {format_size(last.first)} on", _LATE_GAP),
+    late = number(f"gap from position {format_size(last.first)} on", _LATE_GAP)
+    return Table.of(
+        results.whole,
+        (text("attention"), names.__getitem__),
+        (number("mean loss", _LOSS), lambda name: f"{_mean(results, name):.4f}"),
+        (number("gap to exact", _GAP), lambda name: "" if name == EXACT else gap(results, name).signed()),
+        (late, lambda name: "" if name == EXACT else f"{binned(results, name)[-1].loss - last.loss:+.4f}"),
     )
-    rows = [
-        (
-            names[name],
-            f"{_mean(results, name):.4f}",
-            "" if name == EXACT else gap(results, name).signed(),
-            "" if name == EXACT else f"{binned(results, name)[-1].loss - last.loss:+.4f}",
-        )
-        for name in results.whole
-    ]
-    return Table(columns, rows)
 
 
 def doubling_table(results: LossResults) -> Table:
     names = short_names(results.whole)
-    rows = [
-        (names[pair.attention], names[pair.doubled], "-" if pair.ratio is None else f"{pair.ratio:.2f}x")
-        for pair in doublings(results)
-    ]
-    return Table((text("attention"), text("clusters doubled"), number("gap shrinks by")), rows)
+    return Table.of(
+        doublings(results),
+        (text("attention"), lambda pair: names[pair.attention]),
+        (text("clusters doubled"), lambda pair: names[pair.doubled]),
+        (number("gap shrinks by"), lambda pair: "-" if pair.ratio is None else f"{pair.ratio:.2f}x"),
+    )
 
 
 def bins_table(results: LossResults) -> Table:

@@ -81,29 +81,24 @@ def longer_than_a_block(cell: TaskAnswers, attention: str) -> int | None:
 
 
 def scores_table(results: TaskResults) -> Table:
-    columns = (
-        *map(text, ("task", "length", "attention", "metric")),
-        number("score", _SCORE),
-        number("gap to exact", _GAP),
-        text("samples"),
-        number("longer than a block", _LONGER),
-    )
     names = short_names(results.named)
-    rows = []
-    for cell in results.cells.values():
-        for attention in cell.answers:
-            longer = longer_than_a_block(cell, attention)
-            rows += [
-                (
-                    *(cell.task, _length(cell), names[attention], metric),
-                    format_score(cell.scored(attention), metric),
-                    format_gap(cell, attention, metric),
-                    samples_in_words(cell, attention),
-                    "" if longer is None else str(longer),
-                )
-                for metric in cell.benchmark.metrics
-            ]
-    return Table(columns, rows)
+    rows = [
+        (cell, attention, metric)
+        for cell in results.cells.values()
+        for attention in cell.answers
+        for metric in cell.benchmark.metrics
+    ]
+    return Table.of(
+        rows,
+        (text("task"), lambda row: row[0].task),
+        (text("length"), lambda row: _length(row[0])),
+        (text("attention"), lambda row: names[row[1]]),
+        (text("metric"), lambda row: row[2]),
+        (number("score", _SCORE), lambda row: format_score(row[0].scored(row[1]), row[2])),
+        (number("gap to exact", _GAP), lambda row: format_gap(*row)),
+        (text("samples"), lambda row: samples_in_words(*row[:2])),
+        (number("longer than a block", _LONGER), lambda row: _shown(longer_than_a_block(*row[:2]))),
+    )
 
 
 def samples_in_words(cell: TaskAnswers, attention: str) -> str:
@@ -120,12 +115,15 @@ def samples_in_words(cell: TaskAnswers, attention: str) -> str:
 
 
 def data_table(results: TaskResults) -> Table:
-    columns = (*map(text, ("task", "length", "data")), number("rows"), number("published"), text("SHA-256"))
-    rows = [
-        (cell.task, _length(cell), cell.data.source, str(cell.data.rows), str(cell.published), cell.data.sha256)
-        for cell in results.cells.values()
-    ]
-    return Table(columns, rows)
+    return Table.of(
+        results.cells.values(),
+        (text("task"), lambda cell: cell.task),
+        (text("length"), _length),
+        (text("data"), lambda cell: cell.data.source),
+        (number("rows"), lambda cell: str(cell.data.rows)),
+        (number("published"), lambda cell: str(cell.published)),
+        (text("SHA-256"), lambda cell: cell.data.sha256),
+    )
 
 
 def failures_table(results: TaskResults) -> Table:
@@ -172,6 +170,10 @@ def format_gap(cell: TaskAnswers, attention: str, metric: str) -> str:
 
 def _with_error(mean: Mean, form: str) -> str:
     return f"{mean.mean:{form}}" + ("" if mean.standard_error is None else f" ± {mean.standard_error:.3f}")
+
+
+def _shown(count: int | None) -> str:
+    return "" if count is None else str(count)
 
 
 def _length(cell: TaskAnswers) -> str:
