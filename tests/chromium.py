@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -104,6 +103,8 @@ def chromium(profile: Path) -> Iterator[Page]:
 
 def _pipe() -> list[int]:
     """Its two ends, none of which has a number that the browser's own will have."""
+    import fcntl  # here: not on Windows, where no browser is looked for
+
     ends = os.pipe()
     moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
     for end in ends:
