@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 from muse_attention import get_attention
 from muse_attention.capture import capture, visit_layers
-from muse_attention.evaluation.loss import check_model, position_losses
+from muse_attention.evaluation.loss.positions import check_model, position_losses
 from muse_attention.huggingface import ExactAttentionWarning, register, use_attention
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining.configuration import DecoderConfig

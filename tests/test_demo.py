@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands, demo
-from muse_attention.evaluation.comparison import read_results
+from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.schedule import EXACT
@@ -66,7 +66,7 @@ def test_the_demo_prepares_trains_compares_and_names_its_report(whole: Path) -> 
     assert [line[0] for line in lines if line[1:].startswith(" of 4: ")] == ["1", "2", "3", "4"]
     assert lines[-1] == f"the report: {whole / 'compare' / 'compare.html'}"
     assert (whole / "compare" / "compare.html").exists()
-    results = read_results(whole / "compare" / "compare.json")
+    results = ComparisonResults.read(whole / "compare" / "compare.json")
     assert results.commands == ["muse demo --device cpu"]
     assert [run.attention for run in results.runs.values()] == ["exact", "muse:Q4K4R1SP1B16,clustering=lloyd"]
     assert results.attentions == ["exact", "muse:Q4K4R1SP1B16,clustering=lloyd"]
@@ -118,7 +118,10 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
     assert out.count("is there already") == 3
     for folder in ("corpus", "exact/model", "muse/model"):
         assert contents(tmp_path / folder) == contents(whole / folder)
-    assert read_results(tmp_path / "compare/compare.json").cells == read_results(whole / "compare/compare.json").cells
+    assert (
+        ComparisonResults.read(tmp_path / "compare/compare.json").cells
+        == ComparisonResults.read(whole / "compare/compare.json").cells
+    )
 
 
 def test_a_corpus_of_another_demo_is_refused_in_one_line(whole: Path, tmp_path: Path) -> None:

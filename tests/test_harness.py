@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation.standard_tasks import BENCHMARKS
+from muse_attention.evaluation.tasks.benchmarks import BENCHMARKS
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining.configuration import DecoderConfig
 from muse_attention.pretraining.decoder import DecoderForCausalLM
@@ -29,7 +29,7 @@ from tests.models import tiny_llama
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 pytest.importorskip("accelerate", reason="lm-eval's models need accelerate")
 
-from muse_attention.evaluation.harness import Harness, import_harness
+from muse_attention.evaluation.tasks.harness import Harness, import_harness
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -21,26 +21,32 @@ from typer.testing import CliRunner
 from muse_attention import get_attention
 from muse_attention.capture import capture
 from muse_attention.cli import commands
-from muse_attention.evaluation import lookup_results
-from muse_attention.evaluation.lookup_report import (
+from muse_attention.evaluation.lookups import results as lookup_results
+from muse_attention.evaluation.lookups.report import (
     STRONG,
     as_csv,
     head_table,
     layer_table,
-    markdown_report,
+    lookup_report,
     pool,
     summary_table,
 )
-from muse_attention.evaluation.lookup_results import Found, Results, measure, read_results, start_results, write_results
-from muse_attention.evaluation.lookups import found_weight
-from muse_attention.evaluation.needle_results import Settings, Task, plan
-from muse_attention.evaluation.needles import NeedleSamples
+from muse_attention.evaluation.lookups.results import (
+    Found,
+    LookupResults,
+    measure,
+)
+from muse_attention.evaluation.lookups.weight import found_weight
+from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask, plan
+from muse_attention.evaluation.needles.samples import NeedleSamples
 from muse_attention.recording import recorded_calls
+from muse_attention.report.markdown import as_markdown
 from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer, write_needle_model, write_texts
 
 LENGTH = 512
 PAPER, TOLERANT = "muse:Q4K4R1SP1B64,clustering=lloyd", "muse:Q4K8R4T0.001B64,clustering=lloyd"
-SETTINGS = Settings("tiny", "made up", 0, "cpu", "float32")
+SHORT_PAPER, SHORT_TOLERANT = "Q4K4R1SP1B64", "Q4K8R4T0.001B64"
+SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,7 @@ def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pa
 # The numbers
 
 
-def tasks_of(*attentions: str) -> list[Task]:
+def tasks_of(*attentions: str) -> list[NeedleTask]:
     return [task for task in plan({LENGTH: attentions}, {LENGTH: ["single"]}, 1) if task.bucket in (1, 6)]
 
 
@@ -73,7 +79,7 @@ def test_the_numbers_are_those_of_the_captured_layers(
     tokenizer: Tokenizer, samples: NeedleSamples, tmp_path: Path
 ) -> None:
     model = needle_llama(tokenizer)
-    results = Results({}, SETTINGS)
+    results = LookupResults({}, SETTINGS)
     tasks = tasks_of(PAPER, TOLERANT, "exact", "moba:L64B16R2")
     measure(model, samples, tasks, results, tmp_path / "lookups.json")
     assert results.layers == [0, 1]
@@ -96,14 +102,14 @@ def test_the_numbers_are_those_of_the_captured_layers(
             assert found.found == found.weight
     retrieved = [number for found in results.lookups.values() for layer in found.pairs for number in layer]
     assert max(retrieved) > 1
-    assert read_results(tmp_path / "lookups.json").lookups == results.lookups
+    assert LookupResults.read(tmp_path / "lookups.json").lookups == results.lookups
 
 
 def test_an_interrupted_run_goes_on_to_the_same_results(
     tokenizer: Tokenizer, samples: NeedleSamples, tmp_path: Path
 ) -> None:
     model, tasks = needle_llama(tokenizer), tasks_of(PAPER, TOLERANT)
-    whole = Results({}, SETTINGS)
+    whole = LookupResults({}, SETTINGS)
     measure(model, samples, tasks, whole, tmp_path / "whole.json")
     path = tmp_path / "lookups.json"
 
@@ -112,30 +118,30 @@ def test_an_interrupted_run_goes_on_to_the_same_results(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(model, samples, tasks, start_results(SETTINGS, path, resume=False), path, on_step=interrupt)
-    results = start_results(SETTINGS, path, resume=True)
+        measure(model, samples, tasks, LookupResults.start(SETTINGS, path, resume=False), path, on_step=interrupt)
+    results = LookupResults.start(SETTINGS, path, resume=True)
     assert results.missing(tasks) == tasks[2:], "both attentions of the first sample are there"
     measure(model, samples, tasks, results, path)
-    assert read_results(path).lookups == whole.lookups
+    assert LookupResults.read(path).lookups == whole.lookups
 
 
 # The reports
 
 
-def hand_made() -> Results:
+def hand_made() -> LookupResults:
     """Two samples of two layers with two heads; the first attention finds the needle of the first sample alone."""
     weight = [[0.5, 0.01], [0.2, 0.05]]
     nothing = [[0.0, 0.0], [0.0, 0.0]]
     lookups = {
-        Task(0, LENGTH, "single", 0, PAPER): Found(weight, weight, weight, [[1, 1], [1, 1]]),
-        Task(0, LENGTH, "single", 0, TOLERANT): Found(
+        NeedleTask(0, LENGTH, "single", 0, PAPER): Found(weight, weight, weight, [[1, 1], [1, 1]]),
+        NeedleTask(0, LENGTH, "single", 0, TOLERANT): Found(
             weight, [[0.5, 0.0], [0.08, 0.05]], [[0.5, 0.01], [0.18, 0.05]], [[4, 0], [2, 0]]
         ),
-        Task(0, LENGTH, "single", 1, PAPER): Found(weight, nothing, nothing, [[1, 1], [1, 1]]),
-        Task(0, LENGTH, "single", 1, TOLERANT): Found(weight, weight, weight, [[4, 0], [2, 2]]),
+        NeedleTask(0, LENGTH, "single", 1, PAPER): Found(weight, nothing, nothing, [[1, 1], [1, 1]]),
+        NeedleTask(0, LENGTH, "single", 1, TOLERANT): Found(weight, weight, weight, [[4, 0], [2, 2]]),
     }
-    machine = start_results(SETTINGS, Path("missing"), resume=False).machine
-    return Results(machine, SETTINGS, ["muse eval needles --lookups"], [0, 3], lookups)
+    machine = LookupResults.start(SETTINGS, Path("missing"), resume=False).machine
+    return LookupResults(machine, SETTINGS, ["muse eval needles --lookups"], [0, 3], lookups)
 
 
 def test_pools_of_known_weights() -> None:
@@ -145,25 +151,25 @@ def test_pools_of_known_weights() -> None:
     assert STRONG == 0.1
     assert found.strong_heads == 2
     assert found.strong_heads_found == 1.5, "0.08 of 0.2 is less than half"
-    assert found.strong_share == pytest.approx((0.58 + 0.7) / (2 * 0.7))
+    assert found.strong.share == pytest.approx((0.58 + 0.7) / (2 * 0.7))
     assert found.exact_share == pytest.approx((0.74 + 0.76) / (2 * 0.76))
-    assert found.strong_exact_share == pytest.approx((0.68 + 0.7) / (2 * 0.7))
+    assert found.strong.exact_share == pytest.approx((0.68 + 0.7) / (2 * 0.7))
     assert found.mean_pairs == pytest.approx(14 / 8)
-    assert found.strong_pairs == pytest.approx(3)
+    assert found.strong.mean_pairs == pytest.approx(3)
 
 
 def test_tables_by_attention_layer_and_head() -> None:
     results = hand_made()
-    header, rows = summary_table(results)
-    assert [dict(zip(header, row, strict=True))["found"] for row in rows] == ["50.0%", "91.4%"]
-    assert rows[0][:4] == (PAPER, "512", "single", "2")
-    header, rows = layer_table(results, LENGTH)
-    assert header == ("layer", "weight", "strong", PAPER, TOLERANT)
-    assert rows[1] == ("3", "0.125", "1.0", "50.0%", "76.0%")
-    header, rows = head_table(results, LENGTH)
+    summary = summary_table(results)
+    assert summary.column("found") == ["50.0%", "91.4%"]
+    assert summary.rows[0][:4] == (SHORT_PAPER, "512", "single", "2")
+    layers = layer_table(results, LENGTH)
+    assert layers.titles == ["layer", "weight", "strong", SHORT_PAPER, SHORT_TOLERANT]
+    assert layers.rows[1] == ("3", "0.125", "1.0", "50.0%", "76.0%")
+    rows = head_table(results, LENGTH).rows
     assert rows[0] == ("0", "0", "0.500", "50.0%", "100.0%")
     assert [row[:2] for row in rows] == [("0", "0"), ("3", "0"), ("3", "1"), ("0", "1")]
-    report = markdown_report(results, title="t")
+    report = as_markdown(lookup_report(results, "t"))
     assert "## By layer, 512" in report
     lines = as_csv(results).splitlines()
     assert len(lines) == 1 + 2 * 2 * 2
@@ -177,8 +183,8 @@ def test_no_weight_has_no_share() -> None:
         task: dataclasses.replace(found, weight=zeros, found=zeros, exact=zeros)
         for task, found in results.lookups.items()
     }
-    _, rows = summary_table(dataclasses.replace(results, lookups=nothing))
-    assert rows[0][4:] == ("", "", "1.00", "0.0", "0.0", "", "", "")
+    (first, _) = summary_table(dataclasses.replace(results, lookups=nothing)).rows
+    assert first[4:] == ("", "", "1.00", "0.0", "0.0", "", "", "")
 
 
 # The command
@@ -203,7 +209,7 @@ def measured(folder: Path, options: list[object]) -> Path:
     code, out, err = run(*options, "--output", folder / "out")
     assert (code, err) == (0, "")
     assert "found" in out
-    assert "muse:Q4" in out, "a terminal has room for the name"
+    assert SHORT_PAPER in out, "a terminal has room for the name"
     return folder / "out"
 
 
@@ -211,7 +217,7 @@ def test_the_command_writes_tables_and_a_page(measured: Path) -> None:
     assert {file.name for file in measured.iterdir()} == {
         f"tiny-lookups.{end}" for end in ("json", "md", "csv", "html")
     }
-    results = read_results(measured / "tiny-lookups.json")
+    results = LookupResults.read(measured / "tiny-lookups.json")
     assert len(results.lookups) == 9, "nothing is asked of exact attention"
     (spelled,) = results.commands
     assert "--samples-per-depth 1 --lookups --seed 0" in spelled
@@ -223,10 +229,10 @@ def test_the_command_writes_tables_and_a_page(measured: Path) -> None:
 def test_results_are_extended(measured: Path, options: list[object], tmp_path: Path) -> None:
     shutil.copytree(measured, tmp_path / "out")
     path = tmp_path / "out" / "tiny-lookups.json"
-    before = read_results(path)
+    before = LookupResults.read(path)
     code, _, err = run(*options, "--attention", TOLERANT, "--output", tmp_path / "out", "--resume")
     assert (code, err) == (0, "")
-    after = read_results(path)
+    after = LookupResults.read(path)
     assert {task: after.lookups[task] for task in before.lookups} == before.lookups
     assert len(after.lookups) == 2 * 9
     code, _, err = run(*options, "--seed", 1, "--output", tmp_path / "out", "--resume")
@@ -250,7 +256,7 @@ def test_an_interruption_says_how_to_go_on(
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny-lookups.json'}; continue with: muse eval needles" in err
     assert "--lookups" in err
-    assert len(read_results(tmp_path / "tiny-lookups.json").lookups) == 1
+    assert len(LookupResults.read(tmp_path / "tiny-lookups.json").lookups) == 1
 
 
 def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> None:
@@ -274,9 +280,9 @@ def test_a_file_that_holds_something_else_is_refused(content: str, options: list
 
 def test_a_file_of_other_defaults_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lookups.json"
-    write_results(hand_made(), path)
+    hand_made().write(path)
     document = json.loads(path.read_text())
     document["attentions"][0]["config"]["seed"] = 7
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match="measured with other defaults"):
-        read_results(path)
+        LookupResults.read(path)

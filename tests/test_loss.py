@@ -24,11 +24,11 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation import loss
 from muse_attention.evaluation.attentions import figure_attentions, full_name, in_words
+from muse_attention.evaluation.fidelity.presets import find_presets
 from muse_attention.evaluation.fits import Decay, PowerLaw
-from muse_attention.evaluation.loss import Losses, Results, measure, position_losses, read_results, start_results
-from muse_attention.evaluation.loss_curves import (
+from muse_attention.evaluation.loss import positions as loss
+from muse_attention.evaluation.loss.curves import (
     binned,
     cumulative_mean,
     doublings,
@@ -36,14 +36,19 @@ from muse_attention.evaluation.loss_curves import (
     gap,
     ratio_per_doubling,
 )
-from muse_attention.evaluation.loss_report import as_csv
-from muse_attention.evaluation.presets import find_presets
-from muse_attention.evaluation.settings import Settings, take_fingerprint
+from muse_attention.evaluation.loss.positions import (
+    Losses,
+    LossResults,
+    measure,
+    position_losses,
+)
+from muse_attention.evaluation.loss.report import as_csv
+from muse_attention.evaluation.settings import TextSettings, take_fingerprint
 from tests.models import SIZES, tiny_llama, token_ids, write_model_folder
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 BOTH = ("exact", COARSE)
-SETTINGS = Settings("tiny", "letters", 128, 2, "cpu", "float32")
+SETTINGS = TextSettings("tiny", "letters", 128, 2, "cpu", "float32")
 
 
 def expected_losses(model: Any, ids: Tensor) -> Tensor:
@@ -94,13 +99,13 @@ def test_low_precision_has_its_softmax_in_float32() -> None:
 def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
     scaled = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)).eval()
     with pytest.raises(ValueError, match="GraniteForCausalLM does more to its logits"):
-        measure(scaled, token_ids(128, batch=2), BOTH, Results({}, SETTINGS), tmp_path / "loss.json")
+        measure(scaled, token_ids(128, batch=2), BOTH, LossResults({}, SETTINGS), tmp_path / "loss.json")
 
 
 def test_a_loss_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "position_losses", lambda *arguments: torch.full((127,), torch.nan))
     with pytest.raises(ValueError, match=r"not a finite number in torch\.float64; use another dtype"):
-        measure(tiny_llama(), token_ids(128, batch=2), BOTH, Results({}, SETTINGS), tmp_path / "loss.json")
+        measure(tiny_llama(), token_ids(128, batch=2), BOTH, LossResults({}, SETTINGS), tmp_path / "loss.json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,45 +115,45 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     model, tokens = tiny_llama(), token_ids(128, batch=2)
     whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
-    measure(model, tokens, BOTH, start_results(SETTINGS, whole, resume=False), whole)
+    measure(model, tokens, BOTH, LossResults.start(SETTINGS, whole, resume=False), whole)
 
     def interrupt(description: str, finished: int) -> None:
         if finished == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(model, tokens, BOTH, start_results(SETTINGS, parted, resume=True), parted, on_step=interrupt)
-    part = read_results(parted)
+        measure(model, tokens, BOTH, LossResults.start(SETTINGS, parted, resume=True), parted, on_step=interrupt)
+    part = LossResults.read(parted)
     assert part.finished == 3
     assert part.whole == ["exact"]
     assert part.missing(BOTH) == [(1, COARSE)]
-    measure(model, tokens, BOTH, start_results(SETTINGS, parted, resume=True), parted)
+    measure(model, tokens, BOTH, LossResults.start(SETTINGS, parted, resume=True), parted)
     assert parted.read_bytes() == whole.read_bytes()
-    assert read_results(whole).whole == list(BOTH)
+    assert LossResults.read(whole).whole == list(BOTH)
 
 
 def test_all_attentions_see_a_sample_before_the_next() -> None:
-    assert Results({}, SETTINGS).missing(BOTH) == [(0, "exact"), (0, COARSE), (1, "exact"), (1, COARSE)]
+    assert LossResults({}, SETTINGS).missing(BOTH) == [(0, "exact"), (0, COARSE), (1, "exact"), (1, COARSE)]
 
 
 def test_the_file_has_versions_settings_and_seeds(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
-    measure(tiny_llama(), token_ids(128, batch=2), BOTH, start_results(SETTINGS, path, resume=False), path)
+    measure(tiny_llama(), token_ids(128, batch=2), BOTH, LossResults.start(SETTINGS, path, resume=False), path)
     document = json.loads(path.read_text())
     assert document["machine"]["transformers"] == transformers.__version__
     assert document["settings"]["length"] == 128
-    exact, muse = document["losses"]
+    exact, muse = document["attentions"]
     assert exact["config"] is None
     assert (muse["config"]["seed"], muse["config"]["block_size"]) == (0, 32)
 
 
 def test_other_settings_are_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
-    loss.write_results(start_results(SETTINGS, path, resume=False), path)
-    other = Settings("tiny", "letters", 256, 2, "cpu", "float32", "0123")
+    LossResults.start(SETTINGS, path, resume=False).write(path)
+    other = TextSettings("tiny", "letters", 256, 2, "cpu", "float32", "0123")
     with pytest.raises(ValueError, match=r"cannot resume loss.json: .* \(length, fingerprint differ\)"):
-        start_results(other, path, resume=True)
-    assert start_results(other, path, resume=False).settings == other
+        LossResults.start(other, path, resume=True)
+    assert LossResults.start(other, path, resume=False).settings == other
 
 
 def test_fingerprints_tell_weights_and_tokens_apart() -> None:
@@ -164,24 +169,24 @@ def test_fingerprints_tell_weights_and_tokens_apart() -> None:
 )
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "loss.json"
-    losses = Losses(torch.ones(127, dtype=torch.float64), [1.0])
-    loss.write_results(Results({}, SETTINGS, [], {"exact": losses}), path)
+    losses = Losses([1.0], [1.0] * 127)
+    LossResults({}, SETTINGS, [], {"exact": losses}).write(path)
     path.write_text(path.read_text().replace("1.0, 1.0, ", "1.0, ", 1) if content == "cut" else content)
     with pytest.raises(ValueError, match="does not hold the results of muse loss"):
-        read_results(path)
+        LossResults.read(path)
 
 
 # What is derived
 
 
-def made_up(**gaps: float) -> Results:
+def made_up(**gaps: float) -> LossResults:
     """Losses of a known decay, and attentions a constant above them, a little more in the second sample."""
     position = torch.arange(1, 1024, dtype=torch.float64)
     cumulative = 2 + 3 * position**-0.5
     exact = torch.diff(cumulative * position, prepend=torch.zeros(1, dtype=torch.float64))
-    results = Results({}, Settings("tiny", "letters", 1024, 2, "cpu", "float32"))
+    results = LossResults({}, TextSettings("tiny", "letters", 1024, 2, "cpu", "float32"))
     for name, above in {"exact": 0.0, **gaps}.items():
-        losses = results.losses[name] = Losses(torch.zeros(1023, dtype=torch.float64))
+        losses = results.losses[name] = Losses()
         losses.add(exact + above)
         losses.add(exact + 1.5 * above)
     return results
@@ -296,7 +301,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
     assert (code, err) == (0, "")
     files = sorted((tmp_path / "out").iterdir())
     assert [file.name for file in files] == ["tiny.csv", "tiny.html", "tiny.json", "tiny.md", "tiny.png"]
-    for expected in ("exact", COARSE, "wrote", "tiny.html"):
+    for expected in ("exact", "Q4K4R1SP1B32", "wrote", "tiny.html"):
         assert expected in out
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     (command,) = document["commands"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from muse_attention import get_attention
-from muse_attention.evaluation.lookups import found_weight
+from muse_attention.evaluation.lookups.weight import found_weight
 from muse_attention.fidelity import measure
 from muse_attention.gradient_fidelity import measure_gradients
 from muse_attention.recording import recorded_calls

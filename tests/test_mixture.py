@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation.training_curves import TrainingCurves
+from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.pretraining import needles
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.corpus import Corpus

@@ -13,7 +13,8 @@ import torch
 from muse_attention import MuSeConfig, config, find_clusters, get_attention, muse_attention
 from muse_attention.benchmark.matched import at_matched_sparsity
 from muse_attention.by_name import config_at, full_name
-from muse_attention.evaluation import attentions, layers
+from muse_attention.evaluation import attentions
+from muse_attention.evaluation.fidelity import layers
 from muse_attention.pretraining import training
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import run_recipe
@@ -120,7 +121,7 @@ def test_results_from_before_names_were_full_are_read_as_what_they_are(device: s
     path = tmp_path / "results.json"
     path.write_text(json.dumps(document))
     clustering = "lloyd" if device == "cuda" else "streaming"
-    (request,) = layers.read_results(path).measured
+    (request,) = layers.FidelityResults.read(path).measured
     assert request.attention == f"muse:Q4K4R1SP1B16,clustering={clustering}"
 
 

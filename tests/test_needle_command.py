@@ -19,19 +19,19 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation import needle_results
-from muse_attention.evaluation.needle_results import Settings, read_results
-from muse_attention.evaluation.needle_scores import answer
-from muse_attention.evaluation.needle_statistics import (
+from muse_attention.evaluation.needles import results as needle_results
+from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings
+from muse_attention.evaluation.needles.samples import NeedleSamples, Sample
+from muse_attention.evaluation.needles.scores import answer
+from muse_attention.evaluation.needles.statistics import (
     failures,
 )
-from muse_attention.evaluation.needles import NeedleSamples, Sample
 from tests.needle_models import needle_haystack, needle_tokenizer, write_needle_model, write_texts
 from tests.test_prepare import make
 
 LENGTH = 1024
 COARSE = "muse:Q4K4R1SP1B128,clustering=lloyd"
-SETTINGS = Settings("tiny", "made up", 0, "cpu", "float32")
+SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +81,14 @@ def measured(folder: Path, options: list[object]) -> Path:
 
 
 def test_the_command_writes_tables_pictures_and_a_page(measured: Path) -> None:
-    endings = {"tiny.json", "tiny.md", "tiny.csv", "tiny.png", "tiny-of-8.png", "tiny.html"}
+    endings = {"tiny.json", "tiny.md", "tiny.csv", "tiny.html"}
+    endings |= {f"tiny-{measure}-{place}.png" for measure in ("exact-match", "right-of-8") for place in (1, 2)}
     assert {file.name for file in measured.iterdir()} == endings
-    results = read_results(measured / "tiny.json")
+    results = NeedleResults.read(measured / "tiny.json")
     assert len(results.outcomes) == 2 * 9 * 2
     assert failures(results) == []
     page = (measured / "tiny.html").read_text()
-    assert page.count("data:image/png") == 2
+    assert page.count("data:image/png") == 4
     assert 'src="http' not in page
     (spelled,) = results.commands
     assert spelled.startswith(
@@ -101,10 +102,10 @@ def test_the_command_writes_tables_pictures_and_a_page(measured: Path) -> None:
 def test_results_are_resumed_and_extended(folder: Path, measured: Path, options: list[object], tmp_path: Path) -> None:
     shutil.copytree(measured, tmp_path / "out")
     path = tmp_path / "out" / "tiny.json"
-    before = read_results(path)
+    before = NeedleResults.read(path)
     code, _, err = run(*options, "--attention", "block_diagonal:256", "--output", tmp_path / "out", "--resume")
     assert code == 0, err
-    after = read_results(path)
+    after = NeedleResults.read(path)
     assert {task: after.outcomes[task] for task in before.outcomes} == before.outcomes
     assert len(after.outcomes) == 3 * 9 * 2
     assert len(after.commands) == 2
@@ -141,7 +142,7 @@ def test_kinds_without_room_are_left_out(options: list[object], tmp_path: Path) 
     code, _, err = run(*options, "--output", tmp_path, "--length", "640,1k", "--kind", "single,multi-query-4")
     assert code == 0
     assert re.search(r"^muse: left out: multi-query-4 at 640, which needs \d{3} tokens$", err, re.MULTILINE)
-    results = read_results(tmp_path / "tiny.json")
+    results = NeedleResults.read(tmp_path / "tiny.json")
     found = {(task.length, task.kind) for task in results.outcomes}
     assert found == {(640, "single"), (1024, "single"), (1024, "multi-query-4")}
 
@@ -162,7 +163,7 @@ def test_an_interruption_says_how_to_go_on(
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny.json'}; continue with: muse eval needles" in err
     assert err.rstrip().endswith("--resume")
-    assert len(read_results(tmp_path / "tiny.json").outcomes) == 2
+    assert len(NeedleResults.read(tmp_path / "tiny.json").outcomes) == 2
 
 
 def test_failures_are_counted_and_the_rest_is_reported(

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,21 +21,21 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.cli.language_model import name_of
-from muse_attention.evaluation import needle_comparison, needle_results
-from muse_attention.evaluation.needle_comparison import have_same_questions
-from muse_attention.evaluation.needle_report import (
+from muse_attention.evaluation.means import Share
+from muse_attention.evaluation.needles import comparison
+from muse_attention.evaluation.needles.comparison import have_same_questions, needle_comparison
+from muse_attention.evaluation.needles.panels import EXACT_MATCH, depth_tables
+from muse_attention.evaluation.needles.report import (
     as_csv,
-    depth_table,
-    depth_tables,
-    html_report,
-    markdown_report,
+    columns_of,
+    needle_report,
     places_table,
     summary_table,
 )
-from muse_attention.evaluation.needle_results import Outcome, Results, Settings, Task
-from muse_attention.evaluation.needle_scores import Answer
-from muse_attention.evaluation.needle_statistics import (
-    Share,
+from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, Outcome
+from muse_attention.evaluation.needles.samples import KINDS
+from muse_attention.evaluation.needles.scores import Answer
+from muse_attention.evaluation.needles.statistics import (
     against_exact,
     answers,
     by_depth,
@@ -43,46 +44,58 @@ from muse_attention.evaluation.needle_statistics import (
     share,
     token_means,
 )
-from muse_attention.evaluation.needles import KINDS
 from muse_attention.machine import describe_machine
+from muse_attention.report.html import as_html
+from muse_attention.report.markdown import as_markdown
+from muse_attention.report.tree import Table
 
 COARSE = "muse:Q4K4R1SP1B128"
-SETTINGS = Settings("tiny", "made up", 0, "cpu", "float32")
+SHORT = "Q4K4R1SP1B128"
+SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
 
 
 def made_up(bucket: int, exact: bool, preferred: bool = True, ranks: tuple[int, ...] = (0, 0)) -> Answer:
     return Answer(bucket, "12345678", "12345678" if exact else "1\n2|3", exact, preferred, -1.5, 0.5, ranks)
 
 
-def hand_made() -> Results:
+def hand_made() -> NeedleResults:
     """Exact attention is right in 3 of 4, MuSe in 1 of 4; one more failed under MuSe."""
     machine = {**describe_machine(), "transformers": transformers.__version__}
-    results = Results(machine, SETTINGS)
+    results = NeedleResults(machine, SETTINGS)
     for number, (exact, muse) in enumerate([(True, True), (True, False), (True, False), (False, False)]):
-        results.outcomes[Task(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, exact),))
-        results.outcomes[Task(number, 2048, "single", 0, COARSE)] = Outcome((made_up(0, muse, muse, (0, 3)),))
-    results.outcomes[Task(9, 2048, "single", 5, "exact")] = Outcome((made_up(5, True),))
-    results.outcomes[Task(9, 2048, "single", 5, COARSE)] = Outcome(error="RuntimeError: no")
+        results.outcomes[NeedleTask(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, exact),))
+        results.outcomes[NeedleTask(number, 2048, "single", 0, COARSE)] = Outcome((made_up(0, muse, muse, (0, 3)),))
+    results.outcomes[NeedleTask(9, 2048, "single", 5, "exact")] = Outcome((made_up(5, True),))
+    results.outcomes[NeedleTask(9, 2048, "single", 5, COARSE)] = Outcome(error="RuntimeError: no")
     return results
 
 
 def test_names_and_what_a_model_generates_are_text() -> None:
     hostile = "=1+1|`<b>`\n## y"
     results = hand_made()
-    task = Task(0, 2048, "single", 0, "exact")
+    task = NeedleTask(0, 2048, "single", 0, "exact")
     results.outcomes[task] = Outcome((dataclasses.replace(made_up(0, True), generated=hostile),))
     results.commands.append("muse\n```\n## y")
     results.settings = dataclasses.replace(SETTINGS, model=hostile)
     models = {hostile: results, "b": hand_made()}
-    for report in (markdown_report(results, title=hostile), needle_comparison.markdown_report(models, title=hostile)):
+    for report in map(as_markdown, (needle_report(results, hostile), needle_comparison(models))):
         outside = re.sub(r"````.*?````", "", report, flags=re.DOTALL)
         assert "## y" not in [line[:4] for line in outside.splitlines()]
         assert not re.search(r"(?<!\\)`<|(?<!\\)<b", outside)
     (first, *_) = csv.DictReader(io.StringIO(as_csv(results)))
     assert first["generated"] == f"'{hostile}"
     assert first["log_probability"].startswith("-")
-    names = {row["model"] for row in csv.DictReader(io.StringIO(needle_comparison.as_csv(models)))}
+    names = {row["model"] for row in csv.DictReader(io.StringIO(comparison.as_csv(models)))}
     assert names == {f"'{hostile}", "b"}
+
+
+@pytest.mark.parametrize(
+    ("right", "number", "low", "high"),
+    [(3, 4, 0.301, 0.954), (0, 2, 0, 0.658), (90, 90, 0.959, 1), (2491, 2547, 0.972, 0.983)],
+)
+def test_a_share_has_a_wilson_interval(right: int, number: int, low: float, high: float) -> None:
+    """As `scipy.stats.binomtest(right, number).proportion_ci(method="wilson")`, also where all are right or none is."""
+    assert Share(right, number).interval == pytest.approx((low, high), abs=5e-4)
 
 
 def test_a_share_has_the_binomial_standard_error() -> None:
@@ -99,7 +112,7 @@ def test_shares_are_by_the_depth_of_the_definition() -> None:
         *(Share(3, 4), None, None, None, None, Share(1, 1), None, None, None)
     ]
     asked = Outcome((made_up(7, True), made_up(2, False)))
-    query = Results({}, SETTINGS, outcomes={Task(0, 2048, "multi-query-2", 2, "exact"): asked})
+    query = NeedleResults({}, SETTINGS, outcomes={NeedleTask(0, 2048, "multi-query-2", 2, "exact"): asked})
     found = by_depth(answers(query, 2048, "multi-query-2", "exact"), is_exact)
     assert (found[7], found[2]) == (Share(1, 1), Share(0, 1))
 
@@ -122,28 +135,33 @@ def test_means_over_tokens() -> None:
 
 
 def test_tables() -> None:
-    header, rows = summary_table(hand_made())
-    exact, muse = (dict(zip(header[:6], row, strict=False)) for row in rows)
-    assert exact["exact match"] == "80.0 ± 17.9%"
-    assert (muse["n"], muse["exact match"], muse["against exact"]) == ("4", "25.0 ± 21.7%", "-50.0 ± 28.9")
-    assert [row[-1] for row in rows] == ["", "1"]
-    header, rows = depth_table(hand_made(), 2048, "single", is_exact)
-    assert header == ("depth", "exact", COARSE)
-    assert rows[0] == ("0.05", "75.0 ± 21.7% of 4", "25.0 ± 21.7% of 4")
-    assert rows[5] == ("0.55", "100.0 ± 0.0% of 1", "")
-    report = markdown_report(hand_made(), title="Needles")
+    table = summary_table(hand_made())
+    exact, muse = (dict(zip(table.titles, row, strict=True)) for row in table.rows)
+    assert exact["exact match"] == "80.0% (37.6 to 96.4)"
+    assert (muse["n"], muse["exact match"], muse["exact match: against exact"]) == (
+        "4",
+        "25.0% (4.6 to 69.9)",
+        "-50.0 ± 28.9",
+    )
+    assert table.column("failed") == ["", "1"]
+    (by_depths,) = depth_tables(columns_of(hand_made()), EXACT_MATCH)
+    assert by_depths.titles == ["depth", "exact", SHORT]
+    rows = by_depths.rows
+    assert rows[0] == ("0.05", "75.0% (30.1 to 95.4) of 4", "25.0% (4.6 to 69.9) of 4")
+    assert rows[5] == ("0.55", "100.0% (20.7 to 100.0) of 1", "")
+    report = as_markdown(needle_report(hand_made(), "t"))
     assert "Failed: 1 of 10 samples" in report
     assert "depth 0.55, sample 9: RuntimeError: no" in report
 
 
 def test_reports_say_where_muse_was_exact() -> None:
     results = hand_made()
-    report = markdown_report(results, title="Needles")
+    report = as_markdown(needle_report(results, "t"))
     assert "MuSe is exact attention" not in report
     for length in (4096, 2048, 8192):
-        results.outcomes[Task(0, length, "single", 0, "muse:QK4R1B4k")] = Outcome((made_up(0, True),))
-    assert "MuSe is exact attention: muse:QK4R1B4k at 2k, 4k\n" in markdown_report(results, title="Needles")
-    assert "MuSe is exact attention" in html_report(results, title="Needles", pictures={})
+        results.outcomes[NeedleTask(0, length, "single", 0, "muse:QK4R1B4k")] = Outcome((made_up(0, True),))
+    assert "MuSe is exact attention: muse:QK4R1B4k at 2k, 4k\n" in as_markdown(needle_report(results, "t"))
+    assert "MuSe is exact attention" in as_html(needle_report(results, "t"))
 
 
 def test_csv_has_a_line_for_every_question() -> None:
@@ -157,50 +175,59 @@ def test_csv_has_a_line_for_every_question() -> None:
 # Several models
 
 
-def other_model(*, right: int) -> Results:
+def titled(tables: Iterable[Table]) -> dict[str, Table]:
+    return {table.title: table for table in tables}
+
+
+def other_model(*, right: int) -> NeedleResults:
     """Asked the same as `hand_made`; right so often of the first four."""
     results = hand_made()
     for number in range(4):
-        results.outcomes[Task(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, number < right),))
+        results.outcomes[NeedleTask(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, number < right),))
     return results
 
 
 def test_models_are_compared_on_the_same_samples() -> None:
     models = {"one": hand_made(), "other": other_model(right=1)}
-    (title, (header, rows)), (other_title, (_, other_rows)) = needle_comparison.summary_tables(models, is_exact)
-    assert (title, other_title) == ("read by exact", f"read by {COARSE}")
-    assert header == ("kind, length", "one", "other", "other less one")
-    assert rows == [("single, 2k", "80.0 ± 17.9% of 5", "40.0 ± 21.9% of 5", "-40.0 ± 24.5")]
-    assert other_rows == [("single, 2k", "25.0 ± 21.7% of 4", "25.0 ± 21.7% of 4", "+0.0 ± 0.0")]
-    ((title, (columns, depths)),) = needle_comparison.depth_tables(models, is_exact)
-    assert title == "single, 2k"
-    names = [f"{name}, read by {attention}" for attention in ("exact", COARSE) for name in ("one", "other")]
-    assert columns == ("depth", *names)
-    assert depths[0] == ("0.05", "75.0 ± 21.7% of 4", "25.0 ± 21.7% of 4", *["25.0 ± 21.7% of 4"] * 2)
+    exact, muse = comparison.summary_tables(models, EXACT_MATCH)
+    assert (exact.title, muse.title) == ("the prompt read by exact", f"the prompt read by {SHORT}")
+    assert exact.titles == ["kind, length", "one", "other", "other less one"]
+    assert exact.rows == [("single, 2k", "80.0% (37.6 to 96.4) of 5", "40.0% (11.8 to 76.9) of 5", "-40.0 ± 24.5")]
+    assert muse.rows == [("single, 2k", "25.0% (4.6 to 69.9) of 4", "25.0% (4.6 to 69.9) of 4", "+0.0 ± 0.0")]
+    (table,) = depth_tables(comparison.columns_of(models), EXACT_MATCH)
+    assert table.title == "single, 2k"
+    names = [f"{name}, read by {attention}" for attention in ("exact", SHORT) for name in ("one", "other")]
+    assert table.titles == ["depth", *names]
+    depths = table.rows
+    assert depths[0] == (
+        "0.05",
+        "75.0% (30.1 to 95.4) of 4",
+        "25.0% (4.6 to 69.9) of 4",
+        *["25.0% (4.6 to 69.9) of 4"] * 2,
+    )
     assert depths[1] == ("0.15", "", "", "", "")
-    assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217\n" in needle_comparison.as_csv(models)
+    assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217,0.0456,0.699\n" in comparison.as_csv(models)
 
 
-def with_more(results: Results, length: int, kind: str, *names: str) -> Results:
+def with_more(results: NeedleResults, length: int, kind: str, *names: str) -> NeedleResults:
     asked = (made_up(0, True), made_up(2, False))[: KINDS[kind].asked]
     for name in names:
-        results.outcomes[Task(0, length, kind, 2, name)] = Outcome(asked)
+        results.outcomes[NeedleTask(0, length, kind, 2, name)] = Outcome(asked)
     return results
 
 
 def test_all_kinds_together_are_those_that_all_models_have() -> None:
     everything = [with_more(hand_made(), 2048, "multi-query-2", "exact", COARSE) for _ in range(2)]
     models = dict(zip(("one", "other"), everything, strict=True))
-    (title, (_, rows)), *others = needle_comparison.depth_tables(models, is_exact)
-    assert [title, *(other for other, _ in others)] == ["all kinds, 2k", "single, 2k", "multi-query-2, 2k"]
-    assert rows[0][1] == "80.0 ± 17.9% of 5", "four of single, and one of multi-query-2"
-    (_, (_, summary)), *_ = needle_comparison.summary_tables(models, is_exact)
-    assert summary[0] == ("all kinds, 2k", *["71.4 ± 17.1% of 7"] * 2, ""), "kinds with other numbers of questions"
+    tables = titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))
+    assert list(tables) == ["all kinds, 2k", "single, 2k", "multi-query-2, 2k"]
+    assert tables["all kinds, 2k"].rows[0][1] == "80.0% (37.6 to 96.4) of 5", "four of single, and one of multi-query-2"
+    summary, *_ = comparison.summary_tables(models, EXACT_MATCH)
+    assert summary.rows[0] == ("all kinds, 2k", *["71.4% (35.9 to 91.8) of 7"] * 2, ""), (
+        "kinds with other numbers of questions"
+    )
     models["other"] = hand_made()
-    assert [title for title, _ in needle_comparison.depth_tables(models, is_exact)] == [
-        "single, 2k",
-        "multi-query-2, 2k",
-    ]
+    assert list(titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))) == ["single, 2k", "multi-query-2, 2k"]
 
 
 def test_tables_are_in_order_and_have_no_columns_of_other_lengths() -> None:
@@ -208,11 +235,11 @@ def test_tables_are_in_order_and_have_no_columns_of_other_lengths() -> None:
     results = with_more(hand_made(), 4096, "multi-key-2", "exact", longer)
     with_more(results, 1024, "single", "exact")
     models = {"one": results, "other": results}
-    tables = dict(needle_comparison.summary_tables(models, is_exact))
-    assert [row[0] for row in tables["read by exact"][1]] == ["single, 1k", "single, 2k", "multi-key-2, 4k"]
-    columns = {title: header[1::2] for title, (header, _) in needle_comparison.depth_tables(models, is_exact)}
-    assert columns["single, 1k"] == ("one, read by exact",)
-    assert columns["multi-key-2, 4k"] == ("one, read by exact", f"one, read by {longer}")
+    first, *_ = comparison.summary_tables(models, EXACT_MATCH)
+    assert first.column("kind, length") == ["single, 1k", "single, 2k", "multi-key-2, 4k"]
+    tables = titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))
+    assert tables["single, 1k"].titles[1::2] == ["one, read by exact"]
+    assert tables["multi-key-2, 4k"].titles[1::2] == ["one, read by exact", "one, read by Q4K4R1SP1B256"]
 
 
 def test_models_that_were_asked_something_else_are_not_compared() -> None:
@@ -220,47 +247,59 @@ def test_models_that_were_asked_something_else_are_not_compared() -> None:
     assert have_same_questions(ours, theirs)
     for name in ("exact", COARSE):
         asked = dataclasses.replace(made_up(0, True), uid="87654321")
-        theirs.outcomes[Task(0, 2048, "single", 0, name)] = Outcome((asked,))
+        theirs.outcomes[NeedleTask(0, 2048, "single", 0, name)] = Outcome((asked,))
     assert not have_same_questions(ours, theirs)
-    assert not have_same_questions(ours, Results({}, SETTINGS)), "nothing"
+    assert not have_same_questions(ours, NeedleResults({}, SETTINGS)), "nothing"
     elsewhere = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, haystack="other files"))
     assert not have_same_questions(ours, elsewhere), "uids do not depend on the haystack"
 
 
 def test_samples_that_failed_for_one_model_are_told_and_compared_in_no_difference() -> None:
     ours, theirs = hand_made(), hand_made()
-    theirs.outcomes[Task(0, 2048, "single", 0, "exact")] = Outcome(error="RuntimeError: no")
-    theirs.outcomes[Task(0, 2048, "single", 0, COARSE)] = Outcome(error="RuntimeError: no")
+    theirs.outcomes[NeedleTask(0, 2048, "single", 0, "exact")] = Outcome(error="RuntimeError: no")
+    theirs.outcomes[NeedleTask(0, 2048, "single", 0, COARSE)] = Outcome(error="RuntimeError: no")
     assert have_same_questions(ours, theirs)
     models = {"one": ours, "other": theirs}
-    (_, (_, rows)), *_ = needle_comparison.summary_tables(models, is_exact)
-    assert rows[0][1:] == ("80.0 ± 17.9% of 5", "75.0 ± 21.7% of 4", "+0.0 ± 0.0")
-    assert "Failed of other: 3 of 10 samples" in needle_comparison.markdown_report(models, title="")
+    table, *_ = comparison.summary_tables(models, EXACT_MATCH)
+    assert table.rows[0][1:] == ("80.0% (37.6 to 96.4) of 5", "75.0% (30.1 to 95.4) of 4", "+0.0 ± 0.0")
+    assert "Failed of other: 3 of 10 samples" in as_markdown(needle_comparison(models))
 
 
 def test_where_errors_are() -> None:
     """Three first questions, of which one fails in its first token and one in a later one, and one second question."""
-    results = Results({}, SETTINGS)
+    results = NeedleResults({}, SETTINGS)
     found = {
         ("single", 0): [made_up(0, False, ranks=(2, 0))],
         ("single", 1): [made_up(0, False, ranks=(0, 1))],
         ("multi-query-2", 0): [made_up(0, True), made_up(2, False, ranks=(1, 1))],
     }
     for (kind, number), answered in found.items():
-        results.outcomes[Task(number, 2048, kind, 0, "exact")] = Outcome(tuple(answered))
-    _, rows = places_table(results)
-    assert rows[0] == ("exact", "single, 2k", "0.0 ± 0.0% of 2", "50.0 ± 35.4% of 2", "50.0 ± 35.4% of 2", "")
-    assert rows[2][1:] == ("all kinds, 2k", "33.3 ± 27.2% of 3", *["66.7 ± 27.2% of 3"] * 2, "0.0 ± 0.0% of 1")
+        results.outcomes[NeedleTask(number, 2048, kind, 0, "exact")] = Outcome(tuple(answered))
+    rows = places_table(results).rows
+    assert rows[0] == (
+        "exact",
+        "single, 2k",
+        "0.0% (0.0 to 65.8) of 2",
+        "50.0% (9.5 to 90.5) of 2",
+        "50.0% (9.5 to 90.5) of 2",
+        "",
+    )
+    assert rows[2][1:] == (
+        "all kinds, 2k",
+        "33.3% (6.1 to 79.2) of 3",
+        *["66.7% (20.8 to 93.9) of 3"] * 2,
+        "0.0% (0.0 to 79.3) of 1",
+    )
 
 
 def test_everything_together_is_shown_by_depth_first() -> None:
     results = with_more(hand_made(), 4096, "single", "exact", COARSE)
     with_more(results, 4096, "multi-key-2", "exact")  # not of all attentions
-    (title, (columns, rows)), *others = depth_tables(results, is_exact)
-    assert (title, len(others)) == ("all lengths and kinds", 3)
-    assert columns == ("depth", "exact", COARSE)
-    assert rows[0] == ("0.05", "80.0 ± 17.9% of 5", "40.0 ± 21.9% of 5")
-    assert [title for title, _ in depth_tables(hand_made(), is_exact)] == ["single, 2k"]
+    first, *others = depth_tables(columns_of(results), EXACT_MATCH)
+    assert (first.title, len(others)) == ("all lengths and kinds", 3)
+    assert first.titles == ["depth", "exact", SHORT]
+    assert first.rows[0] == ("0.05", "80.0% (37.6 to 96.4) of 5", "40.0% (11.8 to 76.9) of 5")
+    assert list(titled(depth_tables(columns_of(hand_made()), EXACT_MATCH))) == ["single, 2k"]
 
 
 def run_report(folder: Path) -> tuple[int, list[str]]:
@@ -273,7 +312,7 @@ def test_the_report_of_a_folder_compares_its_models(tmp_path: Path) -> None:
     found = {"a-strange": strange, "one": hand_made(), "other": other_model(right=1), "alone/only": hand_made()}
     (tmp_path / "alone").mkdir()
     for name, results in found.items():
-        needle_results.write_results(results, tmp_path / f"{name}.json")
+        results.write(tmp_path / f"{name}.json")
     code, lines = run_report(tmp_path)
     assert (code, lines) == (
         0,
@@ -281,7 +320,7 @@ def test_the_report_of_a_folder_compares_its_models(tmp_path: Path) -> None:
     )
     text = (tmp_path / "needles-compared.md").read_text()
     assert text.startswith("# Needles compared: one, other\n")
-    assert "| single, 2k | 80.0 ± 17.9% of 5 | 40.0 ± 21.9% of 5 | -40.0 ± 24.5 |" in text
+    assert "| single, 2k | 80.0% (37.6 to 96.4) of 5 | 40.0% (11.8 to 76.9) of 5 | -40.0 ± 24.5 |" in text
     page = (tmp_path / "needles-compared.html").read_text()
     assert "other less one" in page
     assert "<img" in page
@@ -293,7 +332,7 @@ def test_the_report_of_a_folder_compares_its_models(tmp_path: Path) -> None:
 def test_two_groups_of_models_have_a_comparison_each(tmp_path: Path) -> None:
     for name in ("a", "b", "c", "d"):
         settings = dataclasses.replace(SETTINGS, seed="ac".count(name))
-        needle_results.write_results(dataclasses.replace(hand_made(), settings=settings), tmp_path / f"{name}.json")
+        dataclasses.replace(hand_made(), settings=settings).write(tmp_path / f"{name}.json")
     assert run_report(tmp_path) == (0, [])
     assert (tmp_path / "needles-compared.md").read_text().startswith("# Needles compared: a, c\n")
     assert (tmp_path / "needles-compared-2.md").read_text().startswith("# Needles compared: b, d\n")
@@ -301,7 +340,7 @@ def test_two_groups_of_models_have_a_comparison_each(tmp_path: Path) -> None:
 
 def test_results_with_the_name_of_a_comparison_are_not_overwritten(tmp_path: Path) -> None:
     for name in ("needles-compared", "other"):
-        needle_results.write_results(hand_made(), tmp_path / f"{name}.json")
+        hand_made().write(tmp_path / f"{name}.json")
     code, (line,) = run_report(tmp_path)
     assert code == 0
     assert line.endswith("needles-compared.json has the name of a comparison; rename it, and the models are compared")

@@ -19,13 +19,14 @@ pytest.importorskip("rich")
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from muse_attention.evaluation import needle_results, needle_scores
-from muse_attention.evaluation.needle_results import Results, Settings, Task, measure, plan, read_results
-from muse_attention.evaluation.needle_scores import answer
-from muse_attention.evaluation.needle_statistics import (
+from muse_attention.evaluation.needles import results as needle_results
+from muse_attention.evaluation.needles import scores as needle_scores
+from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
+from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, Sample
+from muse_attention.evaluation.needles.scores import answer
+from muse_attention.evaluation.needles.statistics import (
     failures,
 )
-from muse_attention.evaluation.needles import KINDS, NeedleSamples, Sample
 from muse_attention.huggingface import use_attention
 from muse_attention.pretraining.configuration import DecoderConfig
 from muse_attention.pretraining.decoder import DecoderForCausalLM
@@ -33,7 +34,7 @@ from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer
 
 LENGTH = 1024
 COARSE = "muse:Q4K4R1SP1B128"
-SETTINGS = Settings("tiny", "made up", 0, "cpu", "float32")
+SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_probabilities_that_are_no_numbers_are_refused(
 def test_any_part_of_a_run_is_a_fair_comparison() -> None:
     tasks = plan({1024: ["exact", COARSE], 2048: ["exact"]}, {1024: ["single"], 2048: ["single", "multi-key-2"]}, 2)
     assert len(tasks) == len(set(tasks)) == 2 * 9 * 4
-    assert tasks[:2] == [Task(0, 1024, "single", 0, "exact"), Task(0, 1024, "single", 0, COARSE)]
+    assert tasks[:2] == [NeedleTask(0, 1024, "single", 0, "exact"), NeedleTask(0, 1024, "single", 0, COARSE)]
     assert {task.number for task in tasks[:36]} == {0}
     assert {task.length for task in tasks if task.kind == "multi-key-2"} == {2048}
 
@@ -245,7 +246,7 @@ def test_a_sample_that_fails_is_kept_and_tried_again(
 ) -> None:
     model, path = needle_llama(tokenizer), tmp_path / "needles.json"
     tasks = plan({LENGTH: ["exact"]}, {LENGTH: ["single"]}, 1)[:3]
-    results = Results({}, SETTINGS)
+    results = NeedleResults({}, SETTINGS)
 
     def fail(model: Any, words: Any, sample: Sample, attention: str) -> Any:
         if sample.bucket == 1:
@@ -255,11 +256,11 @@ def test_a_sample_that_fails_is_kept_and_tried_again(
     monkeypatch.setattr(needle_results, "answer", fail)
     measure(model, words, samples, tasks, results, path)
     assert failures(results) == [(tasks[1], "RuntimeError: no luck")]
-    assert read_results(path) == results
-    assert read_results(path).missing(tasks) == [tasks[1]]
+    assert NeedleResults.read(path) == results
+    assert NeedleResults.read(path).missing(tasks) == [tasks[1]]
     monkeypatch.undo()
     measure(model, words, samples, tasks, results, path)
-    assert failures(read_results(path)) == []
+    assert failures(NeedleResults.read(path)) == []
 
 
 def test_a_run_can_be_interrupted_anywhere(
@@ -268,15 +269,15 @@ def test_a_run_can_be_interrupted_anywhere(
     model = needle_llama(tokenizer)
     tasks = plan({LENGTH: ["exact", COARSE]}, {LENGTH: ["single"]}, 1)[:4]
     whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
-    measure(model, words, samples, tasks, Results({}, SETTINGS), whole)
+    measure(model, words, samples, tasks, NeedleResults({}, SETTINGS), whole)
 
     def interrupt(description: str, finished: int) -> None:
         if finished == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(model, words, samples, tasks, Results({}, SETTINGS), parted, on_step=interrupt)
-    part = read_results(parted)
+        measure(model, words, samples, tasks, NeedleResults({}, SETTINGS), parted, on_step=interrupt)
+    part = NeedleResults.read(parted)
     assert part.missing(tasks) == tasks[3:]
     measure(model, words, samples, tasks, part, parted)
     assert parted.read_bytes() == whole.read_bytes()

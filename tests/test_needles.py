@@ -22,7 +22,7 @@ pytest.importorskip("rich")
 
 from tokenizers import Tokenizer, models
 
-from muse_attention.evaluation.needles import BUCKETS, CANDIDATES, KINDS, NeedleSamples, Sample, depth_of
+from muse_attention.evaluation.needles.samples import BUCKETS, CANDIDATES, KINDS, NeedleSamples, Sample, depth_of
 from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus
 from muse_attention.pretraining.documents import Buckets
 from muse_attention.pretraining.haystacks import CorpusHaystack, Haystack, TextHaystack, bury

@@ -40,7 +40,7 @@ def spoilt(good: Path, spoil: Callable[[Any], Any]) -> str:
 
 
 def with_other_defaults(document: Any) -> None:
-    (named,) = (named for named in document["tasks"][0]["attentions"] if named["attention"] == MUSE)
+    (named,) = (named for named in document["attentions"] if named["attention"] == MUSE)
     named["config"]["key_clusters"] += 1
 
 
@@ -113,7 +113,7 @@ def test_results_that_cannot_be_reported_are_named(good: Path, spoil: Callable[[
         "[1]",
         '{"steps": 4}',
         '{"needles": []}',
-        '{"machine": {}, "settings": {}, "commands": [], "cases": []}',  # of muse bench
+        '{"machine": {}, "settings": {}, "commands": [], "lines": []}',  # of muse errors
     ],
 )
 def test_other_json_files_of_a_folder_are_passed_over(good: Path, content: str) -> None:
@@ -125,7 +125,7 @@ def test_other_json_files_of_a_folder_are_passed_over(good: Path, content: str) 
     code, _, lines = report(good, other)  # but not where they are asked for
     assert (code, lines) == (
         1,
-        [f"muse: {other} is left out: it holds no results of muse fidelity, loss, compare, eval or tune"],
+        [f"muse: {other} is left out: it holds no results of muse bench, fidelity, loss, compare, eval or tune"],
     )
     good.unlink()
     code, _, lines = report(good.parent)

@@ -17,9 +17,16 @@ import pytest
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.evaluation import tasks_report
-from muse_attention.evaluation.edit_similarity import edit_similarity, first_line_of_code, ratio
-from muse_attention.evaluation.standard_tasks import (
+from muse_attention.evaluation.tasks import report as tasks_report
+from muse_attention.evaluation.tasks.answers import (
+    Answer,
+    Part,
+    TaskAnswers,
+    TaskResults,
+    TaskSettings,
+    measure,
+)
+from muse_attention.evaluation.tasks.benchmarks import (
     BENCHMARKS,
     RULER,
     Benchmark,
@@ -29,17 +36,9 @@ from muse_attention.evaluation.standard_tasks import (
     read_rows,
     what_is_missing,
 )
-from muse_attention.evaluation.tasks import (
-    Answer,
-    Cell,
-    Part,
-    Results,
-    TaskSettings,
-    measure,
-    read_results,
-    start_results,
-    write_results,
-)
+from muse_attention.evaluation.tasks.edit_similarity import edit_similarity, first_line_of_code, ratio
+from muse_attention.report.html import as_html
+from muse_attention.report.markdown import as_markdown
 from tests.models import write_model_folder
 
 MUSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
@@ -212,8 +211,8 @@ SETTINGS = TaskSettings("a model", "lm-eval 0", None, "cpu", "float32", "f00")
 PARTS = [Part(BENCHMARKS["niah_single_1"], 64, BOTH), Part(BENCHMARKS["arc_easy"], None, BOTH)]
 
 
-def run_parts(path: Path, harness: Scripted, *, resume: bool = False, parts: Sequence[Part] = PARTS) -> Results:
-    results = start_results(SETTINGS, path, resume=resume)
+def run_parts(path: Path, harness: Scripted, *, resume: bool = False, parts: Sequence[Part] = PARTS) -> TaskResults:
+    results = TaskResults.start(SETTINGS, path, resume=resume)
     measure(harness, parts, None, results, path)
     return results
 
@@ -223,7 +222,7 @@ def test_all_attentions_answer_a_sample_before_the_next(tmp_path: Path) -> None:
     results = run_parts(tmp_path / "tasks.json", harness)
     needles = [("niah_single_1", 64, index, name) for index in range(2) for name in BOTH]
     assert harness.asked == needles + [("arc_easy", None, index, name) for index in range(2) for name in BOTH]
-    assert read_results(tmp_path / "tasks.json") == results
+    assert TaskResults.read(tmp_path / "tasks.json") == results
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 7, 11])
@@ -246,14 +245,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, stop_after:
 def test_a_sample_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
     told: list[str] = []
-    results = start_results(SETTINGS, path, resume=False)
+    results = TaskResults.start(SETTINGS, path, resume=False)
     measure(Scripted(fails_on=(2, MUSE)), PARTS[:1], None, results, path, on_failure=told.append)
     assert told == [f"niah_single_1 at 64, sample 3, failed under {MUSE}: RuntimeError: too hot, too cold"]
     cell = results.cells["niah_single_1", 64]
     assert results.failed == 1
     assert [answer.index for answer in cell.scored(MUSE)] == [0, 1, 3]
     assert tasks_report.samples_in_words(cell, MUSE) == "3 of 500 published, 1 failed"
-    report = tasks_report.markdown_report(results, title="tasks")
+    report = as_markdown(tasks_report.tasks_report(results, "tasks"))
     assert "too hot, too cold" in report
     mended = Scripted()
     results = run_parts(path, mended, resume=True, parts=PARTS[:1])
@@ -268,7 +267,7 @@ def test_other_data_or_settings_are_not_continued(tmp_path: Path) -> None:
         run_parts(path, Scripted(rows=5), resume=True, parts=[Part(BENCHMARKS["niah_single_1"], 64, ("exact", "muse"))])
     other = TaskSettings("a model", "lm-eval 0", 3, "cpu", "float32", "f00")
     with pytest.raises(ValueError, match=r"cannot resume tasks\.json: .*limit differ"):
-        start_results(other, path, resume=True)
+        TaskResults.start(other, path, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -287,21 +286,21 @@ def test_files_that_hold_something_else_are_refused(tmp_path: Path, spoil: Calla
     spoil(document)
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match="does not hold the results of muse eval tasks"):
-        read_results(path)
+        TaskResults.read(path)
 
 
 # Reports
 
 
 def test_scores_and_gaps_by_hand() -> None:
-    cell = Cell("niah_single_1", 64, Data("made by hand", 4, "0"), 4)
+    cell = TaskAnswers("niah_single_1", 64, Data("made by hand", 4, "0"), 4)
     for attention, scores in (("exact", (1.0, 0.0, 1.0, 1.0)), (MUSE, (1.0, 0.5, 0.0, 1.0))):
         answers = [Answer(index, {"string_match_all": score}, tokens=40) for index, score in enumerate(scores)]
         cell.answers[attention] = {answer.index: answer for answer in answers}
-    exact = tasks_report.mean_score(cell.scored("exact"), "string_match_all")
-    assert exact is not None
-    assert exact.mean == 0.75
-    assert exact.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 3))  # binomial, over n - 1
+    assert (
+        tasks_report.format_score(cell.scored("exact"), "string_match_all") == "75.0% (30.1 to 95.4)"
+    )  # all or nothing
+    assert tasks_report.format_score(cell.scored(MUSE), "string_match_all") == "0.625 ± 0.239"
     gap = tasks_report.gap_to_exact(cell, MUSE, "string_match_all")
     assert gap is not None
     assert gap.mean == -0.125  # of 0, 0.5, -1, 0
@@ -316,16 +315,16 @@ def test_scores_and_gaps_by_hand() -> None:
 def test_reports_say_what_was_not_the_benchmark(tmp_path: Path) -> None:
     results = run_parts(tmp_path / "tasks.json", Scripted())
     for report in (
-        tasks_report.markdown_report(results, title="tasks"),
-        tasks_report.html_report(results, title="tasks"),
+        as_markdown(tasks_report.tasks_report(results, "tasks")),
+        as_html(tasks_report.tasks_report(results, "tasks")),
     ):
         assert "4 of 2376 published" in report
         assert "4 of 500 published" in report
         assert describe_made([{"row": row} for row in range(4)], "").sha256 in report
         assert "Needle tasks of RULER that are not here: niah_single_2" in report
-    header, rows = tasks_report.scores_table(results)
-    needles = [dict(zip(header, row, strict=True)) for row in rows if row[0] == "niah_single_1"]
-    assert [row["score"] for row in needles] == ["0.500 ± 0.289", "0.250 ± 0.250"]
+    table = tasks_report.scores_table(results)
+    needles = [dict(zip(table.titles, row, strict=True)) for row in table.rows if row[0] == "niah_single_1"]
+    assert [row["score"] for row in needles] == ["50.0% (15.0 to 85.0)", "25.0% (4.6 to 69.9)"]
     assert [row["gap to exact"] for row in needles] == ["", "-0.250 ± 0.250"]
     assert [row["longer than a block"] for row in needles] == ["", "2"]  # 20, 30, 40 and 50 tokens, blocks of 32
     lines = tasks_report.as_csv(results).splitlines()
@@ -334,7 +333,7 @@ def test_reports_say_what_was_not_the_benchmark(tmp_path: Path) -> None:
 
 
 def test_muse_without_settings_has_the_block_of_each_sample() -> None:
-    cell = Cell("lcc", None, Data("", 2, ""), 2)
+    cell = TaskAnswers("lcc", None, Data("", 2, ""), 2)
     scores = {"edit_similarity": 0.5}
     for name in ("muse", "muse:paper"):
         cell.answers[name] = {0: Answer(0, scores, tokens=100), 1: Answer(1, scores, tokens=9000, is_cut=True)}
@@ -357,8 +356,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """Stands where lm-eval does in the command."""
     harness = Scripted()
-    monkeypatch.setattr("muse_attention.evaluation.harness.import_harness", lambda: "lm-eval 0")
-    monkeypatch.setattr("muse_attention.evaluation.harness.Harness", lambda model, tokenizer: harness)
+    monkeypatch.setattr("muse_attention.evaluation.tasks.harness.import_harness", lambda: "lm-eval 0")
+    monkeypatch.setattr("muse_attention.evaluation.tasks.harness.Harness", lambda model, tokenizer: harness)
     return harness
 
 
@@ -549,7 +548,7 @@ def test_without_lm_eval_one_line_says_what_to_install(asked: list[object], monk
 
 def test_an_empty_file_has_no_report(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
-    write_results(start_results(SETTINGS, path, resume=False), path)
+    TaskResults.start(SETTINGS, path, resume=False).write(path)
     result = CliRunner().invoke(commands.app, ["report", str(path)])
     assert result.exit_code == 2
     assert "no sample has been answered yet" in result.stderr

@@ -23,7 +23,7 @@ pytest.importorskip("rich")
 from safetensors.torch import load_file
 
 from muse_attention import huggingface
-from muse_attention.evaluation.loss import position_losses
+from muse_attention.evaluation.loss.positions import position_losses
 from muse_attention.files import alone_in
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining import checkpoints, training

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from muse_attention.evaluation.training_curves import POINTS, Speed, TrainingCurves
+from muse_attention.evaluation.comparison.training_curves import POINTS, Speed, TrainingCurves
 from tests.training_runs import metrics_line
 
 

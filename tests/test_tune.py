@@ -19,7 +19,6 @@ from muse_attention import MuSeConfig, defaults, exact_attention
 from muse_attention.capture import capture
 from muse_attention.cli import commands
 from muse_attention.defaults import Default
-from muse_attention.evaluation import tuning
 from muse_attention.evaluation.captures import (
     Captures,
     LookupAt,
@@ -29,21 +28,21 @@ from muse_attention.evaluation.captures import (
     save_captures,
     spread,
 )
-from muse_attention.evaluation.tuning import (
+from muse_attention.evaluation.tuning.candidates import (
     Candidate,
     Found,
-    Results,
     Seconds,
-    Settings,
+    TuningResults,
+    TuningSettings,
     candidates,
     choose,
     front,
     measure,
-    read_results,
-    write_results,
 )
-from muse_attention.evaluation.tuning_report import as_csv, html_report, markdown_report, verdict
+from muse_attention.evaluation.tuning.report import as_csv, tuning_report, verdict
 from muse_attention.machine import describe_machine
+from muse_attention.report.html import as_html
+from muse_attention.report.markdown import as_markdown
 from tests.models import tiny_llama, token_ids, write_model_folder
 from tests.needle_models import needle_tokenizer, write_needle_model, write_texts
 
@@ -62,8 +61,8 @@ def some_captures(length: int = 128, samples: int = 2, lookups: tuple[LookupAt, 
     return Captures(query, key, value, Origin("a model", "a text", heads), lookups)
 
 
-def settings(captures: Captures) -> Settings:
-    return Settings.of(captures, device="cpu", dtype="float32", repeats=1)
+def settings(captures: Captures) -> TuningSettings:
+    return TuningSettings.of(captures, device="cpu", dtype="float32", repeats=1)
 
 
 def candidate(time: float, error: float, name: str = "muse:QK4") -> Candidate:
@@ -159,12 +158,12 @@ def test_the_front_has_what_nothing_beats() -> None:
     assert front([]) == []
 
 
-# Results
+# TuningResults
 
 
 def test_time_error_and_lookups_are_measured(tmp_path: Path) -> None:
     found = some_captures(lookups=(LookupAt(0, 120, (3, 4)), LookupAt(1, 120, (119,))))
-    results = Results({}, settings(found))
+    results = TuningResults({}, settings(found))
     measure(found, [COARSE, FINE, "block_diagonal:32"], results, tmp_path / "tune.json", one_second)
     coarse, fine, local = results.tuned
     assert 0 < fine.error < coarse.error < local.error
@@ -173,7 +172,7 @@ def test_time_error_and_lookups_are_measured(tmp_path: Path) -> None:
     assert fine.lookup is not None
     assert 0 < coarse.lookup.share <= fine.lookup.share <= fine.lookup.exact_share <= 1
     assert local.lookup is None
-    assert read_results(tmp_path / "tune.json") == results
+    assert TuningResults.read(tmp_path / "tune.json") == results
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
@@ -190,8 +189,8 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         return time
 
     with pytest.raises(KeyboardInterrupt):
-        measure(found, [COARSE, FINE], Results({}, settings(found)), path, clock(2))
-    results = read_results(path)
+        measure(found, [COARSE, FINE], TuningResults({}, settings(found)), path, clock(2))
+    results = TuningResults.read(path)
     measure(found, [COARSE, FINE], results, path, clock(9))
     assert timed == ["exact", COARSE, FINE]
     assert [one.attention for one in results.tuned] == [COARSE, FINE]
@@ -204,41 +203,41 @@ def test_too_little_memory_for_one_is_no_end(tmp_path: Path) -> None:
         return one_second(attention)
 
     found, path = some_captures(), tmp_path / "tune.json"
-    results = Results(describe_machine(), settings(found))
+    results = TuningResults(describe_machine(), settings(found))
     measure(found, [COARSE, FINE], results, path, clock)
     assert [one.attention for one in results.measured] == [FINE]
-    assert read_results(path) == results
-    assert f"Too little memory for: {COARSE}." in html_report(results, title="t", picture=None)
+    assert TuningResults.read(path) == results
+    assert f"Too little memory for: {COARSE}." in as_html(tuning_report(results, "t"))
 
 
 def test_results_of_other_settings_are_not_continued(tmp_path: Path) -> None:
     found, path = some_captures(), tmp_path / "tune.json"
-    write_results(Results(tuning.start_results(settings(found), path, resume=False).machine, settings(found)), path)
-    tuning.start_results(settings(found), path, resume=True)
+    TuningResults.start(settings(found), path, resume=False).write(path)
+    TuningResults.start(settings(found), path, resume=True)
     with pytest.raises(ValueError, match=r"length, fingerprint differ"):
-        tuning.start_results(settings(found.with_length(64)), path, resume=True)
+        TuningResults.start(settings(found.with_length(64)), path, resume=True)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tuned": 1}'])
 def test_other_results_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "tune.json").write_text(content)
     with pytest.raises(ValueError, match="does not hold the results of muse tune"):
-        read_results(tmp_path / "tune.json")
+        TuningResults.read(tmp_path / "tune.json")
 
 
 def test_the_verdict_names_what_to_take() -> None:
     found = some_captures()
     paper = f"muse:{MuSeConfig.paper(128)}"
     tuned = [candidate(2.0, 0.004, FINE), candidate(1.0, 0.02, COARSE), candidate(3.0, 0.008, paper)]
-    results = Results({"cpu": "c"}, settings(found), error=0.005, exact=Seconds([2.0], [4.0]), tuned=tuned)
+    results = TuningResults({"cpu": "c"}, settings(found), error=0.005, exact=Seconds([2.0], [4.0]), tuned=tuned)
     first, second = verdict(results)
     assert f"at most 0.005 is {FINE}: RSE 0.004, 2000 ms, 2.00x as fast as exact" in first
-    assert "the paper's method has RSE 0.008 in 3000 ms" in second
+    assert "The paper's method has RSE 0.008 in 3000 ms" in second
     faster = dataclasses.replace(results, exact=Seconds([0.5], [1.0]))
-    assert "exact attention is faster here, 1000 ms: use that" in verdict(faster)[1]
+    assert "Exact attention is faster here, 1000 ms: use that" in verdict(faster)[1]
     (line,) = verdict(dataclasses.replace(results, error=0.001))
-    assert "nothing measured has an RSE of at most 0.001; the lowest is 0.004" in line
-    assert "nothing has been measured" in verdict(dataclasses.replace(results, tuned=[]))[0]
+    assert "Nothing measured has an RSE of at most 0.001; the lowest is 0.004" in line
+    assert "Nothing has been measured" in verdict(dataclasses.replace(results, tuned=[]))[0]
 
 
 def test_reports_have_every_configuration() -> None:
@@ -247,8 +246,8 @@ def test_reports_have_every_configuration() -> None:
         dataclasses.replace(candidate(3.0, 0.02, COARSE), lookup=Found(2.0, 1.0, 1.5)),
     ]
     found = some_captures().with_length(200, repeat=True)
-    results = Results(describe_machine(), settings(found), exact=Seconds([2.0], [4.0]), tuned=tuned)
-    for report in (markdown_report(results, title="t"), html_report(results, title="t", picture=None)):
+    results = TuningResults(describe_machine(), settings(found), exact=Seconds([2.0], [4.0]), tuned=tuned)
+    for report in (as_markdown(tuning_report(results, "t")), as_html(tuning_report(results, "t"))):
         for expected in ("laid end to end", "50.0%", "75.0%", "2000", "2.00x", "layer 2, head 0"):
             assert expected in report
     header, exact, *lines = as_csv(results).splitlines()
@@ -294,7 +293,7 @@ def test_the_command_measures_and_names_the_fastest(asked: list[object], tmp_pat
     assert (code, err) == (0, "")
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert names == ["tiny.csv", "tiny.html", "tiny.json", "tiny.md", "tiny.png"]
-    assert "the fastest with an RSE of at most 1 is muse:Q4K" in out
+    assert "The fastest with an RSE of at most 1 is muse:Q4K" in out
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert document["commands"] == [
         "muse tune tiny --text text.txt --samples 1 --length 128 --error 1 --heads 2 --repeats 1 "
@@ -322,9 +321,9 @@ def test_the_command_goes_on_where_it_was_interrupted(
     (line,) = err.splitlines()
     assert "interrupted; what is finished is in" in line
     assert "--resume" in line
-    assert [one.attention for one in read_results(tmp_path / "out" / "tiny.json").tuned] == [COARSE]
+    assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE]
     assert run(*asked, "--resume")[0] == 0
-    assert [one.attention for one in read_results(tmp_path / "out" / "tiny.json").tuned] == [COARSE, FINE]
+    assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE, FINE]
 
 
 def test_captures_are_measured_without_the_model(asked: list[object], folder: Path, tmp_path: Path) -> None:
@@ -336,7 +335,7 @@ def test_captures_are_measured_without_the_model(asked: list[object], folder: Pa
     assert_refused(run(*common, "--length", "128"), "--repeat-captures")
     code, out, err = run(*common, "--length", "128", "--repeat-captures", "--heads", "3")
     assert (code, err) == (0, "")
-    results = read_results(tmp_path / "out" / "heads.json")
+    results = TuningResults.read(tmp_path / "out" / "heads.json")
     assert results.settings.laid == "2 captures of 64 tokens laid end to end, 1 of them different"
     assert (results.settings.length, len(results.settings.heads)) == (128, 3)
 
@@ -346,7 +345,7 @@ def test_beyond_the_context_captures_are_laid_end_to_end(folder: Path, tmp_path:
     arguments += ["--only", "muse:QK4R1B512", "--device", "cpu", "--output", tmp_path / "out"]
     assert_refused(run(*arguments), "context is 1024 tokens, less than 2048")
     assert run(*arguments, "--repeat-captures")[0] == 0
-    assert "2 captures of 1024 tokens" in read_results(tmp_path / "out" / "tiny.json").settings.laid
+    assert "2 captures of 1024 tokens" in TuningResults.read(tmp_path / "out" / "tiny.json").settings.laid
 
 
 def test_needles_are_looked_up(tmp_path: Path) -> None:
@@ -358,7 +357,7 @@ def test_needles_are_looked_up(tmp_path: Path) -> None:
     code, out, err = run(*arguments, "--needles", "--only", COARSE, "--output", tmp_path, "--name", "needles")
     assert (code, err) == (0, "")
     assert "lookup" in out
-    results = read_results(tmp_path / "needles.json")
+    results = TuningResults.read(tmp_path / "needles.json")
     assert results.settings.lookups == 2
     assert results.tuned[0].lookup is not None
     assert 0 <= results.tuned[0].lookup.share <= 1

@@ -53,4 +53,5 @@ def _fields(kind: type) -> dict[str, Any]:
     """Of a dataclass or a named tuple, by name; other types have none."""
     if not dataclasses.is_dataclass(kind) and not hasattr(kind, "_fields"):
         return {}
-    return typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
+    return {name: declared for name, declared in hints.items() if typing.get_origin(declared) is not typing.ClassVar}

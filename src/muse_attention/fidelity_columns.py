@@ -11,6 +11,7 @@ class Column(NamedTuple):
     """its name in `Fidelity.pooled`"""
     title: str
     format: Callable[[float], str]
+    definition: str
 
     @property
     def narrow_title(self) -> str:
@@ -31,39 +32,54 @@ def _share(number: float) -> str:
 
 
 ERROR = (
-    Column("relative_squared_error", "RSE", _digits),
-    Column("cosine", "cosine", "{:.4f}".format),
-    Column("energy_error", "energy error", _digits),
-    Column("lse_gap", "lse gap", _digits),
+    Column(
+        "relative_squared_error",
+        "RSE",
+        _digits,
+        "Relative squared error |o - o_exact|^2 / |o_exact|^2 of a query, the mean over queries, heads and samples.",
+    ),
+    Column("cosine", "cosine", "{:.4f}".format, "Cosine of o and o_exact, averaged likewise."),
+    Column(
+        "energy_error",
+        "energy error",
+        _digits,
+        "Sum of |o - o_exact|^2 over the sum of |o_exact|^2: queries with a small output do not dominate it.",
+    ),
+    Column("lse_gap", "lse gap", _digits, "lse_exact - lse, averaged over queries."),
 )
 TAIL = (
-    Column("error_p99", "RSE 99%", _digits),
-    Column("error_p999", "RSE 99.9%", _digits),
-    Column("share_far_off", "RSE > 0.1", _share),
+    Column("error_p99", "RSE 99%", _digits, "What 99% of the queries of a head do not exceed, averaged over heads."),
+    Column(
+        "error_p999", "RSE 99.9%", _digits, "What 99.9% of the queries of a head do not exceed, averaged over heads."
+    ),
+    Column("share_far_off", "RSE > 0.1", _share, "Share of queries with a larger error, averaged over heads."),
 )
 RETRIEVAL = (
-    Column("pairs_per_query", "pairs", "{:.2f}".format),
-    Column("keys_per_query", "keys", "{:.1f}".format),
-    Column("share_retrieving", "retrieving", _share),
-    Column("at_budget", "at budget", _share),
+    Column(
+        "pairs_per_query",
+        "pairs",
+        "{:.2f}".format,
+        "Buckets (a key cluster in a block) that a query retrieves, the mean over all queries.",
+    ),
+    Column("keys_per_query", "keys", "{:.1f}".format, "Keys that a query retrieves, the mean over all queries."),
+    Column("share_retrieving", "retrieving", _share, "Share of queries that retrieve anything."),
+    Column(
+        "at_budget",
+        "at budget",
+        _share,
+        "With a tolerance: share of heads that would retrieve more with twice the budget.",
+    ),
+)
+_GRADIENT = (
+    "Relative squared error of a head's whole gradient, sum |{0} - {0}_exact|^2 / sum |{0}_exact|^2. The gradient of "
+    "the output is Gaussian noise from a fixed seed, as large as the head's exact output."
 )
 GRADIENTS = (
-    Column("query_gradient_error", "dq RSE", _digits),
-    Column("key_gradient_error", "dk RSE", _digits),
-    Column("value_gradient_error", "dv RSE", _digits),
+    Column("query_gradient_error", "dq RSE", _digits, _GRADIENT.format("dq")),
+    Column("key_gradient_error", "dk RSE", _digits, _GRADIENT.format("dk")),
+    Column("value_gradient_error", "dv RSE", _digits, _GRADIENT.format("dv")),
 )
 COLUMNS = (*ERROR, *TAIL, *RETRIEVAL, *GRADIENTS)
-
-_MEANINGS = {
-    TAIL: "RSE 99% and 99.9%: what so many queries of a head do not exceed; RSE > 0.1: the share of queries above "
-    "that; each averaged over heads.",
-    RETRIEVAL: "Pairs: buckets (a key cluster in a block) that a query retrieves, keys: those in them, both means over "
-    "all queries; retrieving: the share of queries that retrieve anything; at budget: the share of heads that would "
-    "retrieve more with twice the budget (with a tolerance).",
-    GRADIENTS: "dq, dk, dv: the relative squared error of a head's whole gradient, sum |dq - dq_exact|^2 / "
-    "sum |dq_exact|^2, for a gradient of the output that is Gaussian noise from a fixed seed, as large as the head's "
-    "exact output.",
-}
 
 
 def known(columns: Sequence[Column], pooled: Iterable[Mapping[str, float]]) -> list[Column]:
@@ -74,5 +90,5 @@ def known(columns: Sequence[Column], pooled: Iterable[Mapping[str, float]]) -> l
 
 def meaning(pooled: Iterable[Mapping[str, float]]) -> str:
     """What the columns beyond the errors mean, of those that are known."""
-    rows = list(pooled)
-    return " ".join(text for columns, text in _MEANINGS.items() if known(columns, rows))
+    columns = known((*TAIL, *RETRIEVAL, *GRADIENTS), pooled)
+    return " ".join(f"{column.title}: {column.definition}" for column in columns)

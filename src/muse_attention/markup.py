@@ -25,9 +25,16 @@ class Code(str):
     """Text of a cell that is shown as code."""
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_column: int = 0) -> str:
-    """One column is text, the others numbers."""
-    rule = ["---" if column == text_column else "---:" for column in range(len(header))]
+def markdown_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    text_column: int = 0,
+    are_numbers: Sequence[bool] | None = None,
+) -> str:
+    """Numbers are aligned to the right. Unless `are_numbers` says which columns have them, all but one do."""
+    are_numbers = are_numbers or [column != text_column for column in range(len(header))]
+    rule = ["---:" if is_number else "---" for is_number in are_numbers]
     lines = [list(map(_cell, header)), rule, *(list(map(_cell, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

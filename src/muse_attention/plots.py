@@ -1,9 +1,14 @@
-"""Pictures of results. matplotlib is asked for only when one is drawn."""
+"""Pictures of results. matplotlib is asked for only when one is drawn.
+
+`draw_...` return a PNG file for a report: one panel each, readable on a phone. `plot_...` write theirs.
+"""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,20 +44,138 @@ _LOOKS = {
 }
 """An attention named by its kind alone looks the same in every picture."""
 
-MEAN = "mean"
-"""The curve of all layers together."""
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+BLACK, GREY = "#000000", "#BBBBBB"
+SIZES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
+"""Four sizes of one thing from light to dark, and what else there is."""
 
 _FONT_SIZE = 9
-_RUNS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
-_OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_SERIES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
-"""Four sizes of one thing from light to dark, and what else there is."""
-_DISTINCT = ("#0072B2", "#D55E00", *_OTHER_COLOURS)
+_OTHER_COLOURS = PALETTE[2:6]
+_PANEL = (4.8, 3.5)
+"""Inches."""
+_MOST_NUMBERS = 8
+"""Columns of a heat map that have room for numbers."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve; or marks alone, if its style is empty."""
+
+    name: str
+    points: Curve
+    colour: str
+    marker: str = ""
+    style: str = "-"
+    width: float = 1.4
+    marker_size: float = 4
+
+
+@dataclass(frozen=True)
+class Axis:
+    label: str
+    log: int = 0
+    """base of its logarithm; linear if 0"""
+    is_size: bool = False
+    """whether 8192 is written as 8k"""
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A straight line through the whole panel."""
+
+    name: str
+    value: float
+    colour: str
+    is_vertical: bool = False
+
+
+def draw_lines(
+    lines: Sequence[Line], x: Axis, y: Axis, *, above: float | None = None, rules: Sequence[Rule] = ()
+) -> bytes:
+    """Values of y that are not `above` a number are left out: what is below is rounding, or has no logarithm."""
+    figure = _new_figure(*_PANEL)
+    axis = figure.add_subplot()
+    for line in lines:
+        positions = [at for at, _ in line.points]
+        values = [value if above is None or value > above else float("nan") for _, value in line.points]
+        axis.plot(
+            *(positions, values), color=line.colour, marker=line.marker, markersize=line.marker_size,
+            linestyle=line.style, linewidth=line.width, label=line.name,
+        )  # fmt: skip
+    for rule in rules:
+        draw = axis.axvline if rule.is_vertical else axis.axhline
+        draw(rule.value, color=rule.colour, linewidth=0.8, linestyle=(0, (4, 3)), label=rule.name, zorder=1)
+    for described, scale, own, limit in (
+        (x, axis.set_xscale, axis.xaxis, axis.set_xlim),
+        (y, axis.set_yscale, axis.yaxis, axis.set_ylim),
+    ):
+        if described.log:
+            scale("log", base=described.log)
+        if described.is_size:
+            own.set_major_formatter(lambda size, _: format_size(round(size)))
+        elif described.log:
+            own.set_major_formatter(lambda value, _: f"{value:g}")
+            _label_between_powers(own, described.log)
+        if described.from_zero:
+            limit(0, None)
+        own.set_label_text(described.label)
+    axis.tick_params(which="minor", labelsize=_FONT_SIZE)
+    _tidy(axis)
+    _add_legend(figure, *axis.get_legend_handles_labels())
+    return _png(figure)
+
+
+def draw_heat_map(
+    values: Sequence[Sequence[float | None]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    x: str,
+    y: str,
+    label: str,
+    is_share: bool = False,
+) -> bytes:
+    """A colour for every row and column; on a logarithmic scale, or for shares from 0 to 1, which are written too."""
+    figure = _new_figure(_PANEL[0], min(9.0, max(_PANEL[1], 1.4 + 0.17 * len(rows))))
+    from matplotlib.colors import LogNorm, Normalize
+
+    axis = figure.add_subplot()
+    lowest = 0.0 if is_share else ROUNDING
+    shown = [[float("nan") if value is None else max(value, lowest) for value in row] for row in values]
+    norm = Normalize(0, 1) if is_share else LogNorm()
+    image = axis.imshow(shown, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
+    for ticks, labels in ((axis.set_yticks, rows), (axis.set_xticks, columns)):
+        every = -(-len(labels) // 16)
+        ticks(range(0, len(labels), every), labels[::every])
+    if is_share and len(columns) <= _MOST_NUMBERS:
+        for row, line in enumerate(values):
+            for column, value in enumerate(line):
+                if value is not None:
+                    colour = BLACK if value > 0.6 else "#FFFFFF"
+                    axis.text(column, row, f"{value:.0%}", color=colour, fontsize=_FONT_SIZE, ha="center", va="center")
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    _tidy(axis)
+    bar = figure.colorbar(image, ax=axis)
+    bar.set_label(label, fontsize=_FONT_SIZE)
+    bar.ax.tick_params(labelsize=_FONT_SIZE)
+    return _png(figure)
+
+
+def shades(number: int) -> list[str]:
+    """Blues, from light to dark."""
+    light, dark = (158, 202, 225), (8, 48, 107)
+    parts = [index / (number - 1) for index in range(number)] if number > 1 else [1.0] * number
+    return [
+        "#" + "".join(f"{round(low + part * (high - low)):02X}" for low, high in zip(light, dark, strict=True))
+        for part in parts
+    ]
 
 
 def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path, *, against: str = "sequence length") -> None:
     """Speed-up over `scaled_dot_product_attention` against a size: one panel per pass, one curve per attention."""
-    figure = _new_figure(width=3.4 * len(panels), height=3.2)
+    figure = _new_figure(3.4 * len(panels), 3.2)
     axes: list[Axes] = []
     for column, (name, curves) in enumerate(panels.items()):
         axis = figure.add_subplot(1, len(panels), column + 1, sharey=axes[0] if axes else None)
@@ -81,7 +204,7 @@ def plot_error_by_position(curves: Mapping[str, Curve], path: Path, *, length: i
 
     The first block is attended to exactly by all of them.
     """
-    figure = _new_figure(width=6.4, height=3.2)
+    figure = _new_figure(6.4, 3.2)
     axis = figure.add_subplot()
     for boundary in range(block_size, length, block_size):
         axis.axvline(boundary, color="#DDDDDD", linewidth=0.7, zorder=0)
@@ -109,295 +232,12 @@ def plot_error_by_position(curves: Mapping[str, Curve], path: Path, *, length: i
     _save(figure, axis, path)
 
 
-def plot_loss(curves: Mapping[str, Curve], path: Path, *, exact: str) -> None:
-    """Cumulative mean loss of each attention, less the irreducible loss, against position, both on log axes.
-
-    The curve named `exact` is black, and above the others.
-    """
-    figure = _new_figure(width=8.2, height=4.2)
-    from matplotlib.ticker import LogFormatter
-
-    axis = figure.add_subplot()
-    others = [name for name in curves if name != exact]
-    for name, curve in curves.items():
-        positions = [position for position, _ in curve]
-        losses = [loss if loss > 0 else float("nan") for _, loss in curve]
-        colour = "#000000" if name == exact else _SERIES[others.index(name) % len(_SERIES)]
-        axis.plot(positions, losses, color=colour, label=name, zorder=3 if name == exact else 2)
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.xaxis.set_major_formatter(lambda position, _: format_size(round(position)))
-    axis.yaxis.set_major_formatter(LogFormatter())
-    axis.yaxis.set_minor_formatter(LogFormatter())
-    axis.tick_params(which="minor", labelsize=_FONT_SIZE)
-    axis.set_xlabel("position")
-    axis.set_ylabel("cumulative mean loss less irreducible loss (nats)")
-    _tidy(axis)
-    _save(figure, axis, path)
-
-
-def plot_share_by_depth(
-    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float]]]], path: Path, *, measure: str, exact: str
-) -> None:
-    """Share of right answers against depth, of (depth, share, standard error): one panel per title, three in a row.
-
-    The curve named `exact` is black.
-    """
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = _new_figure(width=max(4.2, 3.0 * columns), height=0.8 + 2.3 * rows)
-    others = [name for name in dict.fromkeys(name for curves in panels.values() for name in curves) if name != exact]
-    looks: dict[str, Any] = {}
-    first: Axes | None = None
-    for number, (title, curves) in enumerate(panels.items()):
-        axis = figure.add_subplot(rows, columns, number + 1, sharex=first, sharey=first)
-        first = first or axis
-        for name, curve in curves.items():
-            if not curve:
-                continue
-            depths, shares, errors = zip(*curve, strict=True)
-            colour = "#000000" if name == exact else _DISTINCT[others.index(name) % len(_DISTINCT)]
-            is_exact = name == exact  # seen around the others where they have the same shares
-            drawn = axis.errorbar(
-                *(depths, shares, errors),
-                color=colour,
-                marker="o",
-                markersize=5 if is_exact else 3,
-                linewidth=2.6 if is_exact else 1.2,
-                zorder=1 if is_exact else 2,
-                capsize=2,
-                label=name,
-            )
-            looks.setdefault(name, drawn)
-        axis.set_xlim(0, 0.9)
-        axis.set_ylim(-0.04, 1.04)
-        axis.set_xticks([0.05, 0.25, 0.45, 0.65, 0.85])
-        axis.set_title(title)
-        if number + columns >= len(panels):
-            axis.set_xlabel("depth of the definition")
-        if number % columns == 0:
-            axis.set_ylabel(measure)
-        _tidy(axis)
-    if first is None:
-        raise ValueError("there is no panel to draw")
-    _write_with_legend(figure, list(looks.values()), list(looks), path)
-
-
-def plot_time_against_error(
-    measured: Curve,
-    front: Curve,
-    path: Path,
-    *,
-    chosen: tuple[str, tuple[float, float]] | None,
-    exact_milliseconds: float | None,
-    error: float,
-) -> None:
-    """Relative squared error against milliseconds, both on log axes: all that was measured, and the front as a line.
-
-    The chosen one is marked by its name. Errors of nothing but rounding are not drawn.
-    """
-    figure = _new_figure(width=6.4, height=4.4)
-    axis = figure.add_subplot()
-    others, best = ([point for point in curve if point[1] > ROUNDING] for curve in (measured, front))
-    axis.scatter(*_columns(others), s=12, color="#BBBBBB", label="measured", zorder=2)
-    axis.plot(*_columns(best), color="#0072B2", marker="o", markersize=4, linewidth=1.2, label="front", zorder=3)
-    axis.axhline(error, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), label=f"error {error:g}", zorder=1)
-    if exact_milliseconds is not None:
-        axis.axvline(exact_milliseconds, color="#000000", linewidth=0.8, label="exact attention", zorder=1)
-    if chosen is not None and chosen[1][1] > ROUNDING:
-        name, (milliseconds, its_error) = chosen
-        label = name.removeprefix("muse:").partition(",")[0]
-        axis.scatter([milliseconds], [its_error], s=90, marker="*", color="#D55E00", label=label, zorder=4)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("forward + backward (ms)")
-    axis.set_ylabel("relative squared error")
-    _tidy(axis)
-    _save(figure, axis, path)
-
-
-def _columns(curve: Curve) -> tuple[list[float], list[float]]:
-    return [x for x, _ in curve], [y for _, y in curve]
-
-
-def plot_error_against_clusters(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Relative squared error against the number of clusters, both on log axes: one panel per model."""
-    figure = _new_figure(width=3.6 * len(panels), height=3.4)
-    first: Axes | None = None
-    for column, (name, curves) in enumerate(panels.items()):
-        axis = figure.add_subplot(1, len(panels), column + 1, sharey=first)
-        first = first or axis
-        for (label, curve), colour, marker in zip(curves.items(), ("#0072B2", "#D55E00"), "os", strict=False):
-            clusters, errors = zip(*curve, strict=True)
-            axis.plot(clusters, errors, color=colour, marker=marker, markersize=4, label=label)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(lambda clusters, _: f"{clusters:g}")
-        axis.set_xlabel("clusters of queries and of keys")
-        axis.set_title(name)
-        _tidy(axis)
-    if first is None:
-        raise ValueError("there is no panel to draw")
-    first.set_ylabel("relative squared error")
-    _save(figure, first, path)
-
-
-def plot_error_against_keys(curves: Mapping[str, Curve], path: Path) -> None:
-    """Relative squared error against retrieved keys per query, both on log axes: one line per family.
-
-    The first two, which the others are compared with, are dashed.
-    """
-    figure = _new_figure(width=6.4, height=4.2)
-    axis = figure.add_subplot()
-    for number, (name, curve) in enumerate(curves.items()):
-        axis.plot(
-            *zip(*curve, strict=True),
-            color=_RUNS[number % len(_RUNS)],
-            linestyle="--" if number < 2 else "-",
-            linewidth=1.2,
-            marker="s" if number < 2 else "o",
-            markersize=4,
-            label=name,
-        )
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.xaxis.set_major_formatter(lambda keys, _: f"{keys:g}")
-    axis.set_xlabel("retrieved keys per query")
-    axis.set_ylabel("relative squared error")
-    _tidy(axis)
-    _save(figure, axis, path)
-
-
-def plot_training(by_tokens: Mapping[str, Curve], by_seconds: Mapping[str, Curve], path: Path) -> None:
-    """Training loss of each run, against tokens and against seconds, with the same scale of losses."""
-    figure = _new_figure(width=8.2, height=3.6)
-    panels = {"tokens (millions)": by_tokens, "seconds of updates": by_seconds}
-    axes = _panels_beside(figure, list(panels))
-    for axis, (against, curves) in zip(axes, panels.items(), strict=True):
-        for number, (name, curve) in enumerate(curves.items()):
-            x, losses = zip(*curve, strict=True) if curve else ((), ())
-            axis.plot(x, losses, color=_RUNS[number % len(_RUNS)], linewidth=1.2, label=name)
-        axis.set_title("")
-        axis.set_xlabel(against)
-    axes[0].set_ylabel("training loss (nats)")
-    _save(figure, axes[0], path)
-
-
-def plot_answers(curves: Mapping[str, Curve], path: Path) -> None:
-    """Loss of the answers in needle documents against millions of tokens, one curve per run and attention."""
-    figure = _new_figure(width=6.4, height=3.2)
-    axis = figure.add_subplot()
-    for number, (name, curve) in enumerate(curves.items()):
-        axis.plot(
-            *zip(*curve, strict=True),
-            color=_RUNS[number % len(_RUNS)],
-            linewidth=1.2,
-            marker=".",
-            label=name,
-            clip_on=False,
-        )
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("tokens (millions)")
-    axis.set_ylabel("nats for a token of the answer")
-    _tidy(axis)
-    _save(figure, axis, path)
-
-
-def plot_loss_by_position(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Loss against position: one panel per run, one curve per checkpoint of it, the last one the darkest."""
-    figure = _new_figure(width=max(5.0, 3.3 * len(panels)), height=3.6)
-    axes = _panels_beside(figure, list(panels))
-    for axis, curves in zip(axes, panels.values(), strict=True):
-        for (label, curve), shade in zip(curves.items(), _shades(len(curves)), strict=True):
-            positions, losses = zip(*curve, strict=True)
-            axis.plot(positions, losses, color=shade, marker=".", label=label)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda position, _: format_size(round(position)))
-        axis.set_xlabel("position, up to")
-        axis.legend(frameon=False, fontsize=_FONT_SIZE)
-    axes[0].set_ylabel("held-out loss (nats)")
-    _write(figure, path)
-
-
-def plot_error_in_training(panels: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Relative squared error against millions of tokens: one panel per run, one curve per layer, and their mean."""
-    figure = _new_figure(width=max(5.0, 3.3 * len(panels)), height=3.6)
-    axes = _panels_beside(figure, list(panels))
-    for axis, curves in zip(axes, panels.values(), strict=True):
-        layers = [label for label in curves if label != MEAN]
-        colours = dict(zip(layers, _shades(len(layers)), strict=True)) | {MEAN: "#D55E00"}
-        for label, curve in curves.items():
-            tokens, errors = zip(*curve, strict=True)
-            floored = [error if error > ROUNDING else float("nan") for error in errors]
-            axis.plot(
-                tokens, floored, color=colours[label], linewidth=2 if label == MEAN else 1, marker=".", label=label
-            )
-        axis.set_yscale("log")
-        axis.set_xlabel("tokens (millions)")
-        axis.legend(frameon=False, fontsize=_FONT_SIZE)
-    axes[0].set_ylabel("relative squared error")
-    _write(figure, path)
-
-
-def plot_scaling(points: Mapping[str, Curve], laws: Mapping[str, Curve], path: Path) -> None:
-    """Loss against parameters, both on log axes: a mark for each model, and a line for the law of each attention."""
-    figure = _new_figure(width=6.4, height=3.6)
-    axis = figure.add_subplot()
-    for number, (name, curve) in enumerate(points.items()):
-        colour = _RUNS[number % len(_RUNS)]
-        axis.plot(*zip(*curve, strict=True), color=colour, marker="o", linestyle="", label=name)
-        if name in laws:
-            axis.plot(*zip(*laws[name], strict=True), color=colour, linewidth=1)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("parameters")
-    axis.set_ylabel("held-out loss (nats)")
-    _tidy(axis)
-    _save(figure, axis, path)
-
-
-def plot_heat_map(errors: Sequence[Sequence[float]], rows: Sequence[int], path: Path) -> None:
-    """Relative squared error of every head, on a logarithmic scale: a line for each of the layers `rows`."""
-    from matplotlib.colors import LogNorm
-
-    floored = [[max(error, ROUNDING) for error in line] for line in errors]
-    figure = _new_figure(width=min(9.0, 2.6 + 0.3 * len(floored[0])), height=min(9.0, 1.6 + 0.17 * len(floored)))
-    axis = figure.add_subplot()
-    image = axis.imshow(floored, aspect="auto", cmap="viridis", norm=LogNorm(), interpolation="nearest")
-    every = -(-len(rows) // 16)
-    axis.set_yticks(range(0, len(rows), every), [str(row) for row in rows[::every]])
-    axis.set_xlabel("head")
-    axis.set_ylabel("layer")
-    _tidy(axis)
-    bar = figure.colorbar(image, ax=axis)
-    bar.set_label("relative squared error", fontsize=_FONT_SIZE)
-    bar.ax.tick_params(labelsize=_FONT_SIZE)
-    _write(figure, path)
-
-
-def _new_figure(*, width: float, height: float) -> Figure:
+def _new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MatplotlibMissingError('a picture needs matplotlib: pip install "muse-attention[cli]"') from error
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def _panels_beside(figure: Figure, titles: Sequence[str]) -> list[Axes]:
-    """Which share their y axis."""
-    axes: list[Axes] = []
-    for column, title in enumerate(titles):
-        axes.append(figure.add_subplot(1, len(titles), column + 1, sharey=axes[0] if axes else None))
-        axes[-1].set_title(title)
-        _tidy(axes[-1])
-    return axes
-
-
-def _shades(number: int) -> list[tuple[float, ...]]:
-    """From light to dark."""
-    from matplotlib import colormaps
-
-    return [colormaps["Blues"](0.35 + 0.65 * (index + 1) / number) for index in range(number)]
 
 
 def _with_looks(curves: Mapping[str, Curve]) -> list[tuple[_Look, Curve]]:
@@ -415,23 +255,36 @@ def _tidy(axis: Axes) -> None:
         text.set_fontsize(_FONT_SIZE)
 
 
+def _label_between_powers(own: Any, base: int) -> None:
+    """Where little more than a power of ten is shown, there would be hardly a number beside the axis."""
+
+    def label(value: float, _: object) -> str:
+        low, high = own.get_view_interval()
+        digit = round(value / 10 ** math.floor(math.log10(value)))
+        return f"{value:g}" if high < 15 * low and digit in (2, 3, 5) else ""
+
+    if base == 10:
+        own.set_minor_formatter(label)
+
+
 def _save(figure: Figure, axis: Axes, path: Path) -> None:
     """With one legend for all panels, outside of them, from the curves of one."""
-    _write_with_legend(figure, *axis.get_legend_handles_labels(), path)
+    _add_legend(figure, *axis.get_legend_handles_labels())
+    replace_file(path, _png(figure))
 
 
-def _write_with_legend(figure: Figure, curves: Sequence[Any], labels: Sequence[str], path: Path) -> None:
+def _add_legend(figure: Figure, curves: Sequence[Any], labels: Sequence[str]) -> None:
     widest = 0.6 + max((len(label) for label in labels), default=0) * _FONT_SIZE / 120  # inches, with its line
     columns = max(1, min(4, len(curves), int(figure.get_figwidth() / widest)))
+    further_rows = -(-len(curves) // columns) - 1
+    figure.set_figheight(figure.get_figheight() + 0.19 * max(0, further_rows))  # which take nothing from the panel
     figure.legend(curves, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=_FONT_SIZE)
-    _write(figure, path)
 
 
-def _write(figure: Figure, path: Path) -> None:
+def _png(figure: Figure) -> bytes:
     """Names of runs and attentions are no formulas: those of matplotlib are between $."""
-    legends = [*figure.legends, *filter(None, (axis.get_legend() for axis in figure.axes))]
-    for text in [*(axis.title for axis in figure.axes), *(text for found in legends for text in found.get_texts())]:
+    for text in [*(axis.title for axis in figure.axes), *(text for one in figure.legends for text in one.get_texts())]:
         text.set_parse_math(False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=200)
-    replace_file(path, picture.getvalue())
+    return picture.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,34 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from muse_attention.cli.app import (
-    Device,
-    app,
-    console,
-    make_folder,
-    new_table,
-    progress_bar,
-    run_errors,
-    say,
-    user_errors,
-)
+from muse_attention.cli.app import Device, app, console, make_folder, new_table, progress_bar, say, user_errors
 from muse_attention.cli.compare_reports import write_comparison_reports
-from muse_attention.cli.language_model import Place, how_to_continue, name_of, short_warnings, silence_transformers
+from muse_attention.cli.language_model import Place, name_of, silence_transformers
+from muse_attention.cli.measuring import Output, add_command, measuring, spell
 from muse_attention.evaluation.attentions import forward_name
-from muse_attention.evaluation.comparison import WAY_OUT, Results, Settings, start_results
-from muse_attention.evaluation.comparison_report import (
+from muse_attention.evaluation.comparison.report import (
     headline,
     matrix_table,
     warnings,
 )
-from muse_attention.evaluation.loss_curves import SHORTEST
+from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
+from muse_attention.evaluation.loss.curves import SHORTEST
 from muse_attention.pretraining.corpus import read_corpus
 from muse_attention.pretraining.recipes import PRECISIONS
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from muse_attention.evaluation.runs import StoredRun
+    from muse_attention.evaluation.comparison.runs import StoredRun
 
 RESULTS = "compare.json"
 
@@ -66,7 +56,7 @@ def compare(
     precision: Annotated[
         str | None, typer.Option(help="float32 or bfloat16.", show_default="float32 on cpu, bfloat16 on cuda")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/compare"),
+    output: Output = Path("out/compare"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure anew what the folder has already.")] = False,
 ) -> None:
     """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.
@@ -74,7 +64,7 @@ def compare(
     Writes compare.json after every sample, goes on from it where it was interrupted, and writes reports at the end.
     """
     with user_errors():
-        request = Request(
+        request = ComparisonRequest(
             runs,
             corpus,
             Place.choose(device, precision),
@@ -84,15 +74,14 @@ def compare(
             checkpoints=checkpoints,
         )
     path = output / RESULTS
-    again = f"{request.spell(map(str, runs), str(corpus))} --output {shlex.quote(str(output))}"
-    with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
+    with measuring(path, request.spell(map(str, runs), str(corpus), output=output)):
         results = compare_runs(request, output, overwrite=overwrite)
         show_comparison(results)
         write_comparison_reports(results, path)
 
 
 @dataclass(frozen=True)
-class Request:
+class ComparisonRequest:
     """What is to be compared, and how."""
 
     runs: Sequence[Path]
@@ -111,25 +100,27 @@ class Request:
         if self.samples < 1 or self.checkpoints < 0:
             raise ValueError("--samples must be at least 1, and --checkpoints at least 0")
 
-    def spell(self, runs: Iterable[str], corpus: str) -> str:
-        """The command that asks for it, save the folder of the results."""
-        words = ["muse", "compare", *runs, "--corpus", corpus, "--samples", str(self.samples)]
-        if self.length is not None:
-            words += ["--length", format_size(self.length)]
-        for name in self.attentions:
-            words += ["--attention", name]
-        words += ["--checkpoints", str(self.checkpoints)]
-        return shlex.join([*words, "--device", self.place.device, "--precision", self.place.dtype])
+    def spell(self, runs: Iterable[str], corpus: str, **others: object) -> str:
+        """The command that asks for it."""
+        return spell(
+            "compare", *runs, corpus=corpus, samples=self.samples,
+            length=None if self.length is None else format_size(self.length), attention=self.attentions,
+            checkpoints=self.checkpoints, device=self.place.device, precision=self.place.dtype, **others,
+        )  # fmt: skip
+
+
+Request = ComparisonRequest
+"""As `muse demo` calls it."""
 
 
 def compare_runs(
-    request: Request,
+    request: ComparisonRequest,
     output: Path,
     *,
     overwrite: bool = False,
     command: str | None = None,
-    way_out: str = WAY_OUT,
-) -> Results:
+    way_out: str = ComparisonResults.way_out,
+) -> ComparisonResults:
     """Measure what is missing, with a bar; a ValueError if something cannot be.
 
     Args:
@@ -137,15 +128,15 @@ def compare_runs(
         way_out: what to do with results that cannot be continued
     """
     import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-    from muse_attention.evaluation.matrix import attentions_of, measure, open_windows, weights_to_measure
-    from muse_attention.evaluation.runs import open_runs
+    from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
+    from muse_attention.evaluation.comparison.runs import open_runs
 
     silence_transformers()
     corpus = read_corpus(request.corpus)
     runs = open_runs(request.runs, corpus, device=request.place.device, on_refused=say)
     length = _length(runs, request.length)
     windows = open_windows(corpus, length)
-    settings = Settings(
+    settings = ComparisonSettings(
         corpus=corpus.manifest.source,
         fingerprint=corpus.fingerprint,
         length=length,
@@ -160,15 +151,14 @@ def compare_runs(
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
     make_folder(output)
     path = output / RESULTS
-    results = start_results(settings, path, overwrite=overwrite, way_out=way_out)
+    results = ComparisonResults.start(settings, path, resume=not overwrite, way_out=way_out)
     missing = sum(
         len(results.missing(run.name, step, attentions_of(run, step, attentions)))
         for run in runs
         for step in weights_to_measure(run, request.checkpoints)
     )
-    command = command or request.spell((run.name for run in runs), name_of(str(request.corpus)))
-    if missing and command not in results.commands:
-        results.commands.append(command)
+    if missing:
+        add_command(results, command or request.spell((run.name for run in runs), name_of(str(request.corpus))))
     with progress_bar(missing) as on_step:
         measure(
             runs,
@@ -184,14 +174,13 @@ def compare_runs(
     return results
 
 
-def show_comparison(results: Results) -> None:
+def show_comparison(results: ComparisonResults) -> None:
     """The matrix, with an attention in each row, as their names are long, and what it says."""
-    settings = results.settings
+    settings, matrix = results.settings, matrix_table(results)
     title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"
     table = new_table(f"{title}; rows: tested with, columns: run", *results.runs)
-    header, rows = matrix_table(results)
-    for number, name in enumerate(results.attentions, start=header.index(f"tested: {EXACT}")):
-        table.add_row(name, *(row[number] for row in rows))
+    for place, name in enumerate(results.attentions, start=2):
+        table.add_row(name, *matrix.column(matrix.titles[place]))
     console.print(table)
     for line in [*headline(results), *warnings(results)]:
         typer.echo(line)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from muse_attention.benchmark.workload import DTYPES, check_device
 from muse_attention.cli.app import default_device, say
-from muse_attention.evaluation.settings import Settings, check_context, describe_model, take_fingerprint
+from muse_attention.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.pretrained import DEFAULT_MODEL, load_model
-from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -85,7 +83,7 @@ class Subject:
     model: PreTrainedModel
     tokens: Tensor
     """(samples, length)"""
-    settings: Settings
+    settings: TextSettings
 
 
 def open_subject(model: str, texts: Sequence[Path], length: int, samples: int, place: Place) -> Subject:
@@ -93,7 +91,7 @@ def open_subject(model: str, texts: Sequence[Path], length: int, samples: int, p
     loaded, tokenizer = load_quietly(model, place)
     check_context(loaded, length)
     read = read_samples(tokenizer, texts, length, samples)
-    settings = Settings(
+    settings = TextSettings(
         model=describe_model(name_of(model), loaded),
         text=read.source,
         length=length,
@@ -111,30 +109,3 @@ def short_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *where: say(str(message))
         yield
-
-
-def how_to_continue(path: Path, command: str) -> str:
-    kept = f"what is finished is in {path}" if path.exists() else "nothing was written"
-    return f"{kept}; continue with: {command}"
-
-
-def spell_command(
-    command: str,
-    length: int,
-    samples: int,
-    options: Sequence[tuple[str, str]],
-    place: Place,
-    name: str,
-    model: str,
-    texts: Iterable[str],
-    *,
-    flags: Sequence[str] = (),
-) -> str:
-    """The command with every setting spelled out, save the folder of the results."""
-    words = ["muse", command, model]
-    for text in texts:
-        words += ["--text", text]
-    words += ["--length", format_size(length), "--samples", str(samples)]
-    for option in options:
-        words += option
-    return shlex.join([*words, *flags, "--device", place.device, "--dtype", place.dtype, "--name", name])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,45 +10,29 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import torch
 import typer
-from rich.table import Table
 
-from muse_attention.cli.app import (
-    Device,
-    console,
-    file_stem,
-    make_folder,
-    new_table,
-    progress_bar,
-    run_errors,
-    say,
-    user_errors,
-)
+from muse_attention.cli.app import Device, make_folder, progress_bar, say, user_errors
 from muse_attention.cli.evaluate import evaluations
-from muse_attention.cli.language_model import (
-    Dtype,
-    Model,
-    Place,
-    Text,
-    how_to_continue,
-    load_quietly,
-    name_of,
-    short_warnings,
+from muse_attention.cli.language_model import Dtype, Model, Place, Text, load_quietly, name_of
+from muse_attention.cli.measuring import (
+    Name,
+    Output,
+    Resume,
+    add_command,
+    measuring,
+    results_file,
+    show,
+    spell,
+    write,
 )
-from muse_attention.cli.needle_lookups import measure_lookups
-from muse_attention.cli.needle_reports import COMPARED, write_needle_reports
 from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.lookup_results import read_results as read_lookups
-from muse_attention.evaluation.needle_report import summary_table
-from muse_attention.evaluation.needle_results import (
-    Results,
-    Settings,
-    Task,
-    measure,
-    plan,
-    read_results,
-    start_results,
-)
-from muse_attention.evaluation.needles import KINDS, NeedleSamples, check_kind
+from muse_attention.evaluation.lookups import report as lookup_reports
+from muse_attention.evaluation.lookups import results as lookups_found
+from muse_attention.evaluation.lookups.results import LookupResults
+from muse_attention.evaluation.needles.comparison import have_same_questions, needle_comparison
+from muse_attention.evaluation.needles.report import needle_report, summary_table
+from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
+from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL
@@ -64,6 +46,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+COMPARED = "needles-compared"
+"""Name of the files that compare the models in a folder."""
 _TEXT_TOKENS = 2**20
 """Of a haystack of texts, unless four times the longest context is more."""
 
@@ -99,11 +83,9 @@ def needles(
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     device: Device = None,
     dtype: Dtype = None,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/needles"),
-    name: Annotated[
-        str | None, typer.Option(help="File name, without ending.", show_default="the name of the model")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the samples that the file has already.")] = False,
+    output: Output = Path("out/needles"),
+    name: Name = None,
+    resume: Resume = False,
 ) -> None:
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
 
@@ -111,46 +93,78 @@ def needles(
     and tried again with --resume.
     """
     texts = text or []
-    asked_for = attention or ["muse"]
+    asked_for = list(dict.fromkeys(attention or ["muse"]))
     with user_errors():
         place = Place.choose(device, dtype)
         lengths = parse_sizes(length)
         kinds = _kinds(kind)
-        attentions = {tokens: _attentions(asked_for, tokens) for tokens in lengths}
+        others = [] if lookups else ["exact"]  # first, as the others are compared with it
+        attentions = {
+            tokens: list(dict.fromkeys([*others, *(full_name(one, tokens) for one in asked_for)])) for tokens in lengths
+        }
         if samples_per_depth < 1:
             raise ValueError(f"--samples-per-depth {samples_per_depth} measures nothing; choose at least 1")
         if corpus is not None and texts:
             raise ValueError("a haystack is either a corpus or texts; leave out --corpus or --text")
-        stem = file_stem(name if name is not None else name_of(model))
+        stem = name if name is not None else name_of(model)
         if stem == COMPARED:
             raise ValueError(f"--name {COMPARED} is that of the comparison of several models; choose another")
-        path = output / f"{stem}{'-lookups' if lookups else ''}.json"
-        if resume and path.exists():
-            (read_lookups if lookups else read_results)(path)  # what is broken should be known before a model is loaded
-    spell = functools.partial(_spell, length, kinds, asked_for, samples_per_depth, lookups, seed, place, stem)
-    again = f"{spell(model, corpus, texts)} --output {shlex.quote(str(output))} --resume"
-    with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
+        stored: type[NeedleResults | LookupResults] = LookupResults if lookups else NeedleResults
+        path = results_file(stored, output, f"{stem}{'-lookups' if lookups else ''}", resume=resume)
+
+    def spelled(model: str, corpus: object, texts: Sequence[object], **others: object) -> str:
+        return spell(
+            "eval", "needles", model, corpus=corpus, text=texts, length=",".join(map(format_size, lengths)),
+            kind=",".join(kinds), attention=attention or ["muse"], samples_per_depth=samples_per_depth,
+            lookups=lookups, seed=seed, device=place.device, dtype=place.dtype, name=stem, **others,
+        )  # fmt: skip
+
+    again = spelled(model, corpus, texts, output=output, resume=True)
+    with measuring(path, again):
         subject = _open(model, corpus, texts, lengths, kinds, seed, place)
         make_folder(output)
-        command = spell(name_of(model), corpus and Path(corpus.name), [Path(file.name) for file in texts])
-        if lookups:
-            names = {tokens: [full_name(name, tokens) for name in dict.fromkeys(asked_for)] for tokens in lengths}
-            tasks = plan(names, subject.kinds, samples_per_depth)
-            measure_lookups(subject.model, subject.samples, subject.settings, tasks, path, command, resume=resume)
-            return
-        results = start_results(subject.settings, path, resume=resume)
+        results = stored.start(subject.settings, path, resume=resume)
         tasks = plan(attentions, subject.kinds, samples_per_depth)
         missing = results.missing(tasks)
-        if missing and command not in results.commands:
-            results.commands.append(command)
+        if missing:
+            add_command(results, spelled(name_of(model), corpus and corpus.name, [file.name for file in texts]))
         with progress_bar(len(missing)) as on_step:
-            measure(subject.model, subject.tokenizer, subject.samples, tasks, results, path, on_step=on_step)
+            if isinstance(results, LookupResults):
+                lookups_found.measure(subject.model, subject.samples, tasks, results, path, on_step=on_step)
+            else:
+                measure(subject.model, subject.tokenizer, subject.samples, tasks, results, path, on_step=on_step)
+        if isinstance(results, LookupResults):
+            _show_lookups(results)
+            write(lookup_reports.lookup_report(results, path.stem), path, path)
+            return
         failed = _tell_failures(results, tasks, again)
         if any(not outcome.error for outcome in results.outcomes.values()):
-            console.print(_table(results))
-            write_needle_reports(results, path)
+            _show_needles(results)
+            write(needle_report(results, path.stem), path, path)
         if failed:
             raise typer.Exit(1)
+
+
+def write_needle_comparisons(found: Mapping[str, NeedleResults], folder: Path) -> dict[Path, str]:
+    """The pages that compare the models of a folder, and their headlines: one for several that were asked the same."""
+    if COMPARED in found:
+        say(f"{folder / COMPARED}.json has the name of a comparison; rename it, and the models are compared")
+        return {}
+    alike: list[dict[str, NeedleResults]] = []
+    for name, results in found.items():
+        group = next((group for group in alike if have_same_questions(next(iter(group.values())), results)), None)
+        if group is None:
+            alike.append({name: results})
+        else:
+            group[name] = results
+    several = [group for group in alike if len(group) > 1]
+    for name in (name for group in alike if len(group) == 1 and several for name in group):
+        say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
+    paths = [folder / (COMPARED if number == 1 else f"{COMPARED}-{number}") for number in range(1, 1 + len(several))]
+    reports = {path: needle_comparison(models) for models, path in zip(several, paths, strict=True)}
+    for path, report in reports.items():
+        write(report, path)
+    return {path.with_suffix(".html"): report.headline for path, report in reports.items()}
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,7 @@ class _Subject:
     samples: NeedleSamples
     kinds: dict[int, list[str]]
     """that have room, by length"""
-    settings: Settings
+    settings: NeedleSettings
 
 
 def _open(
@@ -180,15 +194,18 @@ def _open(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are; use a fast tokenizer")
+    haystack: Haystack
     if corpus is None:
-        haystack = _text_haystack(backend, texts, max(_TEXT_TOKENS, 4 * max(lengths)))
+        enough = max(_TEXT_TOKENS, 4 * max(lengths))
+        source = f"the first {enough:,} tokens, or all, of {describe_texts(texts)}"
+        haystack = TextHaystack.encode(backend, read_texts(texts), enough=enough, source=source)
     else:
         haystack = _corpus_haystack(backend, corpus)
     check_enough(haystack, max(lengths))
     samples = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids, seed=seed)
     # The words for a corpus have its fingerprint; those for texts do not say what is in them.
     looked_at = np.concatenate(haystack.files) if isinstance(haystack, TextHaystack) else np.empty(0, np.int64)
-    settings = Settings(
+    settings = NeedleSettings(
         model=describe_model(name_of(model), loaded),
         haystack=haystack.source,
         seed=seed,
@@ -217,11 +234,6 @@ def _with_room(samples: NeedleSamples, lengths: Sequence[int], kinds: Sequence[s
     return found
 
 
-def _text_haystack(tokenizer: Tokenizer, texts: Sequence[Path], enough: int) -> Haystack:
-    source = f"the first {enough:,} tokens, or all, of {describe_texts(texts)}"
-    return TextHaystack.encode(tokenizer, read_texts(texts), enough=enough, source=source)
-
-
 def _corpus_haystack(tokenizer: Tokenizer, folder: Path) -> Haystack:
     corpus = read_corpus(folder)
     if read_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
@@ -238,48 +250,26 @@ def _kinds(text: str) -> list[str]:
     return kinds
 
 
-def _attentions(asked_for: Sequence[str], length: int) -> list[str]:
-    """Exact attention first: the others are compared with it."""
-    return list(dict.fromkeys(["exact", *(full_name(attention, length) for attention in asked_for)]))
+def _show_needles(results: NeedleResults) -> None:
+    title = f"{results.settings.model}\n{results.settings.haystack}"
+    columns = {name: name for name in ("length", "kind", "n")}
+    columns |= {
+        "exact match": "exact\nmatch",
+        "exact match: against exact": "against\nexact",
+        "right of 8": "right\nof 8",
+    }
+    caption = "In parentheses: 95% Wilson interval; against exact attention on the same samples, ± standard error."
+    show(summary_table(results), title, columns, caption)
 
 
-def _spell(
-    length: str,
-    kinds: Sequence[str],
-    attentions: Sequence[str],
-    samples_per_depth: int,
-    lookups: bool,
-    seed: int,
-    place: Place,
-    name: str,
-    model: str,
-    corpus: Path | None,
-    texts: Sequence[Path],
-) -> str:
-    """The command with every setting spelled out, save the folder of the results."""
-    words = ["muse", "eval", "needles", model]
-    words += [] if corpus is None else ["--corpus", str(corpus)]
-    for text in texts:
-        words += ["--text", str(text)]
-    words += ["--length", ",".join(map(format_size, parse_sizes(length))), "--kind", ",".join(kinds)]
-    for attention in attentions:
-        words += ["--attention", attention]
-    words += ["--samples-per-depth", str(samples_per_depth), *(["--lookups"] if lookups else []), "--seed", str(seed)]
-    return shlex.join([*words, "--device", place.device, "--dtype", place.dtype, "--name", name])
+def _show_lookups(results: LookupResults) -> None:
+    title = f"{results.settings.model}\n{results.settings.haystack}"
+    columns = ("length", "kind", "samples", "found", "exact", "pairs", "strong heads", "found, strong")
+    caption = "Share of exact attention's weight on the needle that is retrieved, or in the query's own block."
+    show(lookup_reports.summary_table(results), title, columns, caption)
 
 
-def _table(results: Results) -> Table:
-    _, rows = summary_table(results)
-    settings = results.settings
-    headers = ("length", "kind", "n", "exact\nmatch", "against\nexact", "right\nof 8")
-    table = new_table(f"{settings.model}\n{settings.haystack}", *headers)
-    table.caption = "± standard error; against exact attention on the same samples."
-    for row in rows:
-        table.add_row(*row[: 1 + len(headers)])
-    return table
-
-
-def _tell_failures(results: Results, tasks: Sequence[Task], again: str) -> bool:
+def _tell_failures(results: NeedleResults, tasks: Sequence[NeedleTask], again: str) -> bool:
     """Whether there are any among the samples that were asked for."""
     failed = [task for task in tasks if results.outcomes[task].error]
     if failed:

@@ -9,19 +9,29 @@ from typing import Annotated, Any
 
 import typer
 
+from muse_attention.benchmark.results import read_results as read_benchmark
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
-from muse_attention.cli.compare_reports import write_comparison_reports
-from muse_attention.cli.fidelity import write_fidelity_reports
-from muse_attention.cli.loss import write_loss_reports
-from muse_attention.cli.needle_lookups import write_lookup_reports
-from muse_attention.cli.needle_reports import write_needle_comparisons, write_needle_reports
-from muse_attention.cli.tasks import write_tasks_reports
-from muse_attention.cli.tune import write_tuning_reports
-from muse_attention.evaluation import comparison, layers, lookup_results, loss, needle_results, tuning
-from muse_attention.evaluation import tasks as standard_tasks
-from muse_attention.evaluation.page import Page
+from muse_attention.cli.bench_report import bench_report
+from muse_attention.cli.measuring import write
+from muse_attention.cli.needles import write_needle_comparisons
+from muse_attention.evaluation.comparison.report import comparison_report
+from muse_attention.evaluation.comparison.results import ComparisonResults
+from muse_attention.evaluation.fidelity.layers import FidelityResults
+from muse_attention.evaluation.fidelity.report import fidelity_report
+from muse_attention.evaluation.lookups.report import lookup_report
+from muse_attention.evaluation.lookups.results import LookupResults
+from muse_attention.evaluation.loss.positions import LossResults
+from muse_attention.evaluation.loss.report import loss_report
+from muse_attention.evaluation.needles.report import needle_report
+from muse_attention.evaluation.needles.results import NeedleResults
+from muse_attention.evaluation.tasks.answers import TaskResults
+from muse_attention.evaluation.tasks.report import tasks_report
+from muse_attention.evaluation.tuning.candidates import TuningResults
+from muse_attention.evaluation.tuning.report import tuning_report
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
+from muse_attention.report.html import as_html
+from muse_attention.report.tree import Link, Provenance, Report, Section
 from muse_attention.strict_json import parse_json
 
 
@@ -33,18 +43,19 @@ class _Kind:
     key: str
     """that no other kind has"""
     read: Callable[[Path], Any]
-    write: Callable[[Any, Path], None]
+    report: Callable[[Any, str], Report]
 
 
-_NEEDLES = _Kind("Needles", "needles", needle_results.read_results, write_needle_reports)
+_NEEDLES = _Kind("Needles", "needles", NeedleResults.read, needle_report)
 _KINDS = (
-    _Kind("Fidelity", "measured", layers.read_results, write_fidelity_reports),
-    _Kind("Loss", "losses", loss.read_results, write_loss_reports),
-    _Kind("Training runs", "runs", comparison.read_results, write_comparison_reports),
+    _Kind("Fidelity", "measured", FidelityResults.read, fidelity_report),
+    _Kind("Loss", "losses", LossResults.read, loss_report),
+    _Kind("Training runs", "runs", ComparisonResults.read, comparison_report),
     _NEEDLES,
-    _Kind("Lookups", "lookups", lookup_results.read_results, write_lookup_reports),
-    _Kind("Standard tasks", "tasks", standard_tasks.read_results, write_tasks_reports),
-    _Kind("Time against error", "tuned", tuning.read_results, write_tuning_reports),
+    _Kind("Lookups", "lookups", LookupResults.read, lookup_report),
+    _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
+    _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
+    _Kind("Benchmarks", "cases", read_benchmark, bench_report),
 )
 
 
@@ -55,12 +66,14 @@ class _Reported:
     kind: _Kind
     path: Path
     results: Any
+    headline: str
 
 
 @app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Result files of muse fidelity, loss, compare, eval and tune, or their folder.")
+        list[Path],
+        typer.Argument(help="Result files of muse bench, fidelity, loss, compare, eval and tune, or their folder."),
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
@@ -77,10 +90,11 @@ def report(
                 kind = _find_kind(path)
                 if kind is not None:
                     found = kind.read(path)
-                    kind.write(found, path)
-                    reported.append(_Reported(kind, path, found))
+                    described = kind.report(found, path.stem)
+                    write(described, path, path)
+                    reported.append(_Reported(kind, path, found, described.headline))
                 elif path in results:
-                    raise ValueError("it holds no results of muse fidelity, loss, compare, eval or tune")
+                    raise ValueError("it holds no results of muse bench, fidelity, loss, compare, eval or tune")
             except ValueError as error:
                 say(f"{path} is left out: {_reason(error)}")
                 are_left_out = True
@@ -90,11 +104,11 @@ def report(
         for folder in filter(Path.is_dir, results):
             inside = [done for done in reported if done.path.is_relative_to(folder)]
             if inside:
-                replace_file(folder / CONTENTS, _contents(folder, inside, list(_compare_needles(inside))))
+                replace_file(folder / CONTENTS, _contents(folder, inside, _compare_needles(inside)))
                 typer.echo(f"wrote {folder / CONTENTS}")
         if not reported and not are_left_out:
             raise ValueError(
-                "none of these are results of muse fidelity, loss, compare, eval or tune; give their .json files"
+                "none of these are results of muse bench, fidelity, loss, compare, eval or tune; give their .json files"
             )
     if are_left_out:
         raise typer.Exit(1 if reported else 2)
@@ -111,7 +125,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _find_kind(path: Path) -> _Kind | None:
-    """None for what else ends in .json: data, recipes, benchmarks. A ValueError for results that are torn."""
+    """None for what else ends in .json: data, recipes. A ValueError for results that are torn."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         document = parse_json(text, finite=False)
@@ -129,30 +143,33 @@ def _reason(error: ValueError) -> str:
     return str(error).partition(";")[0]
 
 
-def _compare_needles(reported: list[_Reported]) -> Iterator[Path]:
-    """The pages that compare the models of each folder."""
+def _compare_needles(reported: list[_Reported]) -> dict[Path, str]:
+    """The pages that compare the models of each folder, and their headlines."""
     folders: dict[Path, dict[str, Any]] = {}
     for done in reported:
         if done.kind is _NEEDLES:
             folders.setdefault(done.path.parent, {})[done.path.stem] = done.results
-    for folder, models in folders.items():
-        yield from write_needle_comparisons(models, folder)
+    return {
+        page: headline
+        for folder, models in folders.items()
+        for page, headline in write_needle_comparisons(models, folder).items()
+    }
 
 
-def _contents(folder: Path, reported: list[_Reported], comparisons: list[Path]) -> str:
-    page = Page(f"Reports in {folder.resolve().name}")
+def _contents(folder: Path, reported: list[_Reported], comparisons: dict[Path, str]) -> str:
+    """Links to the reports of a folder, by kind, with the headline of each."""
+    sections = []
     for kind in _KINDS:
-        of_kind = [done for done in reported if done.kind is kind]
+        of_kind = {done.path.with_suffix(".html"): done.headline for done in reported if done.kind is kind}
         if of_kind:
-            page.section(kind.title)
-        for comparison_page in comparisons if kind is _NEEDLES else []:
-            address = comparison_page.relative_to(folder)
-            page.link(str(address.with_suffix("")), address.as_posix())
-        for done in of_kind:
-            address = done.path.with_suffix(".html").relative_to(folder)
-            page.link(str(address.with_suffix("")), address.as_posix())
-            for line in machine_lines(done.results.machine):
-                page.paragraph(line, is_note=True)
-            for command in done.results.commands:
-                page.code(command)
-    return page.html()
+            pages = (comparisons if kind is _NEEDLES else {}) | of_kind
+            sections.append(Section(kind.title, links=[_link(page, folder, line) for page, line in pages.items()]))
+    machines = dict.fromkeys("; ".join(machine_lines(done.results.machine)) for done in reported)
+    commands = dict.fromkeys(command for done in reported for command in done.results.commands)
+    provenance = Provenance(list(machines), list(commands))
+    return as_html(Report(f"Reports in {folder.resolve().name}", sections=sections, provenance=provenance))
+
+
+def _link(page: Path, folder: Path, headline: str) -> Link:
+    address = page.relative_to(folder)
+    return Link(str(address.with_suffix("")), address.as_posix(), headline)

@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
-from rich.table import Table
 
 from muse_attention.by_name import full_name, has_settings_of_length
-from muse_attention.cli.app import (
-    Device,
-    console,
-    file_stem,
-    make_folder,
-    new_table,
-    phases_bar,
-    run_errors,
-    say,
-    user_errors,
-)
+from muse_attention.cli.app import Device, console, make_folder, new_table, phases_bar, say, user_errors
 from muse_attention.cli.evaluate import evaluations
-from muse_attention.cli.language_model import (
-    Dtype,
-    Model,
-    Place,
+from muse_attention.cli.language_model import Dtype, Model, Place, load_quietly, name_of
+from muse_attention.cli.measuring import (
+    Output,
+    Resume,
+    add_command,
     how_to_continue,
-    load_quietly,
-    name_of,
-    short_warnings,
+    measuring,
+    results_file,
+    spell,
+    write,
 )
 from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
-from muse_attention.evaluation.standard_tasks import Benchmark, choose, read_rows, what_is_missing
-from muse_attention.evaluation.tasks import (
-    Part,
-    Results,
-    TaskNotOpenedError,
-    TaskSettings,
-    measure,
-    read_results,
-    start_results,
-)
-from muse_attention.evaluation.tasks_report import (
-    as_csv,
-    format_score,
-    gap_to_exact,
-    html_report,
-    markdown_report,
-    mean_score,
-)
-from muse_attention.files import replace_file
+from muse_attention.evaluation.tasks.answers import Part, TaskNotOpenedError, TaskResults, TaskSettings, measure
+from muse_attention.evaluation.tasks.benchmarks import Benchmark, choose, read_rows, what_is_missing
+from muse_attention.evaluation.tasks.report import format_gap, format_score, tasks_report
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_sizes
 
@@ -84,9 +58,9 @@ def tasks(
     limit: Annotated[int | None, typer.Option(help="Samples of every task, at most.", show_default="all")] = None,
     device: Device = None,
     dtype: Dtype = None,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/tasks"),
+    output: Output = Path("out/tasks"),
     name: Annotated[str, typer.Option(help="File name, without ending.")] = "tasks",
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the answers that the file has already.")] = False,
+    resume: Resume = False,
 ) -> None:
     """Run standard tasks on a language model, under one attention after another, through lm-eval.
 
@@ -101,19 +75,23 @@ def tasks(
         parts = [part for benchmark in benchmarks for part in _parts(benchmark, lengths, attention or [])]
         if limit is not None and limit < 1:
             raise ValueError(f"--limit {limit} leaves nothing to answer; give at least 1, or leave it out for all")
-        path = output / f"{file_stem(name)}.json"
-        if resume and path.exists():
-            read_results(path)  # what is broken should be known before a model is loaded
-        options = _spell_options(benchmarks, lengths, attention or ["exact"], limit, place, name)
-        command = shlex.join(["muse", "eval", "tasks", name_of(model), *options])
-    local = [] if data is None else ["--data", str(data)]
-    again = shlex.join(["muse", "eval", "tasks", model, *options, *local, "--output", str(output), "--resume"])
-    with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
-        from muse_attention.evaluation.harness import Harness, import_harness
+        path = results_file(TaskResults, output, name, resume=resume)
+    has_lengths = any(benchmark.is_ruler for benchmark in benchmarks)
+
+    def spelled(model: str, **others: object) -> str:
+        return spell(
+            "eval", "tasks", model, task=",".join(benchmark.name for benchmark in benchmarks),
+            length=",".join(map(format_size, lengths)) if has_lengths else None, attention=attention or ["exact"],
+            limit=limit, device=place.device, dtype=place.dtype, name=name, **others,
+        )  # fmt: skip
+
+    again = spelled(model, data=data, output=output, resume=True)
+    with measuring(path, again):
+        from muse_attention.evaluation.tasks.harness import Harness, import_harness
 
         harness_name = import_harness()
         loaded, tokenizer = load_quietly(model, place)
-        if any(benchmark.is_ruler for benchmark in benchmarks):
+        if has_lengths:
             check_context(loaded, max(lengths))
         settings = TaskSettings(
             model=describe_model(name_of(model), loaded),
@@ -125,38 +103,18 @@ def tasks(
         )
         harness = Harness(loaded, tokenizer)
         make_folder(output)
-        results = start_results(settings, path, resume=resume)
-        if command not in results.commands:
-            results.commands.append(command)
+        results = TaskResults.start(settings, path, resume=resume)
+        add_command(results, spelled(name_of(model)))
         try:
             with phases_bar() as on_step:
                 measure(harness, parts, data, results, path, on_step=on_step, on_failure=say)
         except TaskNotOpenedError as error:
             raise ValueError(f"{error}; {how_to_continue(path, again)}") from error
-        console.print(_scores_table(results))
-        write_tasks_reports(results, path)
+        _show(results)
+        write(tasks_report(results, path.stem), path, path)
         if failed := results.failed_in(parts):
             say(f"{failed} samples failed, and count in no score; ask them again with: {again}")
             raise typer.Exit(1)
-
-
-def _spell_options(
-    benchmarks: Sequence[Benchmark],
-    lengths: Sequence[int],
-    attentions: Sequence[str],
-    limit: int | None,
-    place: Place,
-    name: str,
-) -> list[str]:
-    """Every setting of the command, save the model and the folders."""
-    words = ["--task", ",".join(benchmark.name for benchmark in benchmarks)]
-    if any(benchmark.is_ruler for benchmark in benchmarks):
-        words += ["--length", ",".join(map(format_size, lengths))]
-    for attention in attentions:
-        words += ["--attention", attention]
-    if limit is not None:
-        words += ["--limit", str(limit)]
-    return [*words, "--device", place.device, "--dtype", place.dtype, "--name", name]
 
 
 def _with_data(benchmarks: Sequence[Benchmark], folder: Path | None, *, needed: Sequence[str]) -> list[Benchmark]:
@@ -208,31 +166,17 @@ def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     return take_fingerprint(model, torch.tensor(ids))
 
 
-def _scores_table(results: Results) -> Table:
-    headers = ("task", "score", "gap to exact", "of those\npublished")
-    table = new_table(f"{results.settings.model}\n{results.settings.harness}", *headers)
+def _show(results: TaskResults) -> None:
+    table = new_table(
+        f"{results.settings.model}\n{results.settings.harness}", "task", "score", "gap to exact", "of those\npublished"
+    )
     for cell in results.cells.values():
         for attention in cell.answers:
             for metric in cell.benchmark.metrics:
                 words = [cell.task]
                 words += [] if cell.length is None else [format_size(cell.length)]
                 words += [metric] if len(cell.benchmark.metrics) > 1 else []
-                score = format_score(mean_score(cell.scored(attention), metric), signed=False)
-                gap = "" if attention == "exact" else format_score(gap_to_exact(cell, attention, metric), signed=True)
-                samples = f"{len(cell.scored(attention))} of {cell.benchmark.published}"
-                table.add_row(attention, " ".join(words), score, gap, samples)
-    return table
-
-
-def write_tasks_reports(results: Results, path: Path) -> None:
-    if not results.cells:
-        raise ValueError("no sample has been answered yet; continue the run with --resume")
-    title = f"Standard tasks: {path.stem}"
-    files = {
-        path.with_suffix(".md"): markdown_report(results, title=title),
-        path.with_suffix(".csv"): as_csv(results),
-        path.with_suffix(".html"): html_report(results, title=title),
-    }
-    for file, content in files.items():
-        replace_file(file, content)
-    typer.echo(f"wrote {', '.join(map(str, [path, *files]))}")
+                scored = cell.scored(attention)
+                cells = (format_score(scored, metric), format_gap(cell, attention, metric))
+                table.add_row(attention, " ".join(words), *cells, f"{len(scored)} of {cell.published}")
+    console.print(table)

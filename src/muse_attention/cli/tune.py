@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 
 from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import DTYPES, Workload, sdpa
 from muse_attention.by_name import get_attention
-from muse_attention.cli.app import (
-    Device,
-    app,
-    console,
-    draw_picture,
-    file_stem,
-    make_folder,
-    new_table,
-    progress_bar,
-    run_errors,
-    user_errors,
-)
-from muse_attention.cli.language_model import (
-    Dtype,
-    Model,
-    Place,
-    Text,
-    how_to_continue,
-    load_quietly,
-    name_of,
-    short_warnings,
-)
+from muse_attention.cli.app import Device, app, make_folder, progress_bar, user_errors
+from muse_attention.cli.language_model import Dtype, Model, Place, Text, load_quietly, name_of
+from muse_attention.cli.measuring import Output, Resume, add_command, measuring, results_file, show, spell, write
 from muse_attention.evaluation.captures import Captures, LookupAt, capture_heads, load_captures, save_captures
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
 from muse_attention.evaluation.texts import read_samples
-from muse_attention.evaluation.tuning import (
+from muse_attention.evaluation.tuning.candidates import (
     EXACT,
-    Results,
     Seconds,
-    Settings,
+    TuningResults,
+    TuningSettings,
     candidates,
-    choose,
-    front,
     measure,
-    read_results,
-    start_results,
 )
-from muse_attention.evaluation.tuning_report import (
-    as_csv,
-    html_report,
-    markdown_report,
-    points,
-    shown,
-    table_of,
-    verdict,
-)
-from muse_attention.files import replace_file
-from muse_attention.plots import plot_time_against_error
+from muse_attention.evaluation.tuning.report import shown, table_of, tuning_report, verdict
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_size
 
@@ -109,12 +75,12 @@ def tune(
     ] = False,
     device: Device = None,
     dtype: Dtype = None,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/tune"),
+    output: Output = Path("out/tune"),
     name: Annotated[
         str | None,
         typer.Option(help="File name, without ending.", show_default="the name of the model or of the captures"),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep what the file has already.")] = False,
+    resume: Resume = False,
 ) -> None:
     """Find the fastest configuration below an error, on a model's own queries, keys and values and on this device.
 
@@ -142,32 +108,29 @@ def tune(
             repeats=repeats,
             repeat=repeat,
             place=Place.choose(device, dtype),
-            name=file_stem(name if name is not None else name_of(model) if captures is None else captures.stem),
+            name=name if name is not None else name_of(model) if captures is None else captures.stem,
         )
-        path = output / f"{asked.name}.json"
-        if resume and path.exists():
-            read_results(path)  # what is broken should be known before a model is loaded
-    again = f"{asked.spell(with_folders=True)} --output {shlex.quote(str(output))} --resume"
-    with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
+        path = results_file(TuningResults, output, asked.name, resume=resume)
+    with measuring(path, asked.spell(str, model, output=output, resume=True)):
         if saved is not None:
             save_captures(_capture(asked), saved)
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
             return
         found = _open(asked)
         attentions = candidates(found.length, added=asked.added, only=asked.only)
-        settings = Settings.of(found, device=asked.place.device, dtype=asked.place.dtype, repeats=repeats)
+        settings = TuningSettings.of(found, device=asked.place.device, dtype=asked.place.dtype, repeats=repeats)
         make_folder(output)
-        results = start_results(settings, path, resume=resume)
+        results = TuningResults.start(settings, path, resume=resume)
         results.error = error
         missing = results.missing(attentions)
-        if missing and (command := asked.spell(with_folders=False)) not in results.commands:
-            results.commands.append(command)
+        if missing:
+            add_command(results, asked.spell(lambda path: path.name, name_of(model)))
         with progress_bar(len(missing) + (results.exact is None)) as on_step:
             measure(found, attentions, results, path, _clock(found, repeats), on_step=on_step)
-        console.print(_tuning_table(results))
+        _show(results)
         for line in verdict(results):
             typer.echo(line)
-        write_tuning_reports(results, path)
+        write(tuning_report(results, path.stem), path, path)
 
 
 @dataclass(frozen=True)
@@ -189,21 +152,16 @@ class _Asked:
     place: Place
     name: str
 
-    def spell(self, *, with_folders: bool) -> str:
-        """The command with every setting spelled out, save the folder of the results."""
-        words = ["muse", "tune"]
-        if self.captures is not None:
-            words += ["--captures", str(self.captures) if with_folders else self.captures.name]
-        else:
-            words += [self.model if with_folders else name_of(self.model)]
-            words += [word for file in self.texts for word in ("--text", str(file) if with_folders else file.name)]
-            words += ["--samples", str(self.samples), *["--needles"] * self.needles]
-        words += [] if self.length is None else ["--length", format_size(self.length)]
-        words += ["--error", f"{self.error:g}", "--heads", str(self.heads), "--repeats", str(self.repeats)]
-        words += [word for named in self.added for word in ("--attention", named)]
-        words += [word for named in self.only for word in ("--only", named)]
-        words += ["--repeat-captures"] * self.repeat
-        return shlex.join([*words, "--device", self.place.device, "--dtype", self.place.dtype, "--name", self.name])
+    def spell(self, path: Callable[[Path], str], model: str, **others: object) -> str:
+        """The command with every setting spelled out; `path` says how a path is."""
+        of_model = {"text": list(map(path, self.texts)), "samples": self.samples, "needles": self.needles}
+        return spell(
+            *("tune", *([] if self.captures is not None else [model])),
+            **({"captures": path(self.captures)} if self.captures is not None else of_model),
+            length=None if self.length is None else format_size(self.length), error=f"{self.error:g}",
+            heads=self.heads, repeats=self.repeats, attention=self.added, only=self.only,
+            repeat_captures=self.repeat, device=self.place.device, dtype=self.place.dtype, name=self.name, **others,
+        )  # fmt: skip
 
 
 def _open(asked: _Asked) -> Captures:
@@ -222,7 +180,7 @@ def _capture(asked: _Asked) -> Captures:
     check_context(model, length)
     lookups: tuple[LookupAt, ...] = ()
     if asked.needles:
-        from muse_attention.evaluation.needle_captures import read_needle_samples  # here: it needs tokenizers
+        from muse_attention.evaluation.needles.captures import read_needle_samples  # here: it needs tokenizers
 
         read, lookups = read_needle_samples(tokenizer, asked.texts, length, asked.samples)
     else:
@@ -254,42 +212,7 @@ def _clock(captures: Captures, repeats: int) -> _Clock:
     return _Clock(Workload(query, key, value, grad_out, is_causal=True), repeats)
 
 
-def _tuning_table(results: Results) -> Table:
-    header, rows = table_of(results, shown(results))
+def _show(results: TuningResults) -> None:
     settings = results.settings
     title = f"{len(settings.heads)} heads of {settings.model}\n{settings.text}, {format_size(settings.length)} tokens"
-    kept = [header.index(name) for name in _SHOWN if name in header]
-    table = new_table(title, *(header[index].replace(" ", "\n", 1) for index in kept))
-    for row in rows:
-        table.add_row(row[0].removeprefix("muse:"), *(row[index] for index in kept))
-    return table
-
-
-def write_tuning_reports(results: Results, path: Path) -> None:
-    if not results.measured:
-        raise ValueError("no configuration has been measured yet; continue the run with --resume")
-    title = f"Time against error: {path.stem}"
-    picture = path.with_suffix(".png")
-    is_drawn = draw_picture(picture, functools.partial(_draw, results))
-    files = {
-        path.with_suffix(".md"): markdown_report(results, title=title),
-        path.with_suffix(".csv"): as_csv(results),
-        path.with_suffix(".html"): html_report(
-            results, title=title, picture=picture.read_bytes() if is_drawn else None
-        ),
-    }
-    for file, content in files.items():
-        replace_file(file, content)
-    typer.echo(f"wrote {', '.join(map(str, [path, *files, *[picture] * is_drawn]))}")
-
-
-def _draw(results: Results, picture: Path) -> None:
-    chosen = choose(results.measured, results.error)
-    plot_time_against_error(
-        points(results.measured),
-        points(front(results.measured)),
-        picture,
-        chosen=None if chosen is None else (chosen.attention, points([chosen])[0]),
-        exact_milliseconds=None if results.exact is None else 1000 * results.exact.median,
-        error=results.error,
-    )
+    show(table_of(results, shown(results)), title, _SHOWN)

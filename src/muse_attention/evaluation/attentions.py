@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from muse_attention.by_name import config_at, full_name, has_settings_of_length
 from muse_attention.config import MuSeConfig
+from muse_attention.report.tree import Table, text
 from muse_attention.sizes import format_size
 
 __all__ = [
@@ -16,7 +19,9 @@ __all__ = [
     "full_name",
     "in_words",
     "muse_config",
+    "names_table",
     "settings_of",
+    "short_names",
 ]
 
 _LENGTHS = (1024, 4096, 16384, 65536, 262144)
@@ -97,3 +102,22 @@ def in_words(attention: str) -> str:
         )
     in_each = "1 block" if config.retrieved_blocks == 1 else f"{config.retrieved_blocks} blocks"
     return f"{clusters}, {config.retrieved_clusters} opened in {in_each} each, {blocks}"
+
+
+def short_names(attentions: Iterable[str]) -> dict[str, str]:
+    """What attentions are called in one report: MuSe by its sizes, and by settings that most of them do not have."""
+    names = list(dict.fromkeys(attentions))
+    settings = {name: name.removeprefix("muse:").split(",") for name in names if name.startswith("muse:")}
+    uses = Counter(part for parts in settings.values() for part in parts[1:])
+    short = {
+        name: ",".join([parts[0], *(part for part in parts[1:] if 2 * uses[part] <= len(settings))])
+        for name, parts in settings.items()
+    }
+    taken = Counter(short.values())
+    return {name: short[name] if name in short and taken[short[name]] == 1 else name for name in names}
+
+
+def names_table(attentions: Iterable[str]) -> Table:
+    """What the short names of attentions stand for."""
+    columns = (text("name"), text("attention"), text("in words"))
+    return Table(columns, [(short, name, in_words(name)) for name, short in short_names(attentions).items()])

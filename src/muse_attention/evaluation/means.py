@@ -1,4 +1,4 @@
-"""Means over samples, and how sure they are."""
+"""Means and shares over samples, and how sure they are."""
 
 from __future__ import annotations
 
@@ -33,3 +33,34 @@ class Mean(NamedTuple):
     @property
     def _error(self) -> str:
         return "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
+
+
+WILSON = "In parentheses, the 95% Wilson interval of so many questions, which takes them for independent."
+
+
+class Share(NamedTuple):
+    """Of what was right among so many."""
+
+    right: int
+    number: int
+
+    @property
+    def value(self) -> float:
+        return self.right / self.number
+
+    @property
+    def standard_error(self) -> float:
+        """Binomial, as the paper's: 0 where all are right or none is."""
+        return math.sqrt(self.value * (1 - self.value) / self.number)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's, of 95%: it has a width where all are right or none is, too."""
+        z = statistics.NormalDist().inv_cdf(0.975)
+        centre = (self.right + z * z / 2) / (self.number + z * z)
+        half = z / (self.number + z * z) * math.sqrt(self.right * (1 - self.value) + z * z / 4)
+        return max(0.0, centre - half), min(1.0, centre + half)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{100 * self.value:.1f}% ({100 * low:.1f} to {100 * high:.1f})"

@@ -1,4 +1,4 @@
-"""What all numbers of a measurement have in common, and which earlier ones it may go on from."""
+"""The model and the text that a measurement is of, and what tells them from others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import hashlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ _WEIGHTS_LOOKED_AT = 64
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all numbers of a file have in common."""
+class TextSettings:
+    """What all numbers of a model on a text have in common."""
 
     model: str
     """its name, and its shape in words"""
@@ -40,16 +39,6 @@ class Settings:
 
 OnStep = Callable[[str, int], None]
 """Told what begins, and how many steps are finished."""
-
-
-class _Measured(Protocol):
-    machine: dict[str, Any]
-    settings: Any
-    """a dataclass"""
-
-
-AnySettings = TypeVar("AnySettings")
-AnyResults = TypeVar("AnyResults", bound=_Measured)
 
 
 def describe_model(name: str, model: PreTrainedModel) -> str:
@@ -95,28 +84,3 @@ def describe_machine_and_versions() -> dict[str, Any]:
 def differing(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What numbers may not differ in that stand in one table; the day is nothing to them."""
     return [name for name, value in now.items() if name != "date" and earlier.get(name) != value]
-
-
-def start_or_continue(
-    settings: AnySettings,
-    path: Path,
-    *,
-    resume: bool,
-    empty: Callable[[dict[str, Any], AnySettings], AnyResults],
-    read: Callable[[Path], AnyResults],
-) -> AnyResults:
-    """Empty results of this machine, or with `resume` those of the file if there is one.
-
-    A ValueError if these were measured otherwise than they would be now.
-    """
-    machine = describe_machine_and_versions()
-    if not resume or not path.exists():
-        return empty(machine, settings)
-    earlier = read(path)
-    differences = differing(vars(earlier.settings), vars(settings)) + differing(earlier.machine, machine)
-    if differences:
-        raise ValueError(
-            f"cannot resume {path.name}: it was measured with other settings or on another machine "
-            f"({', '.join(differences)} differ); choose another --name, or drop --resume to start over"
-        )
-    return earlier

@@ -1,0 +1,142 @@
+"""The report of `muse bench`, as `muse report` writes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from muse_attention.benchmark.results import Case, Results
+from muse_attention.benchmark.stages import STAGES
+from muse_attention.benchmark.sweeps import find_sweep, format_shape
+from muse_attention.benchmark.tables import (
+    caption,
+    format_error,
+    format_memory,
+    format_ratio,
+    format_seconds,
+    format_share,
+    retrieval_columns,
+    sorted_cases,
+)
+from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.evaluation.provenance import provenance_of
+from muse_attention.fidelity_columns import ERROR
+from muse_attention.markup import csv_text
+from muse_attention.plots import PALETTE, Axis, Line, Rule, draw_lines
+from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
+from muse_attention.sizes import format_size
+
+_PASSES = {"forward": "speedup_forward", "forward + backward": "speedup_forward_backward"}
+
+
+def bench_report(results: Results, file_name: str) -> Report:
+    cases = sorted_cases(results)
+    if not cases:
+        raise ValueError("no case has been measured yet; continue the run with --resume")
+    settings = results.settings
+    last = [case for case in cases if case.shape == cases[-1].shape]
+    best = next((case for case in last if case.attention.startswith("muse")), last[0])
+    name = short_names(case.attention for case in cases)[best.attention]
+    error, where = best.fidelity["relative_squared_error"], format_shape(best.shape, settings.sweep)
+    sections = [
+        Section(
+            "Time, error and memory",
+            figures=[_figure(results, title, ratio) for title, ratio in _PASSES.items()],
+            tables=[_table(results, cases, _measures(), map(_cells, cases))],
+            notes=[caption(settings).replace("`", "")],
+        )
+    ]
+    if known := retrieval_columns(cases):
+        columns = [number(column.title, column.definition) for column in known]
+        rows = ([column.cell(case.fidelity) for column in known] for case in cases)
+        title = "The tail of the error, and what was retrieved"
+        sections.append(Section(title, tables=[_table(results, cases, columns, rows)]))
+    if staged := [case for case in cases if case.stage_milliseconds]:
+        rows = (_stages(case.stage_milliseconds or {}) for case in staged)
+        columns = list(map(number, (*STAGES, "sum")))
+        sections.append(Section("Share of each stage", tables=[_table(results, staged, columns, rows)]))
+    return Report(
+        f"Benchmark: {file_name}",
+        verdict=[
+            f"{name} is {format_ratio(best.speedup_forward_backward)} as fast as exact attention at {where}, forward "
+            f"and backward, with a relative squared error of {format_error(error)}."
+        ],
+        cards=[
+            Card("speed-up", format_ratio(best.speedup_forward_backward), f"{name}, forward + backward, {where}"),
+            Card("RSE", format_error(error), "on synthetic data"),
+            Card("extra memory", format_memory(best.extra_memory_bytes),
+                 f"exact: {format_memory(best.sdpa_extra_memory_bytes)}"),
+        ],
+        sections=sections,
+        names=names_table(case.attention for case in cases),
+        provenance=provenance_of(
+            results,
+            f"Clustered synthetic queries, keys and values, {'causal' if settings.causal else 'full'} attention, batch "
+            f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, {settings.dtype}, seed {settings.seed}, "
+            f"on {settings.device}",
+        ),
+        csv=_csv(cases),
+    )  # fmt: skip
+
+
+def _measures() -> list[Column]:
+    titles = ("forward", "forward, SDPA", "forward, speed-up", "forward + backward", "SDPA", "speed-up")
+    errors = [number(column.title, column.definition) for column in ERROR[:2]]
+    return [*map(number, titles), *errors, number("extra memory"), number("extra memory, SDPA")]
+
+
+def _cells(case: Case) -> list[str]:
+    times, exact = case.times, case.sdpa_times
+    return [
+        *(format_seconds(times.forward_median), format_seconds(exact.forward_median)),
+        format_ratio(case.speedup_forward),
+        *(format_seconds(times.forward_backward_median), format_seconds(exact.forward_backward_median)),
+        format_ratio(case.speedup_forward_backward),
+        *(format_error(case.fidelity["relative_squared_error"]), f"{case.fidelity['cosine']:.4f}"),
+        *(format_memory(case.extra_memory_bytes), format_memory(case.sdpa_extra_memory_bytes)),
+    ]
+
+
+def _stages(milliseconds: dict[str, float]) -> list[str]:
+    whole = sum(milliseconds.values())
+    return [*(format_share(milliseconds[stage], whole) for stage in STAGES), format_seconds(whole / 1000)]
+
+
+def _table(results: Results, cases: Sequence[Case], columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Table:
+    """A case in each row, which begins with its shape and its attention."""
+    names = short_names(case.attention for case in results.cases)
+    about = [(format_shape(case.shape, results.settings.sweep), names[case.attention]) for case in cases]
+    cells = [(*begin, *row) for begin, row in zip(about, rows, strict=True)]
+    return Table((number("length"), text("attention"), *columns), cells)
+
+
+def _figure(results: Results, title: str, ratio: str) -> Figure:
+    """Speed-up against the length, or against what a sweep varies: a line for each attention that was asked for."""
+    sweep = None if results.settings.sweep is None else find_sweep(results.settings.sweep)
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for case in sorted_cases(results):
+        name = case.request.attention if sweep is None else f"MuSe at {format_size(case.shape.length)}"
+        size = case.shape.length if sweep is None else sweep.value_of(case.request)
+        curves.setdefault(name, []).append((size, getattr(case, ratio)))
+    lines = [Line(name, curve, PALETTE[place % 7], "o") for place, (name, curve) in enumerate(curves.items())]
+    x = Axis("sequence length" if sweep is None else sweep.label, log=2, is_size=True)
+    draw = functools.partial(
+        draw_lines, lines, x, Axis("speed-up over SDPA", log=2), rules=[Rule("SDPA", 1, "#999999")]
+    )
+    return Figure(title.replace(" + ", "-"), f"Speed-up, {title}", f"speed-up over SDPA against size, {title}", draw)
+
+
+def _csv(cases: Sequence[Case]) -> str:
+    measures = list(dict.fromkeys(name for case in cases for name in case.fidelity))
+    rows = [
+        [
+            *(case.attention, *case.shape, case.times.forward_median, case.times.forward_backward_median),
+            *(case.sdpa_times.forward_median, case.sdpa_times.forward_backward_median),
+            *(case.extra_memory_bytes, case.sdpa_extra_memory_bytes),
+            *(case.fidelity.get(name, "") for name in measures),
+        ]
+        for case in cases
+    ]
+    times = ("forward_seconds", "forward_backward_seconds", "sdpa_forward_seconds", "sdpa_forward_backward_seconds")
+    memory = ("extra_memory_bytes", "sdpa_extra_memory_bytes")
+    return csv_text(["attention", "length", "heads", "head_dim", *times, *memory, *measures], rows)

@@ -1,0 +1,1 @@
+"""Training runs compared: held-out loss under any attention, speed, and scaling laws."""

@@ -1,0 +1,111 @@
+"""What the losses of several runs say together: differences to exact training, speed-ups, scaling laws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from muse_attention.evaluation.comparison.results import ComparisonResults, Run
+from muse_attention.evaluation.fits import PowerLaw
+from muse_attention.evaluation.means import Mean
+from muse_attention.pretraining.recipes import differences
+from muse_attention.pretraining.schedule import EXACT
+
+SIZES_OF_A_LAW = 3
+"""Models of so many sizes are needed: a power law goes through any two points."""
+_OF_THE_ATTENTION = ("attention", "exact_tail")
+"""Fields of a recipe in which runs may differ that differ by their attention alone."""
+_OF_THE_SPEED = ("length", "batch", "micro_batch", "precision", "compile", "recompute", "deterministic")
+"""Fields that change the tokens per second, whatever the attention."""
+
+
+class Difference(NamedTuple):
+    """Of the loss of a run to that of its reference, both under exact attention, on the same samples."""
+
+    reference: str
+    nats: Mean
+    percent: Mean
+    """of the reference's loss"""
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """`loss = factor * parameters ** exponent`, as the paper fits it."""
+
+    law: PowerLaw
+    r_squared: float
+    points: tuple[tuple[float, float], ...]
+    """parameters and loss"""
+
+    @classmethod
+    def fit(cls, points: Sequence[tuple[float, float]]) -> ScalingLaw:
+        law = PowerLaw.fit(points)
+        return cls(law, law.r_squared(points), tuple(points))
+
+
+def reference_of(results: ComparisonResults, run: Run) -> Run:
+    """The first run of the same size that was trained with exact attention, or else the first of that size."""
+    alike = [other for other in results.runs.values() if other.parameters == run.parameters]
+    return next((other for other in alike if other.attention == EXACT), alike[0])
+
+
+def difference(results: ComparisonResults, run: Run) -> Difference | None:
+    """None for a reference, and where something is not measured yet."""
+    reference = reference_of(results, run)
+    own, other = results.whole(run, EXACT), results.whole(reference, EXACT)
+    if reference is run or own is None or other is None:
+        return None
+    nats = Mean.of_differences(own.means, other.means)
+    one_percent = Mean.of(other.means).mean / 100
+    error = None if nats.standard_error is None else nats.standard_error / one_percent
+    return Difference(reference.name, nats, Mean(nats.mean / one_percent, error))
+
+
+def switching(results: ComparisonResults, run: Run, attention: str) -> Mean | None:
+    """The loss of a run's model under an attention less that of the same model under exact attention."""
+    own, exact = results.whole(run, attention), results.whole(run, EXACT)
+    return None if own is None or exact is None else Mean.of_differences(own.means, exact.means)
+
+
+def speedup(results: ComparisonResults, run: Run) -> float | None:
+    """Of the median tokens per second over those of the exact run of the same size; None where one is not known."""
+    reference = reference_of(results, run)
+    own, other = (found.curves.speeds.get(found.recipe.attention) for found in (run, reference))
+    if reference is run or reference.attention != EXACT or own is None or other is None:
+        return None
+    return own.tokens_per_second / other.tokens_per_second
+
+
+def unlike(results: ComparisonResults, run: Run) -> list[str]:
+    """In what, besides its attention, a run differs from its reference."""
+    reference = reference_of(results, run)
+    names = [name for name in differences(run.recipe, reference.recipe) if name not in _OF_THE_ATTENTION]
+    return names if run.tokens == reference.tokens else ["tokens", *names]
+
+
+def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
+    """Those of them that have a share in its speed-up."""
+    return [name for name in unlike(results, run) if name in _OF_THE_SPEED]
+
+
+def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
+    """Parameters and loss under exact attention of all runs, by training attention, the smallest first."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for run in sorted(results.runs.values(), key=lambda run: run.parameters):
+        cell = results.whole(run, EXACT)
+        if cell is not None:
+            found.setdefault(run.attention, []).append((run.parameters, Mean.of(cell.means).mean))
+    return found
+
+
+def scaling_laws(results: ComparisonResults) -> dict[str, ScalingLaw]:
+    """By training attention; none where the sizes are too few."""
+    return {
+        attention: ScalingLaw.fit(points) for attention, points in sizes(results).items() if missing_sizes(points) == 0
+    }
+
+
+def missing_sizes(points: Sequence[tuple[float, float]]) -> int:
+    """For a scaling law."""
+    return max(0, SIZES_OF_A_LAW - len({parameters for parameters, _ in points}))

@@ -1,0 +1,146 @@
+"""The results of `muse compare`: what was measured of several training runs, as one file.
+
+It is all that a report needs: the runs themselves may be gone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from muse_attention.evaluation.attentions import full_name
+from muse_attention.evaluation.comparison.training_curves import TrainingCurves
+from muse_attention.evaluation.means import Mean
+from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.pretraining.recipes import Recipe, read_recipe
+from muse_attention.pretraining.schedule import EXACT
+from muse_attention.recorded_names import recorded_name
+
+
+@dataclass(frozen=True)
+class ComparisonSettings:
+    """What all losses of a file have in common."""
+
+    corpus: str
+    """in words"""
+    fingerprint: str
+    """of the corpus"""
+    length: int
+    """tokens of a window"""
+    samples: int
+    windows: int
+    """of the held-out split, among which the samples are"""
+    device: str
+    precision: str
+    """of products, by autocast"""
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    recipe: Recipe
+    parameters: int
+    step: int
+    """updates that the weights have seen which are compared"""
+    curves: TrainingCurves
+
+    @property
+    def attention(self) -> str:
+        """That it was trained with, by its full name."""
+        return full_name(self.recipe.attention, self.recipe.length)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step == self.recipe.steps
+
+    @property
+    def tokens(self) -> int:
+        return self.step * self.recipe.tokens_per_step
+
+
+@dataclass
+class Cell:
+    """The losses of a model under an attention, in nats."""
+
+    run: str
+    step: int
+    """updates that the model has seen"""
+    fingerprint: str
+    """of its weights and of the samples"""
+    attention: str
+    sizes: list[int]
+    """positions of a sample between powers of two, from position 1 on"""
+    bins: list[list[float]] = field(default_factory=list)
+    """of each sample: the mean loss of these positions"""
+
+    @property
+    def means(self) -> list[float]:
+        """Of each sample, over all positions."""
+        return [
+            sum(size * loss for size, loss in zip(self.sizes, losses, strict=True)) / sum(self.sizes)
+            for losses in self.bins
+        ]
+
+    @property
+    def by_position(self) -> list[Mean]:
+        """Of each bin, over samples."""
+        return [Mean.of(losses) for losses in zip(*self.bins, strict=True)]
+
+
+@dataclass
+class ComparisonResults(StoredResults):
+    command = "muse compare"
+    way_out = "choose another --output, or --overwrite it"
+    is_finite = True
+    readers: ClassVar[Mapping[type, Callable[[Any], Any]]] = {Recipe: read_recipe}
+
+    settings: ComparisonSettings
+    runs: dict[str, Run] = field(default_factory=dict, metadata=entries("name"))
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def named(self) -> list[str]:
+        return [cell.attention for cell in self.cells]
+
+    def check(self) -> None:
+        """And attentions of training curves, which stand in no file beside their settings, by their full names."""
+        for name, run in self.runs.items():
+            if run.parameters < 1:
+                raise ValueError("a model without parameters")
+            rename = functools.partial(recorded_name, length=run.recipe.length, device=self.settings.device)
+            self.runs[name] = replace(run, curves=run.curves.with_names(rename))
+        for cell in self.cells:
+            if len(cell.bins) > self.settings.samples or sum(cell.sizes) != self.settings.length:
+                raise ValueError("the numbers are not those of the settings")
+            if any(len(losses) != len(cell.sizes) for losses in cell.bins):
+                raise ValueError("the bins are not those of a sample")
+
+    def find(self, run: str, step: int, attention: str) -> Cell | None:
+        key = (run, step, attention)
+        return next((cell for cell in self.cells if (cell.run, cell.step, cell.attention) == key), None)
+
+    def whole(self, run: Run, attention: str, step: int | None = None) -> Cell | None:
+        """The cell of a run's newest weights, or of others, if it has seen every sample."""
+        cell = self.find(run.name, run.step if step is None else step, attention)
+        return cell if cell is not None and len(cell.bins) == self.settings.samples else None
+
+    def missing(self, run: str, step: int, attentions: Sequence[str]) -> list[tuple[int, str]]:
+        """What is still to do: all attentions on one sample before the next."""
+        cells = {name: self.find(run, step, name) for name in attentions}
+        done = {name: 0 if cell is None else len(cell.bins) for name, cell in cells.items()}
+        return [
+            (sample, name) for sample in range(self.settings.samples) for name in attentions if done[name] <= sample
+        ]
+
+    @property
+    def attentions(self) -> list[str]:
+        """Those that the newest weights of some run were measured under to the end, exact attention first."""
+        ordered = dict.fromkeys([EXACT, *(cell.attention for cell in self.cells)])
+        return [name for name in ordered if any(self.whole(run, name) for run in self.runs.values())]
+
+    def steps(self, run: Run) -> list[int]:
+        """The weights of a run that were measured under exact attention to the end, in order."""
+        steps = {cell.step for cell in self.cells if cell.run == run.name}
+        return sorted(step for step in steps if self.whole(run, EXACT, step))

@@ -1,0 +1,126 @@
+"""What the metrics of a training run say: its loss against tokens and seconds, its speed, and what its probes found."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+POINTS = 32
+"""Of a curve, at most."""
+UNSETTLED = 3
+"""Updates that say nothing of the speed, after the attention has changed: memory is found, kernels are compiled."""
+
+
+class Point(NamedTuple):
+    """Means over a few updates."""
+
+    tokens: float
+    seconds: float
+    loss: float
+
+
+class Speed(NamedTuple):
+    tokens_per_second: float
+    """the median"""
+    updates: int
+    """that it is of"""
+
+
+class Probe(NamedTuple):
+    """Relative squared errors by layer, measured at an update."""
+
+    tokens: int
+    errors: dict[int, float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.errors.values())
+
+
+class Answers(NamedTuple):
+    """Nats for each token of a uid that had to be looked up, measured at an update."""
+
+    tokens: int
+    loss: float
+    attention: str
+    """of the update"""
+
+
+@dataclass(frozen=True)
+class TrainingCurves:
+    updates: int
+    tokens: int
+    seconds: float
+    """of all updates; not of probes, checkpoints and pauses"""
+    averaged: int
+    """updates behind a point; fewer behind the first"""
+    points: tuple[Point, ...]
+    speeds: dict[str, Speed]
+    """by the attention of the update; none of an attention that had no time to settle"""
+    probes: tuple[Probe, ...]
+    answers: tuple[Answers, ...] = ()
+
+    @classmethod
+    def of(cls, steps: Sequence[Mapping[str, Any]]) -> TrainingCurves:
+        """From the lines of `metrics.jsonl`."""
+        averaged = max(1, -(-len(steps) // POINTS))
+        updates = list(_updates(steps))
+        return cls(
+            updates=len(steps),
+            tokens=steps[-1]["tokens"] if steps else 0,
+            seconds=updates[-1].seconds if updates else 0.0,
+            averaged=averaged,
+            points=tuple(_averages(updates, averaged)),
+            speeds=_speeds(steps),
+            probes=tuple(
+                Probe(step["tokens"], {int(layer): float(error) for layer, error in step["rse"].items()})
+                for step in steps
+                if step.get("rse")
+            ),
+            answers=tuple(
+                Answers(step["tokens"], step["answers_loss"], step["attention"])
+                for step in steps
+                if "answers_loss" in step
+            ),
+        )
+
+    def with_names(self, rename: Callable[[str], str]) -> TrainingCurves:
+        """The same with attentions called otherwise."""
+        return dataclasses.replace(
+            self,
+            speeds={rename(attention): speed for attention, speed in self.speeds.items()},
+            answers=tuple(answers._replace(attention=rename(answers.attention)) for answers in self.answers),
+        )
+
+
+def _updates(steps: Sequence[Mapping[str, Any]]) -> Iterable[Point]:
+    """Seconds are those of updates alone: a run that was paused and resumed has lost none."""
+    tokens, seconds = 0, 0.0
+    for step in steps:
+        seconds += (step["tokens"] - tokens) / step["tokens_per_second"]
+        tokens = step["tokens"]
+        yield Point(tokens, seconds, step["loss"])
+
+
+def _averages(updates: Sequence[Point], averaged: int) -> Iterable[Point]:
+    """Of so many updates each, counted from the last one, none of which is in two of them."""
+    first = len(updates) % averaged or averaged
+    for end in range(first, len(updates) + 1, averaged):
+        group = updates[max(0, end - averaged) : end]
+        yield Point(*(statistics.fmean(values) for values in zip(*group, strict=True)))
+
+
+def _speeds(steps: Sequence[Mapping[str, Any]]) -> dict[str, Speed]:
+    found: dict[str, list[float]] = {}
+    for attention, group in itertools.groupby(steps, key=lambda step: step["attention"]):
+        settled = [step["tokens_per_second"] for step in list(group)[UNSETTLED:] if not _is_probed(step)]
+        found.setdefault(attention, []).extend(settled)
+    return {name: Speed(statistics.median(speeds), len(speeds)) for name, speeds in found.items() if speeds}
+
+
+def _is_probed(step: Mapping[str, Any]) -> bool:
+    return "rse" in step or "answers_loss" in step

@@ -1,0 +1,128 @@
+"""Lookups in needle samples, in every head of every layer of a model that attends exactly meanwhile.
+
+The query is the token before the first uid that is asked for, the last of the prompt; the needle is the definition of
+that uid. The results are one JSON file, from which an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from muse_attention.by_name import get_attention
+from muse_attention.evaluation.lookups.weight import Lookup, found_weight
+from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
+from muse_attention.evaluation.needles.samples import NeedleSamples, Sample, check_kind
+from muse_attention.evaluation.settings import OnStep
+from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.recording import recorded_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one sample under one attention: of every layer, of every head, what `Lookup` has."""
+
+    weight: list[list[float]]
+    found: list[list[float]]
+    exact: list[list[float]]
+    pairs: list[list[int]]
+
+
+@dataclass
+class LookupResults(StoredResults):
+    command = "muse eval needles --lookups"
+
+    settings: NeedleSettings
+    layers: list[int] = field(default_factory=list)
+    """the layers that were measured, by number"""
+    lookups: dict[NeedleTask, Found] = field(
+        default_factory=dict, metadata=entries("number", "length", "kind", "bucket", "attention")
+    )
+
+    @property
+    def named(self) -> Iterator[str]:
+        return (task.attention for task in self.lookups)
+
+    def check(self) -> None:
+        for task in self.lookups:
+            check_kind(task.kind)
+
+    def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
+        return [task for task in tasks if task not in self.lookups]
+
+
+def measure(
+    model: PreTrainedModel,
+    samples: NeedleSamples,
+    tasks: Sequence[NeedleTask],
+    results: LookupResults,
+    path: Path,
+    *,
+    on_step: OnStep = lambda description, finished: None,
+) -> None:
+    """Fill `results` with what is missing of `tasks`: the model reads each sample once, for all attentions.
+
+    The file is written on the way.
+    """
+    finished = 0
+    with results.saving(path) as save:
+        for (number, length, kind, bucket), group in itertools.groupby(results.missing(tasks), key=_sample_of):
+            of_sample = list(group)
+            on_step(f"{kind} of {length} tokens", finished)
+            _look_up(model, samples.make(kind, length, bucket, number), of_sample, results)
+            finished += len(of_sample)
+            save()
+
+
+def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
+    return task.number, task.length, task.kind, task.bucket
+
+
+def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask], results: LookupResults) -> None:
+    from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
+
+    found: list[list[Lookup]] = [[] for _ in tasks]
+    layers: list[int] = []
+
+    def visit(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        layers.append(layer)
+        for task, of_task in zip(tasks, found, strict=True):
+            of_task.append(_look_up_in_layer(task.attention, sample, query, key, value, scale))
+
+    visit_layers(model, torch.from_numpy(sample.prompt)[None], visit)
+    if not layers:
+        raise ValueError("every layer of this model has a window, so that no attention changes it; use another model")
+    results.layers = layers
+    for task, of_task in zip(tasks, found, strict=True):
+        results.lookups[task] = Found(
+            [_rounded(lookup.weight[0]) for lookup in of_task],
+            [_rounded(lookup.found[0]) for lookup in of_task],
+            [_rounded(lookup.exact[0]) for lookup in of_task],
+            [lookup.pairs[0].tolist() for lookup in of_task],
+        )
+
+
+def _look_up_in_layer(
+    attention: str, sample: Sample, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Lookup:
+    with recorded_calls() as calls:
+        get_attention(attention)(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    (call,) = calls
+    return found_weight(
+        query, key, call.clusters, call.selection, call.config, query.shape[2] - 1, sample.questions[0].definition,
+        scale=scale,
+    )  # fmt: skip
+
+
+def _rounded(numbers: Tensor) -> list[float]:
+    """To four digits: files stay small."""
+    return [float(f"{number:.4g}") for number in numbers.tolist()]

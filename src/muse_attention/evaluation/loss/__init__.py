@@ -1,0 +1,1 @@
+"""The loss of a model at every position of long texts, under one attention after another."""

@@ -1,0 +1,1 @@
+"""Code needle-in-a-haystack: uids that are defined far back in a repository."""

@@ -1,0 +1,171 @@
+"""The report of several models on the same needles: how many each finds, by kind and by depth, and how they differ.
+
+Models that were trained with different attentions are the rows of the paper's table of needles; here they are columns,
+with the attention that reads the prompt beside each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.evaluation.means import WILSON
+from muse_attention.evaluation.needles.panels import (
+    DEFINITIONS,
+    MEASURES,
+    Asked,
+    cards,
+    depth_section,
+    found_in_words,
+    groups_of,
+    panels,
+    title_of,
+    with_number,
+)
+from muse_attention.evaluation.needles.report import EXACT, PREFILL, TASK, format_difference, paper_section
+from muse_attention.evaluation.needles.results import NeedleResults
+from muse_attention.evaluation.needles.samples import KINDS, depth_of
+from muse_attention.evaluation.needles.statistics import (
+    answers,
+    attentions,
+    by_depth,
+    by_sample,
+    difference,
+    failures,
+    groups,
+    share,
+)
+from muse_attention.machine import machine_lines
+from muse_attention.markup import csv_text
+from muse_attention.report.tree import Provenance, Report, Section, Table, number, text
+
+Models = Mapping[str, NeedleResults]
+"""Their results by their names. The first one is what the others are compared with."""
+
+_DIFFERENCES = (
+    "Differences are in percentage points on the samples that both models have answered, ± their standard error over "
+    "samples. Seed-to-seed variance of training is not included."
+)
+
+
+def have_same_questions(results: NeedleResults, other: NeedleResults) -> bool:
+    """Whether both were asked for the same needles in the same haystack, and both have an answer to one of them."""
+    for name in ("haystack", "seed", "version"):
+        if getattr(results.settings, name) != getattr(other.settings, name):
+            return False
+    own, others = _uids(results), _uids(other)
+    asked = own.keys() & others.keys()
+    return bool(asked) and all(own[sample] == others[sample] for sample in asked)
+
+
+def needle_comparison(models: Models) -> Report:
+    first = next(iter(models.values())).settings
+    lines = [f"Haystack: {first.haystack}; seed {first.seed}"]
+    for name, results in models.items():
+        settings = results.settings
+        hardware, versions = machine_lines(results.machine)
+        lines.append(f"{name}: {settings.model}, {settings.dtype}, on {settings.device}; {hardware}; {versions}")
+    columns, short = columns_of(models), short_names(_named(models))
+    read_by = next(iter(columns.values())).attention
+    first_read = {name: Asked(results, read_by) for name, results in models.items()}
+    return Report(
+        f"Needles compared: {', '.join(models)}",
+        verdict=[
+            found_in_words(first_read),
+            f"The prompt is read by {short[read_by]}. {WILSON}",
+            *(
+                f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
+                for name, results in models.items()
+                if (failed := failures(results))
+            ),
+        ],
+        cards=cards(first_read),
+        sections=[
+            *(
+                Section(
+                    name.capitalize(),
+                    [TASK] if place == 0 else [],
+                    tables=list(summary_tables(models, name)),
+                    notes=[_DIFFERENCES, PREFILL] if place == 0 else [],
+                )
+                for place, name in enumerate(MEASURES)
+            ),
+            *(depth_section(columns, measure) for measure in MEASURES),
+            paper_section(),
+        ],
+        names=names_table(_named(models)),
+        provenance=Provenance(lines, [command for results in models.values() for command in results.commands]),
+        csv=as_csv(models),
+    )
+
+
+def summary_tables(models: Models, name: str) -> Iterator[Table]:
+    """One for each attention that reads the prompt; exact attention, which is deployed, first."""
+    first, *others = models
+    columns = [text("kind, length"), *(number(model, DEFINITIONS[name]) for model in models)]
+    columns += [number(f"{other} less {first}", _DIFFERENCES) for other in others]
+    short = short_names(_named(models))
+    for attention in dict.fromkeys(_named(models)):
+        asked = {model: Asked(results, attention) for model, results in models.items()}
+        found, rows = groups_of(asked), []
+        for length in dict.fromkeys(length for length, _ in found):
+            for kind, together in panels(asked, [group for group in found if group[0] == length]).items():
+                shares = (with_number(share(one.answers(together), MEASURES[name])) for one in asked.values())
+                gaps = [""] * len(others)  # samples of several kinds have not as many questions each
+                if len(together) == 1:
+                    samples = {model: by_sample(models[model], *together[0], attention) for model in models}
+                    gaps = [
+                        format_difference(difference(samples[one], samples[first], MEASURES[name])) for one in others
+                    ]
+                rows.append((title_of(length, kind), *shares, *gaps))
+        yield Table(columns, rows, f"the prompt read by {short[attention]}")
+
+
+def columns_of(models: Models) -> dict[str, Asked]:
+    """A model, and the attention that reads the prompt."""
+    short = short_names(_named(models))
+    return {
+        f"{model}, read by {short[attention]}": Asked(results, attention)
+        for attention in dict.fromkeys(_named(models))
+        for model, results in models.items()
+    }
+
+
+def as_csv(models: Models) -> str:
+    """A line for every model, attention, length, kind and depth."""
+    rows = []
+    for length, kind, attention in _cells(models):
+        for name, results in models.items():
+            found = answers(results, length, kind, attention)
+            for measured, measure in MEASURES.items():
+                for bucket, of_depth in enumerate(by_depth(found, measure)):
+                    if of_depth is not None:
+                        numbers = (of_depth.standard_error, *of_depth.interval)
+                        about = [name, attention, length, kind, f"{depth_of(bucket):.2f}", measured]
+                        rows.append([*about, f"{of_depth.value:.5g}", *(f"{number:.3g}" for number in numbers)])
+    header = ["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error", "low", "high"]
+    return csv_text(header, rows)
+
+
+def _named(models: Models) -> list[str]:
+    return [attention for _, _, attention in _cells(models)]
+
+
+def _cells(models: Models) -> list[tuple[int, str, str]]:
+    """Every length, kind and attention that some model has; exact attention first."""
+    found = {
+        (length, kind, attention)
+        for results in models.values()
+        for length, kind in groups(results)
+        for attention in attentions(results, length, kind)
+    }
+    kinds = list(KINDS)
+    return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2], cell[0], kinds.index(cell[1])))
+
+
+def _uids(results: NeedleResults) -> dict[tuple[int, str, int, int], list[str]]:
+    return {
+        (task.length, task.kind, task.bucket, task.number): [answer.uid for answer in outcome.answers]
+        for task, outcome in results.outcomes.items()
+        if outcome.answers
+    }

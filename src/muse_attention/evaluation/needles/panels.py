@@ -1,0 +1,149 @@
+"""Shares of right answers by depth, length and kind, beside each other: of attentions of one model, or of several."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from muse_attention.evaluation.means import WILSON, Share
+from muse_attention.evaluation.needles.results import NeedleResults
+from muse_attention.evaluation.needles.samples import BUCKETS, CANDIDATES, KINDS, depth_of
+from muse_attention.evaluation.needles.scores import Answer
+from muse_attention.evaluation.needles.statistics import (
+    Measure,
+    answers,
+    by_depth,
+    groups,
+    is_exact,
+    is_preferred,
+    share,
+)
+from muse_attention.plots import draw_heat_map
+from muse_attention.report.tree import Card, Figure, Section, Table, number
+from muse_attention.sizes import format_size
+
+EXACT_MATCH, RIGHT_OF_SOME = "exact match", f"right of {CANDIDATES}"
+MEASURES: dict[str, Measure] = {EXACT_MATCH: is_exact, RIGHT_OF_SOME: is_preferred}
+DEFINITIONS = {
+    EXACT_MATCH: f"Share of questions to which greedy generation gives the uid. {WILSON}",
+    RIGHT_OF_SOME: "Share of questions in which the uid is more probable than each of seven others, those of the "
+    f"prompt and random ones: chance is 12.5%. {WILSON}",
+}
+ALL_KINDS = "all kinds"
+
+
+class Asked(NamedTuple):
+    """A model, by its results, and the attention that read the prompts."""
+
+    results: NeedleResults
+    attention: str
+
+    def answers(self, found: Iterable[tuple[int, str]]) -> list[Answer]:
+        """To the questions of some lengths and kinds."""
+        return [answer for length, kind in found for answer in answers(self.results, length, kind, self.attention)]
+
+
+Columns = Mapping[str, Asked]
+"""By what they are called."""
+
+
+def groups_of(columns: Columns) -> list[tuple[int, str]]:
+    """Every (length, kind) that some column was asked, in order."""
+    kinds = list(KINDS)
+    found = {group for asked in columns.values() for group in groups(asked.results) if asked.answers([group])}
+    return sorted(found, key=lambda group: (group[0], kinds.index(group[1])))
+
+
+def depth_section(columns: Columns, measure: str) -> Section:
+    return Section(
+        f"{measure} by depth".capitalize(),
+        figures=heat_maps(columns, measure),
+        tables=list(depth_tables(columns, measure)),
+    )
+
+
+def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
+    """Of what all columns were asked together, if that is of several lengths; of each length; and of each kind."""
+    found = groups_of(columns)
+    lengths = sorted({length for length, _ in found})
+    shared = [group for group in found if all(asked.answers([group]) for asked in columns.values())]
+    if len(lengths) > 1 and len(shared) > 1:
+        yield _table(columns, shared, measure, "all lengths and kinds")
+    for length in lengths:
+        of_length = [group for group in found if group[0] == length]
+        there = {name: asked for name, asked in columns.items() if asked.answers(of_length)}
+        for kind, together in panels(there, of_length).items():
+            yield _table(there, together, measure, title_of(length, kind))
+
+
+def panels(columns: Columns, of_length: list[tuple[int, str]]) -> dict[str, list[tuple[int, str]]]:
+    """All kinds of a length together, which are those that all columns were asked, and each by itself."""
+    shared = [group for group in of_length if all(asked.answers([group]) for asked in columns.values())]
+    together = {ALL_KINDS: shared} if len(shared) > 1 else {}
+    return together | {kind: [(length, kind)] for length, kind in of_length}
+
+
+def _table(columns: Columns, found: list[tuple[int, str]], measure: str, title: str) -> Table:
+    shares = [by_depth(asked.answers(found), MEASURES[measure]) for asked in columns.values()]
+    rows = [
+        (f"{depth_of(bucket):.2f}", *(with_number(column[bucket]) for column in shares)) for bucket in range(BUCKETS)
+    ]
+    return Table(map(number, ("depth", *columns)), rows, title)
+
+
+def heat_maps(columns: Columns, measure: str) -> list[Figure]:
+    """Depth against length, all kinds together; against the kind, where there is but one length."""
+    lengths = sorted({length for length, _ in groups_of(columns)})
+    figures = []
+    answered = {name: asked for name, asked in columns.items() if groups_of({name: asked})}
+    for place, (name, asked) in enumerate(answered.items(), start=1):
+        found = groups_of({name: asked})
+        if len(lengths) > 1:
+            across = {format_size(length): [group for group in found if group[0] == length] for length in lengths}
+        else:
+            across = {kind: [(length, kind)] for length, kind in found}
+        shares = [by_depth(asked.answers(together), MEASURES[measure]) for together in across.values()]
+        draw = functools.partial(
+            draw_heat_map,
+            [
+                [None if (one := column[bucket]) is None else one.value for column in shares]
+                for bucket in range(BUCKETS)
+            ],
+            [f"{depth_of(bucket):.2f}" for bucket in range(BUCKETS)],
+            list(across),
+            x="length" if len(lengths) > 1 else "kind",
+            y="depth of the definition",
+            label=measure,
+            is_share=True,
+        )
+        title = f"{measure.capitalize()}: {name}"
+        figures.append(Figure(f"{measure.replace(' ', '-')}-{place}", title, f"{title}, depth against length", draw))
+    return figures
+
+
+def found_in_words(columns: Columns) -> str:
+    """How many needles each finds, of all it was asked."""
+    shares = ((name, share(asked.answers(groups_of(columns)), is_exact)) for name, asked in columns.items())
+    return "; ".join(f"{name} finds {found}" for name, found in shares if found is not None) + " of the needles."
+
+
+def cards(columns: Columns) -> list[Card]:
+    shares = ((name, share(asked.answers(groups_of(columns)), is_exact)) for name, asked in columns.items())
+    return [
+        Card(f"{EXACT_MATCH}, {name}", f"{100 * found.value:.1f}%", f"{_interval(found)}, n = {found.number}")
+        for name, found in shares
+        if found is not None
+    ][:6]
+
+
+def _interval(found: Share) -> str:
+    return " to ".join(f"{100 * bound:.1f}" for bound in found.interval)
+
+
+def with_number(found: Share | None) -> str:
+    return "" if found is None else f"{found} of {found.number}"
+
+
+def title_of(length: int, kind: str) -> str:
+    return f"{kind}, {format_size(length)}"

@@ -1,0 +1,206 @@
+"""The report of `muse eval needles`, with the paper's numbers beside."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from muse_attention.evaluation.attentions import muse_config, names_table, short_names
+from muse_attention.evaluation.means import WILSON, Mean
+from muse_attention.evaluation.needles.panels import (
+    ALL_KINDS,
+    DEFINITIONS,
+    MEASURES,
+    Asked,
+    cards,
+    depth_section,
+    found_in_words,
+    title_of,
+    with_number,
+)
+from muse_attention.evaluation.needles.results import NeedleResults
+from muse_attention.evaluation.needles.samples import depth_of
+from muse_attention.evaluation.needles.statistics import (
+    against_exact,
+    answers,
+    attentions,
+    failures,
+    groups,
+    is_exact,
+    samples_of,
+    share,
+    token_means,
+)
+from muse_attention.evaluation.provenance import provenance_of
+from muse_attention.markup import csv_text
+from muse_attention.report.tree import Column, Report, Section, Table, number, text
+from muse_attention.sizes import format_size
+
+EXACT = "exact"
+TASK = (
+    "Somewhere in a repository a file defines a function whose name ends in a random uid of eight digits; the last "
+    "file imports it, and the model completes the uid. Depth is where the definition is, as a share of the context: "
+    "each of nine buckets is a tenth of it, named by its middle. multi-key has 2 or 4 other definitions; multi-query "
+    "asks for 2 or 4, one after another, each right answer being fed before the next question."
+)
+PREFILL = (
+    "The attention reads the prompt, and predicts the first token of the first uid. What follows attends exactly to "
+    "the keys and values that it left."
+)
+_PLACES = (
+    "Tokens are those of the uid, each given the right ones before it, and right if no other is more probable. Greedy "
+    "generation breaks a tie its own way."
+)
+_AGAINST = "Difference in percentage points on the same samples, ± its standard error over samples."
+_PAPER = """\
+single        | 2547 | 97.80 ± 0.29% | 98.35 ± 0.25%
+multi-key-2   | 2475 | 92.73 ± 0.52% | 98.46 ± 0.25%
+multi-key-4   | 2421 | 81.50 ± 0.79% | 97.36 ± 0.33%
+multi-query-2 | 538  | 88.48 ± 1.38% | 98.70 ± 0.49%
+multi-query-4 | 1060 | 83.58 ± 1.14% | 98.77 ± 0.34%"""
+
+
+def needle_report(results: NeedleResults, file_name: str) -> Report:
+    if len(failures(results)) == len(results.outcomes):
+        raise ValueError("no sample has been answered yet; continue the run with --resume")
+    settings = results.settings
+    failed = [
+        f"{task.attention}, {title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
+        f"sample {task.number}: {error}"
+        for task, error in failures(results)
+    ]
+    columns = columns_of(results)
+    facts = [
+        f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
+        f"Haystack: {settings.haystack}; seed {settings.seed}",
+    ]
+    warnings = [f"Failed: {len(failed)} of {len(results.outcomes)} samples"] if failed else []
+    if same := _exact_in_one_block(results):
+        warnings.append(f"One block is the whole context, so MuSe is exact attention: {'; '.join(same)}")
+    return Report(
+        f"Needles: {file_name}",
+        verdict=[
+            found_in_words(columns),
+            WILSON,
+            f"{settings.model}, in {settings.haystack}.",
+            *warnings,
+        ],
+        cards=cards(columns),
+        sections=[
+            Section("Attentions", [TASK], tables=[summary_table(results)], notes=[PREFILL]),
+            Section("Where errors are", tables=[places_table(results)], notes=[_PLACES]),
+            *(depth_section(columns, measure) for measure in MEASURES),
+            *([Section("Failed", lines=failed)] if failed else []),
+            paper_section(),
+        ],
+        names=names_table(results.named),
+        provenance=provenance_of(results, *facts),
+        csv=as_csv(results),
+    )
+
+
+def columns_of(results: NeedleResults) -> dict[str, Asked]:
+    """Its attentions, by their short names."""
+    return {short: Asked(results, name) for name, short in short_names(results.named).items()}
+
+
+def summary_table(results: NeedleResults) -> Table:
+    """Of every length, kind and attention."""
+    columns: list[Column] = [text("attention"), number("length"), text("kind"), number("n", "Questions.")]
+    for name in MEASURES:
+        columns += [number(name, DEFINITIONS[name]), number(f"{name}: against exact", _AGAINST)]
+    columns += [
+        number("log-probability", "Of the uid, in nats, the mean over questions."),
+        number("tokens right", "Share of the uid's tokens that are the most probable, each given those before it."),
+        number("rank", "Mean number of tokens that are more probable than that of the uid."),
+        number("failed", "Samples that ended in an error. They count in no share."),
+    ]
+    failed = [(task.length, task.kind, task.attention) for task, _ in failures(results)]
+    names = short_names(results.named)
+    rows = []
+    for length, kind in groups(results):
+        for attention in attentions(results, length, kind):
+            found = answers(results, length, kind, attention)
+            tokens = token_means(found)
+            shares = []
+            for measure in MEASURES.values():
+                gap = None if attention == EXACT else against_exact(results, length, kind, attention, measure)
+                shares += ["" if (right := share(found, measure)) is None else str(right), format_difference(gap)]
+            rows.append(
+                (
+                    *(names[attention], format_size(length), kind, str(len(found)), *shares),
+                    f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
+                    "" if tokens is None else f"{tokens.right:.1%}",
+                    "" if tokens is None else f"{tokens.rank:.1f}",
+                    str(failed.count((length, kind, attention)) or ""),
+                )
+            )
+    return Table(columns, rows)
+
+
+def places_table(results: NeedleResults) -> Table:
+    """Where in the answers errors are: the attention itself predicts the first token of the first uid alone."""
+    columns = [text("attention"), text("length, kind")]
+    columns += map(number, ("first question", "its first token", "its other tokens", "later questions"))
+    names = short_names(results.named)
+    rows = []
+    for length in dict.fromkeys(length for length, _ in groups(results)):
+        kinds = [kind for tokens, kind in groups(results) if tokens == length]
+        panels = {kind: [kind] for kind in kinds} | ({ALL_KINDS: kinds} if len(kinds) > 1 else {})
+        for panel, together in panels.items():
+            for attention in attentions(results, length, kinds[0]):
+                found = [outcome.answers for outcome in samples_of(results, length, together, attention)]
+                firsts = [first for first, *_ in found]
+                shares = (
+                    share(firsts, is_exact),
+                    share(firsts, lambda answer: answer.ranks[0] == 0),
+                    share(firsts, lambda answer: not any(answer.ranks[1:])),
+                    share([answer for _, *others in found for answer in others], is_exact),
+                )
+                rows.append((names[attention], title_of(length, panel), *map(with_number, shares)))
+    return Table(columns, rows)
+
+
+def paper_section() -> Section:
+    rows = [tuple(map(str.strip, line.split("|"))) for line in _PAPER.splitlines()]
+    note = (
+        "The paper's are models of 1B parameters at 64k, trained with exact attention or with MuSe, and all evaluated "
+        "with exact attention, ± the binomial standard error. Its prompt is not printed, so these are not the same "
+        "questions."
+    )
+    return Section("The paper", tables=[Table(("kind", "n", "exact-trained", "MuSe-trained"), rows)], notes=[note])
+
+
+def as_csv(results: NeedleResults) -> str:
+    """A line for every question, and for every sample that failed."""
+    header = (
+        *("length", "kind", "attention", "bucket", "number", "question", "depth", "uid", "generated"),
+        *("exact", "preferred", "log_probability", "margin", "ranks", "error"),
+    )
+    rows: list[Sequence[object]] = []
+    for task, outcome in results.outcomes.items():
+        sample = [task.length, task.kind, task.attention, task.bucket, task.number]
+        for question, answer in enumerate(outcome.answers):
+            asked = [question, f"{depth_of(answer.bucket):.2f}", answer.uid, answer.generated]
+            scores = [int(answer.is_exact), int(answer.is_preferred), f"{answer.log_probability:.5g}"]
+            rows.append([*sample, *asked, *scores, f"{answer.margin:.5g}", " ".join(map(str, answer.ranks)), ""])
+        if outcome.error:
+            rows.append([*sample, *[""] * 9, outcome.error])
+    return csv_text(header, rows)
+
+
+def format_difference(difference: Mean | None) -> str:
+    if difference is None:
+        return ""
+    error = "" if difference.standard_error is None else f" ± {100 * difference.standard_error:.1f}"
+    return f"{100 * difference.mean:+.1f}{error}"
+
+
+def _exact_in_one_block(results: NeedleResults) -> list[str]:
+    """MuSe and the lengths at which it approximates nothing."""
+    lengths: dict[str, list[int]] = {}
+    for attention, length in sorted({(task.attention, task.length) for task in results.outcomes}):
+        config = muse_config(attention)
+        if config is not None and config.block_size >= length:
+            lengths.setdefault(attention, []).append(length)
+    return [f"{attention} at {', '.join(map(format_size, found))}" for attention, found in lengths.items()]

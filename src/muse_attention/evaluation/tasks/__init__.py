@@ -1,0 +1,1 @@
+"""Standard tasks through lm-eval."""

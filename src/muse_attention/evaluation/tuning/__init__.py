@@ -1,0 +1,1 @@
+"""Time against error of many configurations on captured heads."""

@@ -1,0 +1,147 @@
+"""What a report is made of. Whatever measures something builds one `Report`; how it looks is decided elsewhere.
+
+All text is plain: nothing in it is read as HTML or Markdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    definition: str = ""
+    """what its cells mean: shown on hover, and in the legend"""
+    is_number: bool = True
+    """aligned to the right"""
+
+
+def text(title: str, definition: str = "") -> Column:
+    return Column(title, definition, is_number=False)
+
+
+def number(title: str, definition: str = "") -> Column:
+    return Column(title, definition)
+
+
+class Table:
+    """Cells are text; a cell that is not known is empty."""
+
+    def __init__(self, columns: Iterable[Column | str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+        """A column that is given by its title alone holds numbers, but for the first one."""
+        self.title = title
+        self.columns = tuple(
+            column if isinstance(column, Column) else Column(column, is_number=place > 0)
+            for place, column in enumerate(columns)
+        )
+        self.rows = [tuple(row) for row in rows]
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"a row of the table {title!r} has another number of cells than {self.titles}")
+
+    @classmethod
+    def of(cls, items: Iterable[Item], *columns: tuple[Column, Callable[[Item], str]], title: str = "") -> Table:
+        """A row for every item: each column with what it says of one."""
+        rows = [[cell(item) for _, cell in columns] for item in items]
+        return cls([column for column, _ in columns], rows, title)
+
+    @property
+    def titles(self) -> list[str]:
+        return [column.title for column in self.columns]
+
+    @property
+    def are_numbers(self) -> list[bool]:
+        return [column.is_number for column in self.columns]
+
+    def column(self, title: str) -> list[str]:
+        """The cells below a title."""
+        place = self.titles.index(title)
+        return [row[place] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    """of its file, which begins with the name of the results"""
+    title: str
+    description: str
+    """what is to be seen, for who does not see it"""
+    draw: Callable[[], bytes]
+    """a PNG file"""
+
+
+@dataclass(frozen=True)
+class Link:
+    title: str
+    address: str
+    """of a file, relative to that of the report"""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Shown in the order of its fields."""
+
+    title: str
+    prose: Sequence[str] = ()
+    links: Sequence[Link] = ()
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    """side by side where there is room"""
+    notes: Sequence[str] = ()
+    """small print"""
+    lines: Sequence[str] = ()
+    """as they are, in a fixed width"""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One number that matters."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the numbers come from: folded away in HTML, the end of Markdown."""
+
+    facts: Sequence[str] = ()
+    commands: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    title: str
+    verdict: Sequence[str] = ()
+    """what was found: the first line is the headline"""
+    cards: Sequence[Card] = ()
+    sections: Sequence[Section] = ()
+    names: Table | None = None
+    """what the short names in the tables stand for"""
+    provenance: Provenance = Provenance()
+    csv: str = ""
+    """the numbers behind it, for other programs"""
+
+    @property
+    def headline(self) -> str:
+        return next(iter(self.verdict), "")
+
+    @property
+    def figures(self) -> Iterator[Figure]:
+        return (figure for section in self.sections for figure in section.figures)
+
+    @property
+    def definitions(self) -> dict[str, str]:
+        """Of all columns that have one, by title, or by titles that share it. Names are explained elsewhere."""
+        named = set() if self.names is None else set(self.names.column(self.names.titles[0]))
+        titles: dict[str, dict[str, None]] = {}
+        for column in (column for section in self.sections for table in section.tables for column in table.columns):
+            if column.definition and column.title not in named:
+                titles.setdefault(column.definition, {})[column.title] = None
+        return {"; ".join(found): definition for definition, found in titles.items()}
