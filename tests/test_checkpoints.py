@@ -31,7 +31,7 @@ pytest.importorskip("rich")
 from safetensors.torch import load_file, save
 
 from muse_attention.pretraining import checkpoints
-from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import describe_last_good, find_checkpoint, run_recipe
 from muse_attention.pretraining.training import train

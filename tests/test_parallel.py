@@ -21,7 +21,7 @@ pytest.importorskip("rich")
 
 
 from muse_attention.files import alone_in
-from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, override

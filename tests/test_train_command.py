@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.pretraining import training
-from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import run_recipe

@@ -39,7 +39,7 @@ def load_model(
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from muse_attention.pretraining.decoder import register_auto_classes
+        from muse_attention.pretraining.model.decoder import register_auto_classes
     except ImportError as error:
         raise ImportError(
             "language models need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "

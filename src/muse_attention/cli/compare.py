@@ -31,7 +31,7 @@ from muse_attention.evaluation.comparison_report import (
     warnings,
 )
 from muse_attention.evaluation.loss_curves import SHORTEST
-from muse_attention.pretraining.corpus import read_corpus
+from muse_attention.pretraining.data.corpus import read_corpus
 from muse_attention.pretraining.recipes import PRECISIONS
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size, parse_size

@@ -15,12 +15,12 @@ from muse_attention.cli.compare import RESULTS, Request, compare_runs, show_comp
 from muse_attention.cli.compare_reports import write_comparison_reports
 from muse_attention.cli.language_model import Place, short_warnings
 from muse_attention.cli.train import training_progress
-from muse_attention.pretraining.corpus import MANIFEST, Corpus, read_corpus
-from muse_attention.pretraining.documents import Buckets
-from muse_attention.pretraining.prepare import Settings, prepare
+from muse_attention.pretraining.data.corpus import MANIFEST, Corpus, read_corpus
+from muse_attention.pretraining.data.documents import Buckets
+from muse_attention.pretraining.data.prepare import Settings, prepare
+from muse_attention.pretraining.data.sources import standard_library
 from muse_attention.pretraining.recipes import Recipe, tiny
 from muse_attention.pretraining.schedule import EXACT
-from muse_attention.pretraining.sources import standard_library
 from muse_attention.sizes import format_size
 
 _STEPS = 192

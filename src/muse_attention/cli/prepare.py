@@ -12,15 +12,15 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from muse_attention.cli.app import app, console, make_folder, phases_bar, run_errors, say, user_errors
-from muse_attention.pretraining.contents import open_contents
-from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Manifest
-from muse_attention.pretraining.datasets import dolma_documents, stack_repositories
-from muse_attention.pretraining.documents import Buckets
-from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT
-from muse_attention.pretraining.prepare import Settings
-from muse_attention.pretraining.prepare import prepare as prepare_corpus
-from muse_attention.pretraining.repositories import Repository
-from muse_attention.pretraining.sources import python_libraries, repositories_in, texts_in
+from muse_attention.pretraining.data.contents import open_contents
+from muse_attention.pretraining.data.corpus import HELD_OUT, TRAIN, Manifest
+from muse_attention.pretraining.data.datasets import dolma_documents, stack_repositories
+from muse_attention.pretraining.data.documents import Buckets
+from muse_attention.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT
+from muse_attention.pretraining.data.prepare import Settings
+from muse_attention.pretraining.data.prepare import prepare as prepare_corpus
+from muse_attention.pretraining.data.repositories import Repository
+from muse_attention.pretraining.data.sources import python_libraries, repositories_in, texts_in
 from muse_attention.sizes import format_size, parse_size
 
 KINDS = ("python", "repositories", "stack", "dolma", "text")

@@ -15,7 +15,7 @@ import typer
 from muse_attention.benchmark.workload import check_device
 from muse_attention.cli.app import Device, app, default_device, make_folder, phases_bar, run_errors, say, user_errors
 from muse_attention.cli.language_model import short_warnings
-from muse_attention.pretraining.corpus import read_corpus
+from muse_attention.pretraining.data.corpus import read_corpus
 from muse_attention.pretraining.recipes import RECIPES, Recipe, get_recipe, override
 
 if TYPE_CHECKING:

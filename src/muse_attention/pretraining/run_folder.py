@@ -23,9 +23,10 @@ import torch
 import muse_attention
 from muse_attention.by_name import full_name
 from muse_attention.files import alone_in, replace_file
-from muse_attention.pretraining import checkpoints, needles
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.model import make_empty_model
+from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.initial_model import make_empty_model
+from muse_attention.pretraining.needles import writer
 from muse_attention.pretraining.optimiser import expected_tensors
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
@@ -128,7 +129,7 @@ def describe_run(
         "recipe": dataclasses.asdict(recipe),
         "corpus": corpus.fingerprint,
         "initial": initial if checkpoint is None else checkpoint.about.get("initial"),
-        "needles": None if recipe.mixture == "none" else needles.VERSION,
+        "needles": None if recipe.mixture == "none" else writer.VERSION,
         "muse_attention": muse_attention.__version__,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
@@ -216,5 +217,5 @@ def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: C
         )
     if document.get("corpus") != corpus.fingerprint:
         raise ValueError(f"{where} is of another corpus than {corpus.folder}; give that one, or choose another output")
-    if document.get("needles") not in (None, needles.VERSION):
+    if document.get("needles") not in (None, writer.VERSION):
         raise ValueError(f"{where} has learnt from needles that are not made any more; choose another output")

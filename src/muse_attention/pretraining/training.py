@@ -31,12 +31,12 @@ from torch import Tensor
 from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
-from muse_attention.pretraining.configuration import DecoderConfig
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
 from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
-from muse_attention.pretraining.mixture import NeedleDocuments
-from muse_attention.pretraining.model import WEIGHTS, make_config, make_model, read_initial
+from muse_attention.pretraining.model.configuration import DecoderConfig
+from muse_attention.pretraining.model.decoder import DecoderForCausalLM
+from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.optimiser import are_finite, learnt, make_optimiser, restore, set_learning_rate
 from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
 from muse_attention.pretraining.probe import answers_loss, measure_attention

@@ -1,4 +1,4 @@
-"""Lines of a file, plain or packed by gzip or Zstandard; a file that is cut short says so."""
+"""Lines of a file, plain or compressed by gzip or Zstandard; a file that is cut short says so."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from muse_attention.pretraining.documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
+from muse_attention.pretraining.data.documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -18,13 +18,21 @@ from pathlib import Path
 
 import muse_attention
 from muse_attention.files import alone_in, errors_naming, replace_file
-from muse_attention.pretraining.corpus import HELD_OUT, MANIFEST, TRAIN, Corpus, Manifest, read_corpus, write_manifest
-from muse_attention.pretraining.documents import Buckets, Document, cut_text, join_files
-from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_text
-from muse_attention.pretraining.repositories import BrokenSourceError, Repository, SkippedFileError, printable
-from muse_attention.pretraining.shards import TOKENS_PER_SHARD, Stream, StreamWriter, smallest_dtype
-from muse_attention.pretraining.spool import Spool, Spooled
-from muse_attention.pretraining.tokenizer import (
+from muse_attention.pretraining.data.corpus import (
+    HELD_OUT,
+    MANIFEST,
+    TRAIN,
+    Corpus,
+    Manifest,
+    read_corpus,
+    write_manifest,
+)
+from muse_attention.pretraining.data.documents import Buckets, Document, cut_text, join_files
+from muse_attention.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_text
+from muse_attention.pretraining.data.repositories import BrokenSourceError, Repository, SkippedFileError, printable
+from muse_attention.pretraining.data.shards import TOKENS_PER_SHARD, Stream, StreamWriter, smallest_dtype
+from muse_attention.pretraining.data.spool import Spool, Spooled
+from muse_attention.pretraining.data.tokenizer import (
     Encoder,
     check_vocabulary,
     import_tokenizers,
