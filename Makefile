@@ -7,10 +7,11 @@ READY_EVALUATION := $(VENV)/.ready-evaluation
 MINUTES ?= 5
 SEED ?= 0
 
-.PHONY: demo test fuzz test-evaluation lint format bench clean
+.PHONY: help demo test fuzz test-evaluation lint format bench clean
 
-# A thread that waits leaves its core to others: on a busy machine, one that spins is in its own way.
-demo: export OMP_WAIT_POLICY = PASSIVE
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+
 demo: $(READY)  ## pretrain a tiny model with exact attention and with MuSe, and compare the two (minutes; goes on if stopped)
 	$(BIN)/muse demo
 
@@ -33,10 +34,10 @@ format: $(READY)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: $(READY)  ## the table of benchmarks/cpu.md (about eight minutes)
+bench: $(READY)  ## time, memory and error on this machine, into out/bench (about eight minutes)
 	$(BIN)/muse bench --device cpu --lengths 8k,16k,32k,64k --repeats 5
 
-clean:
+clean:  ## remove the virtual environment, results in out/, and caches
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements-dev.txt pyproject.toml

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import muse_attention
@@ -44,6 +47,48 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert code == 0
     for command in ("info", "bench", "errors", "demo"):
         assert command in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+def test_help_and_version_do_not_wait_for_pytorch(words: list[str]) -> None:
+    code = f"""
+import sys
+from muse_attention.cli import main
+sys.argv = ["muse", *{words}]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 0
+heavy = ("torch", "numpy", "transformers", "matplotlib", "triton")
+found = [name for name in heavy if name in sys.modules]
+sys.exit(f"imported {{found}}" if found else 0)
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert muse_attention.__version__ in finished.stdout or "bench" in finished.stdout
+
+
+def test_every_command_is_listed_and_every_listed_command_is_there() -> None:
+    group = get_command(commands.app)
+    context = group.make_context("muse", ["info"])
+    loaded = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    assert all(command.name == name for name, command in loaded.items())
+    files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")}
+    for module in files - {"__main__"}:
+        importlib.import_module(f"muse_attention.cli.{module}")
+    assert set(get_command(commands.app).commands) == set(loaded)
+
+
+def test_threads_of_the_command_line_wait_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["muse", "--version"])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

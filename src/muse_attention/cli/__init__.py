@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 
 def main() -> None:
+    # A thread that waits leaves its core to others: on a busy machine, threads that spin are in each other's way.
+    # OpenMP reads it once, when PyTorch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from muse_attention.cli.commands import app
     except ModuleNotFoundError as error:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import torch
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
+from muse_attention import __version__
 from muse_attention.plots import MatplotlibMissingError
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own copy of click, or depends on it
@@ -50,8 +52,47 @@ class _OneLineErrors(TyperGroup):
         return sys.exit(code or 0) if standalone_mode else code
 
 
+class _Listed(NamedTuple):
+    modules: tuple[str, ...]
+    summary: str
+
+
+_LISTED: dict[str, _Listed] = {}
+
+
+def list_command(name: str, summary: str, *modules: str) -> None:
+    """Have a command in `muse --help`. Its modules, in this folder, by default that of its name, are imported when it
+    is called: most of them need PyTorch, which takes seconds to import."""
+    _LISTED[name] = _Listed(modules or (name,), summary)
+
+
+class _CommandsOnDemand(_OneLineErrors):
+    """Commands of `list_command`, in its order."""
+
+    _shows_help = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_LISTED)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _LISTED:
+            return None
+        if self._shows_help:
+            return TyperCommand(cmd_name, help=_LISTED[cmd_name].summary)
+        for module in _LISTED[cmd_name].modules:
+            importlib.import_module(f"muse_attention.cli.{module}")
+        return get_group(app).commands[cmd_name]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._shows_help = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._shows_help = False
+
+
 app = typer.Typer(
-    cls=_OneLineErrors, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
+    cls=_CommandsOnDemand, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
 )
 _AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}
 """Names of users' files and documents are printed, and brackets in them mean nothing."""
@@ -63,13 +104,26 @@ CONTENTS = "index.html"
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"muse-attention {__version__}")
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
-def muse(context: typer.Context) -> None:
+def muse(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def default_device() -> str:
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -91,6 +145,8 @@ def make_folder(folder: Path) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
+    import torch
+
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
