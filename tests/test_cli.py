@@ -151,27 +151,37 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     results = json.loads((folder / "short.json").read_text())
     assert [case["requested"] for case in results["cases"]] == ["muse", "block_diagonal", "moba"]
     (command,) = results["commands"]
-    assert command.startswith("muse bench --device cpu --lengths 512 --heads 1 ")
+    assert command.startswith("muse bench --device cpu --length 512 --heads 1 ")
     assert command in (folder / "short.md").read_text()
     for file in ("short.json", "short.md"):
         assert str(tmp_path) not in (folder / file).read_text()
 
 
-def test_bench_resumes(tmp_path: Path) -> None:
-    asked = (*SHORT_BENCH, "--output", tmp_path, "--attention", "exact")
-    assert run(*asked)[0] == 0
+def test_bench_continues_what_is_the_same_and_refuses_what_differs(tmp_path: Path) -> None:
+    asked = (*SHORT_BENCH, "--output", tmp_path, "--attention")
+    assert run(*asked, "exact")[0] == 0
     before = json.loads((tmp_path / "cpu.json").read_text())
-    assert run(*asked, "--attention", "block_diagonal:128", "--resume")[0] == 0
+    assert run(*asked, "exact,block_diagonal:128")[0] == 0
     after = json.loads((tmp_path / "cpu.json").read_text())
     assert after["cases"][0] == before["cases"][0]
     assert [case["attention"] for case in after["cases"]] == ["exact", "block_diagonal:128"]
     assert len(after["commands"]) == 2
-    assert_refused(run(*asked, "--resume", "--heads", "3"), "choose another --name, or drop --resume")
+    assert_refused(run(*asked, "exact", "--heads", "3"), "heads was 1, now 3; choose another --name or --output")
+    assert json.loads((tmp_path / "cpu.json").read_text()) == after
+    assert run(*asked, "exact", "--heads", "3", "--overwrite")[0] == 0
+    assert [case["heads"] for case in json.loads((tmp_path / "cpu.json").read_text())["cases"]] == [3]
+
+
+def test_bench_writes_to_out_and_not_to_committed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*SHORT_BENCH, "--attention", "exact")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "bench" / "cpu.json").exists()
 
 
 def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    asked = (*SHORT_BENCH, "--lengths", "2100", "--sweep", "block-size", "--output", tmp_path)
+    asked = (*SHORT_BENCH[:3], "--length", "2100", *SHORT_BENCH[5:], "--sweep", "block-size", "--output", tmp_path)
     code, out, err = run(*asked)
     assert code == 0, err
     name = "cpu-sweep-block-size"
@@ -184,7 +194,7 @@ def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     (command,) = results["commands"]
     assert "--sweep block-size" in command
     assert "--attention" not in command
-    assert run(*asked, "--resume")[0] == 0
+    assert run(*asked)[0] == 0
     assert json.loads((tmp_path / f"{name}.json").read_text()) == results
 
 
@@ -198,7 +208,7 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
     assert code == 130
     assert len(err.strip().splitlines()) == 1
     assert "cpu.json (1)" in err
-    assert err.rstrip().endswith("--resume")
+    assert "continue with: muse bench" in err
     assert len(json.loads((tmp_path / "cpu.json").read_text())["cases"]) == 1
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,7 +24,8 @@ from muse_attention.sizes import parse_size
 
 ATTENTIONS = ("exact", "muse", "block_diagonal", "moba")
 
-_MOBA = re.compile(r"L(\d+[kK]?)B(\d+[kK]?)R(\d+)")
+_NEXT_NAME = re.compile(rf",(?=\s*(?:{'|'.join(ATTENTIONS)})(?:[:,]|\s*$))")
+_MOBA = re.compile(r"L(\d+[kKmM]?)B(\d+[kKmM]?)R(\d+)")
 
 
 class Attention(Protocol):
@@ -75,6 +77,14 @@ def get_attention(name: str) -> Attention:
             moba_attention, local_block_size=local, retrieval_block_size=block, retrieved_blocks=count
         )
     raise ValueError(f"unknown attention {name!r}; the kinds are {', '.join(ATTENTIONS)}")
+
+
+def split_names(texts: Iterable[str]) -> list[str]:
+    """Of an option that may be repeated, and have commas: `["exact,muse:QK32R2,seed=1", "moba"]`, each name once.
+
+    A comma separates two names if a kind of attention follows; else it is inside the settings of one.
+    """
+    return list(dict.fromkeys(name.strip() for text in texts for name in _NEXT_NAME.split(text)))
 
 
 def has_settings_of_length(name: str) -> bool:

@@ -42,7 +42,7 @@ _SYMBOLS = {
     "T": ("tolerance",),
     "B": ("block_size",),
 }
-_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}k?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
+_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}[km]?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
 PAPER = "paper"
 """In place of the notation: `MuSeConfig.paper` of whatever length a text is read for."""
 _EXAMPLE = 'write it like "Q128K128R8SP1B8k", "QK64R8T0.01B8k" or "QK32R2B1k,clustering=lloyd"'
@@ -316,7 +316,7 @@ def _read_changes(text: str) -> dict[str, Any]:
             change("tolerance", float(tolerance))
         else:
             for name in _SYMBOLS[symbol]:
-                change(name, 0 if size.strip("0") in ("", "k") else parse_size(size))
+                change(name, 0 if size.strip("0") in ("", "k", "m") else parse_size(size))
         position = term.end()
     for option in options:
         name, equals, setting = (part.strip() for part in option.partition("="))

@@ -102,6 +102,10 @@ CONTENTS = "index.html"
 """What `muse report` writes beside the reports of a folder: what there is."""
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace earlier results of the same name instead of continuing them.")
+]
+"""The policy is that of `earlier_results`."""
 
 
 def _print_version(wanted: bool) -> None:
