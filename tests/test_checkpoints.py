@@ -88,7 +88,7 @@ def test_what_changes_nothing_may_change(corpus: Corpus, whole_run: Path, tmp_pa
 
 
 def test_another_run_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"already; resume it, or choose another output"):
+    with pytest.raises(ValueError, match=r"already; resume it, overwrite it, or choose another output"):
         train(corpus, SMALL, whole_run)
     with pytest.raises(ValueError, match=r"has peak_rate=0.003, not 0.1: it would not be the same run"):
         train(corpus, override(SMALL, ["peak_rate=0.1"]), whole_run, resume=True)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import muse_attention
 from muse_attention.benchmark.suite import run_plan
 from muse_attention.cli import commands, info, main
-from muse_attention.cli.app import console, new_table, phases_bar
+from muse_attention.cli.app import console, new_table, phases_bar, progress_bar
 from muse_attention.config import MuSeConfig
 
 SHORT_BENCH = ("bench", "--device", "cpu", "--lengths", "512", "--head-dim", "8", "--repeats", "1", "--no-memory")
@@ -89,6 +89,23 @@ def test_threads_of_the_command_line_wait_without_spinning(monkeypatch: pytest.M
     with pytest.raises(SystemExit):
         main()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 10.0, 31.0, 40.0, 50.0, 90.0))
+    monkeypatch.setattr("muse_attention.cli.app.time.monotonic", lambda: next(clock))
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with progress_bar(8) as on_step:  # begins at 10
+        on_step("muse at 8k", 2)  # at 31
+        on_step("muse at 8k", 3)
+        on_step("muse at 8k", 4)
+        on_step("moba at 8k", 5)  # at 90
+    assert capsys.readouterr().err.splitlines() == [
+        "muse: muse at 8k: 2 of 8, ETA 0:01:03",
+        "muse: moba at 8k: 5 of 8, ETA 0:00:48",
+    ]
 
 
 def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -611,12 +611,20 @@ def test_the_command_reads_every_kind(kind: str, tmp_path: Path, monkeypatch: py
     assert "tokens to train on" in out
 
 
-def test_a_corpus_is_not_replaced_by_mistake(asked: list[object]) -> None:
+def test_the_same_corpus_is_kept_and_another_is_refused(asked: list[object], tmp_path: Path) -> None:
     assert run(*asked)[0] == 0
+    before = contents(tmp_path / "out")
     code, out, err = run(*asked)
+    assert (code, err) == (0, "")
+    assert "is there already; --overwrite prepares it again" in out
+    code, out, err = run(*asked, "--held-out", "0.4")
     assert (code, out) == (2, "")
-    assert "already; choose another --output, or --overwrite it" in err
-    assert run(*asked, "--overwrite")[0] == 0
+    (line,) = err.splitlines()
+    assert "held_out was " in line
+    assert line.endswith(", now 0.4; choose another --output, or replace it with --overwrite")
+    assert contents(tmp_path / "out") == before
+    assert run(*asked, "--held-out", "0.4", "--overwrite")[0] == 0
+    assert contents(tmp_path / "out") != before
 
 
 def test_ctrl_c_and_a_full_disk_are_one_line(

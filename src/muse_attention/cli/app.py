@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
@@ -97,6 +99,9 @@ app = typer.Typer(
 _AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}
 """Names of users' files and documents are printed, and brackets in them mean nothing."""
 console = Console(**_AS_IT_IS)
+
+SECONDS_BETWEEN_LINES = 30.0
+"""Of progress, where there is no terminal."""
 
 CONTENTS = "index.html"
 """What `muse report` writes beside the reports of a folder: what there is."""
@@ -182,24 +187,62 @@ def draw_picture(picture: Path, draw: Callable[[Path], None]) -> bool:
 
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr if that is a terminal, gone when it is full, and the function that moves it."""
+    """The progress of work whose size is known, and the function that is told what begins and how much is finished."""
     with phases_bar() as on_step:
         on_step("", 0, steps)
         yield lambda description, finished: on_step(description, finished, steps)
 
 
 @contextlib.contextmanager
-def phases_bar() -> Iterator[Callable[[str, int, int | None], None]]:
-    """The same for work whose size shows on the way: the function is told it, or None, with every step."""
+def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
+    """The same for work whose size shows on the way: the function is told it, or None, with every step.
+
+    On a terminal, a bar on stderr, gone when it is full. Elsewhere a line on stderr every `SECONDS_BETWEEN_LINES`,
+    unless the command says its own.
+    """
     stderr = Console(stderr=True, **_AS_IT_IS)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    lines = _Lines()
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("", total=None)
 
         def on_step(description: str, finished: int, total: int | None) -> None:
             progress.update(task, description=description, completed=finished, total=total)
+            if says_lines and not stderr.is_terminal:
+                lines.on_step(description, finished, total)
 
         yield on_step
+
+
+class _Lines:
+    """Progress in lines, for output that is no terminal."""
+
+    def __init__(self) -> None:
+        self._total: int | None = None
+        self._began, self._first = time.monotonic(), 0
+        self._said = self._began
+
+    def on_step(self, description: str, finished: int, total: int | None) -> None:
+        now = time.monotonic()
+        if total != self._total:  # another phase, whose speed is not known yet
+            self._total, self._began, self._first = total, now, finished
+        if now - self._said < SECONDS_BETWEEN_LINES:
+            return
+        self._said = now
+        line = f"{description}: {finished}"
+        if total is not None:
+            line += f" of {total}"
+            if finished > self._first:
+                left = (now - self._began) / (finished - self._first) * (total - finished)
+                line += f", ETA {datetime.timedelta(seconds=round(left))}"
+        say(line)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ list_command("bench", "Measure time, memory and error of attentions on this mach
 list_command("errors", "Measure the errors of attentions on synthetic data, by position.")
 list_command("prepare", "Make a corpus of tokens for pretraining from source code and texts.")
 list_command("train", "Pretrain a language model with any attention.")
+list_command("recipes", "List the recipes of muse train, and what their fields mean.")
 list_command("compare", "Compare training runs: loss, speed, error of the attention.")
 list_command("fidelity", "Measure the error of attentions on the heads of a language model.")
 list_command("loss", "Measure a language model's loss at every position of long texts.")

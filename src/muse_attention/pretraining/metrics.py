@@ -13,7 +13,7 @@ from typing import Any
 from muse_attention.files import errors_naming, replace_file, sync
 from muse_attention.strict_json import parse_json
 
-FILE = "metrics.jsonl"
+FILE, BOARD = "metrics.jsonl", "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Metrics:
         self._path = output / FILE
         lines = _read_lines(self._path, on_broken)
         replace_file(self._path, "".join(line for number, line in lines.items() if number <= step))
-        self._board = _open_board(output / "tensorboard", step) if tensorboard else None
+        self._board = _open_board(output / BOARD, step) if tensorboard else None
 
     def add(self, step: Step) -> None:
         values = asdict(step)

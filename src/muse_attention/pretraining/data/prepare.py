@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import muse_attention
 from muse_attention.files import alone_in, errors_naming, replace_file
@@ -96,6 +97,11 @@ def prepare(
         return _write_corpus(repositories, folder, settings, given, source, report)
 
 
+def recorded_settings(settings: Settings) -> dict[str, Any]:
+    """As the manifest has them: a tokenizer by its name, as where it lies is nobody else's business."""
+    return {**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)}
+
+
 def hash_of(*parts: object) -> int:
     """64 bits."""
     text = "/".join(map(str, parts))
@@ -125,7 +131,7 @@ def _write_corpus(
         (unfinished / "documents").unlink()
         manifest = Manifest(
             source=printable(source),
-            settings={**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)},
+            settings=recorded_settings(settings),
             vocabulary=encoder.vocabulary,
             end=encoder.end,
             dtype=smallest_dtype(encoder.vocabulary),
