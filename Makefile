@@ -12,7 +12,7 @@ SEED ?= 0
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-demo: $(READY)  ## pretrain a tiny model with exact attention and with MuSe, and compare the two (minutes; goes on if stopped)
+demo: $(READY)  ## see what MuSe is for, then train a tiny model with and without it (minutes; goes on if stopped)
 	$(BIN)/muse demo
 
 test: $(READY)  ## the tests that need no GPU

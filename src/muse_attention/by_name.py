@@ -3,7 +3,7 @@
 - `exact`
 - `muse`: `MuSeConfig.for_length` of whatever length it is called with
 - `muse:paper`: likewise `MuSeConfig.paper`; options may follow, `muse:paper,seed=1`
-- `muse:QK32R2B1k,clustering=streaming`
+- `muse:QK32R2B1k,clustering=streaming`; without `B`, as `muse:QK32R2`, the block size follows the length
 - `block_diagonal:8k`
 - `moba:L8kB512R1`: an own block of 8k, and one retrieved block of 512
 """
@@ -88,7 +88,7 @@ def split_names(texts: Iterable[str]) -> list[str]:
 
 
 def has_settings_of_length(name: str) -> bool:
-    """Whether a name stands for other settings at another length: `muse` and `muse:paper`."""
+    """Whether a name stands for other settings at another length: `muse`, `muse:paper`, `muse:QK32R2`."""
     kind, _, settings = name.partition(":")
     return kind == "muse" and (not settings or follows_length(settings))
 

@@ -53,51 +53,57 @@ class MuSeConfig:
     """The operating point of MuSe attention.
 
     `str(config)` is the paper's notation, `Q128K128R8SP1B8k`, followed by `,name=value` for every other field that is
-    not at its default; `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024. With
-    a tolerance it is `Q64K64R8T0.01B8k`. The clustering is always named, as `auto` never outlives a configuration's
-    making: whatever is recorded says what ran.
+    not at its default; `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024, or in
+    `m`. With a tolerance it is `Q64K64R8T0.01B8k`. The clustering is always named, as `auto` never outlives a
+    configuration's making: whatever is recorded says what ran.
+
+    Attributes:
+        query_clusters: Q: clusters of queries, found over the whole sequence.
+        key_clusters: K: clusters of keys, found over the whole sequence.
+        retrieved_clusters: R: key clusters each query opens. 0 leaves only the summaries. With a tolerance it is a
+            budget: the most buckets that the queries of a head retrieve, on average.
+        retrieved_blocks: SP: blocks of an opened cluster that are attended to token by token. Without a tolerance.
+        block_size: B: length of a spatial block. Attention inside a block is exact. A text that leaves it out has the
+            one of `for_length`: see `named`.
+        tolerance: T: a query retrieves every bucket whose summary is expected to be wrong by more than this, as a share
+            of the query's softmax. None: the paper's rule, as many buckets for every query.
+        second_order: Add to the mass of a summary what the spread of its keys contributes for a query off its centroid.
+            None: with a tolerance.
+        tilt: Weigh each summary by `exp(query centroid . key)`. False: plain means, and queries are not clustered.
+        monopole: Represent what was not retrieved by its summaries. False: ignore it.
+        dipole: First-order correction of the summaries' values: none, tilted, shared or centred. An alternative to
+            retrieval: it needs `retrieved_clusters=0`.
+        differentiable_aggregation: False: the weights that aggregate keys and values into summaries are constants for
+            the gradient.
+        clustering: `streaming`: one pass in minibatches of 64. `lloyd`: `lloyd_iterations` full-batch iterations on up
+            to `lloyd_sample` vectors for each cluster. `auto`: `lloyd`, on every backend, and that is what the field
+            then says.
+        cap_factor: Largest cluster of keys allowed inside a block, in units of the mean: what bounds the cost of
+            retrieval. None: no limit.
+        query_cap_factor: Likewise for queries, where nothing needs a limit. On a pretrained model, in which most
+            queries of a head can be alike, the paper's 4 has up to twice the error of None.
+        seed: Seed of the shuffle that starts the clustering: the only randomness there is.
+        lloyd_iterations: Full-batch iterations of `clustering="lloyd"`.
+        lloyd_sample: Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` looks at.
     """
 
     query_clusters: int = 128
-    """Q: clusters of queries, found over the whole sequence."""
     key_clusters: int = 128
-    """K: clusters of keys, found over the whole sequence."""
     retrieved_clusters: int = 8
-    """R: key clusters each query opens. 0 leaves only the summaries. With a tolerance it is a budget: the most buckets
-    that the queries of a head retrieve, on average."""
     retrieved_blocks: int = 1
-    """SP: blocks of an opened cluster that are attended to token by token. Without a tolerance."""
     block_size: int = 8192
-    """B: length of a spatial block. Attention inside a block is exact."""
     tolerance: float | None = None
-    """T: a query retrieves every bucket whose summary is expected to be wrong by more than this, as a share of the
-    query's softmax. None: the paper's rule, as many buckets for every query."""
     second_order: bool | None = None
-    """Add to the mass of a summary what the spread of its keys contributes for a query off its centroid. None: with a
-    tolerance."""
     tilt: bool = True
-    """Weigh each summary by `exp(query centroid . key)`. False: plain means, and queries are not clustered."""
     monopole: bool = True
-    """Represent what was not retrieved by its summaries. False: ignore it."""
     dipole: Dipole = "none"
-    """First-order correction of the summaries' values. An alternative to retrieval: it needs `retrieved_clusters=0`."""
     differentiable_aggregation: bool = True
-    """False: the weights that aggregate keys and values into summaries are constants for the gradient."""
     clustering: Clustering = "auto"
-    """`streaming`: one pass in minibatches of 64. `lloyd`: `lloyd_iterations` full-batch iterations on up to
-    `lloyd_sample` vectors for each cluster. `auto`: `lloyd`, on every backend, and that is what the field then says."""
     cap_factor: float | None = 4.0
-    """Largest cluster of keys allowed inside a block, in units of the mean: what bounds the cost of retrieval. None: no
-    limit."""
     query_cap_factor: float | None = None
-    """Likewise for queries, where nothing needs a limit. On a pretrained model, in which most queries of a head can be
-    alike, the paper's 4 has up to twice the error of None."""
     seed: int = 0
-    """Seed of the shuffle that starts the clustering: the only randomness there is."""
     lloyd_iterations: int = 4
-    """Full-batch iterations of `clustering="lloyd"`."""
     lloyd_sample: int = 64
-    """Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` looks at."""
 
     def __post_init__(self) -> None:
         if self.clustering == "auto":
@@ -171,20 +177,34 @@ class MuSeConfig:
 
     @classmethod
     def parse(cls, text: str) -> MuSeConfig:
-        """Read `"Q128K128R8SP1B8k"`, `"QK32R2B1k,clustering=lloyd"`: what is not named keeps its default."""
+        """Read `"Q128K128R8SP1B8k"`, `"QK32R2B1k,clustering=lloyd"`: what is not named keeps its default.
+
+        The block size must be named: without it a text stands for another configuration at every length, and `named`
+        reads it.
+        """
         if not isinstance(text, str):
             raise ValueError(f"MuSeConfig.parse: text={text!r} is not a string; {_EXAMPLE}")
         if follows_length(text):
-            raise ValueError(f"MuSeConfig.parse: {text!r} depends on the length; use MuSeConfig.named(text, length)")
+            if not _is_of_paper(text):
+                _parse(text)  # what cannot be read at all is said first
+            raise ValueError(
+                f"MuSeConfig.parse: {text!r} depends on the length; use MuSeConfig.named(text, length), or name the "
+                "block size, as in QK32R2B1k"
+            )
         return _parse(text)
 
     @classmethod
     def named(cls, text: str, length: int) -> MuSeConfig:
-        """What a text stands for at a length: that of `parse`, or `"paper"`, `"paper,seed=1"` for `paper(length)`."""
+        """What a text stands for at a length: that of `parse`; `"QK32R2"` with the block size of `for_length(length)`;
+        `"paper"`, `"paper,seed=1"` for `paper(length)`.
+        """
         if not follows_length(text):
             return cls.parse(text)
         _check_length("named", length)
-        return _parse(text, _scale_as_paper(length))
+        if _is_of_paper(text):
+            return _parse(text, _scale_as_paper(length))
+        _parse(text)  # an error names the text as it was given
+        return _parse(f"{text},block_size={cls.for_length(length).block_size}")
 
     @classmethod
     def for_length(cls, length: int) -> MuSeConfig:
@@ -247,7 +267,15 @@ class MuSeConfig:
 
 
 def follows_length(text: str) -> bool:
-    """Whether a text stands for another configuration at another length."""
+    """Whether a text stands for another configuration at another length: `paper`, or no block size is named."""
+    notation, *options = text.split(",")
+    if "=" in notation:
+        notation, options = "", [notation, *options]
+    names = [option.partition("=")[0].strip() for option in options]
+    return _is_of_paper(text) or not ("B" in notation or "block_size" in names)
+
+
+def _is_of_paper(text: str) -> bool:
     return text.partition(",")[0].strip() == PAPER
 
 
@@ -278,6 +306,9 @@ def _parse_cached(text: str, paper_scale: tuple[int, int] | None) -> MuSeConfig:
     """The defaults, or the paper's method at this scale, with what a text changes of them."""
     changes = _read_changes(text)
     if paper_scale is None:
+        if "retrieved_clusters" not in changes and changes.get("tolerance") is None:
+            opened = MuSeConfig.retrieved_clusters
+            changes["retrieved_clusters"] = min(opened, changes.get("key_clusters", opened))
         return MuSeConfig(**changes)
     clusters, block_size = paper_scale
     paper = MuSeConfig(
@@ -306,7 +337,7 @@ def _read_changes(text: str) -> dict[str, Any]:
             raise ValueError(f"cannot read the MuSe configuration {text!r}: {name} is given twice")
         changes[name] = setting
 
-    position = len(PAPER) if follows_length(text) else 0
+    position = len(PAPER) if _is_of_paper(text) else 0
     while position < len(notation):
         term = _TERM.match(notation, position)
         if term is None:

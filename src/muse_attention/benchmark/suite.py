@@ -26,14 +26,14 @@ from muse_attention.earlier_results import check_same, find_earlier
 from muse_attention.fidelity import measure
 from muse_attention.machine import describe_machine
 
+WAY_OUT = "choose another --name or --output, or replace it with --overwrite"
 OnStep = Callable[[str, int], None]
 """Told what begins, and how many steps are finished."""
 
 
-def start_results(plan: Plan, path: Path, *, overwrite: bool = False) -> Results:
+def start_results(plan: Plan, path: Path, *, overwrite: bool = False, way_out: str = WAY_OUT) -> Results:
     """Those of the file if there is one, else empty ones; a ValueError if they cannot be continued."""
     machine = describe_machine()
-    way_out = "choose another --name or --output, or replace it with --overwrite"
     wanted = {**_comparable(machine), **vars(plan.settings)}
     earlier = find_earlier(path, read_results, _description, wanted, overwrite=overwrite, way_out=way_out)
     if earlier is None:
