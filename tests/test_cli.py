@@ -302,7 +302,9 @@ def test_without_the_extra_one_line_says_what_to_install(
     with pytest.raises(SystemExit) as exit_:
         main()
     assert exit_.value.code == 1
-    assert capsys.readouterr().err == 'muse: typer is not installed: pip install "muse-attention[cli]"\n'
+    assert capsys.readouterr().err == (
+        "muse: typer is not installed: pip install 'muse-attention[cli]', in a clone pip install '.[cli]'\n"
+    )
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muse_attention.extras import how_to_install
 from muse_attention.files import errors_naming, replace_file, sync
 from muse_attention.strict_json import parse_json
 
@@ -104,9 +105,7 @@ def check_tensorboard() -> None:
     try:
         importlib.import_module("tensorboard")
     except ImportError:
-        raise ImportError(
-            "TensorBoard is not installed: pip install 'muse-attention[tensorboard]', or leave it out"
-        ) from None
+        raise ImportError(f"TensorBoard is not installed: {how_to_install('tensorboard')}, or leave it out") from None
 
 
 def _read_lines(path: Path, on_broken: Callable[[str], None]) -> dict[int, str]:

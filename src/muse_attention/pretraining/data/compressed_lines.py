@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from muse_attention.extras import how_to_install
+
 _LONGEST_LINE = 2**28
 """Bytes; what is longer is cut, so that no file can fill the memory."""
 _PACKED_AT_ONCE = 2048
@@ -83,6 +85,6 @@ def _zstandard() -> tuple[Callable[[], Any], list[type[Exception]]]:
         library = importlib.import_module("zstandard")
     except ImportError:
         raise ImportError(
-            'zstandard is not installed, and .zst files need it: pip install "muse-attention[pretraining]"'
+            f"zstandard is not installed, and .zst files need it: {how_to_install('pretraining')}"
         ) from None
     return lambda: library.ZstdDecompressor().decompressobj(), [library.ZstdError]
