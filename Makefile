@@ -35,7 +35,7 @@ format: $(READY)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix
 
 bench: $(READY)  ## time, memory and error on this machine, into out/bench (about eight minutes)
-	$(BIN)/muse bench --device cpu --lengths 8k,16k,32k,64k --repeats 5
+	$(BIN)/muse bench --device cpu --length 8k,16k,32k,64k --repeats 5
 
 clean:  ## remove the virtual environment, results in out/, and caches
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

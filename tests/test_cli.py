@@ -292,6 +292,15 @@ def test_errors_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
     assert 0 < lines["muse"]["relative_squared_error"] < lines["block_diagonal"]["relative_squared_error"]
     assert max(lines["muse"]["error_by_position"][:32]) < 1e-9  # the first of four blocks is exact
 
+    before = (tmp_path / "out" / "errors.json").read_bytes()
+    asked = ("errors", "--device", "cpu", "--length", "1k", "--output", tmp_path / "out", "--heads")
+    code, again, err = run(*asked, "1")
+    assert (code, again) == (0, out), err
+    assert_refused(run(*asked, "2"), "heads was 1, now 2; choose another --output, or replace it with --overwrite")
+    assert (tmp_path / "out" / "errors.json").read_bytes() == before
+    assert run(*asked, "2", "--overwrite")[0] == 0
+    assert json.loads((tmp_path / "out" / "errors.json").read_text())["settings"]["heads"] == 2
+
 
 def test_without_the_extra_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
