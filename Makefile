@@ -8,11 +8,12 @@ READY_DOCS := $(VENV)/.ready-docs
 MINUTES ?= 5
 SEED ?= 0
 
-.PHONY: demo test fuzz test-evaluation docs pictures lint format bench clean
+.PHONY: help demo test fuzz test-evaluation docs pictures lint format bench clean
 
-# A thread that waits leaves its core to others: on a busy machine, one that spins is in its own way.
-demo: export OMP_WAIT_POLICY = PASSIVE
-demo: $(READY)  ## pretrain a tiny model with exact attention and with MuSe, and compare the two (minutes; goes on if stopped)
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+
+demo: $(READY)  ## see what MuSe is for, then train a tiny model with and without it (minutes; goes on if stopped)
 	$(BIN)/muse demo
 
 test: $(READY)  ## the tests that need no GPU
@@ -45,10 +46,10 @@ format: $(READY)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: $(READY)  ## the table of benchmarks/speed/cpu.md, in out/bench (about eight minutes)
-	$(BIN)/muse bench --device cpu --lengths 8k,16k,32k,64k --repeats 5 --output out/bench
+bench: $(READY)  ## time, memory and error on this machine, into out/bench (about eight minutes)
+	$(BIN)/muse bench --device cpu --length 8k,16k,32k,64k --repeats 5
 
-clean:
+clean:  ## remove the virtual environment, results in out/, and caches
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements-dev.txt pyproject.toml

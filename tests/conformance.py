@@ -114,7 +114,7 @@ class Conformance:
     # --- the seven properties ----------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R100SP100B32", "Q3K5R25T0B32"])
+    @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R5SP100B32", "Q3K5R25T0B32"])
     def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
         query, key, value = Shape(config, config, length=150, heads=self.heads).tensors(torch.float64)
         out, lse = self._call(query, key, value, config, is_causal=is_causal, return_lse=True)
@@ -182,7 +182,7 @@ class Conformance:
         _, lse = self._call(query, key, value, variant, is_causal=is_causal, return_lse=True)
         gap = _exact_logits(query, key, is_causal=is_causal).logsumexp(-1) - lse
         assert gap.min() > -1e-12
-        if "R9" not in variant:
+        if "SP9" not in variant:
             assert gap.max() > 1e-6, "the approximation cannot be exact here"
 
     def test_property_4_invariance_under_translation_of_keys(self) -> None:
@@ -321,7 +321,7 @@ class Conformance:
 
     def test_gradient_of_the_lse_alone(self) -> None:
         inputs = Shape("", "", length=100).tensors(torch.float64)
-        _, lse = self._call(*inputs, "QK4R9SP9B32", is_causal=True, return_lse=True)
+        _, lse = self._call(*inputs, "QK4R4SP9B32", is_causal=True, return_lse=True)
         query, key, value = torch.autograd.grad(lse.sum(), inputs, allow_unused=True)
         exact = torch.autograd.grad(_exact_logits(*inputs[:2], is_causal=True).logsumexp(-1).sum(), inputs[:2])
         assert_equal_to_rounding(query, exact[0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from muse_attention.pretraining.corpus import Corpus
+    from muse_attention.pretraining.data.corpus import Corpus
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

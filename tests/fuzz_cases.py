@@ -114,10 +114,12 @@ def _draw_config(rng: random.Random, block: int, backend: str) -> MuSeConfig:
     dipole = rng.choice(["none"] * 5 + ["tilted", "shared", "centred"]) if backend == "torch" else "none"
     tolerances = [None, None, 0.1, 0.01, 0.001, 0.0, math.inf]
     tolerance = rng.choice(tolerances) if dipole == "none" else None
+    key_clusters = rng.choice([rng.randint(1, 6), rng.randint(1, 6), 40])
+    most_retrieved = min(7, key_clusters) if tolerance is None else 7
     return MuSeConfig(
         query_clusters=rng.randint(1, 6),
-        key_clusters=rng.choice([rng.randint(1, 6), rng.randint(1, 6), 40]),
-        retrieved_clusters=0 if dipole != "none" else rng.randint(0, 7),
+        key_clusters=key_clusters,
+        retrieved_clusters=0 if dipole != "none" else rng.randint(0, most_retrieved),
         retrieved_blocks=1 if tolerance is not None else rng.randint(1, 3),
         tolerance=tolerance,
         caution=rng.choice([0, 0, 2, 30]),

@@ -11,12 +11,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.documents import Buckets
-from muse_attention.pretraining.haystacks import TextHaystack
-from muse_attention.pretraining.needles import EVALUATION, TRAINING, NeedleWriter
-from muse_attention.pretraining.prepare import Settings
-from muse_attention.pretraining.tokenizer import tokenizer_files, train_tokenizer
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.data.documents import Buckets
+from muse_attention.pretraining.data.prepare import Settings
+from muse_attention.pretraining.data.tokenizer import tokenizer_files, train_tokenizer
+from muse_attention.pretraining.needles.haystacks import TextHaystack
+from muse_attention.pretraining.needles.writer import EVALUATION, TRAINING, NeedleWriter
 from tests.models import tiny_llama
 from tests.test_prepare import make, sources
 

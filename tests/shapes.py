@@ -55,7 +55,7 @@ VARIANTS = [
     "Q4K5R2SP1B32",
     "Q4K5R2SP2B32",
     "Q5K3R1SP1B32",
-    "Q4K5R9SP9B32",
+    "Q4K5R5SP9B32",
     "Q4K5R0B32",
     "Q4K5R2B32,monopole=false",
     "Q4K5R0B32,monopole=false",

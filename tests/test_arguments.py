@@ -67,6 +67,8 @@ def test_bad_arguments_of_every_attention(name: str, change: dict[str, Any], wor
     [
         ({"config": "fastest"}, ["'fastest'", "Q128K128R8SP1B8k"]),
         ({"config": "QK0"}, ["query_clusters=0"]),
+        ({"config": "QK4R5B16"}, ["retrieved_clusters=5", "key_clusters=4", "at most 4"]),
+        ({"config": MuSeConfig(key_clusters=4)}, ["retrieved_clusters=8", "key_clusters=4", "at most 4"]),
         ({"config": 128}, ["config=128", "MuSeConfig"]),
         ({"backend": "cuda"}, ["backend='cuda'", "auto, torch, triton, reference"]),
         ({"backend": "triton"}, ["backend='triton'", "CUDA", "backend='torch'"]),
@@ -75,6 +77,21 @@ def test_bad_arguments_of_every_attention(name: str, change: dict[str, Any], wor
 def test_bad_settings(arguments: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     _expect(words, lambda: muse_attention(_tensor(), _tensor(), _tensor(), **arguments))
+
+
+def test_a_budget_may_be_larger_than_the_number_of_clusters() -> None:
+    assert muse_attention(_tensor(), _tensor(), _tensor(), config="QK4R9T0.1B16").isfinite().all()
+
+
+def test_a_text_without_a_block_size_is_not_exact_by_accident() -> None:
+    query = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0))
+    found = {
+        name: get_attention(name)(query, query, query, is_causal=True)
+        for name in ("exact", "muse:QK4R1", "muse:QK4R1B256", "muse:QK4R1B8k")
+    }
+    torch.testing.assert_close(found["muse:QK4R1B8k"], found["exact"])
+    assert torch.equal(found["muse:QK4R1"], found["muse:QK4R1B256"])
+    assert not torch.allclose(found["muse:QK4R1"], found["exact"], atol=1e-3)
 
 
 def test_clusters_of_another_configuration() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +24,12 @@ from muse_attention.benchmark.results import Case, Results, Settings, read_resul
 from muse_attention.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS
-from muse_attention.benchmark.tables import markdown_report
+from muse_attention.benchmark.tables import markdown_report, noise_lines
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
 from muse_attention.machine import describe_machine
 from muse_attention.plots import MatplotlibMissingError, plot_speedup
-from muse_attention.sizes import format_size, parse_sizes
+from muse_attention.sizes import format_size, parse_size_list, parse_sizes
 
 SETTINGS = Settings(device="cpu", batch=1, heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False)
 MUSE = "muse:QK16R1B256"
@@ -39,9 +40,13 @@ def small_workload() -> Workload:
     return Workload.create(batch=1, heads=2, length=64, head_dim=8, dtype=torch.float32, device="cpu", is_causal=True)
 
 
-def made_up_case(settings: Settings, request: Request, *others: object) -> Case:
-    begin = others[-1]
-    assert callable(begin)
+def made_up_times(settings: Settings, requests: Sequence[Request], *others: object) -> list[Times]:
+    return [Times((1.0,), (2.0,))] * (len(requests) + 1)
+
+
+def made_up_case(
+    settings: Settings, request: Request, shared: object, results: Results, begin: Callable[[str], None], *_: object
+) -> Case:
     begin("made up")
     return dataclasses.replace(some_case(request.shape, request.attention), attention=request.full_name)
 
@@ -57,12 +62,13 @@ def sweep_plan(name: str, length: int = 65536) -> Plan:
 
 
 def test_lengths_are_read_as_they_are_written() -> None:
-    assert parse_sizes("32k, 600,1K") == (32768, 600, 1024)
+    assert parse_sizes("32k, 600,1K,2m") == (32768, 600, 1024, 2**21)
+    assert parse_size_list(["32k,1m", "600", "1m"]) == (32768, 2**20, 600)
     assert parse_sizes("1k,1024") == (1024,)
-    assert [format_size(length) for length in (32768, 600)] == ["32k", "600"]
+    assert [format_size(length) for length in (32768, 600, 2**20, 2**20 + 1024)] == ["32k", "600", "1m", "1025k"]
 
 
-@pytest.mark.parametrize("text", ["", "0", "1k,", "-4", "4m", "1.5k"])
+@pytest.mark.parametrize("text", ["", "0", "1k,", "-4", "4g", "1.5k"])
 def test_what_is_not_a_length_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="cannot read the size"):
         parse_sizes(text)
@@ -93,7 +99,11 @@ def test_attentions_take_turns_and_the_warm_up_is_not_counted() -> None:
         return attention
 
     work = small_workload()
-    first, second = time_interleaved([named("a"), named("b")], work, 2, rounds.append)
+    told: list[tuple[int, int]] = []
+    first, second = time_interleaved(
+        [named("a"), named("b")], work, 2, rounds.append, lambda number, turn: told.append((number, turn))
+    )
+    assert told == [(number, turn) for number in range(3) for turn in range(2)]
     assert turns == ["a", "b"] * 3
     assert rounds == [0, 1, 2]
     for times in (first, second):
@@ -124,7 +134,7 @@ def test_the_workload_depends_on_the_seed_alone() -> None:
 
 def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    results = start_results(PLAN, path, resume=False)
+    results = start_results(PLAN, path)
     steps = PLAN.steps(results)
     finished: list[int] = []
     run_plan(PLAN, results, path, on_step=lambda description, steps: finished.append(steps))
@@ -154,18 +164,49 @@ def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
     assert document["machine"]["torch"] == torch.__version__
 
 
+def test_all_attentions_of_a_length_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the baseline that a speed-up is against is the same for all of them."""
+    turns: list[str] = []
+    time_once = timing.time_once
+
+    def noted(attention: AttentionCall, workload: Workload) -> tuple[float, float]:
+        turns.append("sdpa" if attention is sdpa else "other")
+        return time_once(attention, workload)
+
+    monkeypatch.setattr(timing, "time_once", noted)
+    path = tmp_path / "cpu.json"
+    results = start_results(PLAN, path)
+    run_plan(PLAN, results, path)
+    assert turns == ["sdpa", "other", "other"] * (SETTINGS.repeats + 1) * 2
+    first, second, third, _ = results.cases
+    assert first.sdpa_times == second.sdpa_times != third.sdpa_times
+
+
+def test_the_spread_is_between_the_quartiles() -> None:
+    assert Times((1.0,) * 4, (1.0, 3.0, 2.0, 10.0)).spread == pytest.approx((4.75 - 1.75) / 2.5)
+    assert Times((1.0,), (2.0,)).spread is None
+    steady, shaky = Times((1.0, 1.0), (2.0, 2.0)), Times((1.0, 1.0), (2.0, 4.0))
+    case = dataclasses.replace(some_case(Shape(512, 2, 8)), times=steady, sdpa_times=shaky)
+    assert case.spread == shaky.spread
+    quiet = dataclasses.replace(some_case(Shape(600, 2, 8)), times=steady, sdpa_times=steady)
+    (line,) = noise_lines(Results({}, SETTINGS, [], [case, quiet]))
+    assert "too noisy: times at 512 have a spread of up to 33%, above the bound of 10%" in line
+    assert line in markdown_report(Results(describe_machine(), SETTINGS, [], [case]), title="t").replace("\\", "")
+    assert noise_lines(Results({}, SETTINGS, [], [quiet])) == []
+
+
 def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
 
     def interrupt(description: str, steps: int) -> None:
-        if description.startswith("exact"):
+        if description == "exact at 512: fidelity":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_plan(PLAN, start_results(PLAN, path, resume=False), path, on_step=interrupt)
+        run_plan(PLAN, start_results(PLAN, path), path, on_step=interrupt)
     (kept,) = read_results(path).cases
 
-    results = start_results(PLAN, path, resume=True)
+    results = start_results(PLAN, path)
     assert PLAN.missing(results) == [
         Request("exact", Shape(512, 2, 8)),
         Request(MUSE, Shape(600, 2, 8)),
@@ -180,13 +221,13 @@ def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> No
     path = tmp_path / "cpu.json"
     write_results(Results(describe_machine(), SETTINGS), path)
     other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3), PLAN.lengths, PLAN.attentions)
-    with pytest.raises(ValueError, match=r"heads differ.*another --name"):
-        start_results(other, path, resume=True)
-    assert start_results(other, path, resume=False).cases == []
+    with pytest.raises(ValueError, match=r"heads was 2, now 3; choose another --name or --output, or .* --overwrite$"):
+        start_results(other, path)
+    assert start_results(other, path, overwrite=True).cases == []
 
     write_results(Results(describe_machine() | {"torch": "1.0"}, SETTINGS), path)
-    with pytest.raises(ValueError, match="torch differ"):
-        start_results(PLAN, path, resume=True)
+    with pytest.raises(ValueError, match=r"torch was 1\.0, now "):
+        start_results(PLAN, path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"machine": {}}', '{"cases": 3'])
@@ -194,7 +235,7 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path, text: str) -> No
     path = tmp_path / "cpu.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="does not hold the results"):
-        start_results(PLAN, path, resume=True)
+        start_results(PLAN, path)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +255,7 @@ def test_a_plan_that_cannot_run_is_refused(changes: dict[str, object], message: 
 def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     plan = Plan.at_lengths(SETTINGS, lengths=(512,), attentions=MATCHED_KINDS)
-    results = start_results(plan, path, resume=False)
+    results = start_results(plan, path)
     results.commands.append("muse bench --lengths 512")
     run_plan(plan, results, path)
     report = markdown_report(results, title="Benchmark: cpu")
@@ -300,10 +341,11 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("muse_attention.benchmark.plan.check_device", lambda device: None)
     monkeypatch.setattr(suite, "_create_workload", lambda settings, shape: small_workload())
     monkeypatch.setattr(suite, "measure_stages", lambda attention, workload: sum_by_stage([("flash", 3), ("_cut", 1)]))
-    monkeypatch.setattr(suite, "_run_case", made_up_case)
+    monkeypatch.setattr(suite, "_time_together", made_up_times)
+    monkeypatch.setattr(suite, "_finish_case", made_up_case)
     path = tmp_path / "cuda.json"
     plan = Plan.at_lengths(dataclasses.replace(SETTINGS, device="cuda"), (512, 600), ("muse", "exact"))
-    results = start_results(plan, path, resume=False)
+    results = start_results(plan, path)
     assert plan.steps(results) == 4 * (1 + SETTINGS.repeats + 1) + 4
     steps: list[str] = []
     run_plan(plan, results, path, on_step=lambda description, finished: steps.append(description.split(": ")[1]))
@@ -389,7 +431,7 @@ def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
     attentions = ("muse:Q8K8R2SP1B128", "muse:Q8K8R2T0.001B128", "moba:L128B16R1", "exact")
     plan = Plan.at_lengths(dataclasses.replace(SETTINGS, repeats=1), lengths=(512,), attentions=attentions)
     path = tmp_path / "cpu.json"
-    results = start_results(plan, path, resume=False)
+    results = start_results(plan, path)
     run_plan(plan, results, path)
     paper, tolerant, moba, exact = read_results(path).cases
     assert paper.fidelity["pairs_per_query"] == pytest.approx(2 * 3 / 4)

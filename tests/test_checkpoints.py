@@ -10,12 +10,9 @@ import json
 import math
 import os
 import pickle
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ pytest.importorskip("rich")
 from safetensors.torch import load_file, save
 
 from muse_attention.pretraining import checkpoints
-from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import describe_last_good, find_checkpoint, run_recipe
 from muse_attention.pretraining.training import train
@@ -50,32 +47,62 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(step: int, corpus: Corpus, w
     assert_same_run(tmp_path, whole_run)
 
 
+KILLED_AGAIN_AND_AGAIN = """
+import os, random, signal, sys, time, traceback
+from pathlib import Path
+import torch
+from muse_attention.pretraining.data.corpus import read_corpus
+from muse_attention.pretraining.training import train
+from tests.training_runs import SMALL
+
+torch.set_num_threads(1)
+corpus, output = read_corpus(Path(sys.argv[1])), Path(sys.argv[2])
+metrics = output / "metrics.jsonl"
+
+def inode():
+    return metrics.stat().st_ino if metrics.exists() else None
+
+def has_ended(child):
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+draw, kills, code = random.Random(0), 0, None
+while code != 0:
+    before = inode()
+    child = os.fork()
+    if not child:  # what the parent has imported, the child has too
+        try:
+            train(corpus, SMALL, output, resume=True)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if kills < 4:
+        while not has_ended(child) and inode() in (None, before):
+            time.sleep(0.001)  # the file is replaced when training starts
+        steps = len(metrics.read_text().splitlines()) + draw.choice([0, 1, 2])
+        while not has_ended(child) and len(metrics.read_text().splitlines()) <= steps:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), code
+    kills += code != 0
+print(kills)
+"""
+
+
 def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     """`kill -9` at random moments, until a run comes to its end."""
-    fields = [f"{name}={value}" for name, value in dataclasses.asdict(SMALL).items()]
-    command = [sys.executable, "-m", "muse_attention.cli", "train", str(corpus.folder), *fields, "--device", "cpu"]
-    command += ["--recipe", "tiny", "--output", str(tmp_path), "--resume"]
-    draw, kills = random.Random(0), 0
-    metrics = tmp_path / "metrics.jsonl"
-    for _ in range(5):
-        before = metrics.stat().st_ino if metrics.exists() else None
-        process = subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-        if kills < 4:
-            while process.poll() is None and (not metrics.exists() or metrics.stat().st_ino == before):
-                time.sleep(0.001)  # the file is replaced when training starts
-            steps = len(metrics.read_text().splitlines()) + draw.choice([0, 1, 2])
-            while process.poll() is None and len(metrics.read_text().splitlines()) <= steps:
-                time.sleep(0.001)
-            time.sleep(draw.uniform(0, 0.05))
-            process.send_signal(signal.SIGKILL)
-        _, err = process.communicate()
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, err.decode()
-        kills += 1
-    assert kills >= 2
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AGAIN_AND_AGAIN, corpus.folder, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2
     assert_same_run(tmp_path, whole_run)
 
 
@@ -88,7 +115,7 @@ def test_what_changes_nothing_may_change(corpus: Corpus, whole_run: Path, tmp_pa
 
 
 def test_another_run_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"already; resume it, or choose another output"):
+    with pytest.raises(ValueError, match=r"already; resume it, overwrite it, or choose another output"):
         train(corpus, SMALL, whole_run)
     with pytest.raises(ValueError, match=r"has peak_rate=0.003, not 0.1: it would not be the same run"):
         train(corpus, override(SMALL, ["peak_rate=0.1"]), whole_run, resume=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
-from muse_attention.pretraining.chunked_loss import IGNORED, chunked_cross_entropy
+from muse_attention.pretraining.model.chunked_loss import IGNORED, chunked_cross_entropy
 from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
 
 ROWS, WIDTH, VOCABULARY = 37, 8, 19
@@ -172,7 +172,7 @@ def test_mistakes(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("vocabulary", [19, 64, 5000])
 def test_kernel_in_the_interpreter(vocabulary: int) -> None:
     pytest.importorskip("triton")
-    from muse_attention.pretraining.loss_kernel import replace_by_gradients
+    from muse_attention.pretraining.model.loss_kernel import replace_by_gradients
 
     logits = (8 * torch.randn(7, vocabulary)).requires_grad_()
     targets = torch.randint(vocabulary, (7,))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +16,13 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import muse_attention
 from muse_attention.benchmark.suite import run_plan
 from muse_attention.cli import commands, info, main
-from muse_attention.cli.app import console, new_table, phases_bar
+from muse_attention.cli.app import console, new_table, phases_bar, progress_bar
 from muse_attention.config import MuSeConfig
 
 SHORT_BENCH = ("bench", "--device", "cpu", "--lengths", "512", "--head-dim", "8", "--repeats", "1", "--no-memory")
@@ -44,6 +47,65 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert code == 0
     for command in ("info", "bench", "errors", "demo"):
         assert command in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+def test_help_and_version_do_not_wait_for_pytorch(words: list[str]) -> None:
+    code = f"""
+import sys
+from muse_attention.cli import main
+sys.argv = ["muse", *{words}]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 0
+heavy = ("torch", "numpy", "transformers", "matplotlib", "triton")
+found = [name for name in heavy if name in sys.modules]
+sys.exit(f"imported {{found}}" if found else 0)
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert muse_attention.__version__ in finished.stdout or "bench" in finished.stdout
+
+
+def test_every_command_is_listed_and_every_listed_command_is_there() -> None:
+    group = get_command(commands.app)
+    context = group.make_context("muse", ["info"])
+    loaded = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    assert all(command.name == name for name, command in loaded.items())
+    files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")}
+    for module in files - {"__main__"}:
+        importlib.import_module(f"muse_attention.cli.{module}")
+    assert set(get_command(commands.app).commands) == set(loaded)
+
+
+def test_threads_of_the_command_line_wait_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["muse", "--version"])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 10.0, 31.0, 40.0, 50.0, 90.0))
+    monkeypatch.setattr("muse_attention.cli.app.time.monotonic", lambda: next(clock))
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with progress_bar(8) as on_step:  # begins at 10
+        on_step("muse at 8k", 2)  # at 31
+        on_step("muse at 8k", 3)
+        on_step("muse at 8k", 4)
+        on_step("moba at 8k", 5)  # at 90
+    assert capsys.readouterr().err.splitlines() == [
+        "muse: muse at 8k: 2 of 8, ETA 0:01:03",
+        "muse: moba at 8k: 5 of 8, ETA 0:00:48",
+    ]
 
 
 def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,27 +168,37 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     results = json.loads((folder / "short.json").read_text())
     assert [case["requested"] for case in results["cases"]] == ["muse", "block_diagonal", "moba"]
     (command,) = results["commands"]
-    assert command.startswith("muse bench --device cpu --lengths 512 --heads 1 ")
+    assert command.startswith("muse bench --device cpu --length 512 --heads 1 ")
     assert command in (folder / "short.md").read_text()
     for file in ("short.json", "short.md"):
         assert str(tmp_path) not in (folder / file).read_text()
 
 
-def test_bench_resumes(tmp_path: Path) -> None:
-    asked = (*SHORT_BENCH, "--output", tmp_path, "--attention", "exact")
-    assert run(*asked)[0] == 0
+def test_bench_continues_what_is_the_same_and_refuses_what_differs(tmp_path: Path) -> None:
+    asked = (*SHORT_BENCH, "--output", tmp_path, "--attention")
+    assert run(*asked, "exact")[0] == 0
     before = json.loads((tmp_path / "cpu.json").read_text())
-    assert run(*asked, "--attention", "block_diagonal:128", "--resume")[0] == 0
+    assert run(*asked, "exact,block_diagonal:128")[0] == 0
     after = json.loads((tmp_path / "cpu.json").read_text())
     assert after["cases"][0] == before["cases"][0]
     assert [case["attention"] for case in after["cases"]] == ["exact", "block_diagonal:128"]
     assert len(after["commands"]) == 2
-    assert_refused(run(*asked, "--resume", "--heads", "3"), "choose another --name, or drop --resume")
+    assert_refused(run(*asked, "exact", "--heads", "3"), "heads was 1, now 3; choose another --name or --output")
+    assert json.loads((tmp_path / "cpu.json").read_text()) == after
+    assert run(*asked, "exact", "--heads", "3", "--overwrite")[0] == 0
+    assert [case["heads"] for case in json.loads((tmp_path / "cpu.json").read_text())["cases"]] == [3]
+
+
+def test_bench_writes_to_out_and_not_to_committed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*SHORT_BENCH, "--attention", "exact")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "bench" / "cpu.json").exists()
 
 
 def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    asked = (*SHORT_BENCH, "--lengths", "2100", "--sweep", "block-size", "--output", tmp_path)
+    asked = (*SHORT_BENCH[:3], "--length", "2100", *SHORT_BENCH[5:], "--sweep", "block-size", "--output", tmp_path)
     code, out, err = run(*asked)
     assert code == 0, err
     name = "cpu-sweep-block-size"
@@ -139,7 +211,7 @@ def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     (command,) = results["commands"]
     assert "--sweep block-size" in command
     assert "--attention" not in command
-    assert run(*asked, "--resume")[0] == 0
+    assert run(*asked)[0] == 0
     assert json.loads((tmp_path / f"{name}.json").read_text()) == results
 
 
@@ -153,7 +225,7 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
     assert code == 130
     assert len(err.strip().splitlines()) == 1
     assert "cpu.json (1)" in err
-    assert err.rstrip().endswith("--resume")
+    assert "continue with: muse bench" in err
     assert len(json.loads((tmp_path / "cpu.json").read_text())["cases"]) == 1
 
 
@@ -220,6 +292,15 @@ def test_errors_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
     assert 0 < lines["muse"]["relative_squared_error"] < lines["block_diagonal"]["relative_squared_error"]
     assert max(lines["muse"]["error_by_position"][:32]) < 1e-9  # the first of four blocks is exact
 
+    before = (tmp_path / "out" / "errors.json").read_bytes()
+    asked = ("errors", "--device", "cpu", "--length", "1k", "--output", tmp_path / "out", "--heads")
+    code, again, err = run(*asked, "1")
+    assert (code, again) == (0, out), err
+    assert_refused(run(*asked, "2"), "heads was 1, now 2; choose another --output, or replace it with --overwrite")
+    assert (tmp_path / "out" / "errors.json").read_bytes() == before
+    assert run(*asked, "2", "--overwrite")[0] == 0
+    assert json.loads((tmp_path / "out" / "errors.json").read_text())["settings"]["heads"] == 2
+
 
 def test_without_the_extra_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -230,7 +311,9 @@ def test_without_the_extra_one_line_says_what_to_install(
     with pytest.raises(SystemExit) as exit_:
         main()
     assert exit_.value.code == 1
-    assert capsys.readouterr().err == 'muse: typer is not installed: pip install "muse-attention[cli]"\n'
+    assert capsys.readouterr().err == (
+        "muse: typer is not installed: pip install 'muse-attention[cli]', in a clone pip install '.[cli]'\n"
+    )
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -60,7 +60,7 @@ from muse_attention.evaluation.means import Mean
 from muse_attention.machine import describe_machine
 from muse_attention.plots import Axis, Line, draw_lines
 from muse_attention.pretrained import load_model
-from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import override, tiny
 from muse_attention.pretraining.training import train

@@ -23,19 +23,21 @@ def test_defaults_are_the_papers_operating_point() -> None:
     ("text", "fields"),
     [
         ("QK32R2B1k", {"query_clusters": 32, "key_clusters": 32, "retrieved_clusters": 2, "block_size": 1024}),
-        ("QK128R8", {}),
-        ("Q1K128", {"query_clusters": 1}),
+        ("QK128R8B8k", {}),
+        ("Q1K128B8k", {"query_clusters": 1}),
         ("B1000", {"block_size": 1000}),
-        ("SP4", {"retrieved_blocks": 4}),
+        ("B1m", {"block_size": 2**20}),
+        ("SP4,block_size=100", {"retrieved_blocks": 4, "block_size": 100}),
+        ("QK4B32", {"query_clusters": 4, "key_clusters": 4, "retrieved_clusters": 4, "block_size": 32}),
         ("QK64R8T0.01B8k", {"query_clusters": 64, "key_clusters": 64, "tolerance": 0.01}),
-        ("Q32K256T1e-05", {"query_clusters": 32, "key_clusters": 256, "tolerance": 1e-5}),
-        ("T0,second_order=false", {"tolerance": 0.0, "second_order": False}),
-        ("Tinf", {"tolerance": float("inf")}),
-        ("QK64T0.01,caution=2", {"query_clusters": 64, "key_clusters": 64, "tolerance": 0.01, "caution": 2.0}),
+        ("Q32K256T1e-05B8k", {"query_clusters": 32, "key_clusters": 256, "tolerance": 1e-5}),
+        ("T0B8k,second_order=false", {"tolerance": 0.0, "second_order": False}),
+        ("TinfB8k", {"tolerance": float("inf")}),
+        ("QK64T0.01B8k,caution=2", {"query_clusters": 64, "key_clusters": 64, "tolerance": 0.01, "caution": 2.0}),
         ("QK32R2B1k,second_order=true", None),
         ("QK32R2B1k,clustering=lloyd,seed=7", None),
         ("QK32R0B1k, dipole=shared", None),
-        ("cap_factor=none,tilt=false", {"cap_factor": None, "tilt": False}),
+        ("B8k,cap_factor=none,tilt=false", {"cap_factor": None, "tilt": False}),
     ],
 )
 def test_parse(text: str, fields: dict[str, object] | None) -> None:
@@ -43,6 +45,22 @@ def test_parse(text: str, fields: dict[str, object] | None) -> None:
     if fields is not None:
         assert config == MuSeConfig(**fields)
     assert MuSeConfig.parse(str(config)) == config
+
+
+@pytest.mark.parametrize("text", ["QK32R2", "QK32R2,clustering=streaming", "seed=1", "T0.1,seed=1", "paper"])
+@pytest.mark.parametrize("length", [1, 4096, 65536, 100_000])
+def test_a_block_size_that_is_left_out_follows_the_length(text: str, length: int) -> None:
+    """So that nothing is exact by accident; everything else is as the text says."""
+    found = MuSeConfig.named(text, length)
+    if text == "paper":
+        assert found == MuSeConfig.paper(length)
+    else:
+        block_size = MuSeConfig.for_length(length).block_size
+        assert found == MuSeConfig.parse(f"{text},block_size={block_size}")
+        assert MuSeConfig.named(f"{text},block_size=77", length).block_size == 77
+    assert found.block_size <= max(256, length // 4)
+    with pytest.raises(ValueError, match=r"depends on the length; use MuSeConfig.named\(text, length\)"):
+        MuSeConfig.parse(text)
 
 
 @given(
@@ -200,6 +218,11 @@ def test_bad_text(text: str, words: list[str]) -> None:
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def test_the_fields_are_explained_by_help() -> None:
+    for field in dataclasses.fields(MuSeConfig):
+        assert f"        {field.name}: " in str(MuSeConfig.__doc__)
 
 
 def test_an_absurd_cap_is_no_cap() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, get_attention, muse_attention, operator
 from muse_attention.fidelity import compare
-from muse_attention.pretraining.sliding_window import sliding_window_attention
+from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from muse_attention.reference import reference_attention
 from muse_attention.synthetic import clustered_qkv
 from tests.conformance import OperatorConformance

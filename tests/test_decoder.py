@@ -22,8 +22,8 @@ from muse_attention.capture import capture, visit_layers
 from muse_attention.evaluation.loss.positions import check_model, position_losses
 from muse_attention.huggingface import ExactAttentionWarning, register, use_attention
 from muse_attention.pretrained import load_model
-from muse_attention.pretraining.configuration import DecoderConfig
-from muse_attention.pretraining.decoder import Decoder, DecoderForCausalLM
+from muse_attention.pretraining.model.configuration import DecoderConfig
+from muse_attention.pretraining.model.decoder import Decoder, DecoderForCausalLM
 from tests.closeness import assert_equal_to_rounding
 from tests.models import VOCABULARY, token_ids, write_tokenizer
 

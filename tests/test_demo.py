@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
+from muse_attention.benchmark.results import read_results as read_benchmark
+from muse_attention.benchmark.tables import format_error, format_ratio
 from muse_attention.cli import commands, demo
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.pretraining.metrics import read_metrics
@@ -30,8 +33,8 @@ from tests.training_runs import SMALL
 REAL_RECIPE = demo.demo_recipe
 
 
-def run(output: Path) -> tuple[int, str, str]:
-    result = CliRunner().invoke(commands.app, ["demo", "--device", "cpu", "--output", str(output)])
+def run(output: Path, *options: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(commands.app, ["demo", "--device", "cpu", "--output", str(output), *options])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -47,6 +50,8 @@ def _small() -> Iterator[None]:
         patch.setattr(demo, "standard_library", lambda: as_repositories(sources()))
         patch.setattr(demo, "_CORPUS", SMALL_CORPUS)
         patch.setattr(demo, "_SAMPLES", 2)
+        patch.setattr(demo, "_LENGTH", 600)
+        patch.setattr(demo, "_REPEATS", 1)
         patch.setattr(demo, "demo_recipe", recipe)
         yield
 
@@ -61,9 +66,28 @@ def whole(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+def test_the_demo_begins_with_what_muse_is_for(whole: Path) -> None:
+    lines = (whole / "stdout").read_text().splitlines()
+    assert lines[1] == "1 of 5: one causal attention call on 600 tokens, 1 head, forward and backward"
+    cases = {case.request.attention: case for case in read_benchmark(whole / "attention.json").cases}
+    for name, label in (("muse", "MuSe, default"), ("moba", "MoBA")):
+        (row,) = [line for line in lines if line.strip().startswith(label)]
+        assert format_ratio(cases[name].speedup_forward_backward) in row
+        assert row.split()[-1] == format_error(cases[name].fidelity["relative_squared_error"])
+
+
+def test_the_demo_says_what_it_shows_and_what_not(whole: Path) -> None:
+    shown, not_shown = (whole / "stdout").read_text().splitlines()[-3:-1]
+    results = ComparisonResults.read(whole / "compare" / "compare.json")
+    losses = [statistics.fmean(cell.means) for run in results.runs.values() if (cell := results.whole(run, EXACT))]
+    assert f"a held-out loss of {losses[1]:.3f} under exact attention" in shown
+    assert f"with exact attention throughout it reached {losses[0]:.3f}" in shown
+    assert "What it does not show: speed. The model reads 64 tokens at a time" in not_shown
+
+
 def test_the_demo_prepares_trains_compares_and_names_its_report(whole: Path) -> None:
     lines = (whole / "stdout").read_text().splitlines()
-    assert [line[0] for line in lines if line[1:].startswith(" of 4: ")] == ["1", "2", "3", "4"]
+    assert [line[0] for line in lines if line[1:].startswith(" of 5: ")] == ["1", "2", "3", "4", "5"]
     assert lines[-1] == f"the report: {whole / 'compare' / 'compare.html'}"
     assert (whole / "compare" / "compare.html").exists()
     results = ComparisonResults.read(whole / "compare" / "compare.json")
@@ -82,7 +106,7 @@ def test_what_is_done_is_not_done_again(whole: Path, tmp_path: Path) -> None:
     before = contents(output)
     code, out, err = run(output)
     assert code == 0, err
-    assert out.count("is there already") == 3
+    assert out.count("is there already") == 4
     assert contents(output) == before
 
 
@@ -100,10 +124,11 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
         return progress
 
     parts = [
+        ("run_plan", interrupt, 0),
         ("prepare", interrupt, 0),
-        ("training_progress", stop_training(EXACT), 0),
-        ("training_progress", stop_training(SMALL.attention), 1),
-        ("compare_runs", interrupt, 2),
+        ("training_progress", stop_training(EXACT), 1),
+        ("training_progress", stop_training(SMALL.attention), 2),
+        ("compare_runs", interrupt, 3),
     ]
     for part, replacement, finished in parts:
         with monkeypatch.context() as patch:
@@ -115,7 +140,7 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
         assert out.count("is there already") == finished
     code, out, err = run(tmp_path)
     assert code == 0, err
-    assert out.count("is there already") == 3
+    assert out.count("is there already") == 4
     for folder in ("corpus", "exact/model", "muse/model"):
         assert contents(tmp_path / folder) == contents(whole / folder)
     assert (
@@ -124,40 +149,44 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
     )
 
 
-def test_a_corpus_of_another_demo_is_refused_in_one_line(whole: Path, tmp_path: Path) -> None:
-    output = tmp_path / "whole"
-    shutil.copytree(whole, output)
-    manifest = output / "corpus" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("standard library", "other library"))
-    code, _, err = run(output)
-    assert code == 2
-    assert len(err.splitlines()) == 1
-    assert "is of another corpus than" in err
-
-
 @pytest.mark.parametrize(
-    ("before", "after", "reason"),
+    ("file", "before", "after", "reason"),
     [
-        ('"muse_attention": "', '"muse_attention": "0.0.', "(muse_attention differ)"),
-        ('"fingerprint": "', '"fingerprint": "0', "(fingerprint differ)"),
-        ('"cells"', '"sells"', "does not hold the results of muse compare"),
+        ("corpus/manifest.json", "standard library", "other library", "other library, now "),
+        ("exact/run.json", '"corpus": "', '"corpus": "0', "corpus was 0"),
+        ("muse/run.json", '"steps": 4', '"steps": 5', "steps was 5, now 4"),
+        ("attention.json", '"repeats": 1', '"repeats": 2', "repeats was 2, now 1"),
+        ("compare/compare.json", '"fingerprint": "', '"fingerprint": "0', "fingerprint"),
+        ("compare/compare.json", '"cells"', '"sells"', "does not hold the results of muse compare"),
     ],
 )
-def test_results_of_another_version_say_which_folder_to_remove(
-    whole: Path, tmp_path: Path, before: str, after: str, reason: str
+def test_what_another_demo_left_is_refused_in_one_line(
+    whole: Path, tmp_path: Path, file: str, before: str, after: str, reason: str
 ) -> None:
     output = tmp_path / "whole"
     shutil.copytree(whole, output)
-    path = output / "compare" / "compare.json"
+    path = output / file
     assert before in path.read_text()
     path.write_text(path.read_text().replace(before, after, 1))
     code, _, err = run(output)
     assert code == 2
     (line,) = err.splitlines()
+    assert str(path) in line
     assert reason in line
-    assert line.endswith(f"; remove the folder {output / 'compare'} to measure it anew")
-    shutil.rmtree(output / "compare")
-    assert run(output)[0] == 0
+    assert line.endswith("; choose another --output, or replace it with --overwrite")
+
+
+def test_a_demo_is_overwritten_on_request(whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "whole"
+    shutil.copytree(whole, output)
+    for file in ("attention.json", "compare/compare.json"):
+        (output / file).write_text("{}")
+    (output / "exact" / "run.json").write_text("{}")
+    code, out, err = run(output, "--overwrite")
+    assert code == 0, err
+    assert "is there already" not in out
+    for folder in ("corpus", "exact/model", "muse/model"):
+        assert contents(output / folder) == contents(whole / folder)
 
 
 def test_both_runs_of_the_real_demo_see_the_same_tokens() -> None:

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from muse_attention.cli import commands
 from muse_attention.evaluation.tasks.benchmarks import BENCHMARKS
 from muse_attention.pretrained import load_model
-from muse_attention.pretraining.configuration import DecoderConfig
-from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.model.configuration import DecoderConfig
+from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from tests.models import tiny_llama
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")

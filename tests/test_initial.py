@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.documents import Buckets
-from muse_attention.pretraining.prepare import Settings
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.data.documents import Buckets
+from muse_attention.pretraining.data.prepare import Settings
 from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.training import train
 from tests.models import tiny_llama

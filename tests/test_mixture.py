@@ -26,17 +26,17 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.evaluation.comparison.training_curves import TrainingCurves
-from muse_attention.pretraining import needles
 from muse_attention.pretraining.batches import Batches, Windows
-from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.data.tokenizer import read_tokenizer
+from muse_attention.pretraining.initial_model import make_model
 from muse_attention.pretraining.metrics import Step, read_metrics
-from muse_attention.pretraining.mixture import NeedleDocuments
-from muse_attention.pretraining.model import make_model
+from muse_attention.pretraining.needles import writer
+from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.probe import answers_loss
 from muse_attention.pretraining.reading import READERS, read_ahead
 from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.run_folder import run_recipe
-from muse_attention.pretraining.tokenizer import read_tokenizer
 from muse_attention.pretraining.training import TrainingError, make_batches, train
 from tests.needle_models import DEFINITION, QUESTION, needle_corpus, needle_tokenizer
 from tests.test_prepare import make
@@ -195,7 +195,7 @@ def test_a_run_with_needles_goes_on_to_the_same_bits(
     assert_same_run(tmp_path / "parted", tmp_path / "whole")
     with pytest.raises(ValueError, match="has mixture=niah, not none: it would not be the same run"):
         train(corpus, override(RECIPE, ["mixture=none"]), tmp_path / "whole", resume=True)
-    monkeypatch.setattr(needles, "VERSION", needles.VERSION + 1)
+    monkeypatch.setattr(writer, "VERSION", writer.VERSION + 1)
     with pytest.raises(ValueError, match="has learnt from needles that are not made any more; choose another output"):
         train(corpus, RECIPE, tmp_path / "whole", resume=True)
 

@@ -12,7 +12,7 @@ import torch
 
 from muse_attention import MuSeConfig, config, find_clusters, get_attention, muse_attention
 from muse_attention.benchmark.matched import at_matched_sparsity
-from muse_attention.by_name import config_at, full_name
+from muse_attention.by_name import config_at, full_name, split_names
 from muse_attention.evaluation import attentions
 from muse_attention.evaluation.fidelity import layers
 from muse_attention.pretraining import training
@@ -54,8 +54,9 @@ def test_what_is_not_the_papers_method(name: str) -> None:
 def test_full_names_say_everything() -> None:
     assert full_name("muse:paper", 65536) == f"muse:{MuSeConfig.paper(65536)}"
     assert full_name("muse", 4096) == f"muse:{MuSeConfig.for_length(4096)}"
-    assert full_name("muse:QK8", 1) == full_name("muse:QK8,clustering=auto", 1) == full_name("muse:QK8R8SP1B8k", 1)
+    assert full_name("muse:QK8", 1) == full_name("muse:QK8,clustering=auto", 1) == full_name("muse:QK8R8SP1B256", 1)
     assert full_name("muse:QK8", 1).endswith(",clustering=lloyd")
+    assert full_name("muse:QK32R2", 4096) == "muse:Q32K32R2SP1B512,clustering=lloyd"
     assert full_name("moba:L64B16R2", 1) == "moba:L64B16R2"
     assert at_matched_sparsity("muse:paper", 16384) == f"muse:{MuSeConfig.paper(16384)}"
     assert config_at("exact", 1) is None
@@ -99,6 +100,19 @@ def test_what_recorded_names_meant(attention: str, on_cpu: str, on_cuda: str) ->
     assert not may_mean(attention, "muse:QK4", 1024)
 
 
+def test_without_a_block_size_blocks_were_of_8k() -> None:
+    assert recorded_name("muse:QK32R2,seed=1", 4096, "cuda") == "muse:Q32K32R2SP1B8k,clustering=lloyd,seed=1"
+
+
+def test_names_in_one_option() -> None:
+    assert split_names(["exact, muse,muse:QK32R2,seed=1,tilt=false", "moba:L1kB64R2,exact"]) == [
+        "exact",
+        "muse",
+        "muse:QK32R2,seed=1,tilt=false",
+        "moba:L1kB64R2",
+    ]
+
+
 def test_muse_alone_was_the_papers_scaling_rule() -> None:
     assert recorded_name("muse", 65536, "cuda") == "muse:Q128K128R8SP1B8k,clustering=lloyd"
     assert recorded_name("muse", None, "cuda") == "muse"
@@ -138,7 +152,7 @@ def test_names_beside_settings_that_say_the_clustering_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("requested", "attention", "read"),
     [
-        ("muse:QK4", "muse:QK4", "muse:Q4K4R8SP1B8k,clustering=streaming"),
+        ("muse:QK4", "muse:QK4", "muse:Q4K4R4SP1B8k,clustering=streaming"),
         ("muse", "muse:QK4", "muse"),
         ("muse:QK4", "muse:Q4K4R8SP1B8k,clustering=lloyd", "muse:QK4"),
     ],

@@ -28,8 +28,8 @@ from muse_attention.evaluation.needles.statistics import (
     failures,
 )
 from muse_attention.huggingface import use_attention
-from muse_attention.pretraining.configuration import DecoderConfig
-from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.model.configuration import DecoderConfig
+from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer
 
 LENGTH = 1024

@@ -5,23 +5,55 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import muse_attention
 
+OPTIONAL = {"typer", "rich", "matplotlib", "triton", "transformers"}
 
-def test_import_needs_only_torch_and_numpy() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import muse_attention; "
-        "found = {'typer', 'rich', 'matplotlib', 'triton', 'transformers'} & (set(sys.modules) - before); "
-        "sys.exit(f'imported {found}' if found else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+def loaded_after(code: str) -> set[str]:
+    """Packages in `sys.modules` of a fresh interpreter that has run some code."""
+    code = f"import sys\n{code}\nprint(' '.join({{name.partition('.')[0] for name in sys.modules}}))"
+    finished = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(finished.stdout.split())
+
+
+def test_the_import_alone_loads_no_package() -> None:
+    assert not loaded_after("import muse_attention") & {*OPTIONAL, "torch", "numpy"}
+
+
+def test_public_names_need_only_torch_and_numpy() -> None:
+    loaded = loaded_after("from muse_attention import muse_attention, get_attention, MuSeConfig, find_clusters")
+    assert "torch" in loaded
+    assert not loaded & OPTIONAL
+
+
+def test_submodules_are_attributes_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(muse_attention), "fidelity", raising=False)
+    assert callable(muse_attention.fidelity.measure)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'fidelty'"):
+        muse_attention.fidelty  # noqa: B018
+
+
+def test_a_compiled_function_finds_a_name_that_was_not_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(muse_attention), "muse_attention", raising=False)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return muse_attention.muse_attention(x, x, x, is_causal=True, config="QK8R1B32")
+
+    assert attend(torch.randn(1, 1, 64, 8)).shape == (1, 1, 64, 8)
 
 
 def test_every_public_name_exists() -> None:
     for name in muse_attention.__all__:
         assert hasattr(muse_attention, name)
+        assert name in dir(muse_attention)
 
 
 def test_drop_in_for_sdpa_in_a_training_step() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +18,14 @@ pytest.importorskip("rich")
 
 
 from muse_attention.files import alone_in
-from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.run_folder import claimed
 from muse_attention.pretraining.training import TrainingError, train
 from tests.needle_models import needle_corpus, needle_tokenizer
+from tests.ranks import CONTEXT, run_command
 from tests.test_prepare import contents
 from tests.training_runs import SMALL, STEPS, assert_same_run, learnt, losses
 
@@ -38,26 +36,25 @@ def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
-    command = [sys.executable, "-m", "muse_attention.cli", "train", str(corpus.folder), *fields, "--recipe", "tiny"]
-    command += ["--output", str(output), "--resume", "--device", "cpu"]
+    arguments = ["train", str(corpus.folder), *fields, "--recipe", "tiny", "--output", str(output), "--device", "cpu"]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    errors = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(ranks)]
     processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+        CONTEXT.Process(
+            target=run_command, args=(arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, file)
         )
-        for rank in range(ranks)
+        for rank, file in enumerate(errors)
     ]
     try:
         for process in processes:
-            _, err = process.communicate(timeout=240)
-            assert process.returncode == 0, err.decode()
+            process.start()
+        for process, file in zip(processes, errors, strict=True):
+            process.join(timeout=240)
+            assert process.exitcode == 0, file.read_text()
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
 
 
 def assert_close_runs(output: Path, expected: Path) -> None:
@@ -126,8 +123,8 @@ def test_two_processes_learn_the_same_with_all_that_saves_time_and_memory(
     corpus: Corpus, whole_run: Path, tmp_path: Path
 ) -> None:
     changes = ["micro_batch=1", "probe_every=1", "compile=true", "recompute=true", "precision=bfloat16"]
-    train_together(corpus, override(SMALL, changes), tmp_path)
-    assert losses(tmp_path) == pytest.approx(losses(whole_run), rel=0.02)
+    train_together(corpus, override(SMALL, changes), tmp_path / "out")
+    assert losses(tmp_path / "out") == pytest.approx(losses(whole_run), rel=0.02)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(8, 6), (6, 8)])

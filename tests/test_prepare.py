@@ -32,12 +32,12 @@ from typer.testing import CliRunner
 from muse_attention.cli import commands
 from muse_attention.files import alone_in
 from muse_attention.pretraining.batches import Batches, Windows, shuffled
-from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Corpus, Manifest, read_corpus
-from muse_attention.pretraining.documents import MARKS, Buckets, Document, Piece, cut_text, join_files
-from muse_attention.pretraining.prepare import UNFINISHED, Settings, prepare
-from muse_attention.pretraining.repositories import File, Repository, broken
-from muse_attention.pretraining.sources import repositories_in
-from muse_attention.pretraining.tokenizer import Encoder, read_tokenizer, tokenizer_files, train_tokenizer
+from muse_attention.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus, Manifest, read_corpus
+from muse_attention.pretraining.data.documents import MARKS, Buckets, Document, Piece, cut_text, join_files
+from muse_attention.pretraining.data.prepare import UNFINISHED, Settings, prepare
+from muse_attention.pretraining.data.repositories import File, Repository, broken
+from muse_attention.pretraining.data.sources import repositories_in
+from muse_attention.pretraining.data.tokenizer import Encoder, read_tokenizer, tokenizer_files, train_tokenizer
 from tests.test_sources import blob, stack_row, write_folder, write_lines, write_tar
 
 SMALL = Settings(vocabulary=400, buckets=Buckets(64, 4096), held_out=0.2, tokens_per_shard=1000)
@@ -398,7 +398,7 @@ def test_a_corpus_is_kept_until_the_last_file_of_the_next_is_on_the_disk(
     def full(manifest: Manifest, folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
-    monkeypatch.setattr("muse_attention.pretraining.prepare.write_manifest", full)
+    monkeypatch.setattr("muse_attention.pretraining.data.prepare.write_manifest", full)
     with pytest.raises(OSError, match="No space left on device"):
         make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
     assert contents(tmp_path) == before
@@ -427,7 +427,7 @@ def test_a_corpus_that_another_process_finished_meanwhile_is_not_overwritten(
         shutil.copytree(corpus.folder, folder, dirs_exist_ok=True)
         return alone_in(folder)
 
-    monkeypatch.setattr("muse_attention.pretraining.prepare.alone_in", lock_late)
+    monkeypatch.setattr("muse_attention.pretraining.data.prepare.alone_in", lock_late)
     with pytest.raises(ValueError, match=r"there is a corpus in .* already"):
         prepare(as_repositories(sources()), tmp_path, SMALL, source="made up", overwrite=False)
     assert contents(tmp_path) == contents(corpus.folder)
@@ -611,12 +611,20 @@ def test_the_command_reads_every_kind(kind: str, tmp_path: Path, monkeypatch: py
     assert "tokens to train on" in out
 
 
-def test_a_corpus_is_not_replaced_by_mistake(asked: list[object]) -> None:
+def test_the_same_corpus_is_kept_and_another_is_refused(asked: list[object], tmp_path: Path) -> None:
     assert run(*asked)[0] == 0
+    before = contents(tmp_path / "out")
     code, out, err = run(*asked)
+    assert (code, err) == (0, "")
+    assert "is there already; --overwrite prepares it again" in out
+    code, out, err = run(*asked, "--held-out", "0.4")
     assert (code, out) == (2, "")
-    assert "already; choose another --output, or --overwrite it" in err
-    assert run(*asked, "--overwrite")[0] == 0
+    (line,) = err.splitlines()
+    assert "held_out was " in line
+    assert line.endswith(", now 0.4; choose another --output, or replace it with --overwrite")
+    assert contents(tmp_path / "out") == before
+    assert run(*asked, "--held-out", "0.4", "--overwrite")[0] == 0
+    assert contents(tmp_path / "out") != before
 
 
 def test_ctrl_c_and_a_full_disk_are_one_line(

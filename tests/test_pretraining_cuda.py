@@ -14,13 +14,13 @@ from torch.nn.functional import cross_entropy
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from muse_attention.pretraining.chunked_loss import IGNORED, chunked_cross_entropy
-from muse_attention.pretraining.configuration import DecoderConfig
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.model.chunked_loss import IGNORED, chunked_cross_entropy
+from muse_attention.pretraining.model.configuration import DecoderConfig
+from muse_attention.pretraining.model.decoder import DecoderForCausalLM
+from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
-from muse_attention.pretraining.sliding_window import sliding_window_attention
 from muse_attention.pretraining.training import train
 from tests.closeness import assert_as_accurate_as_pytorch
 from tests.test_sliding_window import dense, inputs

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from muse_attention.pretraining import sliding_window
-from muse_attention.pretraining.sliding_window import sliding_window_attention
+from muse_attention.pretraining.model import sliding_window
+from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
 
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
-from muse_attention.pretraining import contents
-from muse_attention.pretraining.archives import ArchiveLimits, read_archive
-from muse_attention.pretraining.contents import open_contents
-from muse_attention.pretraining.datasets import dolma_documents, stack_repositories
-from muse_attention.pretraining.filters import is_python, read_code, read_text
-from muse_attention.pretraining.repositories import BrokenSourceError, File, Repository, SkippedFileError
-from muse_attention.pretraining.sources import (
+from muse_attention.pretraining.data import contents
+from muse_attention.pretraining.data.archives import ArchiveLimits, read_archive
+from muse_attention.pretraining.data.contents import open_contents
+from muse_attention.pretraining.data.datasets import dolma_documents, stack_repositories
+from muse_attention.pretraining.data.filters import is_python, read_code, read_text
+from muse_attention.pretraining.data.repositories import BrokenSourceError, File, Repository, SkippedFileError
+from muse_attention.pretraining.data.sources import (
     project_name,
     python_libraries,
     repositories_in,

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -26,7 +27,7 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.pretraining import training
-from muse_attention.pretraining.corpus import Corpus
+from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import run_recipe
@@ -52,6 +53,70 @@ def test_the_command_trains_and_says_how_it_went(asked: list[object], whole_run:
     for said in ("tokens/s", "ETA 0:00:00", "RSE", f"wrote {tmp_path / 'out' / 'model'}"):
         assert said in out
     assert_same_run(tmp_path / "out", whole_run)
+
+
+def test_the_same_run_is_continued_another_is_refused_and_overwritten_on_request(
+    asked: list[object], whole_run: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+    shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
+    code, _, err = run(*asked)
+    assert (code, err) == (0, "")
+    assert_same_run(output, whole_run)
+    other = [word for word in asked if word != f"steps={STEPS}"]
+    code, _, err = run(*other, "--steps", "2", "--recipe", "tiny")
+    assert code == 2
+    (line,) = err.splitlines()
+    assert f"has steps={STEPS}, not 2: it would not be the same run; leave it as it was, choose another output" in line
+    assert_same_run(output, whole_run)
+    code, _, err = run(*other, "--steps", "2", "steps=3", "--overwrite")
+    assert (code, err) == (2, "muse: steps is given twice, as steps=3 and as an option: 2; leave one out\n")
+    (output / "notes.txt").write_text("mine")
+    code, _, err = run(*other, "--steps", "2", "--recipe", "tiny", "--overwrite")
+    assert (code, err) == (0, "")
+    assert len(losses(output)) == run_recipe(output).steps == 2
+    assert (output / "notes.txt").read_text() == "mine"
+
+
+def test_options_are_fields_of_the_recipe(asked: list[object], tmp_path: Path) -> None:
+    names = ("attention", "steps", "batch", "micro_batch", "peak_rate")
+    kept = [word for word in asked if not str(word).startswith(tuple(f"{name}=" for name in names))]
+    options = ["--attention", "exact", "--steps", "2", "--batch", "4", "--micro-batch", "2", "--learning-rate", "1e-4"]
+    code, _, err = run(*kept, *options)
+    assert (code, err) == (0, "")
+    recipe = run_recipe(tmp_path / "out")
+    assert [getattr(recipe, name) for name in names] == ["exact", 2, 4, 2, 1e-4]
+
+
+def test_the_fields_of_recipes_are_listed_with_their_values() -> None:
+    code, out, _ = run("train", "--help")
+    assert code == 0
+    assert all(field.name in out.replace("\n", "") for field in dataclasses.fields(SMALL))
+    for words, rate in ((["recipes"], "0.003"), (["recipes", "s3"], "0.001732")):
+        code, out, _ = run(*words)
+        assert code == 0
+        assert f" {rate} " in out
+        for field in dataclasses.fields(SMALL):
+            assert f"\n {field.name} " in out
+    code, _, err = run("recipes", "s7")
+    assert (code, err) == (2, "muse: unknown recipe 's7'; use one of tiny, s3, s4, s5, s6, s8\n")
+
+
+def test_a_run_that_would_take_days_on_a_cpu_is_announced(
+    asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "make_batches", stop)
+    _, _, err = run(*asked[:2], "--recipe", "s3", "--output", tmp_path / "out", "--device", "cpu")
+    warning, _ = err.splitlines()
+    assert re.fullmatch(
+        r"muse: about [\d,]+ days on a CPU, attention not counted: \d+M parameters, 15,259 updates of 128k tokens; "
+        r"use a GPU, or --recipe tiny",
+        warning,
+    )
 
 
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(

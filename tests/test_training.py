@@ -28,10 +28,10 @@ from muse_attention.files import alone_in
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining import checkpoints, training
 from muse_attention.pretraining.batches import Batches, Windows
-from muse_attention.pretraining.corpus import Corpus, read_corpus
-from muse_attention.pretraining.decoder import DecoderLayer
+from muse_attention.pretraining.data.corpus import Corpus, read_corpus
+from muse_attention.pretraining.initial_model import make_model
 from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
-from muse_attention.pretraining.model import make_model
+from muse_attention.pretraining.model.decoder import DecoderLayer
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override, tiny
 from muse_attention.pretraining.run_folder import run_recipe

@@ -34,7 +34,7 @@ SHAPES = [
 ]
 VARIANTS = [
     "Q3K5R2SP2B32",
-    "Q2K3R9SP9B32",
+    "Q2K3R3SP9B32",
     "Q3K5R0B32",
     "Q3K5R2B32,monopole=false",
     "Q3K5R2B32,tilt=false",

@@ -24,13 +24,24 @@ keys and values of their layers, and `evaluation` measures them. `pretraining` h
 trainer.
 """
 
-from muse_attention.attention import find_clusters, muse_attention
-from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
-from muse_attention.by_name import Attention, get_attention
-from muse_attention.config import MuSeConfig
-from muse_attention.structures import Clusters
+from __future__ import annotations
 
-__version__ = "0.2.0.dev0"
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muse_attention import baselines as baselines
+    from muse_attention import config as config
+    from muse_attention import fidelity as fidelity
+    from muse_attention import huggingface as huggingface
+    from muse_attention.attention import find_clusters, muse_attention
+    from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
+    from muse_attention.by_name import Attention, get_attention
+    from muse_attention.config import MuSeConfig
+    from muse_attention.structures import Clusters
+
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "Attention",
@@ -43,3 +54,32 @@ __all__ = [
     "moba_attention",
     "muse_attention",
 ]
+
+_HOMES = {
+    "Attention": "by_name",
+    "Clusters": "structures",
+    "MuSeConfig": "config",
+    "block_diagonal_attention": "baselines",
+    "exact_attention": "baselines",
+    "find_clusters": "attention",
+    "get_attention": "by_name",
+    "moba_attention": "baselines",
+    "muse_attention": "attention",
+}
+"""The module of each public name: imported when the name is used first, and PyTorch with it."""
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            globals()[name] = found
+            return found
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -78,8 +78,8 @@ def muse_attention(
         dropout_p: part of the signature; anything but 0.0 raises ValueError
         is_causal: attend to the past only
         scale: factor of the logits, 1/sqrt(head_dim) by default
-        config: a `MuSeConfig`, its text (`"Q128K128R8SP1B8k"`), `"paper"` for `MuSeConfig.paper(length)`, or None for
-            `MuSeConfig.for_length(length)`
+        config: a `MuSeConfig`, its text (`"Q128K128R8SP1B8k"`; without `B` the block size follows the length),
+            `"paper"` for `MuSeConfig.paper(length)`, or None for `MuSeConfig.for_length(length)`
         backend: `torch` (any device), `reference` (dense, slow, the definition), `triton` (CUDA), or `auto`
         return_lse: also return the logsumexp of each query's logits, (batch, heads, length), natural logarithm,
             float32 (float64 for float64 inputs), differentiable
@@ -144,13 +144,19 @@ def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
     """The configuration that a call's `config` stands for at its length."""
     if config is None:
         return MuSeConfig.for_length(length)
-    if isinstance(config, MuSeConfig):
-        return config
     if isinstance(config, str):
-        return MuSeConfig.named(config, length)
-    raise ValueError(
-        f"config={config!r} is a {type(config).__name__}; it must be a MuSeConfig, a string like 'QK32R2B1k', or None"
-    )
+        config = MuSeConfig.named(config, length)
+    elif not isinstance(config, MuSeConfig):
+        raise ValueError(
+            f"config={config!r} is a {type(config).__name__}; it must be a MuSeConfig, a string like 'QK32R2B1k', or "
+            "None"
+        )
+    if config.tolerance is None and config.retrieved_clusters > config.key_clusters:
+        raise ValueError(
+            f"config has retrieved_clusters={config.retrieved_clusters} of key_clusters={config.key_clusters}; "
+            f"retrieve at most {config.key_clusters}"
+        )
+    return config
 
 
 def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSeConfig) -> None:

@@ -3,7 +3,7 @@
 - `exact`
 - `muse`: `MuSeConfig.for_length` of whatever length it is called with
 - `muse:paper`: likewise `MuSeConfig.paper`; options may follow, `muse:paper,seed=1`
-- `muse:QK32R2B1k,clustering=streaming`
+- `muse:QK32R2B1k,clustering=streaming`; without `B`, as `muse:QK32R2`, the block size follows the length
 - `block_diagonal:8k`
 - `moba:L8kB512R1`: an own block of 8k, and one retrieved block of 512
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,7 +24,8 @@ from muse_attention.sizes import parse_size
 
 ATTENTIONS = ("exact", "muse", "block_diagonal", "moba")
 
-_MOBA = re.compile(r"L(\d+[kK]?)B(\d+[kK]?)R(\d+)")
+_NEXT_NAME = re.compile(rf",(?=\s*(?:{'|'.join(ATTENTIONS)})(?:[:,]|\s*$))")
+_MOBA = re.compile(r"L(\d+[kKmM]?)B(\d+[kKmM]?)R(\d+)")
 
 
 class Attention(Protocol):
@@ -77,8 +79,16 @@ def get_attention(name: str) -> Attention:
     raise ValueError(f"unknown attention {name!r}; the kinds are {', '.join(ATTENTIONS)}")
 
 
+def split_names(texts: Iterable[str]) -> list[str]:
+    """Of an option that may be repeated, and have commas: `["exact,muse:QK32R2,seed=1", "moba"]`, each name once.
+
+    A comma separates two names if a kind of attention follows; else it is inside the settings of one.
+    """
+    return list(dict.fromkeys(name.strip() for text in texts for name in _NEXT_NAME.split(text)))
+
+
 def has_settings_of_length(name: str) -> bool:
-    """Whether a name stands for other settings at another length: `muse` and `muse:paper`."""
+    """Whether a name stands for other settings at another length: `muse`, `muse:paper`, `muse:QK32R2`."""
     kind, _, settings = name.partition(":")
     return kind == "muse" and (not settings or follows_length(settings))
 

@@ -42,7 +42,7 @@ _SYMBOLS = {
     "T": ("tolerance",),
     "B": ("block_size",),
 }
-_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}k?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
+_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}[km]?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
 PAPER = "paper"
 """In place of the notation: `MuSeConfig.paper` of whatever length a text is read for."""
 _EXAMPLE = 'write it like "Q128K128R8SP1B8k", "QK64R8T0.01B8k" or "QK32R2B1k,clustering=lloyd"'
@@ -54,7 +54,7 @@ class MuSeConfig:
 
     `str(config)` writes it in the paper's notation, `Q128K128R8SP1B8k` or, with a tolerance, `Q64K64R8T0.01B8k`,
     followed by `,name=value` for every other field that is not at its default. `MuSeConfig.parse` reads it back. Sizes
-    in that notation may end in `k`, which means 1024.
+    in that notation may end in `k`, which means 1024, or in `m`.
 
     Attributes:
         query_clusters: Q, clusters of queries, found over the whole sequence.
@@ -62,7 +62,8 @@ class MuSeConfig:
         retrieved_clusters: R, key clusters that each query opens; 0 leaves only the summaries. With a tolerance it is a
             budget: the most buckets that the queries of a head retrieve, on average.
         retrieved_blocks: SP, blocks of an opened cluster that are attended to token by token. Without a tolerance.
-        block_size: B, tokens of a block. Attention inside a block is exact.
+        block_size: B, tokens of a block. Attention inside a block is exact. A text that leaves it out has
+            that of `for_length`: see `named`.
         tolerance: T. A query retrieves every bucket whose summary is expected to be wrong by more than this, as a share
             of the query's softmax. None: the paper's rule, the same number of buckets for every query.
         caution: With a tolerance. The expected error of a summary is what its weight would gain if its logit were this
@@ -189,21 +190,32 @@ class MuSeConfig:
     def parse(cls, text: str) -> MuSeConfig:
         """Read a text such as `"Q128K128R8SP1B8k"` or `"QK32R2B1k,clustering=lloyd"`.
 
-        Fields that the text does not name keep their defaults.
+        Fields that the text does not name keep their defaults, save the block size: without it the text stands for
+        another configuration at every length, and `named` reads it.
         """
         if not isinstance(text, str):
             raise ValueError(f"MuSeConfig.parse: text={text!r} is not a string; {_EXAMPLE}")
         if follows_length(text):
-            raise ValueError(f"MuSeConfig.parse: {text!r} depends on the length; use MuSeConfig.named(text, length)")
+            if not _is_of_paper(text):
+                _parse(text)  # what cannot be read at all is said first
+            raise ValueError(
+                f"MuSeConfig.parse: {text!r} depends on the length; use MuSeConfig.named(text, length), or name the "
+                "block size, as in QK32R2B1k"
+            )
         return _parse(text)
 
     @classmethod
     def named(cls, text: str, length: int) -> MuSeConfig:
-        """Read a text for a length: any text of `parse`, or `"paper"` and `"paper,seed=1"` for `paper(length)`."""
+        """Read a text for a length: any text of `parse`; `"QK32R2"`, with the block size of `for_length(length)`;
+        `"paper"` and `"paper,seed=1"`, for `paper(length)`.
+        """
         if not follows_length(text):
             return cls.parse(text)
         _check_length("named", length)
-        return _parse(text, _scale_as_paper(length))
+        if _is_of_paper(text):
+            return _parse(text, _scale_as_paper(length))
+        _parse(text)  # an error names the text as it was given
+        return _parse(f"{text},block_size={cls.for_length(length).block_size}")
 
     @classmethod
     def for_length(cls, length: int) -> MuSeConfig:
@@ -265,7 +277,15 @@ class MuSeConfig:
 
 
 def follows_length(text: str) -> bool:
-    """Whether a text stands for another configuration at another length."""
+    """Whether a text stands for another configuration at another length: `paper`, or no block size is named."""
+    notation, *options = text.split(",")
+    if "=" in notation:
+        notation, options = "", [notation, *options]
+    names = [option.partition("=")[0].strip() for option in options]
+    return _is_of_paper(text) or not ("B" in notation or "block_size" in names)
+
+
+def _is_of_paper(text: str) -> bool:
     return text.partition(",")[0].strip() == PAPER
 
 
@@ -296,6 +316,9 @@ def _parse_cached(text: str, paper_scale: tuple[int, int] | None) -> MuSeConfig:
     """The defaults, or the paper's method at this scale, with what a text changes of them."""
     changes = _read_changes(text)
     if paper_scale is None:
+        if "retrieved_clusters" not in changes and changes.get("tolerance") is None:
+            opened = MuSeConfig.retrieved_clusters
+            changes["retrieved_clusters"] = min(opened, changes.get("key_clusters", opened))
         return MuSeConfig(**changes)
     clusters, block_size = paper_scale
     paper = MuSeConfig(
@@ -324,7 +347,7 @@ def _read_changes(text: str) -> dict[str, Any]:
             raise ValueError(f"cannot read the MuSe configuration {text!r}: {name} is given twice")
         changes[name] = setting
 
-    position = len(PAPER) if follows_length(text) else 0
+    position = len(PAPER) if _is_of_paper(text) else 0
     while position < len(notation):
         term = _TERM.match(notation, position)
         if term is None:
@@ -334,7 +357,7 @@ def _read_changes(text: str) -> dict[str, Any]:
             change("tolerance", float(tolerance))
         else:
             for name in _SYMBOLS[symbol]:
-                change(name, 0 if size.strip("0") in ("", "k") else parse_size(size))
+                change(name, 0 if size.strip("0") in ("", "k", "m") else parse_size(size))
         position = term.end()
     for option in options:
         name, equals, setting = (part.strip() for part in option.partition("="))

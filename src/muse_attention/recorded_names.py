@@ -1,7 +1,8 @@
 """Names of attentions in files from before recorded names were full, and what they meant there.
 
-Such a name says nothing of its clustering: the kernels took `lloyd` for `auto`, everything else `streaming`. And `muse`
-alone was the paper's scaling rule. A full name (`by_name.full_name`) is never changed here.
+Such a name says nothing of its clustering: the kernels took `lloyd` for `auto`, everything else `streaming`. `muse`
+alone was the paper's scaling rule, and a text without a block size had blocks of 8k. A full name (`by_name.full_name`)
+is never changed here.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from muse_attention.config import MuSeConfig, follows_length
+from muse_attention.config import PAPER, MuSeConfig, follows_length
 
 DEVICES = ("cpu", "cuda")
 """The devices whose meanings differ."""
+_BLOCK_SIZE_THEN = "block_size=8192"
+"""Where none was named."""
 
 
 def recorded_name(attention: str, length: int | None, device: str) -> str:
@@ -20,8 +23,8 @@ def recorded_name(attention: str, length: int | None, device: str) -> str:
     kind, _, settings = attention.partition(":")
     if kind != "muse" or "clustering=streaming" in settings or "clustering=lloyd" in settings:
         return attention
-    if settings and not follows_length(settings):
-        config = MuSeConfig.parse(settings)
+    if settings and not settings.startswith(PAPER):
+        config = MuSeConfig.parse(f"{settings},{_BLOCK_SIZE_THEN}" if follows_length(settings) else settings)
     elif not settings and length is not None:
         config = MuSeConfig.paper_sizes(length)
     else:

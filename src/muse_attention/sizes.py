@@ -1,17 +1,19 @@
-"""Sizes as people write them: `512`, `8k` (k means 1024)."""
+"""Sizes as people write them: `512`, `8k`, `1m` (k means 1024, m means 1024 k)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-_SIZE = re.compile(r"(\d{1,12})([kK]?)")
-EXAMPLE = "a size is a positive integer like 512 or 8k"
+_SIZE = re.compile(r"(\d{1,12})([kKmM]?)")
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+EXAMPLE = "a size is a positive integer like 512, 8k or 1m"
 
 
 def parse_size(text: str) -> int:
-    """Read `512` or `8k`; a ValueError for anything else, and for 0."""
+    """Read `512`, `8k` or `1m`; a ValueError for anything else, and for 0."""
     match = _SIZE.fullmatch(text.strip())
-    size = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    size = int(match[1]) * _UNITS[match[2].lower()] if match else 0
     if size < 1:
         raise ValueError(f"cannot read the size {text.strip()!r}: {EXAMPLE}")
     return size
@@ -20,6 +22,11 @@ def parse_size(text: str) -> int:
 def parse_sizes(text: str) -> tuple[int, ...]:
     """`"32k,64k"`, in the order given, each once."""
     return tuple(dict.fromkeys(parse_size(part) for part in text.split(",")))
+
+
+def parse_size_list(texts: Iterable[str]) -> tuple[int, ...]:
+    """Of an option that may be repeated, and have commas: `["8k,16k", "1m"]`, each once."""
+    return tuple(dict.fromkeys(size for text in texts for size in parse_sizes(text)))
 
 
 def nearest_power_of_two(numerator: int, denominator: int, *, smallest: int) -> int:
@@ -31,4 +38,7 @@ def nearest_power_of_two(numerator: int, denominator: int, *, smallest: int) -> 
 
 
 def format_size(size: int) -> str:
-    return f"{size // 1024}k" if size and size % 1024 == 0 else str(size)
+    for unit in ("m", "k"):
+        if size and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return str(size)

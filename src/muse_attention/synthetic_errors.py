@@ -21,6 +21,7 @@ from muse_attention.config import MuSeConfig
 from muse_attention.fidelity import compare, future_influence, position_error
 from muse_attention.files import replace_file
 from muse_attention.machine import describe_machine
+from muse_attention.strict_json import parse_json
 
 REPEATS = 3
 BINS = 128
@@ -82,6 +83,24 @@ class Errors:
 
     def write(self, path: Path) -> None:
         replace_file(path, json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Errors:
+        """What `write` wrote; a ValueError if it is something else."""
+        try:
+            document = parse_json(path.read_bytes(), finite=False)
+            return cls(
+                machine=dict(document["machine"]),
+                settings=Settings(**document["settings"]),
+                bin_centres=list(document["bin_centres"]),
+                lines=[Line(**line) for line in document["lines"]],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not hold the results of muse errors") from error
+
+    def conditions(self) -> dict[str, Any]:
+        """What a measurement must have in common with another to be the same: settings, machine and versions."""
+        return {name: value for name, value in self.machine.items() if name != "date"} | asdict(self.settings)
 
 
 def measure_errors(

@@ -33,7 +33,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention on one shape, and the baseline, whose runs took turns with its own."""
+    """One attention on one shape, and the baseline, whose runs took turns with those of all attentions."""
 
     request: Request
     attention: str
@@ -51,6 +51,12 @@ class Case:
     @property
     def shape(self) -> Shape:
         return self.request.shape
+
+    @property
+    def spread(self) -> float | None:
+        """That of the times, or of the baseline's if it is larger; None of one repeat."""
+        known = [spread for spread in (self.times.spread, self.sdpa_times.spread) if spread is not None]
+        return max(known, default=None)
 
     @property
     def speedup_forward(self) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,37 +19,41 @@ from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.results import Case, Results, Settings, read_results, write_results
 from muse_attention.benchmark.stages import measure_stages
 from muse_attention.benchmark.sweeps import format_shape
-from muse_attention.benchmark.timing import time_interleaved
+from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, sdpa
 from muse_attention.by_name import Attention, get_attention
+from muse_attention.earlier_results import check_same, find_earlier
 from muse_attention.fidelity import measure
 from muse_attention.machine import describe_machine
 
+WAY_OUT = "choose another --name or --output, or replace it with --overwrite"
 OnStep = Callable[[str, int], None]
 """Told what begins, and how many steps are finished."""
 
 
-def start_results(plan: Plan, path: Path, *, resume: bool) -> Results:
-    """Empty results, or with `resume` those of the file if there is one; a ValueError if they cannot be continued."""
+def start_results(plan: Plan, path: Path, *, overwrite: bool = False, way_out: str = WAY_OUT) -> Results:
+    """Those of the file if there is one, else empty ones; a ValueError if they cannot be continued."""
     machine = describe_machine()
-    if not (resume and path.exists()):
+    wanted = {**_comparable(machine), **vars(plan.settings)}
+    earlier = find_earlier(path, read_results, _description, wanted, overwrite=overwrite, way_out=way_out)
+    if earlier is None:
         return Results(machine, plan.settings)
-    earlier = read_results(path)
-    differences = [
-        name for name, setting in vars(plan.settings).items() if getattr(earlier.settings, name) != setting
-    ] + [name for name in machine if name != "date" and earlier.machine.get(name) != machine[name]]
-    if differences:
-        raise ValueError(
-            f"cannot resume {path.name}: it was measured with other settings or on another machine "
-            f"({', '.join(differences)} differ); choose another --name, or drop --resume to start over"
-        )
     for case in earlier.cases:
-        if case.attention != case.request.full_name:
-            raise ValueError(
-                f"cannot resume {path.name}: {case.request.attention} was measured as {case.attention}, and now is "
-                f"{case.request.full_name}; choose another --name, or drop --resume to start over"
-            )
+        check_same(
+            path,
+            {case.request.attention: case.attention},
+            {case.request.attention: case.request.full_name},
+            way_out=way_out,
+        )
     return earlier
+
+
+def _description(results: Results) -> dict[str, Any]:
+    return {**_comparable(results.machine), **vars(results.settings)}
+
+
+def _comparable(machine: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in machine.items() if name != "date"}
 
 
 def run_plan(plan: Plan, results: Results, path: Path, *, on_step: OnStep = lambda description, finished: None) -> None:
@@ -66,12 +71,30 @@ def run_plan(plan: Plan, results: Results, path: Path, *, on_step: OnStep = lamb
 
 
 def _measure_cases(plan: Plan, results: Results, path: Path, begin: Callable[[Request, str], None]) -> None:
-    for shape, requests in by_shape(plan.missing(results)):
+    for shape, of_shape in by_shape(plan.missing(results)):
+        requests = list(of_shape)
         shared = _SharedByShape(plan.settings, shape)
-        for request in requests:
-            case = _run_case(plan.settings, request, shared, results, functools.partial(begin, request))
+        sdpa_times, *times = _time_together(plan.settings, requests, shared.workload, begin)
+        for request, own_times in zip(requests, times, strict=True):
+            case = _finish_case(
+                plan.settings, request, shared, results, functools.partial(begin, request), own_times, sdpa_times
+            )
             results.cases.append(case)
             write_results(results, path)
+
+
+def _time_together(
+    settings: Settings, requests: Sequence[Request], workload: Workload, begin: Callable[[Request, str], None]
+) -> list[Times]:
+    """Of exact attention, and of each request: all of one shape take turns, so that their ratios are of one time."""
+
+    def begin_turn(round_number: int, turn: int) -> None:
+        if turn:  # exact attention comes first, and is no request
+            what = f"repeat {round_number} of {settings.repeats}" if round_number else "warm-up"
+            begin(requests[turn - 1], what)
+
+    attentions = [sdpa, *(get_attention(request.full_name) for request in requests)]
+    return time_interleaved(attentions, workload, settings.repeats, on_turn=begin_turn)
 
 
 def _measure_stages(plan: Plan, results: Results, path: Path, begin: Callable[[Request, str], None]) -> None:
@@ -115,20 +138,18 @@ def _create_workload(settings: Settings, shape: Shape) -> Workload:
     )
 
 
-def _run_case(
+def _finish_case(
     settings: Settings,
     request: Request,
     shared: _SharedByShape,
     results: Results,
     begin: Callable[[str], None],
+    times: Times,
+    sdpa_times: Times,
 ) -> Case:
+    """What is measured one attention after another: fidelity and memory."""
     name = request.full_name
     attention = get_attention(name)
-
-    def begin_round(number: int) -> None:
-        begin(f"repeat {number} of {settings.repeats}" if number else "warm-up")
-
-    sdpa_times, times = time_interleaved([sdpa, attention], shared.workload, settings.repeats, begin_round)
     begin("fidelity")
     fidelity = shared.measure_fidelity(attention)
     memory, sdpa_memory = None, None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from muse_attention.benchmark.results import Case, Results, Settings
 from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_attention.benchmark.sweeps import find_sweep, format_shape
-from muse_attention.benchmark.timing import LONG_RUN_SECONDS
+from muse_attention.benchmark.timing import LONG_RUN_SECONDS, NOISY
 from muse_attention.fidelity_columns import RETRIEVAL, TAIL, Column, known, meaning
 from muse_attention.machine import machine_lines
 from muse_attention.markup import Code, fenced, markdown_line, markdown_list, markdown_table
@@ -19,6 +19,7 @@ _HEADER = (
     "forward + backward",
     "SDPA",
     "speed-up",
+    "spread",
     "RSE",
     "cosine",
     "extra memory",
@@ -43,6 +44,7 @@ def markdown_report(results: Results, *, title: str) -> str:
             "",
             caption(results.settings),
             "",
+            *(line for noise in noise_lines(results) for line in (markdown_line(noise), "")),
             *_retrieval_section(results),
             *_stages_section(results),
         ]
@@ -54,18 +56,34 @@ def caption(settings: Settings) -> str:
     if settings.device == "cpu":
         warm_up += f" (counted as a repeat where it took more than {LONG_RUN_SECONDS:g} s)"
     return (
-        f"Times are medians of {settings.repeats} repeats after {warm_up}; the attention and "
+        f"Times are medians of {settings.repeats} repeats after {warm_up}; all attentions of one length and "
         "`torch.nn.functional.scaled_dot_product_attention` (SDPA) take turns in every repeat, and the speed-up is the "
-        "ratio of their medians. The forward pass is recorded by autograd; the backward pass gives the gradients of "
-        "query, key and value. RSE and cosine compare outputs with exact attention on the same data. Extra memory is "
-        "the peak of one forward and backward pass (on a CPU, with batch 1 and one head), without the inputs, with the "
-        "output and the gradients. On CUDA, SDPA goes through cuDNN, and the host is ahead of the GPU, as in training."
+        "ratio of two medians. The spread is the distance between the quartiles of forward + backward as a share of "
+        "the median, of the attention or of SDPA, whichever is larger. The forward pass is recorded by autograd; the "
+        "backward pass gives the gradients of query, key and value. RSE and cosine compare outputs with exact "
+        "attention on the same data. Extra memory is the peak of one forward and backward pass (on a CPU, with batch "
+        "1 and one head), without the inputs, with the output and the gradients. On CUDA, SDPA goes through cuDNN, and "
+        "the host is ahead of the GPU, as in training."
     )
 
 
+def noise_lines(results: Results) -> list[str]:
+    """One that says which times vary by more than `NOISY`, if any do."""
+    noisy = [case for case in sorted_cases(results) if case.spread is not None and case.spread > NOISY]
+    if not noisy:
+        return []
+    shapes = dict.fromkeys(format_shape(case.shape, results.settings.sweep) for case in noisy)
+    worst = max(case.spread for case in noisy if case.spread is not None)
+    return [
+        f"This machine was too noisy: times at {', '.join(shapes)} have a spread of up to {worst:.0%}, above the bound "
+        f"of {NOISY:.0%}, and their speed-ups are uncertain. Measure again on an idle machine, or with more repeats."
+    ]
+
+
 def sorted_cases(results: Results) -> list[Case]:
-    """By shape, the length first; attentions in the order they were asked for."""
-    return sorted(results.cases, key=lambda case: case.shape)
+    """By shape, the length first; those that took turns together; attentions in the order they were asked for."""
+    together = list(dict.fromkeys(case.sdpa_times for case in results.cases))
+    return sorted(results.cases, key=lambda case: (case.shape, together.index(case.sdpa_times)))
 
 
 def format_seconds(seconds: float) -> str:
@@ -83,6 +101,10 @@ def format_ratio(ratio: float) -> str:
 
 def format_error(error: float) -> str:
     return "0" if error == 0 else f"{error:.3f}" if error >= 0.001 else f"{error:.1e}"
+
+
+def format_spread(spread: float | None) -> str:
+    return "-" if spread is None else f"{spread:.0%}"
 
 
 def format_memory(count: int | None) -> str:
@@ -148,6 +170,7 @@ def _cells(case: Case) -> tuple[str, ...]:
         format_seconds(case.times.forward_backward_median),
         format_seconds(case.sdpa_times.forward_backward_median),
         format_ratio(case.speedup_forward_backward),
+        format_spread(case.spread),
         format_error(case.fidelity["relative_squared_error"]),
         f"{case.fidelity['cosine']:.4f}",
         format_memory(case.extra_memory_bytes),

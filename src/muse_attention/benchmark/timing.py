@@ -13,6 +13,8 @@ from muse_attention.benchmark.workload import AttentionCall, Workload
 
 LONG_RUN_SECONDS = 5.0
 """From here on, what a first run spends on starting up is small beside the run itself."""
+NOISY = 0.1
+"""A spread above this: something else was at work on the machine, and ratios of times are uncertain."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +32,33 @@ class Times:
     def forward_backward_median(self) -> float:
         return statistics.median(self.forward_backward)
 
+    @property
+    def spread(self) -> float | None:
+        """Between the quartiles of the forward and backward pass, as a share of the median; None of one repeat."""
+        if len(self.forward_backward) < 2:
+            return None
+        lower, middle, upper = statistics.quantiles(self.forward_backward, n=4, method="inclusive")
+        return (upper - lower) / middle
+
 
 def time_interleaved(
     attentions: Sequence[AttentionCall],
     workload: Workload,
     repeats: int,
     on_round: Callable[[int], None] = lambda round_number: None,
+    on_turn: Callable[[int, int], None] = lambda round_number, attention: None,
 ) -> list[Times]:
-    """`Times` of each attention, run in turn: A B C, A B C, ..., `repeats` + 1 rounds; `on_round` is told each.
+    """`Times` of each attention, run in turn: A B C, A B C, ..., `repeats` + 1 rounds.
 
+    `on_round` is told the number of each round, `on_turn` that and the number of the attention whose turn it is.
     Round 0 is a warm-up and is not counted. On a CPU, an attention that takes more than `LONG_RUN_SECONDS` has its
     warm-up counted as its first repeat, and sits out the last round.
     """
     runs: list[list[tuple[float, float]]] = [[] for _ in attentions]
     for round_number in range(repeats + 1):
         on_round(round_number)
-        for attention, finished in zip(attentions, runs, strict=True):
+        for turn, (attention, finished) in enumerate(zip(attentions, runs, strict=True)):
+            on_turn(round_number, turn)
             if len(finished) == repeats:
                 continue
             seconds = time_once(attention, workload)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import importlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import torch
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
+from muse_attention import __version__
 from muse_attention.plots import MatplotlibMissingError
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own copy of click, or depends on it
@@ -50,26 +54,85 @@ class _OneLineErrors(TyperGroup):
         return sys.exit(code or 0) if standalone_mode else code
 
 
+class _Listed(NamedTuple):
+    modules: tuple[str, ...]
+    summary: str
+
+
+_LISTED: dict[str, _Listed] = {}
+
+
+def list_command(name: str, summary: str, *modules: str) -> None:
+    """Have a command in `muse --help`. Its modules, in this folder, by default that of its name, are imported when it
+    is called: most of them need PyTorch, which takes seconds to import."""
+    _LISTED[name] = _Listed(modules or (name,), summary)
+
+
+class _CommandsOnDemand(_OneLineErrors):
+    """Commands of `list_command`, in its order."""
+
+    _shows_help = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_LISTED)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _LISTED:
+            return None
+        if self._shows_help:
+            return TyperCommand(cmd_name, help=_LISTED[cmd_name].summary)
+        for module in _LISTED[cmd_name].modules:
+            importlib.import_module(f"muse_attention.cli.{module}")
+        return get_group(app).commands[cmd_name]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._shows_help = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._shows_help = False
+
+
 app = typer.Typer(
-    cls=_OneLineErrors, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
+    cls=_CommandsOnDemand, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
 )
 _AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}
 """Names of users' files and documents are printed, and brackets in them mean nothing."""
 console = Console(**_AS_IT_IS)
 
+SECONDS_BETWEEN_LINES = 30.0
+"""Of progress, where there is no terminal."""
+
 CONTENTS = "index.html"
 """What `muse report` writes beside the reports of a folder: what there is."""
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace earlier results of the same name instead of continuing them.")
+]
+"""The policy is that of `earlier_results`."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"muse-attention {__version__}")
+        raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-def muse(context: typer.Context) -> None:
+def muse(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def default_device() -> str:
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -91,6 +154,8 @@ def make_folder(folder: Path) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
+    import torch
+
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -122,24 +187,62 @@ def draw_picture(picture: Path, draw: Callable[[Path], None]) -> bool:
 
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr if that is a terminal, gone when it is full, and the function that moves it."""
+    """The progress of work whose size is known, and the function that is told what begins and how much is finished."""
     with phases_bar() as on_step:
         on_step("", 0, steps)
         yield lambda description, finished: on_step(description, finished, steps)
 
 
 @contextlib.contextmanager
-def phases_bar() -> Iterator[Callable[[str, int, int | None], None]]:
-    """The same for work whose size shows on the way: the function is told it, or None, with every step."""
+def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
+    """The same for work whose size shows on the way: the function is told it, or None, with every step.
+
+    On a terminal, a bar on stderr, gone when it is full. Elsewhere a line on stderr every `SECONDS_BETWEEN_LINES`,
+    unless the command says its own.
+    """
     stderr = Console(stderr=True, **_AS_IT_IS)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    lines = _Lines()
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("", total=None)
 
         def on_step(description: str, finished: int, total: int | None) -> None:
             progress.update(task, description=description, completed=finished, total=total)
+            if says_lines and not stderr.is_terminal:
+                lines.on_step(description, finished, total)
 
         yield on_step
+
+
+class _Lines:
+    """Progress in lines, for output that is no terminal."""
+
+    def __init__(self) -> None:
+        self._total: int | None = None
+        self._began, self._first = time.monotonic(), 0
+        self._said = self._began
+
+    def on_step(self, description: str, finished: int, total: int | None) -> None:
+        now = time.monotonic()
+        if total != self._total:  # another phase, whose speed is not known yet
+            self._total, self._began, self._first = total, now, finished
+        if now - self._said < SECONDS_BETWEEN_LINES:
+            return
+        self._said = now
+        line = f"{description}: {finished}"
+        if total is not None:
+            line += f" of {total}"
+            if finished > self._first:
+                left = (now - self._began) / (finished - self._first) * (total - finished)
+                line += f", ETA {datetime.timedelta(seconds=round(left))}"
+        say(line)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +22,16 @@ from muse_attention.benchmark.tables import (
     format_memory,
     format_ratio,
     format_seconds,
+    format_spread,
     markdown_report,
+    noise_lines,
     retrieval_columns,
     sorted_cases,
 )
+from muse_attention.by_name import split_names
 from muse_attention.cli.app import (
     Device,
+    Overwrite,
     app,
     console,
     default_device,
@@ -38,19 +41,28 @@ from muse_attention.cli.app import (
     progress_bar,
     report_written,
     run_errors,
+    say,
     user_errors,
 )
 from muse_attention.fidelity_columns import meaning
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
 from muse_attention.plots import plot_speedup
-from muse_attention.sizes import format_size, parse_sizes
+from muse_attention.sizes import format_size, parse_size_list
 
 
 @app.command()
 def bench(
     device: Device = None,
-    lengths: Annotated[str, typer.Option(help="Sequence lengths; k means 1024.")] = "32k,64k",
+    length: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--length",
+            "--lengths",
+            help="Sequence lengths, like 32k,64k,1m; may be repeated. k means 1024.",
+            show_default="32k,64k",
+        ),
+    ] = None,
     heads: Annotated[
         int | None,
         typer.Option(
@@ -67,8 +79,9 @@ def bench(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to measure, by name; may be repeated. muse is MuSeConfig.for_length, muse:paper the "
-            "paper's method at each length; block_diagonal and moba without settings have the paper's sparsity.",
+            help="Attention to measure, by name, like muse,moba; may be repeated. muse is MuSeConfig.for_length, "
+            "muse:paper the paper's method at each length; block_diagonal and moba without settings have the paper's "
+            "sparsity.",
             show_default=", ".join(MATCHED_KINDS),
         ),
     ] = None,
@@ -82,19 +95,24 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Timed runs of each pass; medians are reported.")] = 3,
     causal: Annotated[bool, typer.Option(help="Causal attention.")] = True,
     memory: Annotated[bool, typer.Option(help="Measure peak memory; on a CPU, with one head.")] = True,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks"),
+    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/bench"),
     name: Annotated[
         str | None,
         typer.Option(help="File name, without ending.", show_default="the device, and the sweep if there is one"),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the cases that the file has already.")] = False,
+    overwrite: Overwrite = False,
+    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,
 ) -> None:
-    """Measure time, memory and fidelity against scaled_dot_product_attention, in the same run.
+    """Measure time, memory and error of attentions, and of scaled_dot_product_attention beside them.
 
-    Writes NAME.json after every case, and NAME.md and NAME.png at the end. Before the timed runs there is one warm-up,
-    which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On CUDA the share
-    of each stage is measured too, when all times are known.
+    All attentions of one length take turns, so that ratios compare the same moments. Before the timed runs there is
+    one warm-up, which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On
+    CUDA the share of each stage is measured too, when all times are known.
+
+    Writes NAME.json on the way, and NAME.md and NAME.png at the end. Run again, it adds what is missing.
     """
+    if resume:
+        say("--resume is what happens without it, too, and will be gone in 0.4")
     with user_errors():
         device = device or default_device()
         settings = Settings(
@@ -108,11 +126,11 @@ def bench(
             memory=memory,
             sweep=sweep,
         )
-        plan = _plan(settings, parse_sizes(lengths), attention)
+        plan = _plan(settings, parse_size_list(length or ["32k,64k"]), attention)
         stem = file_stem(name if name is not None else device if sweep is None else f"{device}-sweep-{sweep}")
         make_folder(output)
         path = output / f"{stem}.json"
-        results = start_results(plan, path, resume=resume)
+        results = start_results(plan, path, overwrite=overwrite)
     command = _command_line(plan, stem)
     if plan.steps(results) and command not in results.commands:
         results.commands.append(command)
@@ -122,6 +140,8 @@ def bench(
         console.print(_bench_table(results))
         if retrieval_columns(results.cases):
             console.print(_retrieval_table(results))
+        for line in noise_lines(results):
+            say(line)
         report = output / f"{stem}.md"
         replace_file(report, markdown_report(results, title=f"Benchmark: {stem}"))
         report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
@@ -129,7 +149,7 @@ def bench(
 
 def _plan(settings: Settings, lengths: Sequence[int], attentions: Sequence[str] | None) -> Plan:
     if settings.sweep is None:
-        return Plan.at_lengths(settings, lengths, tuple(dict.fromkeys(attentions or MATCHED_KINDS)))
+        return Plan.at_lengths(settings, lengths, tuple(split_names(attentions or MATCHED_KINDS)))
     if attentions:
         raise ValueError("--sweep has attentions of its own; leave out --attention")
     return Plan.of_sweep(settings, lengths[0])
@@ -138,7 +158,7 @@ def _plan(settings: Settings, lengths: Sequence[int], attentions: Sequence[str] 
 def _command_line(plan: Plan, name: str) -> str:
     """The command with every setting spelled out, save the folder, which is nobody else's business."""
     settings = plan.settings
-    words = ["muse", "bench", "--device", settings.device, "--lengths", ",".join(map(format_size, plan.lengths))]
+    words = ["muse", "bench", "--device", settings.device, "--length", ",".join(map(format_size, plan.lengths))]
     for option in ("heads", "batch", "head_dim", "dtype", "repeats"):
         words += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
     if settings.sweep is None:
@@ -154,33 +174,35 @@ def _command_line(plan: Plan, name: str) -> str:
 def _how_to_continue(results: Results, path: Path, command: str) -> str:
     if not results.cases:
         return "no case was finished, and nothing was written"
-    continued = f"{command} --output {shlex.quote(str(path.parent))} --resume"
+    continued = f"{command} --output {shlex.quote(str(path.parent))}"
     return f"finished cases are in {path} ({len(results.cases)}); continue with: {continued}"
 
 
 def _bench_table(results: Results) -> Table:
     hardware, versions = machine_lines(results.machine)
-    table = new_table(f"{hardware}\n{versions}", "forward", "forward +\nbackward", "RSE", "cosine", "extra\nmemory")
+    columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
+    table = new_table(f"{hardware}\n{versions}", *columns)
     table.caption = caption(results.settings).replace("`", "")
-    for shape, cases in itertools.groupby(sorted_cases(results), key=lambda case: case.shape):
-        of_shape = list(cases)
+    for (shape, sdpa), cases in itertools.groupby(
+        sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
+    ):
+        together = list(cases)
         table.add_section()
-        sdpa = [case.sdpa_times for case in of_shape]
         table.add_row(
             f"SDPA at {format_shape(shape, results.settings.sweep)}",
-            _time_cell(statistics.median(times.forward_median for times in sdpa)),
-            _time_cell(statistics.median(times.forward_backward_median for times in sdpa)),
+            _time_cell(sdpa.forward_median),
+            _time_cell(sdpa.forward_backward_median),
+            format_spread(sdpa.spread),
             "",
-            "",
-            format_memory(of_shape[0].sdpa_extra_memory_bytes),
+            format_memory(together[0].sdpa_extra_memory_bytes),
         )
-        for case in of_shape:
+        for case in together:
             table.add_row(
                 case.attention,
                 _time_cell(case.times.forward_median, case.speedup_forward),
                 _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
+                format_spread(case.times.spread),
                 format_error(case.fidelity["relative_squared_error"]),
-                f"{case.fidelity['cosine']:.4f}",
                 format_memory(case.extra_memory_bytes),
             )
     return table

@@ -21,7 +21,7 @@ from muse_attention.evaluation.comparison.report import (
 )
 from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_attention.evaluation.loss.curves import SHORTEST
-from muse_attention.pretraining.corpus import read_corpus
+from muse_attention.pretraining.data.corpus import read_corpus
 from muse_attention.pretraining.recipes import PRECISIONS
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size, parse_size

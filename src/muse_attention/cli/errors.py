@@ -11,6 +11,7 @@ from rich.table import Table
 from muse_attention.benchmark.tables import format_error, format_ratio
 from muse_attention.cli.app import (
     Device,
+    Overwrite,
     app,
     console,
     default_device,
@@ -22,7 +23,8 @@ from muse_attention.cli.app import (
     say,
     user_errors,
 )
-from muse_attention.machine import machine_lines
+from muse_attention.earlier_results import find_earlier
+from muse_attention.machine import describe_machine, machine_lines
 from muse_attention.plots import plot_error_by_position
 from muse_attention.sizes import format_size, parse_size
 from muse_attention.synthetic_errors import STEPS, Errors, Settings, measure_errors
@@ -34,17 +36,21 @@ def errors(
     heads: Annotated[int, typer.Option(help="Heads.")] = 2,
     device: Device = None,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/errors"),
+    overwrite: Overwrite = False,
 ) -> None:
     """Compare MuSe of the paper's sizes, and MoBA and block-diagonal attention as sparse, with exact attention.
 
-    On synthetic data.
+    On synthetic data. Results that are there already are shown, not measured again.
     """
     with user_errors():
         settings = Settings(parse_size(length), heads=heads, device=device or default_device())
+        path = output / "errors.json"
+        wanted = Errors(describe_machine(), settings, [], []).conditions()
+        earlier = find_earlier(path, Errors.read, Errors.conditions, wanted, overwrite=overwrite)
         make_folder(output)
     try:
         with progress_bar(STEPS) as on_step:
-            result = measure_errors(settings, on_step=on_step)
+            result = earlier or measure_errors(settings, on_step=on_step)
     except KeyboardInterrupt:
         say("interrupted; nothing was written")
         raise typer.Exit(130) from None
@@ -54,8 +60,8 @@ def errors(
         say("out of memory; choose a smaller --length or fewer --heads")
         raise typer.Exit(1) from None
     console.print(_errors_table(result))
-    path = output / "errors.json"
-    result.write(path)
+    if earlier is None:
+        result.write(path)
     report_written([path], output / "error_by_position.png", lambda picture: _plot_error(result, picture))
 
 

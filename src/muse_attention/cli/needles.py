@@ -36,10 +36,10 @@ from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, chec
 from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL
-from muse_attention.pretraining.corpus import HELD_OUT, read_corpus
-from muse_attention.pretraining.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
-from muse_attention.pretraining.needles import VERSION
-from muse_attention.pretraining.tokenizer import read_tokenizer
+from muse_attention.pretraining.data.corpus import HELD_OUT, read_corpus
+from muse_attention.pretraining.data.tokenizer import read_tokenizer
+from muse_attention.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
+from muse_attention.pretraining.needles.writer import VERSION
 from muse_attention.sizes import format_size, parse_sizes
 
 if TYPE_CHECKING:

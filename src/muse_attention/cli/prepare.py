@@ -11,16 +11,17 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from muse_attention.cli.app import app, console, make_folder, phases_bar, run_errors, say, user_errors
-from muse_attention.pretraining.contents import open_contents
-from muse_attention.pretraining.corpus import HELD_OUT, TRAIN, Manifest
-from muse_attention.pretraining.datasets import dolma_documents, stack_repositories
-from muse_attention.pretraining.documents import Buckets
-from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT
-from muse_attention.pretraining.prepare import Settings
-from muse_attention.pretraining.prepare import prepare as prepare_corpus
-from muse_attention.pretraining.repositories import Repository
-from muse_attention.pretraining.sources import python_libraries, repositories_in, texts_in
+from muse_attention.cli.app import Overwrite, app, console, make_folder, phases_bar, run_errors, say, user_errors
+from muse_attention.earlier_results import find_earlier
+from muse_attention.pretraining.data.contents import open_contents
+from muse_attention.pretraining.data.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest, read_corpus
+from muse_attention.pretraining.data.datasets import dolma_documents, stack_repositories
+from muse_attention.pretraining.data.documents import Buckets
+from muse_attention.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT
+from muse_attention.pretraining.data.prepare import Settings, recorded_settings
+from muse_attention.pretraining.data.prepare import prepare as prepare_corpus
+from muse_attention.pretraining.data.repositories import Repository, printable
+from muse_attention.pretraining.data.sources import python_libraries, repositories_in, texts_in
 from muse_attention.sizes import format_size, parse_size
 
 KINDS = ("python", "repositories", "stack", "dolma", "text")
@@ -61,11 +62,12 @@ def prepare(
         str | None, typer.Option(help="Folder or URL with content/ID, gzip, for the ids of The Stack v2.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the split and of the order of documents.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the corpus in the folder.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Prepare texts for pretraining: filter, join, split and tokenize them.
 
-    Writes shards of tokens, an index of documents, the tokenizer, and manifest.json when all of that is whole.
+    Writes shards of tokens, an index of documents, the tokenizer, and manifest.json when all of that is whole. A
+    corpus that is there already is kept if it was made from the same sources with the same settings, by their names.
     """
     paths = source or []
     with user_errors():
@@ -82,14 +84,26 @@ def prepare(
             largest_text=largest_bytes or LARGEST_TEXT,
         )
         repositories = _repositories(kind, paths, contents, settings)
+        words = _in_words(kind, paths)
+        earlier = find_earlier(
+            output / MANIFEST,
+            lambda path: read_corpus(path.parent, hashes=False),
+            lambda corpus: {"source": corpus.manifest.source, **corpus.manifest.settings},
+            {"source": printable(words), **recorded_settings(settings)},
+            overwrite=overwrite,
+        )
         make_folder(output)
+    if earlier is not None:
+        _show(earlier.manifest)
+        typer.echo(f"{output} is there already; --overwrite prepares it again, if the sources have changed")
+        return
     with run_errors(lambda: "no new corpus was written; run the same command again"), user_errors():
         with phases_bar() as on_step:
             corpus = prepare_corpus(
                 repositories,
                 output,
                 settings,
-                source=_in_words(kind, paths),
+                source=words,
                 overwrite=overwrite,
                 on_step=on_step,
             )

@@ -8,50 +8,102 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from muse_attention.benchmark.workload import check_device
-from muse_attention.cli.app import Device, app, default_device, make_folder, phases_bar, run_errors, say, user_errors
+from muse_attention.cli.app import (
+    SECONDS_BETWEEN_LINES,
+    Device,
+    app,
+    default_device,
+    make_folder,
+    phases_bar,
+    run_errors,
+    say,
+    user_errors,
+)
 from muse_attention.cli.language_model import short_warnings
-from muse_attention.pretraining.corpus import read_corpus
-from muse_attention.pretraining.recipes import RECIPES, Recipe, get_recipe, override
+from muse_attention.pretraining.data.corpus import Corpus, read_corpus
+from muse_attention.pretraining.recipes import RECIPES, Recipe, field_meanings, get_recipe, override
+from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
     from muse_attention.pretraining.metrics import Step
 
-_SECONDS_BETWEEN_LINES = 30.0
 _SMOOTHING = 0.9
 _LESS_MEMORY = ("micro_batch=1", "recompute=true")
+_CPU_FLOPS = 5e10
+"""Of a CPU, about, for a warning before a run that is not meant for one."""
+_LONG_ON_CPU = datetime.timedelta(hours=1)
 
 
-@app.command()
+def _field(name: str, *flags: str) -> Any:
+    """An option that changes a field of the recipe."""
+    flags = flags or (f"--{name.replace('_', '-')}",)
+    return typer.Option(*flags, help=_sentence(field_meanings()[name]), show_default="that of the recipe")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+@app.command(
+    epilog=f"The fields of a recipe, for KEY=VALUE: {', '.join(field_meanings())}. "
+    "`muse recipes` lists what they mean and their values in each recipe."
+)
 def train(
     corpus: Annotated[Path, typer.Argument(help="Folder that muse prepare wrote.")],
     changes: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other values of the recipe's fields.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Other values of any field of the recipe, like clip=0.5."),
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(RECIPES)}.", show_default="tiny, or that of the run that is resumed"),
+        typer.Option(help=f"{', '.join(RECIPES)}.", show_default="that of the run in the folder, or tiny"),
     ] = None,
+    attention: Annotated[str | None, _field("attention")] = None,
+    steps: Annotated[str | None, _field("steps")] = None,
+    length: Annotated[str | None, _field("length")] = None,
+    batch: Annotated[str | None, _field("batch")] = None,
+    micro_batch: Annotated[str | None, _field("micro_batch")] = None,
+    peak_rate: Annotated[str | None, _field("peak_rate", "--learning-rate", "--peak-rate")] = None,
+    warmup: Annotated[str | None, _field("warmup")] = None,
+    precision: Annotated[str | None, _field("precision")] = None,
+    seed: Annotated[str | None, _field("seed")] = None,
+    initial: Annotated[str | None, _field("initial")] = None,
+    mixture: Annotated[str | None, _field("mixture", "--mixture", "--train-mixture")] = None,
     output: Annotated[Path, typer.Option(help="Folder of checkpoints, metrics and the model.")] = Path("out/train"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in the folder instead of continuing it.")
+    ] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with the run in the folder; with --recipe, start it if there is none."),
+        typer.Option("--resume", help="Refuse if there is no run in the folder, unless a --recipe is named."),
     ] = False,
-    train_mixture: Annotated[
-        str | None,
-        typer.Option(help="niah: a share of needle documents; the same as mixture=niah.", show_default="none"),
-    ] = None,
     device: Device = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write metrics for TensorBoard too.")] = False,
 ) -> None:
     """Pretrain a language model with any attention in its global layers.
 
+    A run that was stopped goes on when the same command is run again; another one in its folder is refused.
+
     On several GPUs: torchrun --nproc-per-node 2 -m muse_attention.cli train ...
     """
+    options = {
+        "attention": attention,
+        "steps": steps,
+        "length": length,
+        "batch": batch,
+        "micro_batch": micro_batch,
+        "peak_rate": peak_rate,
+        "warmup": warmup,
+        "precision": precision,
+        "seed": seed,
+        "initial": initial,
+        "mixture": mixture,
+    }
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
         from muse_attention.pretraining.parallel import has_launcher, open_world
@@ -65,20 +117,26 @@ def train(
         from muse_attention.pretraining.training import TrainingError
         from muse_attention.pretraining.training import train as train_model
 
+        if resume and overwrite:
+            raise ValueError("--resume continues a run and --overwrite replaces it; leave one out")
         place = device or default_device()
         check_device(place)
-        wanted = [*(changes or []), *([] if train_mixture is None else [f"mixture={train_mixture}"])]
-        if resume and recipe is None:
-            if not has_run(output):
-                raise ValueError(f"there is no run in {output} to go on with; name a --recipe to start one")
-            chosen = override(run_recipe(output), wanted)
-        else:
-            chosen = override(get_recipe(recipe or "tiny"), wanted)
+        wanted = [*(changes or []), *(f"{name}={text}" for name, text in options.items() if text is not None)]
+        for change in changes or []:
+            key = change.partition("=")[0]
+            if options.get(key) is not None:
+                raise ValueError(f"{key} is given twice, as {change} and as an option: {options[key]}; leave one out")
+        if resume and recipe is None and not has_run(output):
+            raise ValueError(f"there is no run in {output} to go on with; name a --recipe to start one")
+        continues = recipe is None and has_run(output) and not overwrite
+        chosen = override(run_recipe(output) if continues else get_recipe(recipe or "tiny"), wanted)
         data = read_corpus(corpus)
+        if place == "cpu":
+            _warn_of_long_run(chosen, data)
         make_folder(output)
     program = "torchrun ... -m muse_attention.cli" if has_launcher() else "muse"
-    options = ["--output", str(output), *(["--device", device] if device else []), *["--tensorboard"] * tensorboard]
-    command = f"{program} train {shlex.join([str(corpus), *options])} --resume"
+    words = ["--output", str(output), *(["--device", device] if device else []), *["--tensorboard"] * tensorboard]
+    command = f"{program} train {shlex.join([str(corpus), *words])} --resume"
 
     def how_to_continue() -> str:
         if not has_run(output):
@@ -106,7 +164,8 @@ def train(
                     data,
                     chosen,
                     output,
-                    resume=resume,
+                    resume=True,
+                    overwrite=overwrite,
                     world=world,
                     tensorboard=tensorboard,
                     on_step=on_step,
@@ -120,11 +179,25 @@ def train(
         raise typer.Exit(1) from None
 
 
+def _warn_of_long_run(recipe: Recipe, corpus: Corpus) -> None:
+    from muse_attention.pretraining.initial_model import make_empty_model
+
+    parameters = sum(parameter.numel() for parameter in make_empty_model(corpus, recipe).parameters())
+    operations = 6.0 * parameters * recipe.tokens_per_step * recipe.steps
+    expected = datetime.timedelta(seconds=operations / _CPU_FLOPS)
+    if expected > _LONG_ON_CPU:
+        days = f"{expected.days:,} days" if expected.days > 1 else f"{expected / datetime.timedelta(hours=1):.0f} hours"
+        say(
+            f"about {days} on a CPU, attention not counted: {parameters / 1e6:,.0f}M parameters, {recipe.steps:,} "
+            f"updates of {format_size(recipe.tokens_per_step)} tokens; use a GPU, or --recipe tiny"
+        )
+
+
 @contextlib.contextmanager
 def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
     """A line with the loss, the speed and the time left: moving on a terminal, else one now and then on stdout."""
     speed, error, answers, said = 0.0, None, None, time.monotonic()
-    with phases_bar() as on_phase:
+    with phases_bar(says_lines=False) as on_phase:
 
         def on_step(step: Step) -> None:
             nonlocal speed, error, answers, said
@@ -133,14 +206,14 @@ def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
             error = error if step.mean_rse is None else step.mean_rse
             answers = answers if step.answers_loss is None else step.answers_loss
             left = (recipe.steps - step.step) * recipe.tokens_per_step / speed
-            line = f"loss {step.loss:.4f}, {speed:,.0f} tokens/s, ETA {datetime.timedelta(seconds=round(left))}"
+            line = f"loss {step.loss:.4f}, {speed:,.0f} tokens/s"
             if error is not None:
                 line += f", RSE {error:.2g}"
             if answers is not None:
                 line += f", answers {answers:.3f}"
             on_phase(line, step.step, recipe.steps)
-            if step.step == recipe.steps or time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+            if step.step == recipe.steps or time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
-                typer.echo(f"step {step.step} of {recipe.steps}: {line}")
+                typer.echo(f"step {step.step} of {recipe.steps}: {line}, ETA {datetime.timedelta(seconds=round(left))}")
 
         yield on_step

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muse_attention.pretraining.corpus import TRAIN, Corpus
-from muse_attention.pretraining.mixture import NeedleDocuments
+from muse_attention.pretraining.data.corpus import TRAIN, Corpus
+from muse_attention.pretraining.needles.mixture import NeedleDocuments
 
 _ROUNDS = 6
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.files import errors_naming, remove_folder, replace_file, replace_folder
-from muse_attention.pretraining.shards import hash_file
+from muse_attention.pretraining.data.shards import hash_file
 from muse_attention.strict_json import parse_json
 
 MANIFEST = "manifest.json"

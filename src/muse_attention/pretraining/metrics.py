@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muse_attention.extras import how_to_install
 from muse_attention.files import errors_naming, replace_file, sync
 from muse_attention.strict_json import parse_json
 
-FILE = "metrics.jsonl"
+FILE, BOARD = "metrics.jsonl", "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Metrics:
         self._path = output / FILE
         lines = _read_lines(self._path, on_broken)
         replace_file(self._path, "".join(line for number, line in lines.items() if number <= step))
-        self._board = _open_board(output / "tensorboard", step) if tensorboard else None
+        self._board = _open_board(output / BOARD, step) if tensorboard else None
 
     def add(self, step: Step) -> None:
         values = asdict(step)
@@ -104,9 +105,7 @@ def check_tensorboard() -> None:
     try:
         importlib.import_module("tensorboard")
     except ImportError:
-        raise ImportError(
-            "TensorBoard is not installed: pip install 'muse-attention[tensorboard]', or leave it out"
-        ) from None
+        raise ImportError(f"TensorBoard is not installed: {how_to_install('tensorboard')}, or leave it out") from None
 
 
 def _read_lines(path: Path, on_broken: Callable[[str], None]) -> dict[int, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from muse_attention.by_name import get_attention
 from muse_attention.capture import visit_layers
 from muse_attention.fidelity import measure
-from muse_attention.pretraining.chunked_loss import IGNORED
+from muse_attention.pretraining.model.chunked_loss import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from typing import Any
 
 from muse_attention.by_name import full_name, get_attention
 from muse_attention.recorded_names import may_mean
-from muse_attention.sizes import parse_size
+from muse_attention.sizes import format_size, parse_size
 
 PAPER_ATTENTION = "muse:Q128K128R8SP1B8k"
 PAPER_TOKENS = {3: 2.0e9, 4: 4.0e9, 5: 7.5e9, 6: 12.9e9, 8: 23.6e9}
@@ -31,53 +31,63 @@ FREE = ("checkpoint_every", "keep", "probe_every")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The defaults are the paper's, where it says something."""
+    """All that a training run is made of, but for its data. The defaults are the paper's, where it says something.
+
+    Attributes:
+        scale: size of the model: the paper's 3, 4, 5, 6 or 8; 0 is `DecoderConfig.tiny`
+        steps: updates of the weights
+        length: tokens of a sequence
+        batch: sequences of an update, over all ranks
+        micro_batch: sequences that a rank computes at the same time; gradients of more are accumulated
+        attention: attention of the global layers, by name: exact, muse, muse:QK64R8T0.01B8k, moba:L8kB512R1
+        exact_tail: share of the updates, the last ones, with exact attention
+        peak_rate: highest learning rate
+        final_rate: learning rate of the last update, as a share of the peak
+        warmup: updates until the peak
+        beta1: decay of AdamW's mean of gradients
+        beta2: decay of AdamW's mean of squared gradients
+        epsilon: what AdamW adds to the root of that mean
+        weight_decay: weight decay of AdamW
+        clip: largest norm of all gradients together
+        precision: precision of products, by autocast: float32 or bfloat16; weights and optimiser are always float32
+        compile: compile each layer with torch.compile
+        recompute: compute activations of a layer again in the backward pass instead of keeping them
+        deterministic: on CUDA, use only algorithms whose results are bitwise reproducible
+        seed: seed of the initial weights and of the order of samples
+        initial: folder of a model to take the initial weights from, in place of the seed's
+        mixture: what is mixed into the corpus: none, or niah for needle documents
+        mixture_share: share of the sequences that are of the mixture
+        probe_every: updates between two measurements of the attention's error, and of answers to needles; 0 for none
+        checkpoint_every: updates between two checkpoints
+        keep: newest checkpoints that are kept; older ones are removed
+    """
 
     scale: int
-    """of the paper's models, or 0 for `DecoderConfig.tiny`"""
     steps: int
-    """updates"""
     length: int = 65536
-    """tokens of a sequence"""
     batch: int = 2
-    """sequences of an update, over all ranks"""
     micro_batch: int = 1
-    """sequences that a rank computes at the same time: gradients of more are accumulated"""
     attention: str = PAPER_ATTENTION
-    """of the global layers, named as for `get_attention`"""
     exact_tail: float = 0.001
-    """share of the updates, the last ones, with exact attention"""
     peak_rate: float = 3e-3
     final_rate: float = 0.1
-    """of the peak"""
     warmup: int = 4000
-    """updates until the peak"""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-6
     weight_decay: float = 0.01
     clip: float = 1.0
-    """largest norm of all gradients together"""
     precision: str = "bfloat16"
-    """of products, by autocast; weights and optimiser are always float32"""
     compile: bool = False
     recompute: bool = False
-    """activations of a layer, in the backward pass, instead of keeping them"""
     deterministic: bool = True
-    """on CUDA, only algorithms that give the same bits twice"""
     seed: int = 0
-    """of the initial weights and of the order of samples"""
     initial: str = ""
-    """folder of a model to take the initial weights from, in place of the seed's"""
     mixture: str = "none"
-    """what is mixed into the corpus: nothing, or needle documents"""
     mixture_share: float = 0.5
-    """of the sequences, if something is"""
     probe_every: int = 500
-    """updates between two measurements of the attention's error, and of answers to needles; 0 for none"""
     checkpoint_every: int = 500
     keep: int = 2
-    """newest checkpoints; older ones are removed"""
 
     def __post_init__(self) -> None:
         for name in ("steps", "checkpoint_every", "keep"):
@@ -173,6 +183,19 @@ def get_recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(RECIPES)}")
     return RECIPES[name]()
+
+
+def field_meanings() -> dict[str, str]:
+    """What each field of a recipe means, from the docstring of `Recipe`."""
+    lines = (Recipe.__doc__ or "").partition("Attributes:")[2].strip().splitlines()
+    return {name.strip(): meaning for name, _, meaning in (line.partition(": ") for line in lines)}
+
+
+def format_field(value: Any) -> str:
+    """As `override` reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return format_size(value) if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def override(recipe: Recipe, changes: Iterable[str]) -> Recipe:

@@ -22,10 +22,12 @@ import torch
 
 import muse_attention
 from muse_attention.by_name import full_name
-from muse_attention.files import alone_in, replace_file
-from muse_attention.pretraining import checkpoints, needles
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.model import make_empty_model
+from muse_attention.files import alone_in, errors_naming, remove_folder, replace_file
+from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.initial_model import make_empty_model
+from muse_attention.pretraining.metrics import BOARD, FILE
+from muse_attention.pretraining.needles import writer
 from muse_attention.pretraining.optimiser import expected_tensors
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
@@ -36,18 +38,36 @@ RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
 
 
 @contextlib.contextmanager
-def claimed(output: Path, world: World) -> Iterator[None]:
-    """In here no other run works in a folder, which is made if need be. All ranks leave if the first cannot have it."""
+def claimed(output: Path, world: World, *, overwrite: bool = False) -> Iterator[None]:
+    """In here no other run works in a folder, which is made if need be. All ranks leave if the first cannot have it.
+
+    Args:
+        overwrite: remove the run that is in the folder
+    """
     with contextlib.ExitStack() as held:
         mishap = None
         if world.is_first:
             try:
                 held.enter_context(alone_in(output))
+                if overwrite:
+                    _remove_run(output)
             except (OSError, ValueError) as error:
                 mishap = error
         if not world.all_succeed(mishap is None):
             raise mishap or ValueError(f"the first rank cannot work in {output}; it says why")
         yield
+
+
+def _remove_run(output: Path) -> None:
+    """Nothing but what a run writes, and only where there is one."""
+    if not has_run(output):
+        return
+    _read_run(output)  # a file of something else is left alone
+    for folder in (MODEL, CHECKPOINTS, BOARD):
+        remove_folder(output / folder)
+    with errors_naming(output):
+        (output / FILE).unlink(missing_ok=True)
+        (output / RUN).unlink()
 
 
 def has_run(output: Path) -> bool:
@@ -75,7 +95,7 @@ def write_run(output: Path, about: dict[str, Any]) -> None:
 
 def check_may_start(output: Path) -> None:
     if has_learnt(output):
-        raise ValueError(f"there is a run in {output} already; resume it, or choose another output")
+        raise ValueError(f"there is a run in {output} already; resume it, overwrite it, or choose another output")
     if has_run(output):
         _read_run(output)  # a file that is of something else is not overwritten
 
@@ -128,7 +148,7 @@ def describe_run(
         "recipe": dataclasses.asdict(recipe),
         "corpus": corpus.fingerprint,
         "initial": initial if checkpoint is None else checkpoint.about.get("initial"),
-        "needles": None if recipe.mixture == "none" else needles.VERSION,
+        "needles": None if recipe.mixture == "none" else writer.VERSION,
         "muse_attention": muse_attention.__version__,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
@@ -212,9 +232,12 @@ def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: C
     for name in differences(before, recipe):
         raise ValueError(
             f"{where} has {name}={getattr(before, name)}, not {getattr(recipe, name)}: it would not be the same run; "
-            "leave it as it was, or choose another output"
+            "leave it as it was, choose another output, or overwrite the run"
         )
     if document.get("corpus") != corpus.fingerprint:
-        raise ValueError(f"{where} is of another corpus than {corpus.folder}; give that one, or choose another output")
-    if document.get("needles") not in (None, needles.VERSION):
+        raise ValueError(
+            f"{where} is of another corpus than {corpus.folder}; give that one, choose another output, or overwrite "
+            "the run"
+        )
+    if document.get("needles") not in (None, writer.VERSION):
         raise ValueError(f"{where} has learnt from needles that are not made any more; choose another output")

@@ -31,12 +31,12 @@ from torch import Tensor
 from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
-from muse_attention.pretraining.configuration import DecoderConfig
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
 from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
-from muse_attention.pretraining.mixture import NeedleDocuments
-from muse_attention.pretraining.model import WEIGHTS, make_config, make_model, read_initial
+from muse_attention.pretraining.model.configuration import DecoderConfig
+from muse_attention.pretraining.model.decoder import DecoderForCausalLM
+from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.optimiser import are_finite, learnt, make_optimiser, restore, set_learning_rate
 from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
 from muse_attention.pretraining.probe import answers_loss, measure_attention
@@ -67,16 +67,20 @@ def train(
     output: Path,
     *,
     resume: bool = False,
+    overwrite: bool = False,
     world: World | None = None,
     tensorboard: bool = False,
     on_step: Callable[[Step], None] = lambda step: None,
     on_refused: Callable[[str], None] = lambda message: None,
     on_note: Callable[[str], None] = lambda message: None,
 ) -> Path:
-    """Train a model, and return the folder that it is in. A ValueError is a mistake, a TrainingError a mishap.
+    """Train a model, and return the folder that it is in.
+
+    Raises ValueError for bad arguments, TrainingError if the run cannot continue.
 
     Args:
         resume: go on with the run in `output`, or start it if there is none
+        overwrite: remove the run in `output` first
         on_step: called after every update, on the first rank
         on_refused: told why a checkpoint is not used
         on_note: told what a run that goes on should know: lines of its metrics that are lost, other versions
@@ -91,7 +95,7 @@ def train(
         check_tensorboard()
     probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
     tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
-    with claimed(output, world):  # before anything is decided by what is in there
+    with claimed(output, world, overwrite=overwrite):  # before anything is decided by what is in there
         recipe = with_full_name(recipe, output, world.device)
         checkpoint = None
         if resume:

@@ -18,10 +18,10 @@ import torch
 from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining import checkpoints
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.initial_model import make_config
 from muse_attention.pretraining.metrics import FILE, read_metrics
-from muse_attention.pretraining.model import make_config
+from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.optimiser import restore_weights
 from muse_attention.pretraining.recipes import Recipe
 from muse_attention.pretraining.run_folder import (

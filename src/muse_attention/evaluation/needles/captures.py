@@ -11,7 +11,7 @@ import torch
 from muse_attention.evaluation.captures import LookupAt
 from muse_attention.evaluation.needles.samples import BUCKETS, NeedleSamples
 from muse_attention.evaluation.texts import Samples, describe_texts, read_texts
-from muse_attention.pretraining.haystacks import TextHaystack
+from muse_attention.pretraining.needles.haystacks import TextHaystack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

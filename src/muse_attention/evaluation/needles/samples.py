@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muse_attention.pretraining.haystacks import Haystack, Tokens, bury, check_enough
-from muse_attention.pretraining.needles import EVALUATION, Needle, NeedleWriter, occurrences
+from muse_attention.pretraining.needles.haystacks import Haystack, Tokens, bury, check_enough
+from muse_attention.pretraining.needles.writer import EVALUATION, Needle, NeedleWriter, occurrences
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from muse_attention.pretraining.configuration import DecoderConfig
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.decoder import DecoderForCausalLM
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.model.configuration import DecoderConfig
+from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.recipes import Recipe
 
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"

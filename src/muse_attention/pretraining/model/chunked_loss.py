@@ -100,7 +100,7 @@ def _forward(
 def _of_rows(logits: Tensor, targets: Tensor, ignore_index: int, *, differentiate: bool) -> tuple[Tensor, Tensor]:
     """The summed loss of some rows, and their gradients if they are wanted; the logits are gone afterwards."""
     if logits.device.type == "cuda" and HAS_TRITON and logits.dtype != torch.float64:
-        from muse_attention.pretraining.loss_kernel import replace_by_gradients
+        from muse_attention.pretraining.model.loss_kernel import replace_by_gradients
 
         losses = replace_by_gradients(logits, targets, ignore_index=ignore_index, differentiate=differentiate)
         return losses.sum(), logits

@@ -15,16 +15,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import muse_attention
 from muse_attention.files import alone_in, errors_naming, replace_file
-from muse_attention.pretraining.corpus import HELD_OUT, MANIFEST, TRAIN, Corpus, Manifest, read_corpus, write_manifest
-from muse_attention.pretraining.documents import Buckets, Document, cut_text, join_files
-from muse_attention.pretraining.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_text
-from muse_attention.pretraining.repositories import BrokenSourceError, Repository, SkippedFileError, printable
-from muse_attention.pretraining.shards import TOKENS_PER_SHARD, Stream, StreamWriter, smallest_dtype
-from muse_attention.pretraining.spool import Spool, Spooled
-from muse_attention.pretraining.tokenizer import (
+from muse_attention.pretraining.data.corpus import (
+    HELD_OUT,
+    MANIFEST,
+    TRAIN,
+    Corpus,
+    Manifest,
+    read_corpus,
+    write_manifest,
+)
+from muse_attention.pretraining.data.documents import Buckets, Document, cut_text, join_files
+from muse_attention.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_text
+from muse_attention.pretraining.data.repositories import BrokenSourceError, Repository, SkippedFileError, printable
+from muse_attention.pretraining.data.shards import TOKENS_PER_SHARD, Stream, StreamWriter, smallest_dtype
+from muse_attention.pretraining.data.spool import Spool, Spooled
+from muse_attention.pretraining.data.tokenizer import (
     Encoder,
     check_vocabulary,
     import_tokenizers,
@@ -88,6 +97,11 @@ def prepare(
         return _write_corpus(repositories, folder, settings, given, source, report)
 
 
+def recorded_settings(settings: Settings) -> dict[str, Any]:
+    """As the manifest has them: a tokenizer by its name, as where it lies is nobody else's business."""
+    return {**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)}
+
+
 def hash_of(*parts: object) -> int:
     """64 bits."""
     text = "/".join(map(str, parts))
@@ -117,7 +131,7 @@ def _write_corpus(
         (unfinished / "documents").unlink()
         manifest = Manifest(
             source=printable(source),
-            settings={**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)},
+            settings=recorded_settings(settings),
             vocabulary=encoder.vocabulary,
             end=encoder.end,
             dtype=smallest_dtype(encoder.vocabulary),

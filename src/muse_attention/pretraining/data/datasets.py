@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from muse_attention.pretraining.contents import Fetch
-from muse_attention.pretraining.folders import walk_files
-from muse_attention.pretraining.packed import read_lines
-from muse_attention.pretraining.repositories import File, Repository, SkippedFileError, broken, is_plain_path
+from muse_attention.pretraining.data.compressed_lines import read_lines
+from muse_attention.pretraining.data.contents import Fetch
+from muse_attention.pretraining.data.folders import walk_files
+from muse_attention.pretraining.data.repositories import File, Repository, SkippedFileError, broken, is_plain_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _FETCHED_AT_ONCE = 16

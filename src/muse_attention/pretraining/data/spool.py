@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from muse_attention.files import errors_naming
-from muse_attention.pretraining.documents import REPOSITORY_MARK, Document, Piece
+from muse_attention.pretraining.data.documents import REPOSITORY_MARK, Document, Piece
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import io
 import re
 import tokenize
 
-from muse_attention.pretraining.repositories import File, SkippedFileError
+from muse_attention.pretraining.data.repositories import File, SkippedFileError
 
 LARGEST_CODE = 2**20
 LARGEST_TEXT = 2**24

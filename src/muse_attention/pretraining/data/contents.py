@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from muse_attention.pretraining.repositories import SkippedFileError
+from muse_attention.pretraining.data.repositories import SkippedFileError
 
 Fetch = Callable[[str], bytes]
 """From a blob's id to its content; a SkippedFileError if there is none."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from muse_attention.pretraining.documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
+from muse_attention.extras import how_to_install
+from muse_attention.pretraining.data.documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -182,5 +183,5 @@ def import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ImportError('tokenizers is not installed: pip install "muse-attention[pretraining]"') from None
+        raise ImportError(f"tokenizers is not installed: {how_to_install('pretraining')}") from None
     return tokenizers

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muse_attention.files import replace_file
-from muse_attention.pretraining.shards import (
+from muse_attention.pretraining.data.shards import (
     DTYPES,
     Indexed,
     Stamp,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from muse_attention.pretraining.corpus import Corpus
-from muse_attention.pretraining.documents import FILE_MARK, REPOSITORY_MARK
-from muse_attention.pretraining.shards import Stream
-from muse_attention.pretraining.tokenizer import import_tokenizers, read_tokenizer
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.data.documents import FILE_MARK, REPOSITORY_MARK
+from muse_attention.pretraining.data.shards import Stream
+from muse_attention.pretraining.data.tokenizer import import_tokenizers, read_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
 """The paper's decoder, as a model of transformers: pairs of a layer with a sliding window and a global layer.
 
-    from muse_attention.pretraining.configuration import DecoderConfig
-    from muse_attention.pretraining.decoder import DecoderForCausalLM
+    from muse_attention.pretraining.model.configuration import DecoderConfig
+    from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 
     model = DecoderForCausalLM(DecoderConfig.scale(3, attention="muse:Q128K128R8SP1B8k"))
     loss = model(input_ids, labels=input_ids).loss
@@ -39,9 +39,9 @@ from transformers.utils.output_capturing import capture_outputs
 
 from muse_attention.huggingface import BY_NAME, register_attention, stands_for_causal
 from muse_attention.precision import compute_dtype
-from muse_attention.pretraining.chunked_loss import IGNORED, chunked_cross_entropy
-from muse_attention.pretraining.configuration import GLOBAL, SLIDING, DecoderConfig
-from muse_attention.pretraining.sliding_window import sliding_window_attention
+from muse_attention.pretraining.model.chunked_loss import IGNORED, chunked_cross_entropy
+from muse_attention.pretraining.model.configuration import GLOBAL, SLIDING, DecoderConfig
+from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 
 
 class ResidualProjection(nn.Linear):

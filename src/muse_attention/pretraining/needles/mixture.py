@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_attention.pretraining.corpus import TRAIN, Corpus
-from muse_attention.pretraining.haystacks import CorpusHaystack, Tokens, bury, check_enough
-from muse_attention.pretraining.needles import TRAINING, Needle, NeedleWriter
-from muse_attention.pretraining.tokenizer import read_tokenizer
+from muse_attention.pretraining.data.corpus import TRAIN, Corpus
+from muse_attention.pretraining.data.tokenizer import read_tokenizer
+from muse_attention.pretraining.needles.haystacks import CorpusHaystack, Tokens, bury, check_enough
+from muse_attention.pretraining.needles.writer import TRAINING, Needle, NeedleWriter
 
 _FILLED = 2 / 3
 """Share of a document that is needles."""

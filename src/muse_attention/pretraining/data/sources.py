@@ -11,11 +11,11 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from muse_attention.pretraining.archives import SUFFIXES as ARCHIVE_SUFFIXES
-from muse_attention.pretraining.archives import read_archive
-from muse_attention.pretraining.filters import is_python
-from muse_attention.pretraining.folders import Entry, list_folder, walk_files
-from muse_attention.pretraining.repositories import BrokenSourceError, File, Repository, is_plain_path
+from muse_attention.pretraining.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
+from muse_attention.pretraining.data.archives import read_archive
+from muse_attention.pretraining.data.filters import is_python
+from muse_attention.pretraining.data.folders import Entry, list_folder, walk_files
+from muse_attention.pretraining.data.repositories import BrokenSourceError, File, Repository, is_plain_path
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _NO_SOURCES = {"__pycache__", "node_modules", "site-packages", "dist-packages"}

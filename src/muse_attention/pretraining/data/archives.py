@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from muse_attention.pretraining.repositories import BrokenSourceError, File, is_plain_path
+from muse_attention.pretraining.data.repositories import BrokenSourceError, File, is_plain_path
 
 SUFFIXES = (".tar.gz", ".tgz", ".zip", ".whl")
 _LARGEST_HEADER = 2**20

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from muse_attention.pretraining.documents import REPOSITORY_MARK
-from muse_attention.pretraining.haystacks import Tokens, file_mark
-from muse_attention.pretraining.words import words_for
+from muse_attention.pretraining.data.documents import REPOSITORY_MARK
+from muse_attention.pretraining.needles.haystacks import Tokens, file_mark
+from muse_attention.pretraining.needles.words import words_for
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""Lines of a file, plain or packed by gzip or Zstandard; a file that is cut short says so."""
+"""Lines of a file, plain or compressed by gzip or Zstandard; a file that is cut short says so."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from muse_attention.extras import how_to_install
 
 _LONGEST_LINE = 2**28
 """Bytes; what is longer is cut, so that no file can fill the memory."""
@@ -83,6 +85,6 @@ def _zstandard() -> tuple[Callable[[], Any], list[type[Exception]]]:
         library = importlib.import_module("zstandard")
     except ImportError:
         raise ImportError(
-            'zstandard is not installed, and .zst files need it: pip install "muse-attention[pretraining]"'
+            f"zstandard is not installed, and .zst files need it: {how_to_install('pretraining')}"
         ) from None
     return lambda: library.ZstdDecompressor().decompressobj(), [library.ZstdError]
