@@ -192,7 +192,11 @@ def _settings_line(settings: Settings) -> str:
     )
 
 
+def count_heads(heads: int) -> str:
+    return "1 head" if heads == 1 else f"{heads} heads"
+
+
 def _heads(settings: Settings) -> str:
     varied = () if settings.sweep is None else find_sweep(settings.sweep).varied
-    heads = "as many heads as the table says" if "heads" in varied else f"{settings.heads} heads"
+    heads = "as many heads as the table says" if "heads" in varied else count_heads(settings.heads)
     return f"{heads} of {'the dimension that the table says' if 'head_dim' in varied else settings.head_dim}"

@@ -201,7 +201,7 @@ def _bench_table(results: Results) -> Table:
                 case.attention,
                 _time_cell(case.times.forward_median, case.speedup_forward),
                 _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
-                format_spread(case.times.spread),
+                format_spread(case.spread),
                 format_error(case.fidelity["relative_squared_error"]),
                 format_memory(case.extra_memory_bytes),
             )

@@ -14,7 +14,14 @@ import typer
 from muse_attention.benchmark.plan import Plan
 from muse_attention.benchmark.results import Case, Settings
 from muse_attention.benchmark.suite import run_plan, start_results
-from muse_attention.benchmark.tables import format_error, format_ratio, format_seconds, format_spread, noise_lines
+from muse_attention.benchmark.tables import (
+    count_heads,
+    format_error,
+    format_ratio,
+    format_seconds,
+    format_spread,
+    noise_lines,
+)
 from muse_attention.cli.app import (
     Device,
     Overwrite,
@@ -104,8 +111,8 @@ def _attend(path: Path, place: Place, overwrite: bool) -> None:
     )
     plan = Plan.at_lengths(settings, [_LENGTH], list(_ATTENTIONS))
     results = start_results(plan, path, overwrite=overwrite, way_out=WAY_OUT)
-    heads = "1 head" if settings.heads == 1 else f"{settings.heads} heads"
     typer.echo("MuSe approximates softmax attention while a model is trained on long sequences.")
+    heads = count_heads(settings.heads)
     what = f"one causal attention call on {format_size(_LENGTH)} tokens, {heads}, forward and backward"
     if not _is_done(1, what, path, is_done=not plan.missing(results)):
         with progress_bar(plan.steps(results)) as on_step:
