@@ -138,8 +138,8 @@ def test_the_grid_is_around_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     of_the_length = (MuSeConfig.paper(65536), MuSeConfig.paper_sizes(65536), MuSeConfig.for_length(65536))
     assert names[:3] == [f"muse:{config}" for config in of_the_length]
     assert len(names) == len(set(names)) == 3 + 120 + 1
-    assert "muse:Q32K256R8T0.01B2k,clustering=lloyd" in names
-    assert "muse:Q8K64R8T0.1B8k,clustering=lloyd" in names
+    assert "muse:Q32K256R8T0.01B2k,clustering=lloyd,cap_factor=none" in names
+    assert "muse:Q32K64R8T0.1B8k,caution=2.0,clustering=lloyd,cap_factor=none" in names
     assert names[-1] == "moba:L8kB512R1"
     blocks = {MuSeConfig.parse(name.removeprefix("muse:")).block_size for name in candidates(4096)[3:]}
     assert blocks == {256, 512}

@@ -28,10 +28,9 @@ from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.recording import recorded_calls
 
 EXACT = "exact"
-TOLERANCES = (0.1, 0.03, 0.01, 0.003)
-CLUSTERS = (
-    (8, 64), (16, 64), (32, 64), (64, 64), (16, 128), (32, 128), (64, 128), (128, 128), (16, 256), (32, 256),
-)  # fmt: skip
+RULES = ((0.03, 0), (0.01, 0), (0.1, 2), (0.03, 2), (0.01, 2))
+"""Tolerance and caution."""
+CLUSTERS = ((32, 64), (64, 64), (16, 128), (32, 128), (64, 128), (128, 128), (16, 256), (32, 256))
 """Of queries and of keys."""
 BLOCKS = (32, 16, 8)
 """In which the length is cut."""
@@ -195,8 +194,10 @@ def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = 
             retrieved_clusters=BUDGET,
             block_size=block,
             tolerance=tolerance,
+            caution=caution,
+            cap_factor=None,
         )
-        for block, (queries, keys), tolerance in itertools.product(dict.fromkeys(blocks), CLUSTERS, TOLERANCES)
+        for block, (queries, keys), (tolerance, caution) in itertools.product(dict.fromkeys(blocks), CLUSTERS, RULES)
         if block < length
     ]
     configs = [MuSeConfig.paper(length), MuSeConfig.paper_sizes(length), MuSeConfig.for_length(length), *grid]
