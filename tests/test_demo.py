@@ -171,7 +171,7 @@ def test_what_another_demo_left_is_refused_in_one_line(
     code, _, err = run(output)
     assert code == 2
     (line,) = err.splitlines()
-    assert str(path) in line
+    assert path.name in line
     assert reason in line
     assert line.endswith("; choose another --output, or replace it with --overwrite")
 
