@@ -96,9 +96,10 @@ def in_words(attention: str) -> str:
     if config.retrieved_clusters == 0:
         return f"{clusters}, none opened, {blocks}"
     if config.tolerance is not None:
+        cautiously = f" with a caution of {config.caution:g}" if config.caution else ""
         return (
-            f"{clusters}, retrieval of what is expected to be off by more than {config.tolerance:g}, at most "
-            f"{config.retrieved_clusters} buckets per query in a head, {blocks}"
+            f"{clusters}, retrieval of what is expected{cautiously} to be off by more than {config.tolerance:g}, "
+            f"at most {config.retrieved_clusters} buckets per query in a head, {blocks}"
         )
     in_each = "1 block" if config.retrieved_blocks == 1 else f"{config.retrieved_blocks} blocks"
     return f"{clusters}, {config.retrieved_clusters} opened in {in_each} each, {blocks}"
