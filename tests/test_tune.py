@@ -335,9 +335,13 @@ def test_progress_is_lines_where_there_is_no_terminal(asked: list[object], monke
 
 def test_captures_are_measured_without_the_model(asked: list[object], folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "heads.safetensors"
-    code, out, err = run(folder, "--text", folder.parent / "text.txt", "--length", "64", "--save-captures", file)
-    assert (code, err) == (0, "")
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    saving = ["--save-captures", file, "--output", tmp_path, "--name", "other"]
+    code, out, err = run(folder, "--text", folder.parent / "text.txt", "--length", "64", *saving)
+    assert (code, err) == (0, ""), "nothing is measured, so results that cannot be continued are in nobody's way"
     assert f"muse tune --captures {file}" in out
+    assert other.read_text() == "{}"
     common = ["--captures", file, "--only", COARSE, "--repeats", "1", "--device", "cpu", "--output", tmp_path / "out"]
     assert_refused(run(*common, "--length", "128"), "--repeat-captures")
     code, out, err = run(*common, "--length", "128", "--repeat-captures", "--heads", "3")

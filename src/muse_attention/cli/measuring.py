@@ -34,7 +34,7 @@ def measuring(path: Path, again: str, *, overwrite: bool = False) -> Iterator[Ca
     """Errors and warnings are one line each; what ends a run says how to go on. Gives the function that says it.
 
     Args:
-        again: the command, without --overwrite: what is finished is continued
+        again: the command that continues the run, so without --overwrite
     """
     replaced = _file_number(path) if overwrite else None
 
@@ -50,7 +50,7 @@ def measuring(path: Path, again: str, *, overwrite: bool = False) -> Iterator[Ca
 
 
 def _file_number(path: Path) -> tuple[int, int] | None:
-    """Another one after the file was replaced; None if there is no file."""
+    """Changes when the file is replaced; None if there is no file."""
     if not path.exists():
         return None
     status = path.stat()

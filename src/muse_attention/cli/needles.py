@@ -90,7 +90,7 @@ def needles(
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
 
     Writes NAME.json on the way, and NAME.md, NAME.csv, pictures and NAME.html at the end. Run again, it adds what is
-    missing, and tries samples again that have failed.
+    missing, and tries failed samples again.
     """
     texts = text or []
     asked_for = list(dict.fromkeys(attention or ["muse"]))

@@ -73,8 +73,8 @@ def tasks(
 ) -> None:
     """Run standard tasks on a language model, under one attention after another, through lm-eval.
 
-    Writes NAME.json while samples are answered, and NAME.md, NAME.csv and NAME.html at the end. Run
-    again, it adds what is missing, and asks samples again that have failed. Nothing is downloaded.
+    Writes NAME.json while samples are answered, and NAME.md, NAME.csv and NAME.html at the end. Run again, it
+    adds what is missing, and asks failed samples again. Nothing is downloaded.
     """
     with user_errors():
         place = Place.choose(device, dtype)

@@ -58,9 +58,9 @@ class StoredResults:
 
     @classmethod
     def start(cls, settings: Any, path: Path, *, overwrite: bool = False) -> Self:
-        """Those of the file if there is one, else, or to `overwrite` it, empty ones of this machine.
+        """The results in the file; empty ones of this machine if there is no file, or with `overwrite`.
 
-        Raises ValueError if those of the file have other settings, or were measured on another machine.
+        Raises ValueError if those in the file have other settings, or were measured on another machine.
         """
         empty = cls(describe_machine_and_versions(), settings)
         wanted = empty.conditions()
@@ -69,7 +69,7 @@ class StoredResults:
 
     @classmethod
     def check_readable(cls, path: Path, *, overwrite: bool = False) -> None:
-        """What `start` refuses whatever the settings are: a ValueError if the file, unless replaced, is of others."""
+        """Raise ValueError if there is a file that does not hold such results, unless it is to be replaced."""
         find_earlier(path, cls.read, vars, {}, overwrite=overwrite, way_out=cls.way_out)
 
     def conditions(self) -> dict[str, Any]:
