@@ -158,7 +158,7 @@ def test_an_interrupted_comparison_goes_on_to_the_same_bits(corpus: Corpus, trai
     settings = settings_of(corpus)
 
     def go_on(path: Path, on_step: Callable[[str, int], None] = lambda description, finished: None) -> None:
-        results = ComparisonResults.start(settings, path, resume=True)
+        results = ComparisonResults.start(settings, path)
         measure(runs, corpus, ["exact", MUSE], results, path, checkpoints=1, on_step=on_step)
 
     def stop_before(number: int) -> Callable[[str, int], None]:
@@ -185,10 +185,10 @@ def test_what_was_measured_is_not_measured_again(
     measured = []
     original = matrix.token_losses
     monkeypatch.setattr(matrix, "token_losses", lambda *given: measured.append(given[-1]) or original(*given))
-    results = ComparisonResults.start(settings_of(corpus), path, resume=True)
+    results = ComparisonResults.start(settings_of(corpus), path)
     measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], results, path)
     assert measured == ["exact"] * 2
-    results = ComparisonResults.start(settings_of(corpus), path, resume=True)
+    results = ComparisonResults.start(settings_of(corpus), path)
     measure(open_runs([trained / "exact", trained / "muse"], corpus), corpus, ["exact", MUSE], results, path)
     assert measured[2:] == [MUSE] * 2 + ["exact", MUSE] * 2
     assert list(ComparisonResults.read(path).runs) == ["exact", "muse"]
@@ -196,7 +196,7 @@ def test_what_was_measured_is_not_measured_again(
 
 def test_other_weights_of_the_same_name_are_refused(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     path = tmp_path / "compare.json"
-    results = ComparisonResults.start(settings_of(corpus), path, resume=True)
+    results = ComparisonResults.start(settings_of(corpus), path)
     measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], results, path)
     shutil.copytree(trained / "muse", tmp_path / "exact")
     with pytest.raises(ValueError, match=r"has losses of another run called exact; choose another --output"):
@@ -515,7 +515,7 @@ def test_results_of_other_types_are_refused(spoil: Callable[[Any], object], tmp_
     document = json.loads(path.read_text())
     spoil(document["runs"][0])
     path.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match="does not hold the results of muse compare; choose another --output"):
+    with pytest.raises(ValueError, match=r"does not hold the results of muse compare$"):
         ComparisonResults.read(path)
 
 
@@ -644,7 +644,9 @@ def test_runs_of_two_lengths_need_a_choice(corpus: Corpus, copies: Path, tmp_pat
 def test_other_settings_are_not_continued(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path, "--checkpoints", 0)
     assert run_command(*asked, "--samples", 1)[0] == 0
-    assert_refused(run_command(*asked, "--samples", 2), "(samples differ); choose another --output, or --overwrite it")
+    assert_refused(
+        run_command(*asked, "--samples", 2), "now 2; choose another --output, or replace it with --overwrite"
+    )
     assert run_command(*asked, "--samples", 2, "--overwrite")[0] == 0
     assert ComparisonResults.read(tmp_path / "compare.json").settings.samples == 2
 

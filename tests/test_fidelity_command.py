@@ -108,12 +108,12 @@ def test_an_interrupted_run_goes_on_to_the_same_results(
         return compare(*arguments, **others)
 
     monkeypatch.setattr(layers, "measure_fidelity", interrupted)
-    results = FidelityResults.start(SETTINGS, path, resume=True)
+    results = FidelityResults.start(SETTINGS, path)
     with pytest.raises(KeyboardInterrupt):
         measure(model, tokens, REQUESTS, results, path)
     monkeypatch.setattr(layers, "measure_fidelity", compare)
     assert not any(FidelityResults.read(path).is_whole(request) for request in REQUESTS)
-    results = FidelityResults.start(SETTINGS, path, resume=True)
+    results = FidelityResults.start(SETTINGS, path)
     measure(model, tokens, REQUESTS, results, path)
     assert results.measured == whole.measured
     assert FidelityResults.read(path).measured == whole.measured
@@ -346,7 +346,7 @@ def results_of(errors: dict[str, float], length: int = 8192) -> FidelityResults:
         ]
         for name, error in errors.items()
     }
-    machine = FidelityResults.start(settings, Path("missing"), resume=False).machine
+    machine = FidelityResults.start(settings, Path("missing")).machine
     return FidelityResults(machine, settings, ["muse fidelity"], [0], True, numbers)
 
 
@@ -435,7 +435,7 @@ def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list
     assert "sum |dq - dq_exact|^2" in (tmp_path / "out" / "tiny.html").read_text()
     (command,) = FidelityResults.read(tmp_path / "out" / "tiny.json").commands
     assert "--gradients --device cpu" in command
-    assert run(*asked)[0] == 0
+    assert run(*asked, "--overwrite")[0] == 0
     assert "dq" not in (tmp_path / "out" / "tiny.md").read_text()
 
 
@@ -475,7 +475,14 @@ def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: 
         raise AssertionError("measured again")
 
     monkeypatch.setattr(layers, "measure_fidelity", never)
-    assert run(*asked, "--resume")[0] == 0
+    assert run(*asked)[0] == 0
+
+
+def test_progress_is_lines_where_there_is_no_terminal(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
+    code, _, err = run(*asked)
+    assert code == 0
+    assert ": 1 of 2, ETA 0:00:0" in err
 
 
 def test_a_full_disk_is_one_line_and_the_file_is_whole(
@@ -489,11 +496,11 @@ def test_a_full_disk_is_one_line_and_the_file_is_whole(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    code, out, err = run(*asked)
+    code, out, err = run(*asked, "--overwrite")
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 1
-    assert "No space left on device" in err
-    assert "--resume" in err
+    assert f"No space left on device; the earlier results in {path} were not replaced; start again with: " in err
+    assert err.rstrip().endswith(" --overwrite")
     assert path.read_text() == before
 
 

@@ -118,8 +118,8 @@ def test_an_interrupted_run_goes_on_to_the_same_results(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(model, samples, tasks, LookupResults.start(SETTINGS, path, resume=False), path, on_step=interrupt)
-    results = LookupResults.start(SETTINGS, path, resume=True)
+        measure(model, samples, tasks, LookupResults.start(SETTINGS, path), path, on_step=interrupt)
+    results = LookupResults.start(SETTINGS, path)
     assert results.missing(tasks) == tasks[2:], "both attentions of the first sample are there"
     measure(model, samples, tasks, results, path)
     assert LookupResults.read(path).lookups == whole.lookups
@@ -140,7 +140,7 @@ def hand_made() -> LookupResults:
         NeedleTask(0, LENGTH, "single", 1, PAPER): Found(weight, nothing, nothing, [[1, 1], [1, 1]]),
         NeedleTask(0, LENGTH, "single", 1, TOLERANT): Found(weight, weight, weight, [[4, 0], [2, 2]]),
     }
-    machine = LookupResults.start(SETTINGS, Path("missing"), resume=False).machine
+    machine = LookupResults.start(SETTINGS, Path("missing")).machine
     return LookupResults(machine, SETTINGS, ["muse eval needles --lookups"], [0, 3], lookups)
 
 
@@ -230,14 +230,14 @@ def test_results_are_extended(measured: Path, options: list[object], tmp_path: P
     shutil.copytree(measured, tmp_path / "out")
     path = tmp_path / "out" / "tiny-lookups.json"
     before = LookupResults.read(path)
-    code, _, err = run(*options, "--attention", TOLERANT, "--output", tmp_path / "out", "--resume")
+    code, _, err = run(*options, "--attention", TOLERANT, "--output", tmp_path / "out")
     assert (code, err) == (0, "")
     after = LookupResults.read(path)
     assert {task: after.lookups[task] for task in before.lookups} == before.lookups
     assert len(after.lookups) == 2 * 9
-    code, _, err = run(*options, "--seed", 1, "--output", tmp_path / "out", "--resume")
+    code, _, err = run(*options, "--seed", 1, "--output", tmp_path / "out")
     assert code == 2
-    assert "cannot resume tiny-lookups.json" in err
+    assert f"{path} has other results: seed was 0, now 1; choose another --name or --output, or" in err
 
 
 def test_an_interruption_says_how_to_go_on(
@@ -256,6 +256,7 @@ def test_an_interruption_says_how_to_go_on(
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny-lookups.json'}; continue with: muse eval needles" in err
     assert "--lookups" in err
+    assert "--resume" not in err
     assert len(LookupResults.read(tmp_path / "tiny-lookups.json").lookups) == 1
 
 
@@ -272,7 +273,7 @@ def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("content", ["{", "[]", '{"lookups": 1}'])
 def test_a_file_that_holds_something_else_is_refused(content: str, options: list[object], tmp_path: Path) -> None:
     (tmp_path / "tiny-lookups.json").write_text(content)
-    code, _, err = run(*options, "--output", tmp_path, "--resume")
+    code, _, err = run(*options, "--output", tmp_path)
     assert code == 2
     assert "does not hold the results of muse eval needles --lookups" in err
     assert len(err.splitlines()) == 1

@@ -115,19 +115,19 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     model, tokens = tiny_llama(), token_ids(128, batch=2)
     whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
-    measure(model, tokens, BOTH, LossResults.start(SETTINGS, whole, resume=False), whole)
+    measure(model, tokens, BOTH, LossResults.start(SETTINGS, whole), whole)
 
     def interrupt(description: str, finished: int) -> None:
         if finished == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(model, tokens, BOTH, LossResults.start(SETTINGS, parted, resume=True), parted, on_step=interrupt)
+        measure(model, tokens, BOTH, LossResults.start(SETTINGS, parted), parted, on_step=interrupt)
     part = LossResults.read(parted)
     assert part.finished == 3
     assert part.whole == ["exact"]
     assert part.missing(BOTH) == [(1, COARSE)]
-    measure(model, tokens, BOTH, LossResults.start(SETTINGS, parted, resume=True), parted)
+    measure(model, tokens, BOTH, LossResults.start(SETTINGS, parted), parted)
     assert parted.read_bytes() == whole.read_bytes()
     assert LossResults.read(whole).whole == list(BOTH)
 
@@ -138,7 +138,7 @@ def test_all_attentions_see_a_sample_before_the_next() -> None:
 
 def test_the_file_has_versions_settings_and_seeds(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
-    measure(tiny_llama(), token_ids(128, batch=2), BOTH, LossResults.start(SETTINGS, path, resume=False), path)
+    measure(tiny_llama(), token_ids(128, batch=2), BOTH, LossResults.start(SETTINGS, path), path)
     document = json.loads(path.read_text())
     assert document["machine"]["transformers"] == transformers.__version__
     assert document["settings"]["length"] == 128
@@ -149,11 +149,11 @@ def test_the_file_has_versions_settings_and_seeds(tmp_path: Path) -> None:
 
 def test_other_settings_are_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
-    LossResults.start(SETTINGS, path, resume=False).write(path)
+    LossResults.start(SETTINGS, path).write(path)
     other = TextSettings("tiny", "letters", 256, 2, "cpu", "float32", "0123")
-    with pytest.raises(ValueError, match=r"cannot resume loss.json: .* \(length, fingerprint differ\)"):
-        LossResults.start(other, path, resume=True)
-    assert LossResults.start(other, path, resume=False).settings == other
+    with pytest.raises(ValueError, match=r"loss.json has other results: length was 128, now 256, fingerprint was "):
+        LossResults.start(other, path)
+    assert LossResults.start(other, path, overwrite=True).settings == other
 
 
 def test_fingerprints_tell_weights_and_tokens_apart() -> None:
@@ -318,7 +318,9 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
         assert str(tmp_path).encode() not in file.read_bytes()
 
 
-def test_the_command_resumes(asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_continues_what_is_the_same_and_refuses_what_differs(
+    asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(*asked, "--name", "whole")[0] == 0
 
     def interrupted(*arguments: Any, on_step: Any, **options: Any) -> None:
@@ -332,14 +334,26 @@ def test_the_command_resumes(asked: list[object], tmp_path: Path, monkeypatch: p
         patch.setattr("muse_attention.cli.loss.measure", interrupted)
         outcome = run(*asked, "--name", "parted")
     assert_refused(outcome, "interrupted; what is finished is in ", code=130)
-    assert outcome[2].rstrip().endswith("--resume")
     words = outcome[2].rstrip().partition("continue with: muse loss ")[2].split()
     assert run(*words)[0] == 0
     whole, parted = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("whole", "parted"))
     assert parted["losses"] == whole["losses"]
-    assert_refused(run(*asked, "--name", "whole", "--resume", "--samples", "1"), "cannot resume whole.json")
-    (tmp_path / "out" / "whole.json").write_text("{")
-    assert_refused(run(*asked, "--name", "whole", "--resume"), "does not hold the results of muse loss")
+    path = tmp_path / "out" / "whole.json"
+    before = path.read_bytes()
+    refused = "whole.json has other results: samples was 2, now 1"
+    assert_refused(run(*asked, "--name", "whole", "--samples", "1"), refused)
+    assert path.read_bytes() == before
+    path.write_text("{")
+    assert_refused(run(*asked, "--name", "whole"), "does not hold the results of muse loss; choose another --name or")
+    assert run(*asked, "--name", "whole", "--samples", "1", "--overwrite")[0] == 0
+    assert LossResults.read(path).settings.samples == 1
+
+
+def test_progress_is_lines_where_there_is_no_terminal(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
+    code, _, err = run(*asked)
+    assert code == 0
+    assert ": 3 of 4, ETA 0:00:0" in err
 
 
 @pytest.mark.parametrize("suffix", ["json.tmp", "csv.tmp", "html.tmp"])
@@ -358,11 +372,14 @@ def test_a_full_disk_leaves_what_was_whole(
     if not Path("/proc/self/fd").exists():
         pytest.skip("the name of an open file is needed")
     monkeypatch.setattr(os, "fsync", full)
-    code, _, err = run(*asked)
+    code, _, err = run(*asked, "--overwrite")
     assert code == 1
     assert len(err.splitlines()) == 1
-    assert f"tiny.{suffix.removesuffix('.tmp')}: No space left on device; what is finished is in " in err
-    assert err.rstrip().endswith("--resume")
+    what = "the earlier results in" if suffix == "json.tmp" else "what is finished is in"
+    assert (
+        f"tiny.{suffix.removesuffix('.tmp')}: No space left on device; {what} {tmp_path / 'out' / 'tiny.json'}" in err
+    )
+    assert err.rstrip().endswith(" --overwrite") == (suffix == "json.tmp"), "finished results are continued"
     after = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     assert after.keys() == before.keys()
     assert after[f"tiny.{suffix.removesuffix('.tmp')}"] == before[f"tiny.{suffix.removesuffix('.tmp')}"]

@@ -99,20 +99,24 @@ def test_the_command_writes_tables_pictures_and_a_page(measured: Path) -> None:
     assert document["attentions"][1]["config"]["block_size"] == 128
 
 
-def test_results_are_resumed_and_extended(folder: Path, measured: Path, options: list[object], tmp_path: Path) -> None:
+def test_results_are_continued_and_extended(
+    measured: Path, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(measured, tmp_path / "out")
     path = tmp_path / "out" / "tiny.json"
     before = NeedleResults.read(path)
-    code, _, err = run(*options, "--attention", "block_diagonal:256", "--output", tmp_path / "out", "--resume")
+    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
+    code, _, err = run(*options, "--attention", "block_diagonal:256", "--output", tmp_path / "out")
     assert code == 0, err
+    assert ": 17 of 18, ETA 0:00:0" in err, "there is no terminal"
     after = NeedleResults.read(path)
     assert {task: after.outcomes[task] for task in before.outcomes} == before.outcomes
     assert len(after.outcomes) == 3 * 9 * 2
     assert len(after.commands) == 2
-    code, _, err = run(*options, "--seed", 1, "--output", tmp_path / "out", "--resume")
+    code, _, err = run(*options, "--seed", 1, "--output", tmp_path / "out")
     assert code == 2
-    assert "cannot resume tiny.json" in err
-    assert "seed" in err
+    assert f"{path} has other results: seed was 0, now 1; choose another --name or --output, or" in err
+    assert NeedleResults.read(path) == after
 
 
 @pytest.mark.parametrize("change", ["version", "haystack"])
@@ -123,7 +127,7 @@ def test_results_of_other_samples_are_not_continued(
     shutil.copytree(measured, tmp_path / "out")
     shutil.copytree(folder / "texts", tmp_path / "texts")
     arguments = [tmp_path / "texts" if option == folder / "texts" else option for option in options]
-    assert run(*arguments, "--output", tmp_path / "out", "--resume")[0] == 0
+    assert run(*arguments, "--output", tmp_path / "out")[0] == 0
     if change == "version":
         file = tmp_path / "out" / "tiny.json"
         document = json.loads(file.read_text())
@@ -132,10 +136,9 @@ def test_results_of_other_samples_are_not_continued(
     else:
         last = sorted((tmp_path / "texts").rglob("*.py"))[-1]
         last.write_text(last.read_text()[:-1] + "?")
-    code, _, err = run(*arguments, "--output", tmp_path / "out", "--resume")
+    code, _, err = run(*arguments, "--output", tmp_path / "out")
     assert code == 2
-    assert "cannot resume tiny.json" in err
-    assert ("version differ" if change == "version" else "fingerprint differ") in err
+    assert f"tiny.json has other results: {'version' if change == 'version' else 'fingerprint'} was " in err
 
 
 def test_kinds_without_room_are_left_out(options: list[object], tmp_path: Path) -> None:
@@ -162,7 +165,7 @@ def test_an_interruption_says_how_to_go_on(
     code, _, err = run(*options, "--output", tmp_path)
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny.json'}; continue with: muse eval needles" in err
-    assert err.rstrip().endswith("--resume")
+    assert err.rstrip().endswith(f"--output {tmp_path}")
     assert len(NeedleResults.read(tmp_path / "tiny.json").outcomes) == 2
 
 
@@ -178,12 +181,12 @@ def test_failures_are_counted_and_the_rest_is_reported(
     code, _, err = run(*options, "--output", tmp_path)
     assert code == 1
     assert "18 samples failed" in err
-    assert err.rstrip().endswith("--resume")
+    assert err.rstrip().endswith(f"--output {tmp_path}")
     assert "RuntimeError: no luck" in (tmp_path / "tiny.html").read_text()
-    code, _, _ = run(*options, "--output", tmp_path, "--resume")
+    code, _, _ = run(*options, "--output", tmp_path)
     assert code == 1, "what is asked for has failed again"
     monkeypatch.setattr(needle_results, "answer", lambda *given: 1 / 0)
-    code, _, err = run(*options, "--output", tmp_path)
+    code, _, err = run(*options, "--output", tmp_path, "--overwrite")
     assert code == 1
     assert "36 samples failed" in err
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from muse_attention.earlier_results import WAY_OUT_BY_NAME
 from muse_attention.evaluation import stored
 from muse_attention.evaluation.attentions import settings_of
 from muse_attention.evaluation.stored import StoredResults, entries
@@ -92,7 +93,7 @@ def test_files_of_the_first_version_have_settings_beside_names(tmp_path: Path) -
     path = changed(tmp_path / "a.json", version=..., attentions=..., numbers=[entry])
     assert Measured.read(path) == made_up()
     other = {**entry, "config": {**(settings_of(NAME) or {}), "seed": 7}}
-    with pytest.raises(ValueError, match=f"{NAME} was measured with other defaults than it has now; choose another"):
+    with pytest.raises(ValueError, match=f"{NAME} was measured with other defaults than it has now$"):
         Measured.read(changed(path, version=..., attentions=..., numbers=[other]))
 
 
@@ -100,7 +101,7 @@ def test_files_of_the_first_version_have_settings_beside_names(tmp_path: Path) -
     ("changes", "message"),
     [
         ({"version": 99}, "has version 99 of its results; install a newer muse-attention to read it"),
-        ({"numbers": ...}, "does not hold the results of muse measure; choose another --name, or drop --resume"),
+        ({"numbers": ...}, "does not hold the results of muse measure$"),
         ({"settings": {}}, "does not hold the results"),
         ({"best": {"index": "3", "right": True}}, "does not hold the results"),
         ({"numbers": [{"attention": NAME, "length": 0, "samples": []}]}, "does not hold the results"),
@@ -138,8 +139,14 @@ def test_a_file_is_written_on_the_way_and_at_the_end(tmp_path: Path, monkeypatch
 
 def test_results_go_on_with_the_same_settings_only(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    Measured.start(Where("cpu"), path, resume=True).write(path)
-    assert Measured.start(Where("cpu"), path, resume=True).settings == Where("cpu")
-    with pytest.raises(ValueError, match=r"cannot resume a\.json: .* \(note differ\); choose another --name"):
-        Measured.start(Where("cpu", "x"), path, resume=True)
-    assert Measured.start(Where("cpu", "x"), path, resume=False).settings.note == "x"
+    Measured.start(Where("cpu"), path).write(path)
+    assert Measured.start(Where("cpu"), path).settings == Where("cpu")
+    with pytest.raises(ValueError, match=rf"a\.json has other results: note was , now x; {WAY_OUT_BY_NAME}$"):
+        Measured.start(Where("cpu", "x"), path)
+    assert Measured.start(Where("cpu", "x"), path, overwrite=True).settings.note == "x"
+    path.write_text("{")
+    with pytest.raises(
+        ValueError, match=r"does not hold the results of muse measure; choose another --name or --output"
+    ):
+        Measured.start(Where("cpu"), path)
+    assert Measured.start(Where("cpu"), path, overwrite=True).numbers == {}

@@ -1,4 +1,4 @@
-"""Standard tasks without lm-eval: data, the score of completed code, results that resume, reports, the command."""
+"""Standard tasks without lm-eval: data, the score of completed code, continued results, reports, the command."""
 
 from __future__ import annotations
 
@@ -211,8 +211,8 @@ SETTINGS = TaskSettings("a model", "lm-eval 0", None, "cpu", "float32", "f00")
 PARTS = [Part(BENCHMARKS["niah_single_1"], 64, BOTH), Part(BENCHMARKS["arc_easy"], None, BOTH)]
 
 
-def run_parts(path: Path, harness: Scripted, *, resume: bool = False, parts: Sequence[Part] = PARTS) -> TaskResults:
-    results = TaskResults.start(SETTINGS, path, resume=resume)
+def run_parts(path: Path, harness: Scripted, *, parts: Sequence[Part] = PARTS) -> TaskResults:
+    results = TaskResults.start(SETTINGS, path)
     measure(harness, parts, None, results, path)
     return results
 
@@ -233,19 +233,19 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, stop_after:
     first, second = Scripted(stop_after=stop_after), Scripted()
     with pytest.raises(KeyboardInterrupt):
         run_parts(path, first)
-    found = run_parts(path, second, resume=True)
+    found = run_parts(path, second)
     assert found.cells == expected.cells
     assert len(first.asked) == stop_after
     assert first.asked + second.asked == whole.asked
     again = Scripted()
-    run_parts(path, again, resume=True)
+    run_parts(path, again)
     assert again.asked == []
 
 
 def test_a_sample_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
     told: list[str] = []
-    results = TaskResults.start(SETTINGS, path, resume=False)
+    results = TaskResults.start(SETTINGS, path)
     measure(Scripted(fails_on=(2, MUSE)), PARTS[:1], None, results, path, on_failure=told.append)
     assert told == [f"niah_single_1 at 64, sample 3, failed under {MUSE}: RuntimeError: too hot, too cold"]
     cell = results.cells["niah_single_1", 64]
@@ -255,7 +255,7 @@ def test_a_sample_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
     report = as_markdown(tasks_report.tasks_report(results, "tasks"))
     assert "too hot, too cold" in report
     mended = Scripted()
-    results = run_parts(path, mended, resume=True, parts=PARTS[:1])
+    results = run_parts(path, mended, parts=PARTS[:1])
     assert mended.asked == [("niah_single_1", 64, 2, MUSE)]
     assert results.failed == 0
 
@@ -263,11 +263,11 @@ def test_a_sample_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
 def test_other_data_or_settings_are_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
     run_parts(path, Scripted(), parts=PARTS[:1])
-    with pytest.raises(ValueError, match="cannot resume niah_single_1: its data are not those"):
-        run_parts(path, Scripted(rows=5), resume=True, parts=[Part(BENCHMARKS["niah_single_1"], 64, ("exact", "muse"))])
+    with pytest.raises(ValueError, match=r"the data of niah_single_1 are not those .*; choose another --name or"):
+        run_parts(path, Scripted(rows=5), parts=[Part(BENCHMARKS["niah_single_1"], 64, ("exact", "muse"))])
     other = TaskSettings("a model", "lm-eval 0", 3, "cpu", "float32", "f00")
-    with pytest.raises(ValueError, match=r"cannot resume tasks\.json: .*limit differ"):
-        TaskResults.start(other, path, resume=True)
+    with pytest.raises(ValueError, match=r"tasks\.json has other results: limit was none, now 3"):
+        TaskResults.start(other, path)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], scripted: S
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
-def test_the_command_resumes(asked: list[object], scripted: Scripted, tmp_path: Path) -> None:
+def test_the_command_continues(asked: list[object], scripted: Scripted, tmp_path: Path) -> None:
     assert run(*asked, "--name", "whole")[0] == 0
     scripted.asked.clear()
     scripted.stop_after = 5
@@ -410,13 +410,21 @@ def test_the_command_resumes(asked: list[object], scripted: Scripted, tmp_path: 
     assert_refused(outcome, "interrupted; what is finished is in ", code=130)
     scripted.stop_after = None
     words = outcome[2].rstrip().partition("continue with: muse eval tasks ")[2].split()
-    assert words[-1] == "--resume"
     assert run(*words)[0] == 0
     assert len(scripted.asked) == 16
     whole, parted = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("whole", "parted"))
     assert parted["tasks"] == whole["tasks"]
     (tmp_path / "out" / "whole.json").write_text("{")
-    assert_refused(run(*asked, "--name", "whole", "--resume"), "does not hold the results of muse eval tasks")
+    assert_refused(run(*asked, "--name", "whole"), "does not hold the results of muse eval tasks")
+
+
+def test_progress_is_lines_where_there_is_no_terminal(
+    asked: list[object], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
+    code, _, err = run(*asked)
+    assert code == 0
+    assert ": 3 of 4, ETA 0:00:0" in err
 
 
 def test_without_a_command_there_is_help() -> None:
@@ -444,10 +452,10 @@ def test_failures_that_were_not_asked_again_do_not_count(asked: list[object], sc
     scripted.fails_on = (1, MUSE)
     assert run(*asked, "--length", "64")[0] == 1
     scripted.fails_on = None
-    code, _, err = run(*asked, "--length", "128", "--resume")
+    code, _, err = run(*asked, "--length", "128")
     assert (code, err) == (0, "")
     scripted.fails_on = (0, "exact")
-    code, _, err = run(*asked, "--length", "64,128,256", "--resume")
+    code, _, err = run(*asked, "--length", "64,128,256")
     assert code == 1
     assert "muse: 2 samples failed" in err.splitlines()[-1]  # of two tasks at the one new length
 
@@ -505,8 +513,8 @@ def test_a_full_disk_leaves_what_was_whole(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    outcome = run(*asked)
-    assert_refused(outcome, "tasks.json: No space left on device; what is finished is in ", code=1)
+    outcome = run(*asked, "--overwrite")
+    assert_refused(outcome, "tasks.json: No space left on device; the earlier results in ", code=1)
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
@@ -548,7 +556,7 @@ def test_without_lm_eval_one_line_says_what_to_install(asked: list[object], monk
 
 def test_an_empty_file_has_no_report(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
-    TaskResults.start(SETTINGS, path, resume=False).write(path)
+    TaskResults.start(SETTINGS, path).write(path)
     result = CliRunner().invoke(commands.app, ["report", str(path)])
     assert result.exit_code == 2
     assert "no sample has been answered yet" in result.stderr

@@ -212,10 +212,10 @@ def test_too_little_memory_for_one_is_no_end(tmp_path: Path) -> None:
 
 def test_results_of_other_settings_are_not_continued(tmp_path: Path) -> None:
     found, path = some_captures(), tmp_path / "tune.json"
-    TuningResults.start(settings(found), path, resume=False).write(path)
-    TuningResults.start(settings(found), path, resume=True)
-    with pytest.raises(ValueError, match=r"length, fingerprint differ"):
-        TuningResults.start(settings(found.with_length(64)), path, resume=True)
+    TuningResults.start(settings(found), path).write(path)
+    TuningResults.start(settings(found), path)
+    with pytest.raises(ValueError, match=r"has other results: length was 128, now 64, fingerprint was "):
+        TuningResults.start(settings(found.with_length(64)), path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tuned": 1}'])
@@ -320,17 +320,28 @@ def test_the_command_goes_on_where_it_was_interrupted(
     assert code == 130
     (line,) = err.splitlines()
     assert "interrupted; what is finished is in" in line
-    assert "--resume" in line
+    assert line.endswith(f"--output {tmp_path / 'out'}")
     assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE]
-    assert run(*asked, "--resume")[0] == 0
+    assert run(*asked)[0] == 0
     assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE, FINE]
+
+
+def test_progress_is_lines_where_there_is_no_terminal(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
+    code, _, err = run(*asked)
+    assert code == 0
+    assert ": 2 of 3, ETA 0:00:0" in err
 
 
 def test_captures_are_measured_without_the_model(asked: list[object], folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "heads.safetensors"
-    code, out, err = run(folder, "--text", folder.parent / "text.txt", "--length", "64", "--save-captures", file)
-    assert (code, err) == (0, "")
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    saving = ["--save-captures", file, "--output", tmp_path, "--name", "other"]
+    code, out, err = run(folder, "--text", folder.parent / "text.txt", "--length", "64", *saving)
+    assert (code, err) == (0, ""), "nothing is measured, so results that cannot be continued are in nobody's way"
     assert f"muse tune --captures {file}" in out
+    assert other.read_text() == "{}"
     common = ["--captures", file, "--only", COARSE, "--repeats", "1", "--device", "cpu", "--output", tmp_path / "out"]
     assert_refused(run(*common, "--length", "128"), "--repeat-captures")
     code, out, err = run(*common, "--length", "128", "--repeat-captures", "--heads", "3")

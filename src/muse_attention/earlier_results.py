@@ -12,6 +12,8 @@ from typing import TypeVar
 
 WAY_OUT = "choose another --output, or replace it with --overwrite"
 """What a user can do about results that differ."""
+WAY_OUT_BY_NAME = "choose another --name or --output, or replace it with --overwrite"
+"""The same, of a command that names its files."""
 _LONGEST_VALUE = 60
 
 Results = TypeVar("Results")

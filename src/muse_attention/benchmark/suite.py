@@ -22,16 +22,15 @@ from muse_attention.benchmark.sweeps import format_shape
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, sdpa
 from muse_attention.by_name import Attention, get_attention
-from muse_attention.earlier_results import check_same, find_earlier
+from muse_attention.earlier_results import WAY_OUT_BY_NAME, check_same, find_earlier
 from muse_attention.fidelity import measure
 from muse_attention.machine import describe_machine
 
-WAY_OUT = "choose another --name or --output, or replace it with --overwrite"
 OnStep = Callable[[str, int], None]
 """Told what begins, and how many steps are finished."""
 
 
-def start_results(plan: Plan, path: Path, *, overwrite: bool = False, way_out: str = WAY_OUT) -> Results:
+def start_results(plan: Plan, path: Path, *, overwrite: bool = False, way_out: str = WAY_OUT_BY_NAME) -> Results:
     """Those of the file if there is one, else empty ones; a ValueError if they cannot be continued."""
     machine = describe_machine()
     wanted = {**_comparable(machine), **vars(plan.settings)}

@@ -113,6 +113,16 @@ Overwrite = Annotated[
 """The policy is that of `earlier_results`."""
 
 
+def _say_not_needed(is_given: bool) -> bool:
+    if is_given:
+        say("--resume is no longer needed, as results are continued without it; it will be removed in 0.5")
+    return is_given
+
+
+Resume = Annotated[bool, typer.Option("--resume", hidden=True, callback=_say_not_needed)]
+"""Does nothing: scripts from before the policy have it."""
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"muse-attention {__version__}")

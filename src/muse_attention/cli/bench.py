@@ -32,6 +32,7 @@ from muse_attention.by_name import split_names
 from muse_attention.cli.app import (
     Device,
     Overwrite,
+    Resume,
     app,
     console,
     default_device,
@@ -101,7 +102,7 @@ def bench(
         typer.Option(help="File name, without ending.", show_default="the device, and the sweep if there is one"),
     ] = None,
     overwrite: Overwrite = False,
-    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,
+    resume: Resume = False,
 ) -> None:
     """Measure time, memory and error of attentions, and of scaled_dot_product_attention beside them.
 
@@ -111,8 +112,6 @@ def bench(
 
     Writes NAME.json on the way, and NAME.md and NAME.png at the end. Run again, it adds what is missing.
     """
-    if resume:
-        say("--resume is what happens without it, too, and will be gone in 0.4")
     with user_errors():
         device = device or default_device()
         settings = Settings(

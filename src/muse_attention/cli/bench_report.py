@@ -32,7 +32,7 @@ _PASSES = {"forward": "speedup_forward", "forward + backward": "speedup_forward_
 def bench_report(results: Results, file_name: str) -> Report:
     cases = sorted_cases(results)
     if not cases:
-        raise ValueError("no case has been measured yet; continue the run with --resume")
+        raise ValueError("no case has been measured yet; run the command again to continue")
     settings = results.settings
     last = [case for case in cases if case.shape == cases[-1].shape]
     best = next((case for case in last if case.attention.startswith("muse")), last[0])

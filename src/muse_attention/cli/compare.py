@@ -74,7 +74,7 @@ def compare(
             checkpoints=checkpoints,
         )
     path = output / RESULTS
-    with measuring(path, request.spell(map(str, runs), str(corpus), output=output)):
+    with measuring(path, request.spell(map(str, runs), str(corpus), output=output), overwrite=overwrite):
         results = compare_runs(request, output, overwrite=overwrite)
         show_comparison(results)
         write_comparison_reports(results, path)
@@ -119,13 +119,11 @@ def compare_runs(
     *,
     overwrite: bool = False,
     command: str | None = None,
-    way_out: str = ComparisonResults.way_out,
 ) -> ComparisonResults:
     """Measure what is missing, with a bar; a ValueError if something cannot be.
 
     Args:
         command: what the user has called, if it is not `muse compare`
-        way_out: what to do with results that cannot be continued
     """
     import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
     from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
@@ -151,7 +149,7 @@ def compare_runs(
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
     make_folder(output)
     path = output / RESULTS
-    results = ComparisonResults.start(settings, path, resume=not overwrite, way_out=way_out)
+    results = ComparisonResults.start(settings, path, overwrite=overwrite)
     missing = sum(
         len(results.missing(run.name, step, attentions_of(run, step, attentions)))
         for run in runs
@@ -169,7 +167,6 @@ def compare_runs(
             checkpoints=request.checkpoints,
             on_step=on_step,
             on_refused=say,
-            way_out=way_out,
         )
     return results
 

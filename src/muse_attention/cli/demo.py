@@ -206,7 +206,7 @@ def _compare(output: Path, place: Place, overwrite: bool) -> None:
     request = Request([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
     folder = output / "compare"
     command = f"muse demo --device {place.device}"
-    results = compare_runs(request, folder, overwrite=overwrite, command=command, way_out=WAY_OUT)
+    results = compare_runs(request, folder, overwrite=overwrite, command=command)
     show_comparison(results)
     path = folder / RESULTS
     write_comparison_reports(results, path)

@@ -9,12 +9,21 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from muse_attention.cli.app import Device, app, console, make_folder, new_table, progress_bar, user_errors
+from muse_attention.cli.app import (
+    Device,
+    Overwrite,
+    Resume,
+    app,
+    console,
+    make_folder,
+    new_table,
+    progress_bar,
+    user_errors,
+)
 from muse_attention.cli.language_model import Dtype, Model, Place, Text, name_of, open_subject
 from muse_attention.cli.measuring import (
     Name,
     Output,
-    Resume,
     Samples,
     add_command,
     measuring,
@@ -55,11 +64,13 @@ def fidelity(
     dtype: Dtype = None,
     output: Output = Path("out/fidelity"),
     name: Name = None,
+    overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
     """Measure how far attentions are from exact attention on the queries, keys and values of a model.
 
-    Writes NAME.json every few seconds, and NAME.md, NAME.csv, NAME.html and pictures at the end.
+    Writes NAME.json every few seconds, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run again,
+    it adds what is missing.
     """
     texts = text or []
     with user_errors():
@@ -67,7 +78,7 @@ def fidelity(
         tokens_each = parse_size(length)
         requests = _requests(find_presets(preset or [], tokens_each), attention, tokens_each)
         stem = name if name is not None else name_of(model)
-        path = results_file(FidelityResults, output, stem, resume=resume)
+        path = results_file(FidelityResults, output, stem, overwrite=overwrite)
 
     def spelled(model: str, texts: Sequence[object], **others: object) -> str:
         return spell(
@@ -75,10 +86,10 @@ def fidelity(
             preset=preset, gradients=gradients, device=place.device, dtype=place.dtype, name=stem, **others,
         )  # fmt: skip
 
-    with measuring(path, spelled(model, texts, output=output, resume=True)):
+    with measuring(path, spelled(model, texts, output=output), overwrite=overwrite):
         subject = open_subject(model, texts, tokens_each, samples, place)
         make_folder(output)
-        results = FidelityResults.start(subject.settings, path, resume=resume)
+        results = FidelityResults.start(subject.settings, path, overwrite=overwrite)
         if not all(results.is_whole(request, gradients=gradients) for request in requests):
             add_command(results, spelled(name_of(model), [file.name for file in texts]))
         with progress_bar(steps(subject.model, requests, samples)) as on_step:

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from muse_attention.cli.app import Device, app, make_folder, progress_bar, user_errors
+from muse_attention.cli.app import Device, Overwrite, Resume, app, make_folder, progress_bar, user_errors
 from muse_attention.cli.language_model import Dtype, Model, Place, Text, name_of, open_subject
 from muse_attention.cli.measuring import (
     Name,
     Output,
-    Resume,
     Samples,
     add_command,
     measuring,
@@ -52,11 +51,13 @@ def loss(
     dtype: Dtype = None,
     output: Output = Path("out/loss"),
     name: Name = None,
+    overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
     """Measure a language model's loss at every position of long texts, under one attention after another.
 
     Writes NAME.json after every sample of every attention, and NAME.md, NAME.csv, NAME.png and NAME.html at the end.
+    Run again, it adds what is missing.
     """
     texts = text or []
     with user_errors():
@@ -66,7 +67,7 @@ def loss(
             raise ValueError(f"--length {tokens_each} is too short for a curve; choose at least {SHORTEST}")
         attentions = _attentions(attention or [], preset or [], tokens_each)
         stem = name if name is not None else name_of(model)
-        path = results_file(LossResults, output, stem, resume=resume)
+        path = results_file(LossResults, output, stem, overwrite=overwrite)
 
     def spelled(model: str, texts: Sequence[object], **others: object) -> str:
         return spell(
@@ -74,10 +75,10 @@ def loss(
             device=place.device, dtype=place.dtype, name=stem, **others,
         )  # fmt: skip
 
-    with measuring(path, spelled(model, texts, output=output, resume=True)):
+    with measuring(path, spelled(model, texts, output=output), overwrite=overwrite):
         subject = open_subject(model, texts, tokens_each, samples, place)
         make_folder(output)
-        results = LossResults.start(subject.settings, path, resume=resume)
+        results = LossResults.start(subject.settings, path, overwrite=overwrite)
         missing = results.missing(attentions)
         if missing:
             add_command(results, spelled(name_of(model), [file.name for file in texts]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,28 +19,42 @@ from muse_attention.report.tree import Report, Table
 Samples = Annotated[int, typer.Option(help="Samples, one after another in the text.")]
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
 Name = Annotated[str | None, typer.Option(help="File name, without ending.", show_default="the name of the model")]
-Resume = Annotated[bool, typer.Option("--resume", help="Keep what the file has already.")]
 
 
-def results_file(kind: type[StoredResults], output: Path, name: str, *, resume: bool) -> Path:
+def results_file(kind: type[StoredResults], output: Path, name: str, *, overwrite: bool) -> Path:
     """Where results go; a ValueError if they cannot, or if what is there is broken: before a model is loaded."""
     path = output / f"{name}.json"
     file_stem(name)
-    if resume and path.exists():
-        kind.read(path)
+    kind.check_readable(path, overwrite=overwrite)
     return path
 
 
 @contextlib.contextmanager
-def measuring(path: Path, again: str) -> Iterator[None]:
-    """Errors and warnings are one line each; what ends a run says how to go on."""
-    with run_errors(lambda: how_to_continue(path, again)), user_errors(), short_warnings():
-        yield
+def measuring(path: Path, again: str, *, overwrite: bool = False) -> Iterator[Callable[[], str]]:
+    """Errors and warnings are one line each; what ends a run says how to go on. Gives the function that says it.
+
+    Args:
+        again: the command that continues the run, so without --overwrite
+    """
+    replaced = _file_number(path) if overwrite else None
+
+    def how_to_continue() -> str:
+        if not path.exists():
+            return f"nothing was written; continue with: {again}"
+        if _file_number(path) == replaced:
+            return f"the earlier results in {path} were not replaced; start again with: {again} --overwrite"
+        return f"what is finished is in {path}; continue with: {again}"
+
+    with run_errors(how_to_continue), user_errors(), short_warnings():
+        yield how_to_continue
 
 
-def how_to_continue(path: Path, command: str) -> str:
-    kept = f"what is finished is in {path}" if path.exists() else "nothing was written"
-    return f"{kept}; continue with: {command}"
+def _file_number(path: Path) -> tuple[int, int] | None:
+    """Changes when the file is replaced; None if there is no file."""
+    if not path.exists():
+        return None
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def spell(*words: object, **options: Any) -> str:

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 import typer
 
-from muse_attention.cli.app import Device, make_folder, progress_bar, say, user_errors
+from muse_attention.cli.app import Device, Overwrite, Resume, make_folder, progress_bar, say, user_errors
 from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Dtype, Model, Place, Text, load_quietly, name_of
 from muse_attention.cli.measuring import (
     Name,
     Output,
-    Resume,
     add_command,
     measuring,
     results_file,
@@ -85,12 +84,13 @@ def needles(
     dtype: Dtype = None,
     output: Output = Path("out/needles"),
     name: Name = None,
+    overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
 
-    Writes NAME.json on the way, and NAME.md, NAME.csv, pictures and NAME.html at the end. Samples that fail are listed,
-    and tried again with --resume.
+    Writes NAME.json on the way, and NAME.md, NAME.csv, pictures and NAME.html at the end. Run again, it adds what is
+    missing, and tries failed samples again.
     """
     texts = text or []
     asked_for = list(dict.fromkeys(attention or ["muse"]))
@@ -110,7 +110,7 @@ def needles(
         if stem == COMPARED:
             raise ValueError(f"--name {COMPARED} is that of the comparison of several models; choose another")
         stored: type[NeedleResults | LookupResults] = LookupResults if lookups else NeedleResults
-        path = results_file(stored, output, f"{stem}{'-lookups' if lookups else ''}", resume=resume)
+        path = results_file(stored, output, f"{stem}{'-lookups' if lookups else ''}", overwrite=overwrite)
 
     def spelled(model: str, corpus: object, texts: Sequence[object], **others: object) -> str:
         return spell(
@@ -119,11 +119,11 @@ def needles(
             lookups=lookups, seed=seed, device=place.device, dtype=place.dtype, name=stem, **others,
         )  # fmt: skip
 
-    again = spelled(model, corpus, texts, output=output, resume=True)
-    with measuring(path, again):
+    again = spelled(model, corpus, texts, output=output)
+    with measuring(path, again, overwrite=overwrite):
         subject = _open(model, corpus, texts, lengths, kinds, seed, place)
         make_folder(output)
-        results = stored.start(subject.settings, path, resume=resume)
+        results = stored.start(subject.settings, path, overwrite=overwrite)
         tasks = plan(attentions, subject.kinds, samples_per_depth)
         missing = results.missing(tasks)
         if missing:

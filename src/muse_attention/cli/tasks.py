@@ -10,14 +10,22 @@ import torch
 import typer
 
 from muse_attention.by_name import full_name, has_settings_of_length
-from muse_attention.cli.app import Device, console, make_folder, new_table, phases_bar, say, user_errors
+from muse_attention.cli.app import (
+    Device,
+    Overwrite,
+    Resume,
+    console,
+    make_folder,
+    new_table,
+    phases_bar,
+    say,
+    user_errors,
+)
 from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Dtype, Model, Place, load_quietly, name_of
 from muse_attention.cli.measuring import (
     Output,
-    Resume,
     add_command,
-    how_to_continue,
     measuring,
     results_file,
     spell,
@@ -60,11 +68,13 @@ def tasks(
     dtype: Dtype = None,
     output: Output = Path("out/tasks"),
     name: Annotated[str, typer.Option(help="File name, without ending.")] = "tasks",
+    overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
     """Run standard tasks on a language model, under one attention after another, through lm-eval.
 
-    Writes NAME.json while samples are answered, and NAME.md, NAME.csv and NAME.html at the end. Nothing is downloaded.
+    Writes NAME.json while samples are answered, and NAME.md, NAME.csv and NAME.html at the end. Run again, it
+    adds what is missing, and asks failed samples again. Nothing is downloaded.
     """
     with user_errors():
         place = Place.choose(device, dtype)
@@ -75,7 +85,7 @@ def tasks(
         parts = [part for benchmark in benchmarks for part in _parts(benchmark, lengths, attention or [])]
         if limit is not None and limit < 1:
             raise ValueError(f"--limit {limit} leaves nothing to answer; give at least 1, or leave it out for all")
-        path = results_file(TaskResults, output, name, resume=resume)
+        path = results_file(TaskResults, output, name, overwrite=overwrite)
     has_lengths = any(benchmark.is_ruler for benchmark in benchmarks)
 
     def spelled(model: str, **others: object) -> str:
@@ -85,8 +95,8 @@ def tasks(
             limit=limit, device=place.device, dtype=place.dtype, name=name, **others,
         )  # fmt: skip
 
-    again = spelled(model, data=data, output=output, resume=True)
-    with measuring(path, again):
+    again = spelled(model, data=data, output=output)
+    with measuring(path, again, overwrite=overwrite) as how_to_continue:
         from muse_attention.evaluation.tasks.harness import Harness, import_harness
 
         harness_name = import_harness()
@@ -103,13 +113,13 @@ def tasks(
         )
         harness = Harness(loaded, tokenizer)
         make_folder(output)
-        results = TaskResults.start(settings, path, resume=resume)
+        results = TaskResults.start(settings, path, overwrite=overwrite)
         add_command(results, spelled(name_of(model)))
         try:
             with phases_bar() as on_step:
                 measure(harness, parts, data, results, path, on_step=on_step, on_failure=say)
         except TaskNotOpenedError as error:
-            raise ValueError(f"{error}; {how_to_continue(path, again)}") from error
+            raise ValueError(f"{error}; {how_to_continue()}") from error
         _show(results)
         write(tasks_report(results, path.stem), path, path)
         if failed := results.failed_in(parts):

@@ -14,9 +14,9 @@ import typer
 from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import DTYPES, Workload, sdpa
 from muse_attention.by_name import get_attention
-from muse_attention.cli.app import Device, app, make_folder, progress_bar, user_errors
+from muse_attention.cli.app import Device, Overwrite, Resume, app, make_folder, progress_bar, user_errors
 from muse_attention.cli.language_model import Dtype, Model, Place, Text, load_quietly, name_of
-from muse_attention.cli.measuring import Output, Resume, add_command, measuring, results_file, show, spell, write
+from muse_attention.cli.measuring import Output, add_command, measuring, results_file, show, spell, write
 from muse_attention.evaluation.captures import Captures, LookupAt, capture_heads, load_captures, save_captures
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
 from muse_attention.evaluation.texts import read_samples
@@ -80,12 +80,13 @@ def tune(
         str | None,
         typer.Option(help="File name, without ending.", show_default="the name of the model or of the captures"),
     ] = None,
+    overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
     """Find the fastest configuration below an error, on a model's own queries, keys and values and on this device.
 
     Measures time (forward and backward) and error of a grid of configurations. Writes NAME.json after each, and
-    NAME.md, NAME.csv, NAME.html and NAME.png at the end.
+    NAME.md, NAME.csv, NAME.html and NAME.png at the end. Run again, it adds what is missing.
     """
     with user_errors():
         if captures is not None and saved is not None:
@@ -110,8 +111,8 @@ def tune(
             place=Place.choose(device, dtype),
             name=name if name is not None else name_of(model) if captures is None else captures.stem,
         )
-        path = results_file(TuningResults, output, asked.name, resume=resume)
-    with measuring(path, asked.spell(str, model, output=output, resume=True)):
+        path = results_file(TuningResults, output, asked.name, overwrite=overwrite or saved is not None)
+    with measuring(path, asked.spell(str, model, output=output), overwrite=overwrite):
         if saved is not None:
             save_captures(_capture(asked), saved)
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
@@ -120,7 +121,7 @@ def tune(
         attentions = candidates(found.length, added=asked.added, only=asked.only)
         settings = TuningSettings.of(found, device=asked.place.device, dtype=asked.place.dtype, repeats=repeats)
         make_folder(output)
-        results = TuningResults.start(settings, path, resume=resume)
+        results = TuningResults.start(settings, path, overwrite=overwrite)
         results.error = error
         missing = results.missing(attentions)
         if missing:

@@ -67,9 +67,7 @@ def settings_of(attention: str) -> dict[str, Any] | None:
     return None if config is None else asdict(config)
 
 
-def check_meaning(
-    attention: str, settings: dict[str, Any] | None, *, way_out: str = "drop --resume to start over"
-) -> None:
+def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
     """A ValueError if the name meant something else to who wrote it beside these settings: defaults can change.
 
     A field that was not there yet has its default, which means what was done before there was a choice.
@@ -77,7 +75,7 @@ def check_meaning(
     if settings is not None and not has_settings_of_length(attention):
         settings = {**asdict(MuSeConfig()), **settings}
     if settings != settings_of(attention):
-        raise ValueError(f"{attention} was measured with other defaults than it has now; {way_out}")
+        raise ValueError(f"{attention} was measured with other defaults than it has now")
 
 
 def in_words(attention: str) -> str:

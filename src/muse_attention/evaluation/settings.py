@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +79,3 @@ def describe_machine_and_versions() -> dict[str, Any]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # captures are measured without it
         versions["transformers"] = importlib.metadata.version("transformers")
     return {**describe_machine(), **versions}
-
-
-def differing(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What numbers may not differ in that stand in one table; the day is nothing to them."""
-    return [name for name, value in now.items() if name != "date" and earlier.get(name) != value]

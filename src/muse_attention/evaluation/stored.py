@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from muse_attention.declared_types import check_types
+from muse_attention.earlier_results import WAY_OUT_BY_NAME, find_earlier
 from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.settings import describe_machine_and_versions, differing
+from muse_attention.evaluation.settings import describe_machine_and_versions
 from muse_attention.files import replace_file
 from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
@@ -28,7 +29,6 @@ from muse_attention.strict_json import parse_json
 VERSION = 2
 SECONDS_BETWEEN_WRITES = 2.0
 """Of work that is lost at most. (To write a large file after every step can take longer than the step.)"""
-START_OVER = "choose another --name, or drop --resume to start over"
 
 
 @dataclass
@@ -37,7 +37,7 @@ class StoredResults:
 
     command: ClassVar[str]
     """that measures them"""
-    way_out: ClassVar[str] = START_OVER
+    way_out: ClassVar[str] = WAY_OUT_BY_NAME
     """what a user can do with a file that cannot be continued"""
     is_finite: ClassVar[bool] = False
     """whether a number that is none makes a file unreadable"""
@@ -57,25 +57,28 @@ class StoredResults:
         """A ValueError if what was read does not fit together."""
 
     @classmethod
-    def start(cls, settings: Any, path: Path, *, resume: bool, way_out: str | None = None) -> Self:
-        """Empty results of this machine, or with `resume` those of the file if there is one.
+    def start(cls, settings: Any, path: Path, *, overwrite: bool = False) -> Self:
+        """The results in the file; empty ones of this machine if there is no file, or with `overwrite`.
 
-        A ValueError if these were measured otherwise than they would be now.
+        Raises ValueError if those in the file have other settings, or were measured on another machine.
         """
-        machine = describe_machine_and_versions()
-        if not resume or not path.exists():
-            return cls(machine, settings)
-        earlier = cls.read(path, way_out=way_out)
-        differences = differing(vars(earlier.settings), vars(settings)) + differing(earlier.machine, machine)
-        if differences:
-            raise ValueError(
-                f"cannot resume {path.name}: it was measured with other settings or on another machine "
-                f"({', '.join(differences)} differ); {way_out or cls.way_out}"
-            )
-        return earlier
+        empty = cls(describe_machine_and_versions(), settings)
+        wanted = empty.conditions()
+        earlier = find_earlier(path, cls.read, cls.conditions, wanted, overwrite=overwrite, way_out=cls.way_out)
+        return empty if earlier is None else earlier
 
     @classmethod
-    def read(cls, path: Path, *, way_out: str | None = None) -> Self:
+    def check_readable(cls, path: Path, *, overwrite: bool = False) -> None:
+        """Raise ValueError if there is a file that does not hold such results, unless it is to be replaced."""
+        find_earlier(path, cls.read, vars, {}, overwrite=overwrite, way_out=cls.way_out)
+
+    def conditions(self) -> dict[str, Any]:
+        """What numbers that stand in one table have in common: settings, machine and versions, but not the day."""
+        machine = {name: value for name, value in self.machine.items() if name != "date"}
+        return {**vars(self.settings), **machine}
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
         """What `write` wrote, in this version or before; a ValueError if it is something else."""
         try:
             document = with_full_names(parse_json(path.read_bytes(), finite=cls.is_finite))
@@ -87,11 +90,11 @@ class StoredResults:
             check_types(results)
             results.check()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} does not hold the results of {cls.command}; {way_out or cls.way_out}") from error
+            raise ValueError(f"{path} does not hold the results of {cls.command}") from error
         if version not in range(1, VERSION + 1):
             raise ValueError(f"{path} has version {version} of its results; install a newer muse-attention to read it")
         for attention, settings in meanings:
-            check_meaning(attention, settings, way_out=way_out or cls.way_out)
+            check_meaning(attention, settings)
         return results
 
     def write(self, path: Path) -> None:

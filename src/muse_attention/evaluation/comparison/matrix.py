@@ -58,14 +58,12 @@ def measure(
     checkpoints: int = 0,
     on_step: OnStep = lambda description, finished: None,
     on_refused: Callable[[str], None] = lambda message: None,
-    way_out: str = ComparisonResults.way_out,
 ) -> None:
     """Fill `results` with what is missing of `attentions`, by full names, of the newest weights of each run.
 
     Args:
         checkpoints: earlier ones of each run, at most, that are measured under exact attention
         on_refused: told why a checkpoint is left out
-        way_out: what to do where the file has losses of other weights
     """
     settings = results.settings
     samples = read_samples(open_windows(corpus, settings.length), settings.samples)
@@ -81,7 +79,7 @@ def measure(
                 on_refused(f"{error}; it is left out")
                 continue
             fingerprint = take_fingerprint(model, samples)
-            _check_same_weights(results, run.name, step, fingerprint, path, way_out)
+            _check_same_weights(results, run.name, step, fingerprint, path)
             if step == run.newest:
                 results.runs[run.name] = Run(run.name, run.recipe, model.num_parameters(), step, run.curves)
                 results.write(path)
@@ -112,9 +110,7 @@ def _add(results: ComparisonResults, run: str, step: int, fingerprint: str, atte
     cell.bins.append([part.loss for part in bins])
 
 
-def _check_same_weights(
-    results: ComparisonResults, run: str, step: int, fingerprint: str, path: Path, way_out: str
-) -> None:
+def _check_same_weights(results: ComparisonResults, run: str, step: int, fingerprint: str, path: Path) -> None:
     for cell in results.cells:
         if (cell.run, cell.step) == (run, step) and cell.fingerprint != fingerprint:
-            raise ValueError(f"{path} has losses of another run called {run}; {way_out}")
+            raise ValueError(f"{path} has losses of another run called {run}; {results.way_out}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from muse_attention.earlier_results import WAY_OUT
 from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.evaluation.means import Mean
@@ -92,7 +93,7 @@ class Cell:
 @dataclass
 class ComparisonResults(StoredResults):
     command = "muse compare"
-    way_out = "choose another --output, or --overwrite it"
+    way_out = WAY_OUT
     is_finite = True
     readers: ClassVar[Mapping[type, Callable[[Any], Any]]] = {Recipe: read_recipe}
 

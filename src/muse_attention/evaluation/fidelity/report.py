@@ -141,7 +141,7 @@ def headline(results: FidelityResults) -> FidelityRequest:
     bases = [FidelityRequest(f"muse:{config}", length) for config in configs]
     found = [request for request in (*bases, *results.measured) if results.is_whole(request)]
     if not found:
-        raise ValueError("no attention has been measured in all layers and samples; continue the run with --resume")
+        raise ValueError("no attention has been measured in all layers and samples; run the command again to continue")
     return found[0]
 
 

@@ -102,7 +102,7 @@ def pool(results: LookupResults, length: int, kind: str | None, attention: str) 
 
 def lookup_report(results: LookupResults, file_name: str) -> Report:
     if not results.lookups:
-        raise ValueError("no sample has been read yet; continue the run with --resume")
+        raise ValueError("no sample has been read yet; run the command again to continue")
     settings, names = results.settings, short_names(results.named)
     lengths = sorted({task.length for task in results.lookups})
     longest = _pools(results, lengths[-1])

@@ -44,7 +44,7 @@ _BINS = "Not cumulative: the loss of exact attention between two positions, and 
 
 def loss_report(results: LossResults, file_name: str) -> Report:
     if EXACT not in results.whole:
-        raise ValueError("exact attention has not seen all samples yet; continue the run with --resume")
+        raise ValueError("exact attention has not seen all samples yet; run the command again to continue")
     settings, names = results.settings, short_names(results.whole)
     doubled = Section("Clusters doubled", tables=[doubling_table(results)])
     return Report(

@@ -62,7 +62,7 @@ multi-query-4 | 1060 | 83.58 ± 1.14% | 98.77 ± 0.34%"""
 
 def needle_report(results: NeedleResults, file_name: str) -> Report:
     if len(failures(results)) == len(results.outcomes):
-        raise ValueError("no sample has been answered yet; continue the run with --resume")
+        raise ValueError("no sample has been answered yet; run the command again to continue")
     settings = results.settings
     failed = [
         f"{task.attention}, {title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "

@@ -1,6 +1,6 @@
 """Needle samples under one attention after another: one JSON file, from which an interrupted run goes on.
 
-A sample that fails is kept with its error, and the others go on; a run that is resumed tries it again.
+A sample that fails is kept with its error, and the others go on; a run that is continued tries it again.
 """
 
 from __future__ import annotations

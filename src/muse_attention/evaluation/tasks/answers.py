@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from muse_attention.evaluation.stored import START_OVER, StoredResults, entries
+from muse_attention.evaluation.stored import StoredResults, entries
 from muse_attention.evaluation.tasks.benchmarks import BENCHMARKS, Benchmark, Data
 from muse_attention.sizes import format_size
 
@@ -126,7 +126,7 @@ class TaskResults(StoredResults):
         """The cell of a task, new or begun before; a ValueError if it was begun with other data."""
         cell = self.cells.setdefault((task, length), TaskAnswers(task, length, data, samples))
         if cell.data.sha256 != data.sha256 or cell.samples != samples:
-            raise ValueError(f"cannot resume {task}: its data are not those of the answers there are; {START_OVER}")
+            raise ValueError(f"the data of {task} are not those of the answers there are; {self.way_out}")
         return cell
 
 
@@ -169,7 +169,7 @@ def measure(
 ) -> None:
     """Fill `results` with what is missing of `parts`, and write the file on the way.
 
-    A sample that fails is recorded, and asked again when the run is resumed; `on_failure` is told of each way to fail
+    A sample that fails is recorded, and asked again when the run is continued; `on_failure` is told of each way to fail
     once for a task and an attention. A task that cannot be opened is a TaskNotOpenedError.
     """
     told: set[tuple[Part, str, str]] = set()

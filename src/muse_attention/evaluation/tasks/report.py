@@ -36,7 +36,7 @@ _DATA = (
 
 def tasks_report(results: TaskResults, file_name: str) -> Report:
     if not results.cells:
-        raise ValueError("no sample has been answered yet; continue the run with --resume")
+        raise ValueError("no sample has been answered yet; run the command again to continue")
     settings = results.settings
     limit = "" if settings.limit is None else f", at most {settings.limit} samples of each task"
     there = {task for task, _ in results.cells}

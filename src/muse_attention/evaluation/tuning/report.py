@@ -32,7 +32,7 @@ _COLUMNS = (ERROR[0], *TAIL, *RETRIEVAL)
 
 def tuning_report(results: TuningResults, file_name: str) -> Report:
     if not results.measured:
-        raise ValueError("no configuration has been measured yet; continue the run with --resume")
+        raise ValueError("no configuration has been measured yet; run the command again to continue")
     settings = results.settings
     laid = f": {settings.laid}, which is harder than a text of that length" if settings.laid else ""
     chosen = choose(results.measured, results.error)
@@ -72,7 +72,7 @@ def verdict(results: TuningResults) -> list[str]:
     """What to take, and what to know about it, a line each."""
     measured = results.measured
     if not measured or results.exact is None:
-        return ["Nothing has been measured yet; continue the run with --resume"]
+        return ["Nothing has been measured yet; run the command again to continue"]
     chosen = choose(measured, results.error)
     if chosen is None:
         best = min(measured, key=lambda candidate: candidate.error)
