@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from docs_build.records import DEFAULT, PAPER, RECORDS, SYNTHETIC, Timing, read_timings
@@ -15,6 +14,7 @@ README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- table: python -m docs_build.readme_table -->", "<!-- end of table -->"
 COMPARED_LENGTH = 64 * 1024
 GPU = "NVIDIA H200"
+PAPERS = "the paper's"
 
 
 def make_table(timings: list[Timing]) -> str:
@@ -24,33 +24,32 @@ def make_table(timings: list[Timing]) -> str:
     longest = max((timing for timing in timings if timing.method == PAPER), key=lambda timing: timing.length)
     assert paper.extra_memory is not None
     assert paper.exact_extra_memory is not None
-    memory = f"{paper.extra_memory / paper.exact_extra_memory:.1f} times as much"
     rows = [
-        (
-            f"Attention at {format_size(default.length)}, default ({default.data})",
-            _milliseconds(default.exact_seconds),
-            _milliseconds(default.seconds),
-            f"**{default.speedup:.2f}x** as fast",
-            default.file,
-        ),
-        ("Its error (RSE), mean over queries", "0", f"{default.error:.3f}", _tail(default), default.file),
-        (
-            f"Attention at {format_size(longest.length)}, the paper's sizes",
-            _milliseconds(longest.exact_seconds),
-            _milliseconds(longest.seconds),
-            f"**{longest.speedup:.2f}x** as fast",
-            longest.file,
+        *(
+            (
+                f"Attention, {format_size(timing.length)} tokens, {timing.data}",
+                called,
+                _milliseconds(timing.exact_seconds),
+                _milliseconds(timing.seconds),
+                f"**{timing.speedup:.2f}x** as fast",
+                _error(timing),
+                timing.file,
+            )
+            for timing, called in ((default, "default"), (longest, PAPERS))
         ),
         (
-            f"Extra memory at {format_size(paper.length)}, the paper's sizes",
+            f"Memory of one call, {format_size(paper.length)} tokens, {paper.data}",
+            PAPERS,
             _mebibytes(paper.exact_extra_memory),
             _mebibytes(paper.extra_memory),
-            memory,
+            f"{paper.extra_memory / paper.exact_extra_memory:.1f} times as much",
+            _error(paper),
             paper.file,
         ),
         *_training_rows(),
     ]
-    head = f"| one {GPU}, bfloat16 | exact | MuSe | | record |\n| --- | ---: | ---: | --- | --- |"
+    titles = [f"one {GPU}, bfloat16", "configuration", "exact", "MuSe", "MuSe against exact", "error (RSE)", "record"]
+    head = f"| {' | '.join(titles)} |\n| --- | --- | ---: | ---: | --- | --- | --- |"
     if {default.gpu, longest.gpu, paper.gpu} != {GPU}:
         raise ValueError(f"a row of README's table is not of an {GPU}, as its head says")
     return "\n".join([head, *(_row(*row) for row in rows)])
@@ -65,7 +64,7 @@ def with_table(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
-def _training_rows() -> list[tuple[str, str, str, str, Path]]:
+def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
     """Speed and loss of the training runs at 64k."""
     path = RECORDS / "pretraining" / "64k" / "compare.json"
     document = json.loads(path.read_text())
@@ -75,17 +74,18 @@ def _training_rows() -> list[tuple[str, str, str, str, Path]]:
     losses = {cell["run"]: _losses(cell) for cell in document["cells"] if _is_final(cell, document["runs"])}
     differences = [muse - exact for muse, exact in zip(losses["muse"], losses["exact"], strict=True)]
     percent = 100 / mean(losses["exact"])
-    error = stdev(differences) / math.sqrt(len(differences))
-    training = "Training a 96M model at 64k, the paper's sizes"
+    training = "Training a 96M model, 64k tokens"
     gain = f"**{speeds['muse'] / speeds['exact']:.2f}x** as fast"
     direction = "lower" if mean(differences) < 0 else "higher"
-    difference = f"{percent * abs(mean(differences)):.2f} ± {percent * error:.2f}% {direction}"
+    difference = f"{percent * abs(mean(differences)):.1f}% {direction}, one seed"
     return [
-        (training, *(f"{round(speeds[run], -3):,.0f} tokens/s" for run in ("exact", "muse")), gain, path),
+        (training, PAPERS, *(f"{round(speeds[run], -3):,.0f} tokens/s" for run in ("exact", "muse")), gain, "", path),
         (
-            "Its held-out loss under exact attention",
+            "Held-out loss of both models, read with exact attention",
+            PAPERS,
             *(f"{mean(losses[run]):.3f}" for run in ("exact", "muse")),
             difference,
+            "",
             path,
         ),
     ]
@@ -113,13 +113,14 @@ def _newest(timings: list[Timing], method: str, length: int, data: str | None = 
     return max(found, key=lambda timing: timing.date)
 
 
-def _tail(timing: Timing) -> str:
-    return "" if timing.error_p99 is None else f"1% of queries above {timing.error_p99:.2f}"
+def _error(timing: Timing) -> str:
+    tail = "" if timing.error_p99 is None else f", 1% of queries above {timing.error_p99:.2f}"
+    return "" if timing.error is None else f"{timing.error:.2g}{tail}"
 
 
-def _row(what: str, exact: str, muse: str, gain: str, file: Path) -> str:
+def _row(what: str, called: str, exact: str, muse: str, gain: str, error: str, file: Path) -> str:
     link = file.with_suffix(".md").relative_to(RECORDS.parent).as_posix()
-    return f"| {what} | {exact} | {muse} | {gain} | [{file.stem}]({link}) |"
+    return f"| {what} | {called} | {exact} | {muse} | {gain} | {error} | [{file.stem}]({link}) |"
 
 
 def _milliseconds(seconds: float) -> str:
