@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from muse_attention.pretraining.data.corpus import Corpus
 
 torch.set_num_threads(1)
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=True
+)
+hypothesis.settings.load_profile("busy")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
 
