@@ -26,23 +26,18 @@ from muse_attention.structures import Clusters, Partial, Selection, SelectionSha
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
     """Cluster the scaled queries and the keys of each head."""
-    cluster = _far_field(backend).cluster
-    queries, keys = Side(query, scale, config.largest_query_cluster), Side(key, 1.0, config.largest_key_cluster)
+    queries = Side(query, scale, config.query_clusters, config.largest_query_cluster)
+    keys = Side(key, 1.0, config.key_clusters, config.largest_key_cluster)
+    found, spread = _far_field(backend).find_clusters([queries, keys] if config.tilt else [keys], config)
     if not config.tilt:
         # Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
-        of_queries = (
+        one = (
             query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=compute_dtype(query.dtype)),
             query.new_zeros(query.shape[:3], dtype=torch.int32),
         )
-        (of_keys,) = cluster([keys], config.key_clusters, config)
-    elif config.query_clusters != config.key_clusters:
-        (of_queries,) = cluster([queries], config.query_clusters, config)
-        (of_keys,) = cluster([keys], config.key_clusters, config)
-    else:
-        # Clustering is a chain of small steps: queries and keys take them together.
-        of_queries, of_keys = cluster([queries, keys], config.key_clusters, config)
-    spread = _far_field(backend).find_key_spread(key, *of_keys) if config.needs_spread else None
-    return Clusters(of_queries[0], of_queries[1], of_keys[0], of_keys[1], spread)
+        found = [one, *found]
+    (query_centroids, query_assignment), (key_centroids, key_assignment) = found
+    return Clusters(query_centroids, query_assignment, key_centroids, key_assignment, spread)
 
 
 def forward(
@@ -129,7 +124,7 @@ def memory_size(
         heads, key_heads, length, blocks, query_clusters, config.key_clusters, picks,
         is_ragged=config.tolerance is not None,
     )  # fmt: skip
-    return sum(rows * columns for rows, columns in shapes)
+    return Plan.size(shapes)
 
 
 def _far_field(backend: str) -> ModuleType:

@@ -21,6 +21,7 @@ class Side(NamedTuple):
     """(batch, heads, N, D)"""
     factor: float
     """what they are multiplied by"""
+    clusters: int
     cap: int | None
     """most vectors of a block that one cluster may hold"""
 

@@ -29,44 +29,43 @@ SUM_MEMBERS = {"num_warps": 4}
 FIND_NEAREST = {"num_warps": 4}
 
 
-def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+def cluster(sides: list[Side], order: Tensor, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
     """Centroids (heads, clusters, D) and assignment (heads, N) int32 of one or two sides of (heads, N, D) vectors.
 
-    Of two, the second has factor 1. Two sides go through every kernel together, save what keeps them under their caps.
+    Two sides have as many clusters, and the second has factor 1. They go through every kernel together, save what keeps
+    them under their caps. `order` is `shuffled_positions`.
     """
-    vectors = _Vectors(sides, clusters)
+    vectors = _Vectors(sides)
     centroids = vectors.new_table()
-    start = _start_positions(vectors.length, clusters, config.seed, vectors.device)
-    vectors.launch(_take, (cdiv(clusters, 16), vectors.heads), start, centroids, TILE=16)
+    vectors.launch(_take, (cdiv(vectors.clusters, 16), vectors.heads), order, centroids, TILE=16)
     if config.clustering != "streaming":
         for _ in range(config.lloyd_iterations):
-            _lloyd_iteration(vectors, centroids, config.lloyd_stride(vectors.length, clusters))
+            _lloyd_iteration(vectors, centroids, config.lloyd_stride(vectors.length, vectors.clusters))
     else:
         vectors.launch(
-            _stream, (vectors.heads,), _shuffled(vectors.length, config.seed, vectors.device), centroids,
-            **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY, LOG2_DECAY=math.log2(DECAY), num_warps=8,
+            _stream, (vectors.heads,), order, centroids, **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY,
+            LOG2_DECAY=math.log2(DECAY), num_warps=8,
         )  # fmt: skip
     assignment = _find_nearest_of_all(vectors, centroids)
     sizes = [side.vectors.shape[0] for side in sides]
     found = list(zip(centroids.split(sizes), assignment.split(sizes), strict=True))
     for side, (some_centroids, some_assignment) in zip(sides, found, strict=True):
         if side.cap is not None and side.cap < min(config.block_size, vectors.length):
-            _keep_under_cap(_Vectors([side], clusters), some_centroids, some_assignment, side.cap, config)
+            _keep_under_cap(_Vectors([side]), some_centroids, some_assignment, side.cap, config)
     return found
 
 
 class _Vectors:
     """One or two tensors of vectors, as the kernels take them."""
 
-    def __init__(self, sides: list[Side], clusters: int) -> None:
+    def __init__(self, sides: list[Side]) -> None:
         self.first, self.factor, self.second = sides[0].vectors, sides[0].factor, sides[-1].vectors
         if len(sides) == 2 and sides[1].factor != 1:
             raise ValueError("the second side has no factor")
         self.of_first = self.first.shape[0]
         self.heads = sum(side.vectors.shape[0] for side in sides)
         self.length, self.head_dim = self.first.shape[1:]
-        self.clusters = clusters
-        self.device = self.first.device
+        self.clusters = sides[0].clusters
 
     @property
     def clusters_padded(self) -> dict[str, int]:
@@ -100,7 +99,7 @@ def _lloyd_iteration(vectors: _Vectors, centroids: Tensor, stride: int) -> None:
 
 
 def _find_nearest_of_all(vectors: _Vectors, centroids: Tensor) -> Tensor:
-    assignment = torch.empty(vectors.heads, vectors.length, dtype=torch.int32, device=vectors.device)
+    assignment = vectors.first.new_empty(vectors.heads, vectors.length, dtype=torch.int32)
     tile = _rows_with_scores(vectors.clusters)
     vectors.launch(
         _find_nearest, (cdiv(vectors.length, tile * _TILES_OF_PART), vectors.heads), centroids, assignment,
@@ -129,19 +128,9 @@ def _rows_with_scores(clusters: int) -> int:
     return max(16, min(64, 8192 // padded(clusters)))
 
 
-def _shuffled(length: int, seed: int, device: torch.device) -> Tensor:
+def shuffled_positions(length: int, seed: int, device: torch.device) -> Tensor:
     """(length,) int32: the seeded order of positions."""
-    return _once("order", (length, seed), device, lambda: seeded_shuffle(length, seed, device).int())
-
-
-def _start_positions(length: int, clusters: int, seed: int, device: torch.device) -> Tensor:
-    """(clusters,) int32: the vectors that centroids start from."""
-
-    def find() -> Tensor:
-        places = torch.arange(clusters, device=device) * max(1, length // clusters) % length
-        return _shuffled(length, seed, device)[places]
-
-    return _once("start", (length, clusters, seed), device, find)
+    return _once((length, seed), device, lambda: seeded_shuffle(length, seed, device).int())
 
 
 _found: dict[tuple[object, ...], Tensor] = {}
@@ -149,14 +138,14 @@ _MOST_FOUND = 64
 _read_by_graphs: dict[tuple[object, ...], Tensor] = {}
 
 
-def _once(name: str, numbers: tuple[int, ...], device: torch.device, find: Callable[[], Tensor]) -> Tensor:
+def _once(numbers: tuple[int, ...], device: torch.device, find: Callable[[], Tensor]) -> Tensor:
     """What depends on a few numbers alone is found once for each stream, not in every call of every layer.
 
     (Another stream could read it before it is there.) A stream that is being captured comes after all others. What its
     graph reads must outlive it, and what it finds itself belongs to the graph.
     """
     is_cuda = device.type == "cuda"
-    what = (name, *numbers, device)
+    what = (*numbers, device)
     if is_cuda and torch.cuda.is_current_stream_capturing():
         for key, tensor in [*_read_by_graphs.items(), *_found.items()]:
             if key[: len(what)] == what:
@@ -231,14 +220,15 @@ def _argmax(scores, CP: tl.constexpr, DTYPE: tl.constexpr):
 
 @kernel(do_not_specialize=["of_first", "length", "clusters"])
 def _take(
-    first, second, position, centroids, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
+    first, second, order, centroids, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Centroids start as the vectors at some positions."""
+    """Centroids start as vectors at equal distances in the shuffled order."""
     sequence = tl.program_id(1)
     number, dim = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
     inside = number < clusters
-    row = tl.load(position + number, mask=inside, other=0)
+    place = number * tl.maximum(1, length // clusters) % length
+    row = tl.load(order + place, mask=inside, other=0)
     vectors = _of_sequence(first, second, sequence, of_first, length, D)
     x = _load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
     at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.budget import BINS_PER_OCTAVE, ERROR_BINS, LARGEST_GROWTH, SMALLEST_OCTAVE
+from muse_attention.kernels.filling import fill
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import exp_of_less, load_rows, padded, store_rows
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, include, score
@@ -37,41 +38,41 @@ def select_and_attend(
     of_buckets: ScoredSummaries,
     seen: ScoredSummaries,
     own_lse: Tensor,
-    chosen: Selection | None,
-    words: int,
+    selection: Selection,
     *,
+    is_chosen: bool,
     tolerance: float,
     caution: float,
     mean_bucket: float,
     budget: int,
-) -> tuple[Selection, Partial]:
-    """What each query opens and retrieves, (H, N, words) and (H, N, nb, words), `chosen` if there is a choice; and
-    attention to the summaries that this leaves, (H, N, Dv) and (H, N). All is in the order of the inputs.
+) -> Partial:
+    """Fill in what each query opens and retrieves, (H, N, words) and (H, N, nb, words), or leave it if it `is_chosen`;
+    and attend to the summaries that this leaves: (H, N, Dv) and (H, N). All is in the order of the inputs.
 
     `own_lse` (H, N) is that of the queries' own blocks; `budget` is the most pairs of a head.
     """
-    heads, length, _ = segments.residuals.shape
+    heads, length, words = selection.opened.shape
     value_dim = seen.value_mean.shape[-1]
     integers = segments.groups.order
-    selection = chosen or Selection(
-        integers.new_zeros(heads, length, words), integers.new_zeros(heads, length, segments.blocks, words)
-    )
+    if not is_chosen:
+        fill(selection.opened, 0)
+        fill(selection.retrieved, 0)
     partial = Partial(segments.residuals.new_empty(heads, length, value_dim), torch.empty_like(own_lse))
     tiles = segments.tiles
     lists = integers.new_empty(*tiles.group.shape, segments.key_clusters)
-    counts = integers.new_zeros(heads, ERROR_BINS, dtype=torch.int64)
-    lowest = integers.new_zeros(heads)
-    for is_first in (1, 0) if chosen is None else (1,):
+    counts = fill(integers.new_empty(heads, ERROR_BINS, dtype=torch.int64), 0)
+    lowest = fill(integers.new_empty(heads), 0)
+    for is_first in (1,) if is_chosen else (1, 0):
         _select_and_attend[tiles.grid](
             segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
             segments.groups.order, own_lse, selection.opened, selection.retrieved, lists, counts, lowest, partial.out,
             partial.lse, is_first, tolerance, caution, mean_bucket, *segments.sizes, words, DV=value_dim,
-            DVP=padded(value_dim), SELECTS=chosen is None, ROWS=ROWS_OF_TILE, **segments.constants,
+            DVP=padded(value_dim), SELECTS=not is_chosen, ROWS=ROWS_OF_TILE, **segments.constants,
             **segments.fit(SELECT_AND_ATTEND, value_dim),
         )  # fmt: skip
         if is_first:
             _find_lowest_bin[(heads,)](counts, lowest, budget)
-    return selection, partial
+    return partial
 
 
 @triton.jit

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
@@ -16,12 +15,13 @@ from muse_attention.kernels import (
     merging,
     pairs,
     retrieval,
+    schedule,
     selection,
     summaries,
     terms,
 )
+from muse_attention.kernels.filling import copied
 from muse_attention.kernels.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
-from muse_attention.kernels.launching import ALIGNMENT
 from muse_attention.kernels.numbers import cdiv
 from muse_attention.kernels.opened import list_opened, list_opened_bits
 from muse_attention.kernels.plan import Plan, pairs_per_query
@@ -36,22 +36,21 @@ WORKSPACE_OF_INPUTS = 2
 Key heads go in groups that need no more."""
 
 
-def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Centroids and assignment of one or two sides."""
-    found = clustering.cluster([side._replace(vectors=_by_head(side.vectors)) for side in sides], clusters, config)
-    return [
+def find_clusters(sides: list[Side], config: MuSeConfig) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    """Centroids and assignment of each side, and how the keys, the last one, are spread about theirs."""
+    keys = sides[-1].vectors
+    vectors = [_by_head(side.vectors) for side in sides]
+    order = clustering.shuffled_positions(keys.shape[2], config.seed, keys.device)
+    how = tuple((side.factor, side.clusters, side.cap) for side in sides)
+    tables = iter(schedule.run(_find_clusters, (order, *vectors), (how, config)))
+    found = [
         (
-            centroids.clone().view(*side.vectors.shape[:2], clusters, side.vectors.shape[3]),
-            assignment.clone().view(side.vectors.shape[:3]),
+            next(tables).view(*side.vectors.shape[:2], side.clusters, side.vectors.shape[3]),
+            next(tables).view(side.vectors.shape[:3]),
         )
-        for side, (centroids, assignment) in zip(sides, found, strict=True)
+        for side in sides
     ]
-
-
-def find_key_spread(key: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
-    """(batch, key heads, D): variance of the keys about their centroids in each dimension, scaled to a mean of 1."""
-    spread = key_spread.find_key_spread(_by_head(key), _by_head(centroids), _by_head(assignment))
-    return spread.view(*key.shape[:2], key.shape[3])
+    return found, next(tables).view(*keys.shape[:2], keys.shape[3]) if config.needs_spread else None
 
 
 def attend(
@@ -71,33 +70,11 @@ def attend(
     `attend_backward` wants to be told."""
     heads = _Heads.of(query, key, value, clusters)
     merged = Partial(_by_head(own.out), _by_head(own.lse))
-    rows = None if chosen is None else _selection_by_head(chosen)
-    picks = pairs_per_query(config, shapes.retrieved if rows is None else rows.retrieved.shape[-2:])
-    of_plan = heads.plan_shapes(config, picks)
-    memory = torch.empty(sum(map(math.prod, of_plan)), dtype=torch.int32, device=query.device)
-    plan = Plan.of(memory, of_plan)
-    parts = []
-    for group in heads.groups(config, picks):
-        some = heads[group]
-        of_queries = some.slice_of_queries(group)
-        some_merged = Partial(merged.out[of_queries], merged.lse[of_queries])
-        picked = None if rows is None else Selection(rows.opened[of_queries], rows.retrieved[of_queries])
-        parts.append(
-            _attend(
-                some_merged,
-                some,
-                picked,
-                plan.of_heads(group, of_queries),
-                shapes,
-                picks,
-                config,
-                is_causal=is_causal,
-                scale=scale,
-            )
-        )
+    picked = (None, None) if chosen is None else _selection_by_head(chosen)
+    tensors = (*heads.tensors(), merged.out, merged.lse, *picked)
+    memory, *selected = schedule.run(_attend_in_groups, tensors, (shapes, config, is_causal, scale))
     if chosen is None:
-        opened = parts[0].opened if len(parts) == 1 else torch.cat([part.opened for part in parts])
-        retrieved = parts[0].retrieved if len(parts) == 1 else torch.cat([part.retrieved for part in parts])
+        opened, retrieved = selected
         of_rows = query.shape[:3]
         chosen = Selection(opened.view(*of_rows, *shapes.opened), retrieved.view(*of_rows, *shapes.retrieved))
     return Partial(merged.out.view(own.out.shape), merged.lse.view(own.lse.shape)), chosen, memory
@@ -121,31 +98,130 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add the gradients of the far field to those of the own block. `memory` is what `attend` left."""
     heads = _Heads.of(query, key, value, clusters)
-    rows = _selection_by_head(selected)
     gradients = [_by_head(gradient) for gradient in own]
-    grad_out, out = _by_head(grad_out), _by_head(merged.out)
-    lse = _by_head(merged.lse)
-    grad_lse = None if grad_lse is None else _by_head(grad_lse)
+    tensors = (
+        *heads.tensors(),
+        *gradients,
+        _by_head(grad_out),
+        None if grad_lse is None else _by_head(grad_lse),
+        _by_head(merged.out),
+        _by_head(merged.lse),
+        *_selection_by_head(selected),
+        memory,
+    )
+    schedule.run(_attend_backward_in_groups, tensors, (config, is_causal, scale))
+    grad_query, grad_key, grad_value = gradients
+    return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
+
+
+def _find_clusters(order: Tensor, *tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    """Tables of each side, (heads, clusters, D) and (heads, N), and the (key heads, D) spread of keys."""
+    *vectors, how, config = tensors_and_settings
+    sides = [Side(some, *of_side) for some, of_side in zip(vectors, how, strict=True)]
+    if len({side.clusters for side in sides}) == 1:
+        # Clustering is a chain of small steps: queries and keys take them together.
+        found = [
+            (copied(centroids), copied(assignment))
+            for centroids, assignment in clustering.cluster(sides, order, config)
+        ]
+    else:
+        found = [of_side for side in sides for of_side in clustering.cluster([side], order, config)]
+    tables = [table for of_side in found for table in of_side]
+    if config.needs_spread:
+        tables.append(key_spread.find_key_spread(sides[-1].vectors, *found[-1]))
+    return tuple(tables)
+
+
+def _attend_in_groups(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_centroids: Tensor,
+    query_assignment: Tensor,
+    key_assignment: Tensor,
+    key_spread: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    opened: Tensor | None,
+    retrieved: Tensor | None,
+    shapes: SelectionShapes,
+    config: MuSeConfig,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Merge the far field into `out` and `lse`, all in the layout of `_Heads`; the memory of a `Plan`, and a selection
+    if there was none."""
+    heads = _Heads(queries, keys, values, query_centroids, query_assignment, key_assignment, key_spread)
+    is_chosen = opened is not None and retrieved is not None
+    of_rows = queries.shape[:2]
+    rows = Selection(
+        query_assignment.new_empty(*of_rows, *shapes.opened) if opened is None else opened,
+        query_assignment.new_empty(*of_rows, *shapes.retrieved) if retrieved is None else retrieved,
+    )
     picks = pairs_per_query(config, rows.retrieved.shape[-2:])
-    plan = Plan.of(memory, heads.plan_shapes(config, picks))
+    of_plan = heads.plan_shapes(config, picks)
+    memory = query_assignment.new_empty(Plan.size(of_plan))
+    plan = Plan.of(memory, of_plan)
     for group in heads.groups(config, picks):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
-        _attend_backward(
-            (gradients[0][of_queries], gradients[1][group], gradients[2][group]),
-            grad_out[of_queries],
-            None if grad_lse is None else grad_lse[of_queries],
+        _attend(
             Partial(out[of_queries], lse[of_queries]),
             some,
             Selection(rows.opened[of_queries], rows.retrieved[of_queries]),
             plan.of_heads(group, of_queries),
             picks,
             config,
+            is_chosen=is_chosen,
             is_causal=is_causal,
             scale=scale,
         )
-    grad_query, grad_key, grad_value = gradients
-    return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
+    return (memory,) if is_chosen else (memory, rows.opened, rows.retrieved)
+
+
+def _attend_backward_in_groups(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_centroids: Tensor,
+    query_assignment: Tensor,
+    key_assignment: Tensor,
+    key_spread: Tensor | None,
+    grad_queries: Tensor,
+    grad_keys: Tensor,
+    grad_values: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    opened: Tensor,
+    retrieved: Tensor,
+    memory: Tensor,
+    config: MuSeConfig,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Add to the gradients; nothing new."""
+    heads = _Heads(queries, keys, values, query_centroids, query_assignment, key_assignment, key_spread)
+    picks = pairs_per_query(config, retrieved.shape[-2:])
+    plan = Plan.of(memory, heads.plan_shapes(config, picks))
+    for group in heads.groups(config, picks):
+        some = heads[group]
+        of_queries = some.slice_of_queries(group)
+        _attend_backward(
+            (grad_queries[of_queries], grad_keys[group], grad_values[group]),
+            grad_out[of_queries],
+            None if grad_lse is None else grad_lse[of_queries],
+            Partial(out[of_queries], lse[of_queries]),
+            some,
+            Selection(opened[of_queries], retrieved[of_queries]),
+            plan.of_heads(group, of_queries),
+            picks,
+            config,
+            is_causal=is_causal,
+            scale=scale,
+        )
+    return ()
 
 
 @dataclass(frozen=True)
@@ -177,6 +253,17 @@ class _Heads:
             _by_head(clusters.query_assignment).int(),
             _by_head(clusters.key_assignment).int(),
             None if clusters.key_spread is None else _by_head(clusters.key_spread),
+        )
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.queries,
+            self.keys,
+            self.values,
+            self.query_centroids,
+            self.query_assignment,
+            self.key_assignment,
+            self.key_spread,
         )
 
     @property
@@ -290,16 +377,17 @@ class _FarField:
 def _attend(
     merged: Partial,
     heads: _Heads,
-    chosen: Selection | None,
+    chosen: Selection,
     plan: Plan,
-    shapes: SelectionShapes,
     picks: int,
     config: MuSeConfig,
     *,
+    is_chosen: bool,
     is_causal: bool,
     scale: float,
-) -> Selection:
-    """Merge the far field of some heads into `merged`, and fill in their `plan`."""
+) -> None:
+    """Merge the far field of some heads into `merged`, and fill in their `plan` and their selection, unless that
+    `is_chosen` already."""
     group_by_cluster_and_block(
         heads.query_assignment,
         heads.query_centroids.shape[1],
@@ -311,20 +399,19 @@ def _attend(
     )
     far = _FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
     of_summaries = of_pairs = None
-    if config.monopole or chosen is None:
-        chosen, of_summaries = _attend_to_summaries(far, merged.lse, chosen, shapes, config)
+    if config.monopole or not is_chosen:
+        of_summaries = _attend_to_summaries(far, merged.lse, chosen, config, is_chosen=is_chosen)
     found = None
     if picks > 0:
         _sort_pairs(chosen, plan, far.segments.blocks, config)
         found = _pairs(plan, picks, config)
         of_pairs = retrieval.attend(heads.queries, far.keys, far.values, found, far.buckets, scale=scale)
     merging.merge(merged, of_summaries, of_pairs, found, fill_in=merged)
-    return chosen
 
 
 def _attend_to_summaries(
-    far: _FarField, own_lse: Tensor, chosen: Selection | None, shapes: SelectionShapes, config: MuSeConfig
-) -> tuple[Selection, Partial | None]:
+    far: _FarField, own_lse: Tensor, chosen: Selection, config: MuSeConfig, *, is_chosen: bool
+) -> Partial | None:
     of_buckets, accumulated = far.summaries()
     if config.tolerance is not None:
         return error_control.select_and_attend(
@@ -333,19 +420,18 @@ def _attend_to_summaries(
             accumulated.seen,
             own_lse,
             chosen,
-            shapes.opened[0],
+            is_chosen=is_chosen,
             tolerance=config.tolerance,
             caution=config.caution,
             mean_bucket=config.mean_bucket,
             budget=config.retrieved_clusters * own_lse.shape[1],
         )
-    if chosen is None:
-        clusters, blocks = shapes.retrieved
-        chosen = selection.select(far.segments, of_buckets, accumulated.seen, clusters, blocks)
+    if not is_chosen:
+        selection.select(far.segments, of_buckets, accumulated.seen, fill_in=chosen)
     if not config.monopole:
-        return chosen, None
+        return None
     left = _find_terms(far.segments, chosen, config)
-    return chosen, terms.attend(far.segments, of_buckets, accumulated.seen, left)
+    return terms.attend(far.segments, of_buckets, accumulated.seen, left)
 
 
 def _find_terms(segments: Segments, chosen: Selection, config: MuSeConfig) -> terms.Terms:
@@ -398,8 +484,6 @@ def _attend_backward(
         summaries.accumulate_backward(
             grad_seen, log_mass, accumulated, left.opened.place, is_causal=is_causal, add_to=grad_buckets
         )
-        del of_buckets, accumulated, left, grad_seen
-    del ordered, ordered_delta
     found = None
     if picks > 0:
         found = _pairs(plan, picks, config)
@@ -424,13 +508,9 @@ def _attend_backward(
 
 
 def _by_head(tensor: Tensor) -> Tensor:
-    """(batch, heads, ...) -> (batch heads, ...), contiguous, where kernels expect memory to begin.
-
-    For other addresses Triton compiles other kernels, which may sum in another order.
-    """
-    rows = tensor.flatten(0, 1).contiguous()
-    return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
+    """(batch, heads, ...) -> (batch heads, ...), as kernels read it."""
+    return schedule.aligned(tensor.flatten(0, 1))
 
 
-def _selection_by_head(selected: Selection) -> Selection:
-    return Selection(_by_head(selected.opened).int(), _by_head(selected.retrieved).int())
+def _selection_by_head(selected: Selection) -> tuple[Tensor, Tensor]:
+    return _by_head(selected.opened).int(), _by_head(selected.retrieved).int()

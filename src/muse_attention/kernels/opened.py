@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.bits import number_of_words
+from muse_attention.kernels.filling import fill
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import padded, power_of_two
 from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
@@ -35,8 +36,8 @@ def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
     _, length, clusters = opened.shape
     found = _room(segments, opened)
     if clusters == 0:
-        found.number.zero_()
-        found.place.fill_(-1)
+        fill(found.number, 0)
+        fill(found.place, -1)
         return found
     _list_opened[found.number.shape[::-1]](
         segments.groups.order, segments.groups.starts, opened, found.listed, found.number, found.place, length,
@@ -50,7 +51,7 @@ def list_opened_bits(segments: Segments, opened: Tensor) -> OpenedClusters:
     """`opened` is (H, N, words), in the order of the inputs: a bit for each key cluster."""
     found = _room(segments, opened)
     words = number_of_words(segments.key_clusters)
-    is_opened = torch.zeros_like(found.listed)
+    is_opened = fill(torch.empty_like(found.listed), 0)
     _mark_opened[segments.tiles.grid](
         *segments.tiles.parts(), segments.groups.order, opened, is_opened, opened.shape[1], segments.blocks,
         segments.query_clusters, segments.key_clusters, WORDS=words, ROWS=ROWS_OF_TILE,

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from muse_attention.config import MuSeConfig
 
+_MULTIPLE = 32
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -61,12 +63,21 @@ class Plan:
             (key_heads, rows + 1 if is_ragged else 0),
         ]
 
+    @staticmethod
+    def size(shapes: list[tuple[int, int]]) -> int:
+        """Integers that have room for all shapes."""
+        return sum(map(_room, shapes))
+
     @classmethod
     def of(cls, memory: Tensor, shapes: list[tuple[int, int]]) -> Plan:
-        """Views of a tensor with room for all shapes."""
-        ends = list(accumulate(math.prod(shape) for shape in shapes))
-        begins = [0, *ends[:-1]]
-        return cls(*(memory[begin:end].view(shape) for begin, end, shape in zip(begins, ends, shapes, strict=True)))
+        """Views of a tensor of that size."""
+        begins = accumulate(map(_room, shapes), initial=0)
+        return cls(
+            *(
+                memory[begin : begin + math.prod(shape)].view(shape)
+                for begin, shape in zip(begins, shapes, strict=False)
+            )
+        )
 
     def of_heads(self, group: slice, of_queries: slice) -> Plan:
         """The part of some key heads and their query heads."""
@@ -80,6 +91,11 @@ class Plan:
             self.pair_rows[group],
             self.row_starts[group],
         )
+
+
+def _room(shape: tuple[int, int]) -> int:
+    """With that much for each, all begin where kernels expect memory to begin."""
+    return -(-math.prod(shape) // _MULTIPLE) * _MULTIPLE
 
 
 def pairs_per_query(config: MuSeConfig, retrieved: tuple[int, ...]) -> int:

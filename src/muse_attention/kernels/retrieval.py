@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.kernels.filling import fill
 from muse_attention.kernels.grouping import Groups, Tiles, tiles
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
@@ -60,7 +61,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets:
     out = values.new_empty(*pairs.shape, value_dim)
     lse = values.new_empty(pairs.shape, dtype=compute_dtype(values.dtype))
     if not pairs.is_ragged:
-        lse.fill_(-torch.inf)
+        fill(lse, -torch.inf)
     _attend_to_buckets[pairs.tiles.grid](
         queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts, out, lse, length,
         queries.shape[0] // keys.shape[0], buckets.number, *pairs.numbering, IS_RAGGED=pairs.is_ragged,

@@ -16,15 +16,13 @@ SELECT_CLUSTERS = {"num_warps": 4}
 SELECT_BLOCKS = {"CLUSTERS": 16, "num_warps": 4, "num_stages": 1}
 
 
-def select(
-    segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummaries, clusters: int, blocks: int
-) -> Selection:
-    """The `clusters` best clusters of each query by the summaries it sees, and the `blocks` best blocks in each."""
-    heads, length, _ = segments.residuals.shape
-    opened = segments.groups.order.new_empty(heads, length, clusters)
-    retrieved = segments.groups.order.new_empty(heads, length, clusters, blocks)
+def select(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummaries, fill_in: Selection) -> None:
+    """The best clusters of each query by the summaries it sees, (H, N, clusters), and the best blocks in each, (H, N,
+    clusters, blocks)."""
+    opened, retrieved = fill_in.opened, fill_in.retrieved
+    clusters, blocks = retrieved.shape[-2:]
     if clusters == 0:
-        return Selection(opened, retrieved)
+        return
     tiles = segments.tiles
     where = (*tiles.parts(), segments.groups.order)
     _select_clusters[tiles.grid](
@@ -38,7 +36,6 @@ def select(
         opened, retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1,
         **segments.constants, **segments.few(SELECT_BLOCKS),
     )  # fmt: skip
-    return Selection(opened, retrieved)
 
 
 @kernel(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.bits import number_of_words
+from muse_attention.kernels.filling import fill
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
     cdiv,
@@ -70,7 +71,7 @@ def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedC
     heads, length, words = selection.opened.shape
     terms = Terms(
         selection.opened.new_empty(heads, words, length),
-        selection.opened.new_zeros(heads, segments.blocks, words, length),
+        fill(selection.opened.new_empty(heads, segments.blocks, words, length), 0),
         listed,
     )
     _mark_terms_of_bits[segments.tiles.grid](

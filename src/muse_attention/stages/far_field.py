@@ -28,8 +28,20 @@ _NO_SHAPES = SelectionShapes((0,), (0, 1), -1)
 """Where a selection is at hand."""
 
 
-def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Centroids and assignment of one or two sides."""
+def find_clusters(sides: list[Side], config: MuSeConfig) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    """Centroids and assignment of each side, and how the keys, the last one, are spread about theirs."""
+    if len({side.clusters for side in sides}) == 1:
+        # Clustering is a chain of small steps: queries and keys take them together.
+        found = _cluster(sides, config)
+    else:
+        found = [of_side for side in sides for of_side in _cluster([side], config)]
+    spread = _find_key_spread(sides[-1].vectors, *found[-1]) if config.needs_spread else None
+    return found, spread
+
+
+def _cluster(sides: list[Side], config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
+    """Of sides with the same number of clusters."""
+    clusters = sides[0].clusters
     length, head_dim = sides[0].vectors.shape[2:]
     heads = [(head, side) for side in sides for head in side.vectors.reshape(-1, length, head_dim)]
     dtype = compute_dtype(sides[0].vectors.dtype)
@@ -51,7 +63,7 @@ def cluster(sides: list[Side], clusters: int, config: MuSeConfig) -> list[tuple[
     ]
 
 
-def find_key_spread(key: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
+def _find_key_spread(key: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
     """(batch, key heads, D): variance of the keys about their centroids in each dimension, scaled to a mean of 1."""
     batch, heads, _, head_dim = key.shape
     spread = [

@@ -1,0 +1,258 @@
+"""A function of tensors that only makes tensors and launches kernels, turned into a list of launches.
+
+Which kernels run, on what grids, and where their arguments lie depends on the shapes of the inputs and on the settings,
+never on data. So the function is run once for each of these, on tensors without memory, and its launches are noted.
+They tell how long each intermediate result is needed, and all of them share one workspace. A call then allocates its
+outputs and the workspace, and goes through the list: no argument is bound or classified again, and nothing is computed
+on the host but addresses.
+
+The first pass through a list goes through Triton, which compiles what is new. Later ones hand addresses to the compiled
+kernels. Where a Triton is not known to take them, or someone listens to launches (profilers of Triton, its hooks),
+every launch goes the public way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.compiler import CompiledKernel
+
+from muse_attention.kernels.launching import ALIGNMENT, Launch, noted
+
+_STEP = 512
+"""Bytes at multiples of which intermediate results begin, as PyTorch's own do."""
+_MOST_KEPT = 256
+"""Lists kept: for so many combinations of shapes and settings. The oldest go first."""
+_DIRECT = ("3.6.", "3.7.", "3.8.", "3.9.")
+"""Versions of Triton whose compiled kernels take addresses in the way of `_launch_directly`."""
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...]) -> tuple[Tensor, ...]:
+    """`function(*tensors, *settings)`: new tensors, each with memory of its own. It may write to its inputs, too.
+
+    All `tensors` are contiguous and `aligned`, and the first is one.
+    """
+    device = _device(tensors)
+    key = (function, settings, device, *(None if some is None else (some.shape, some.dtype) for some in tensors))
+    schedule = _schedules.get(key)
+    if schedule is None:
+        schedule = Schedule.of(function, tensors, settings)
+        while len(_schedules) >= _MOST_KEPT:
+            del _schedules[next(iter(_schedules))]
+        _schedules[key] = schedule
+    with _current(device):
+        return schedule.run(tensors)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, and where kernels expect memory to begin: for other addresses Triton compiles other kernels, which
+    may sum in another order."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+_schedules: dict[tuple[Hashable, ...], Schedule] = {}
+
+
+class _Place(NamedTuple):
+    """Where a tensor begins."""
+
+    memory: int
+    """among inputs, outputs and the workspace"""
+    offset: int
+    """in bytes"""
+    dtype: torch.dtype
+
+
+class _Direct(NamedTuple):
+    """A launch without Triton: what to call, with what before the arguments, and the arguments."""
+
+    run: Callable[..., None]
+    grid: tuple[int, ...]
+    function: Any
+    metadata: Any
+    arguments: list[tuple[int, Any]]
+    """each is a number to be added to the address of a memory; the last memory begins at 0"""
+    constants: list[Any]
+
+
+class Schedule:
+    def __init__(self, launches: list[Launch], outputs: list[Tensor], workspace: int) -> None:
+        """The tensors among the arguments of `launches` are places."""
+        self._launches = launches
+        self._outputs = [(output.shape, output.dtype) for output in outputs]
+        self.workspace = workspace
+        """bytes"""
+        self._direct: list[_Direct] | None = None
+
+    @classmethod
+    def of(cls, function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...]) -> Schedule:
+        inputs = [None if some is None else torch.empty_like(some, device="meta") for some in tensors]
+        with noted() as launches, _OnlyTensors():
+            outputs = function(*inputs, *settings)
+        memories = _Memories([*inputs, *outputs])
+        for number, launch in enumerate(launches):
+            for argument in launch.arguments:
+                if isinstance(argument, Tensor):
+                    memories.use(argument, number)
+        places, workspace = memories.arrange()
+        placed = [
+            launch._replace(
+                arguments=tuple(
+                    places(argument) if isinstance(argument, Tensor) else argument for argument in launch.arguments
+                )
+            )
+            for launch in launches
+        ]
+        return cls(placed, list(outputs), workspace)
+
+    def run(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        device = _device(tensors)
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        memories = [*tensors, *outputs, torch.empty(self.workspace, dtype=torch.uint8, device=device)]
+        if self._direct is not None and not _is_listened_to():
+            _launch_directly(self._direct, memories, device)
+        else:
+            compiled = [_with_tensors(launch, memories).now() for launch in self._launches]
+            self._direct = self._direct or _direct(self._launches, compiled, len(memories))
+        return tuple(outputs)
+
+
+class _Memories:
+    """The memory behind every tensor of a run without data, and when it is used."""
+
+    def __init__(self, tensors: list[Tensor | None]) -> None:
+        self._given = {}
+        self._lives: dict[int, list[int]] = {}
+        self._sizes: dict[int, int] = {}
+        self._held = list(tensors)  # so that no identity is given away twice
+        for number, tensor in enumerate(tensors):
+            if tensor is not None:
+                self._given[_identity(tensor)] = number
+        self._workspace = len(tensors)
+
+    def use(self, tensor: Tensor, time: int) -> None:
+        memory = _identity(tensor)
+        if memory not in self._given:
+            self._held.append(tensor)
+            self._sizes[memory] = tensor.untyped_storage().nbytes()
+            self._lives.setdefault(memory, [time, time])[1] = time
+
+    def arrange(self) -> tuple[Callable[[Tensor], _Place], int]:
+        """The place of each tensor, and the size of the workspace: the largest first, each as low as those that live at
+        the same time allow."""
+        offsets: dict[int, int] = {}
+        for memory in sorted(self._sizes, key=lambda memory: -self._sizes[memory]):
+            begin, end = self._lives[memory]
+            beside = sorted(
+                (offsets[other], offsets[other] + self._sizes[other])
+                for other in offsets
+                if self._lives[other][0] <= end and begin <= self._lives[other][1]
+            )
+            offset = 0
+            for low, high in beside:
+                if offset + self._sizes[memory] <= low:
+                    break
+                offset = max(offset, -(-high // _STEP) * _STEP)
+            offsets[memory] = offset
+
+        def place(tensor: Tensor) -> _Place:
+            memory = _identity(tensor)
+            inside = int(tensor.storage_offset()) * tensor.itemsize
+            if memory in self._given:
+                return _Place(self._given[memory], inside, tensor.dtype)
+            return _Place(self._workspace, offsets[memory] + inside, tensor.dtype)
+
+        return place, max((offsets[memory] + size for memory, size in self._sizes.items()), default=0)
+
+
+class _OnlyTensors(TorchDispatchMode):
+    """Lets tensors be made and looked at, and nothing be computed that no kernel would compute again."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        makes = func.overloadpacket.__name__ in ("empty", "empty_like", "new_empty", "empty_strided")
+        tensors = [output for output in func._schema.returns if "Tensor" in str(output.type)]
+        views = all(output.alias_info is not None and not output.alias_info.is_write for output in tensors)
+        if not makes and not views:
+            raise AssertionError(f"{func} computes something outside of a kernel")
+        return func(*args, **(kwargs or {}))
+
+
+def _identity(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _device(tensors: Sequence[Tensor | None]) -> torch.device:
+    first = tensors[0]
+    assert first is not None
+    return first.device
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _is_listened_to() -> bool:
+    """Whether anyone wants to know of launches. (A hook is a function, None, or a chain of functions.)"""
+    hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+    return any(bool(getattr(hook, "calls", hook)) for hook in hooks)
+
+
+def _with_tensors(launch: Launch, memories: Sequence[Tensor | None]) -> Launch:
+    return launch._replace(
+        arguments=tuple(
+            _tensor_at(argument, memories) if isinstance(argument, _Place) else argument
+            for argument in launch.arguments
+        )
+    )
+
+
+def _tensor_at(place: _Place, memories: Sequence[Tensor | None]) -> Tensor:
+    """From the place to the end of the memory."""
+    memory = memories[place.memory]
+    assert memory is not None
+    storage = memory.untyped_storage()
+    begin = (memory.storage_offset() * memory.itemsize + place.offset) // place.dtype.itemsize
+    size = storage.nbytes() // place.dtype.itemsize - begin
+    return torch.empty(0, dtype=place.dtype, device=memory.device).set_(storage, begin, (size,), (1,))
+
+
+def _direct(
+    launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None], memories: int
+) -> list[_Direct] | None:
+    """The launches of these compiled kernels, if this Triton's can be called so."""
+    if not triton.__version__.startswith(_DIRECT):
+        return None
+    direct = []
+    for launch, kernel in zip(launches, compiled, strict=True):
+        if kernel is None:
+            return None
+        arguments = [
+            (argument.memory, argument.offset) if isinstance(argument, _Place) else (memories, argument)
+            for argument in launch.arguments
+        ]
+        constants = [launch.constants[name] for name in launch.kernel.constants]
+        direct.append(_Direct(kernel.run, launch.grid, kernel.function, kernel.packed_metadata, arguments, constants))
+    return direct
+
+
+def _launch_directly(launches: Sequence[_Direct], memories: Sequence[Tensor | None], device: torch.device) -> None:
+    addresses = [0 if memory is None else memory.data_ptr() for memory in memories]
+    addresses.append(0)
+    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    for run, (x, y, z), function, metadata, arguments, constants in launches:
+        values = [addresses[memory] + number for memory, number in arguments]
+        run(x, y, z, stream, function, metadata, None, None, None, *values, *constants)
