@@ -35,15 +35,15 @@ def test_opcheck(config: str, backend: str) -> None:
     query, key, value = shape.tensors(torch.float32)
     settings = (config, True, 0.25, backend)
     plain = [tensor.detach() for tensor in (query, key, value)]
-    torch.library.opcheck(operator._cluster, (*plain[:2], config, 0.25, backend))
+    torch.library.opcheck(operator.CLUSTER, (*plain[:2], config, 0.25, backend))
     clusters = operator.cluster(query, key, MuSeConfig.parse(config), scale=0.25, backend=backend)
     parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment, clusters.key_spread)
-    torch.library.opcheck(operator._forward, (query, key, value, *parts, None, None, *settings))
-    out, lse, opened, retrieved, memory = operator._forward(*plain, *parts, None, None, *settings)
-    torch.library.opcheck(operator._forward, (query, key, value, *parts, opened, retrieved, *settings))
+    torch.library.opcheck(operator.FORWARD, (query, key, value, *parts, None, None, *settings))
+    out, lse, opened, retrieved, memory = operator.FORWARD(*plain, *parts, None, None, *settings)
+    torch.library.opcheck(operator.FORWARD, (query, key, value, *parts, opened, retrieved, *settings))
     saved = (*plain, *parts, opened, retrieved, out, lse, memory)
-    torch.library.opcheck(operator._backward, (torch.randn_like(out), None, *saved, *settings))
-    torch.library.opcheck(operator._backward, (torch.randn_like(out), torch.randn_like(lse), *saved, *settings))
+    torch.library.opcheck(operator.BACKWARD, (torch.randn_like(out), None, *saved, *settings))
+    torch.library.opcheck(operator.BACKWARD, (torch.randn_like(out), torch.randn_like(lse), *saved, *settings))
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

@@ -2,11 +2,17 @@
 
 To autograd, `torch.compile` and activation checkpointing each is one opaque operator with a shape rule. Clusters and
 selection are outputs of the forward operators, so that a backward pass never depends on finding them again.
+
+They are registered with the dispatcher key by key, not through `torch.library.custom_op`: what that does for every call
+(default arguments, a check for aliases, a guard against the compiler) takes longer on the host than short sequences
+take on the GPU. `torch.library.opcheck` tests what it would have ensured.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,11 +35,18 @@ def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
-    centroids, assignment, key_centroids, key_assignment, spread = _cluster(
-        query.detach(), key.detach(), str(config), scale, backend
+    centroids, assignment, key_centroids, key_assignment, spread = CLUSTER(
+        query.detach(), key.detach(), _text(config), scale, backend
     )
     is_found = spread.dim() == 3  # what the configuration says, which the compiler cannot ask for a property
     return Clusters(centroids, assignment, key_centroids, key_assignment, spread if is_found else None)
+
+
+def _text(config: MuSeConfig) -> str:
+    return str(config) if torch.compiler.is_compiling() else _text_once(config)
+
+
+_text_once = functools.lru_cache(maxsize=256)(str)
 
 
 def single_cluster(query: Tensor, key: Tensor) -> Clusters:
@@ -61,7 +74,7 @@ def attend(
     """Output and lse, differentiable, and the selection behind them."""
     _refuse_other_derivatives(query, key, value)
     query, key, value = as_contiguous(query, key, value)
-    out, lse, opened, retrieved, _ = _forward(
+    out, lse, opened, retrieved, _ = FORWARD(
         query,
         key,
         value,
@@ -71,7 +84,7 @@ def attend(
         clusters.key_spread,
         None if selection is None else selection.opened,
         None if selection is None else selection.retrieved,
-        str(config),
+        _text(config),
         is_causal,
         scale,
         backend,
@@ -82,7 +95,6 @@ def attend(
     return Partial(out, lse.to(compute_dtype(query.dtype))), selected
 
 
-@torch.library.custom_op(f"{NAMESPACE}::cluster", mutates_args=())
 def _cluster(
     query: Tensor, key: Tensor, config: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -92,8 +104,7 @@ def _cluster(
     return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment, spread
 
 
-@_cluster.register_fake
-def _(
+def _shapes_of_cluster(
     query: Tensor, key: Tensor, config: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     parsed = MuSeConfig.parse(config)
@@ -108,7 +119,6 @@ def _(
     )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::forward", mutates_args=())
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -142,8 +152,7 @@ def _forward(
     return merged.out, merged.lse, selected.opened, selected.retrieved, memory
 
 
-@_forward.register_fake
-def _(
+def _shapes_of_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -175,7 +184,6 @@ def _(
     )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::backward", mutates_args=())
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -216,8 +224,7 @@ def _backward(
     return grad_query, grad_key, grad_value
 
 
-@_backward.register_fake
-def _(
+def _shapes_of_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -228,9 +235,10 @@ def _(
     return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))  # type: ignore[return-value]
 
 
-def _no_autocast(query: Tensor) -> torch.autocast:
+def _no_autocast(query: Tensor) -> AbstractContextManager[Any]:
     """Autocast is for the operator's inputs. Inside it, everything runs in the dtype it is written in."""
-    return torch.autocast(query.device.type, enabled=False)
+    device_type = query.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _clusters(
@@ -240,24 +248,45 @@ def _clusters(
     return Clusters(query_centroids, query_assignment, query_centroids.new_empty(0), key_assignment, key_spread)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, _, config, is_causal, scale, backend = inputs
-    out, lse, opened, retrieved, memory = output
-    ctx.mark_non_differentiable(opened, retrieved, memory)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, opened, retrieved, out, lse, memory)
-    ctx.settings = (config, is_causal, scale, backend)
+class _Attention(torch.autograd.Function):
+    """`FORWARD`, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs: tuple[Tensor, ...] = FORWARD.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+        *tensors, _, _, config, is_causal, scale, backend = inputs
+        out, lse, opened, retrieved, memory = outputs
+        ctx.mark_non_differentiable(opened, retrieved, memory)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, opened, retrieved, out, lse, memory)
+        ctx.settings = (config, is_causal, scale, backend)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        grad_out, grad_lse, *_ = gradients
+        saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them then, and only then
+        if grad_out is None:
+            grad_out = torch.zeros_like(saved[-3])
+        (grad_out,) = as_contiguous(grad_out)
+        return None, *BACKWARD(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 10)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them then, and only then
-    if grad_out is None:
-        grad_out = torch.zeros_like(saved[-3])
-    (grad_out,) = as_contiguous(grad_out)
-    return *_backward(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 10)
+class _OnceOnly(torch.autograd.Function):
+    """`BACKWARD`, whose derivative nobody has."""
 
+    @staticmethod
+    def forward(ctx: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs: tuple[Tensor, ...] = BACKWARD.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+        return outputs
 
-_forward.register_autograd(_differentiate, setup_context=_save_for_backward)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "MuSe attention can be differentiated once only: for second derivatives use backend='reference'"
+        )
 
 
 def _refuse_other_derivatives(*tensors: Tensor) -> None:
@@ -272,15 +301,6 @@ def _refuse_other_derivatives(*tensors: Tensor) -> None:
             )
 
 
-def _refuse_double_backward(ctx: Any, *_: Any) -> Any:
-    raise NotImplementedError(
-        "MuSe attention can be differentiated once only: for second derivatives use backend='reference'"
-    )
-
-
-_backward.register_autograd(_refuse_double_backward)
-
-
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast makes of the inputs of attention: floating point, except float64, in the autocast dtype."""
     device_type = tensors[0].device.type
@@ -290,20 +310,47 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
-def _autocast_rule(name: str, inputs: int, dispatch_key: torch._C.DispatchKey) -> Callable[..., Any]:
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _register(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """The operator of that name and its shape rule."""
+    _library.define(name + torch.library.infer_schema(run, mutates_args=()))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _register_autograd(operator: Any, function: type[torch.autograd.Function] | None) -> None:
+    """`function` differentiates the operator; None if no gradient passes through it."""
+
+    def run(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+        if function is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return function.apply(keys, *inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+    _library.impl(operator.overloadpacket.__name__, run, "Autograd", with_keyset=True)
+
+
+def _register_autocast(operator: Any, inputs: int, key: torch._C.DispatchKey) -> None:
     """Cast the first `inputs` arguments, query and key or query, key and value, and call the operator again."""
-    operator = getattr(getattr(torch.ops, NAMESPACE), name)
-    keys = torch._C.DispatchKeySet(dispatch_key)
+    keys = torch._C.DispatchKeySet(key)
 
     def run(*arguments: Any) -> Any:
         cast = cast_for_autocast(*arguments[:inputs])
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return operator(*cast, *arguments[inputs:])
 
-    return run
+    _library.impl(operator.overloadpacket.__name__, run, key.name)
 
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+CLUSTER = _register("cluster", _cluster, _shapes_of_cluster)
+FORWARD = _register("forward", _forward, _shapes_of_forward)
+BACKWARD = _register("backward", _backward, _shapes_of_backward)
+_register_autograd(CLUSTER, None)
+_register_autograd(FORWARD, _Attention)
+_register_autograd(BACKWARD, _OnceOnly)
 for _key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
-    for _name, _inputs in (("cluster", 2), ("forward", 3)):
-        _library.impl(_name, _autocast_rule(_name, _inputs, _key), _key.name)
+    _register_autocast(CLUSTER, 2, _key)
+    _register_autocast(FORWARD, 3, _key)

@@ -30,7 +30,7 @@ from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection, SelectionShapes, Side
 
-WORKSPACE_BYTES = 7 << 28
+WORKSPACE_BYTES = 3 << 28
 WORKSPACE_OF_INPUTS = 2
 """Intermediate results held at a time, about: so many bytes, or so many times the bytes of the inputs if that is more.
 Key heads go in groups that need no more."""

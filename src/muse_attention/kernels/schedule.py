@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -73,15 +74,23 @@ class _Place(NamedTuple):
 
 
 class _Direct(NamedTuple):
-    """A launch without Triton: what to call, with what before the arguments, and the arguments."""
+    """A launch without Triton's part of it."""
 
+    kernel: CompiledKernel
     run: Callable[..., None]
     grid: tuple[int, ...]
     function: Any
     metadata: Any
-    arguments: list[tuple[int, Any]]
-    """each is a number to be added to the address of a memory; the last memory begins at 0"""
-    constants: list[Any]
+    pick: Callable[[list[Any]], tuple[Any, ...]]
+    """its arguments, out of those of all launches"""
+
+
+class _DirectLaunches(NamedTuple):
+    launches: list[_Direct]
+    places: list[_Place]
+    """of all tensors among the arguments"""
+    numbers: list[Any]
+    """all other arguments; they come after the places"""
 
 
 class Schedule:
@@ -91,7 +100,7 @@ class Schedule:
         self._outputs = [(output.shape, output.dtype) for output in outputs]
         self.workspace = workspace
         """bytes"""
-        self._direct: list[_Direct] | None = None
+        self._direct: _DirectLaunches | None = None
 
     @classmethod
     def of(cls, function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...]) -> Schedule:
@@ -122,7 +131,7 @@ class Schedule:
             _launch_directly(self._direct, memories, device)
         else:
             compiled = [_with_tensors(launch, memories).now() for launch in self._launches]
-            self._direct = self._direct or _direct(self._launches, compiled, len(memories))
+            self._direct = self._direct or _direct(self._launches, compiled)
         return tuple(outputs)
 
 
@@ -230,29 +239,36 @@ def _tensor_at(place: _Place, memories: Sequence[Tensor | None]) -> Tensor:
     return torch.empty(0, dtype=place.dtype, device=memory.device).set_(storage, begin, (size,), (1,))
 
 
-def _direct(
-    launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None], memories: int
-) -> list[_Direct] | None:
+def _direct(launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None]) -> _DirectLaunches | None:
     """The launches of these compiled kernels, if this Triton's can be called so."""
     if not triton.__version__.startswith(_DIRECT):
         return None
+    arguments = [
+        [*launch.arguments, *(launch.constants[name] for name in launch.kernel.constants)] for launch in launches
+    ]
+    every = [argument for some in arguments for argument in some]
+    places = list(dict.fromkeys(argument for argument in every if isinstance(argument, _Place)))
+    index = {place: number for number, place in enumerate(places)}
+    numbers: list[Any] = []
     direct = []
-    for launch, kernel in zip(launches, compiled, strict=True):
+    for launch, kernel, some in zip(launches, compiled, arguments, strict=True):
         if kernel is None:
             return None
-        arguments = [
-            (argument.memory, argument.offset) if isinstance(argument, _Place) else (memories, argument)
-            for argument in launch.arguments
-        ]
-        constants = [launch.constants[name] for name in launch.kernel.constants]
-        direct.append(_Direct(kernel.run, launch.grid, kernel.function, kernel.packed_metadata, arguments, constants))
-    return direct
+        picked = []
+        for argument in some:
+            if isinstance(argument, _Place):
+                picked.append(index[argument])
+            else:
+                picked.append(len(places) + len(numbers))
+                numbers.append(argument)
+        run = (kernel.run, launch.grid, kernel.function, kernel.packed_metadata)
+        direct.append(_Direct(kernel, *run, itemgetter(*picked)))
+    return _DirectLaunches(direct, places, numbers)
 
 
-def _launch_directly(launches: Sequence[_Direct], memories: Sequence[Tensor | None], device: torch.device) -> None:
+def _launch_directly(direct: _DirectLaunches, memories: Sequence[Tensor | None], device: torch.device) -> None:
     addresses = [0 if memory is None else memory.data_ptr() for memory in memories]
-    addresses.append(0)
+    arguments = [addresses[memory] + offset for memory, offset, _ in direct.places] + direct.numbers
     stream = triton.runtime.driver.active.get_current_stream(device.index)
-    for run, (x, y, z), function, metadata, arguments, constants in launches:
-        values = [addresses[memory] + number for memory, number in arguments]
-        run(x, y, z, stream, function, metadata, None, None, None, *values, *constants)
+    for _, run, (x, y, z), function, metadata, pick in direct.launches:
+        run(x, y, z, stream, function, metadata, None, None, None, *pick(arguments))
