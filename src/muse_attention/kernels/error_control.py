@@ -54,14 +54,12 @@ def select_and_attend(
     heads, length, words = selection.opened.shape
     value_dim = seen.value_mean.shape[-1]
     integers = segments.groups.order
-    if not is_chosen:
-        fill(selection.opened, 0)
-        fill(selection.retrieved, 0)
     partial = Partial(segments.residuals.new_empty(heads, length, value_dim), torch.empty_like(own_lse))
     tiles = segments.tiles
     lists = integers.new_empty(*tiles.group.shape, segments.key_clusters)
-    counts = fill(integers.new_empty(heads, ERROR_BINS, dtype=torch.int64), 0)
-    lowest = fill(integers.new_empty(heads), 0)
+    counts, lowest = fill(integers.new_empty(heads * (ERROR_BINS + 1), dtype=torch.int64), 0).split(
+        [heads * ERROR_BINS, heads]
+    )
     for is_first in (1,) if is_chosen else (1, 0):
         _select_and_attend[tiles.grid](
             segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
@@ -105,7 +103,7 @@ def _select_and_attend(
     opened ones retrieve every block whose summary has, and attend to the others.
 
     Retrieved pairs are counted by their error. In the second pass, those below the lowest bin that the head can afford
-    are given back. Both passes are one kernel, so that they find the same errors. `retrieved` is 0 before the first.
+    are given back. Both passes are one kernel, so that they find the same errors.
     """
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -131,6 +129,16 @@ def _select_and_attend(
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
     weighted = tl.zeros([ROWS, DVP], ACC)
+    if SELECTS and is_first != 0:
+        word = tl.arange(0, 32)
+        nothing_yet = tl.zeros([ROWS, 32], tl.int32)
+        for first in range(0, words, 32):
+            at_word = opened + row[:, None] * words + (first + word)[None, :]
+            tl.store(at_word, nothing_yet, mask=is_row[:, None] & (first + word < words)[None, :])
+        for first in range(0, blocks * words, 32):
+            at_word = retrieved + row[:, None] * blocks * words + (first + word)[None, :]
+            tl.store(at_word, nothing_yet, mask=is_row[:, None] & (first + word < blocks * words)[None, :])
+        tl.debug_barrier()
     if seen_blocks > 0:
         residual = load_rows(residuals, first_place, place, is_row, D, DP)
         width = tl.load(widths + first_place + place, mask=is_row, other=0.0)

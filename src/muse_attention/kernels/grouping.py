@@ -100,7 +100,6 @@ def group_rows(
     digits = 1 << _DIGIT
     counts = group_of_row.new_empty(sequences, digits, tiles)
     totals = group_of_row.new_empty(sequences, digits)
-    digit_starts = group_of_row.new_empty(sequences, digits + 1)
     found = fill_in or Groups(torch.empty_like(group_of_row), group_of_row.new_empty(sequences, number_of_groups + 1))
     # Group and row travel together, in one integer.
     bits, row_bits = number_of_groups.bit_length(), (length - 1).bit_length()
@@ -115,10 +114,9 @@ def group_rows(
             packed, counts, length, shift, tiles, limits, TILE=_TILE, DIGITS=digits, **limit
         )
         _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, power_of_two(tiles)))
-        _sum_before[(sequences,)](totals, digit_starts, digits, WIDTH=digits)
         by_digit = torch.empty_like(packed)
         _place_by_digit[(tiles, sequences)](
-            packed, counts, digit_starts, by_digit, found.order, length, shift, tiles, limits,
+            packed, counts, totals, by_digit, found.order, length, shift, tiles, limits,
             IS_LAST=shift + _DIGIT >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits, **limit,
         )  # fmt: skip
         packed = by_digit
@@ -264,7 +262,7 @@ def _count_digits(
 
 @kernel(do_not_specialize=["length", "shift", "tiles"])
 def _place_by_digit(
-    packed, counts, digit_starts, by_digit, order, length, shift, tiles, limits, IS_LAST: tl.constexpr,
+    packed, counts, totals, by_digit, order, length, shift, tiles, limits, IS_LAST: tl.constexpr,
     ROW_BITS: tl.constexpr, TILE: tl.constexpr, DIGITS: tl.constexpr, IS_LIMITED: tl.constexpr,
 ):  # fmt: skip
     tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -275,7 +273,8 @@ def _place_by_digit(
     inside = place < limit
     both = tl.load(packed + sequence * length + place, mask=inside, other=0)
     member = ((((both >> shift) & (DIGITS - 1))[None, :] == number[:, None]) & inside[None, :]).to(tl.int32)
-    start = tl.load(digit_starts + sequence * (DIGITS + 1) + number)
+    total = tl.load(totals + sequence * DIGITS + number)
+    start = tl.cumsum(total, 0) - total
     start += tl.load(counts + (sequence * DIGITS + number) * tiles + tile)
     to = tl.sum(member * (tl.cumsum(member, 1) - 1 + start[:, None]), 0)
     tl.store(by_digit + sequence * length + to, both, mask=inside)

@@ -31,7 +31,7 @@ _STEP = 512
 _MOST_KEPT = 256
 """Lists kept: for so many combinations of shapes and settings. The oldest go first."""
 _DIRECT = ("3.6.", "3.7.", "3.8.", "3.9.")
-"""Versions of Triton whose compiled kernels take addresses in the way of `_launch_directly`."""
+"""Versions of Triton whose compiled kernels are called as in `_way_in`."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -79,8 +79,8 @@ class _Direct(NamedTuple):
     kernel: CompiledKernel
     run: Callable[..., None]
     grid: tuple[int, ...]
-    function: Any
-    metadata: Any
+    what: tuple[Any, ...]
+    """what it is told after the grid and the stream, and before the arguments"""
     pick: Callable[[list[Any]], tuple[Any, ...]]
     """its arguments, out of those of all launches"""
 
@@ -230,13 +230,13 @@ def _with_tensors(launch: Launch, memories: Sequence[Tensor | None]) -> Launch:
 
 
 def _tensor_at(place: _Place, memories: Sequence[Tensor | None]) -> Tensor:
-    """From the place to the end of the memory."""
+    """From the place to the end of the memory; a part of an empty tensor may begin beyond it."""
     memory = memories[place.memory]
     assert memory is not None
     storage = memory.untyped_storage()
-    begin = (memory.storage_offset() * memory.itemsize + place.offset) // place.dtype.itemsize
-    size = storage.nbytes() // place.dtype.itemsize - begin
-    return torch.empty(0, dtype=place.dtype, device=memory.device).set_(storage, begin, (size,), (1,))
+    end = storage.nbytes() // place.dtype.itemsize
+    begin = min((memory.storage_offset() * memory.itemsize + place.offset) // place.dtype.itemsize, end)
+    return torch.empty(0, dtype=place.dtype, device=memory.device).set_(storage, begin, (end - begin,), (1,))
 
 
 def _direct(launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None]) -> _DirectLaunches | None:
@@ -261,8 +261,8 @@ def _direct(launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None
             else:
                 picked.append(len(places) + len(numbers))
                 numbers.append(argument)
-        run = (kernel.run, launch.grid, kernel.function, kernel.packed_metadata)
-        direct.append(_Direct(kernel, *run, itemgetter(*picked)))
+        run, what = _way_in(kernel)
+        direct.append(_Direct(kernel, run, launch.grid, what, itemgetter(*picked)))
     return _DirectLaunches(direct, places, numbers)
 
 
@@ -270,5 +270,15 @@ def _launch_directly(direct: _DirectLaunches, memories: Sequence[Tensor | None],
     addresses = [0 if memory is None else memory.data_ptr() for memory in memories]
     arguments = [addresses[memory] + offset for memory, offset, _ in direct.places] + direct.numbers
     stream = triton.runtime.driver.active.get_current_stream(device.index)
-    for _, run, (x, y, z), function, metadata, pick in direct.launches:
-        run(x, y, z, stream, function, metadata, None, None, None, *pick(arguments))
+    for _, run, (x, y, z), what, pick in direct.launches:
+        run(x, y, z, stream, *what, *pick(arguments))
+
+
+def _way_in(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a kernel without metadata and hooks, and what it wants to be told after the grid and the stream."""
+    run, nothing = kernel.run, (None, None, None)
+    if triton.__version__.startswith("3.6.") and not run.global_scratch_size and not run.profile_scratch_size:
+        # (What is behind Python's part of it, which makes scratch memory.)
+        flags = (run.launch_cooperative_grid, run.launch_pdl)
+        return run.launch, (kernel.function, *flags, None, None, kernel.packed_metadata, *nothing)
+    return run, (kernel.function, kernel.packed_metadata, *nothing)
