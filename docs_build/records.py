@@ -91,7 +91,8 @@ def _benchmarked(document: dict[str, Any], path: Path, heads: int, head_dim: int
         return
     for case in document["cases"]:
         method = classify(case["attention"], case["length"])
-        if method is None or (case["heads"], case["head_dim"]) != (heads, head_dim):
+        shape = (case["heads"], case.get("key_heads", case["heads"]), case["head_dim"])
+        if method is None or shape != (heads, heads, head_dim):
             continue
         yield Timing(
             method=method,

@@ -24,14 +24,16 @@ from muse_attention.benchmark.results import Case, Results, Settings, read_resul
 from muse_attention.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS
-from muse_attention.benchmark.tables import markdown_report, noise_lines
+from muse_attention.benchmark.tables import caption, markdown_report, noise_lines
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
 from muse_attention.machine import describe_machine
 from muse_attention.plots import MatplotlibMissingError, plot_speedup
 from muse_attention.sizes import format_size, parse_size_list, parse_sizes
 
-SETTINGS = Settings(device="cpu", batch=1, heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False)
+SETTINGS = Settings(
+    device="cpu", batch=1, heads=2, key_heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False
+)
 MUSE = "muse:QK16R1B256"
 PLAN = Plan.at_lengths(SETTINGS, lengths=(512, 600), attentions=(MUSE, "exact"))
 
@@ -92,9 +94,9 @@ def test_attentions_take_turns_and_the_warm_up_is_not_counted() -> None:
     rounds: list[int] = []
 
     def named(name: str) -> AttentionCall:
-        def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: bool) -> Tensor:
             turns.append(name)
-            return sdpa(query, key, value, is_causal=is_causal)
+            return sdpa(query, key, value, **arguments)
 
         return attention
 
@@ -117,10 +119,10 @@ def test_a_long_warm_up_counts_as_a_repeat(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(timing, "LONG_RUN_SECONDS", 0.0)
     calls = 0
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: bool) -> Tensor:
         nonlocal calls
         calls += 1
-        return sdpa(query, key, value, is_causal=is_causal)
+        return sdpa(query, key, value, **arguments)
 
     (times,) = time_interleaved([attention], small_workload(), 3)
     assert calls == len(times.forward) == 3
@@ -182,13 +184,62 @@ def test_all_attentions_of_a_length_take_turns(tmp_path: Path, monkeypatch: pyte
     assert first.sdpa_times == second.sdpa_times != third.sdpa_times
 
 
+GROUPED = dataclasses.replace(SETTINGS, heads=4, key_heads=2)
+
+
+def test_keys_can_have_fewer_heads(tmp_path: Path) -> None:
+    attentions = ("exact", MUSE, "block_diagonal:128", "moba:L128B16R1")
+    plan = Plan.at_lengths(dataclasses.replace(GROUPED, repeats=1), (512,), attentions)
+    path = tmp_path / "cpu.json"
+    results = start_results(plan, path)
+    run_plan(plan, results, path)
+    assert read_results(path) == results
+    exact, *others = results.cases
+    assert exact.fidelity["relative_squared_error"] < 1e-9
+    assert all(case.fidelity["relative_squared_error"] > 1e-4 for case in others)
+    assert {case.shape for case in results.cases} == {Shape(512, heads=4, key_heads=2, head_dim=8, batch=1)}
+    report = markdown_report(results, title="t")
+    assert "batch 1, 4:2 heads of 8, float32" in report
+    assert "| 512, 4:2 heads | `exact` |" in report
+    with pytest.raises(ValueError, match="key_heads was 2, now 4"):
+        start_results(Plan.at_lengths(dataclasses.replace(plan.settings, key_heads=4), (512,), attentions), path)
+
+
+def test_grouped_heads_share_their_keys() -> None:
+    work = suite._create_workload(GROUPED, GROUPED.shape(64))
+    assert [tensor.shape[1] for tensor in (work.query, work.key, work.value, work.grad_out)] == [4, 2, 2, 4]
+    repeated = Workload.of(
+        work.query,
+        *(tensor.repeat_interleave(2, dim=1) for tensor in (work.key, work.value)),
+        is_causal=True,
+    )
+    assert torch.allclose(work.forward(sdpa), repeated.forward(sdpa), atol=1e-6)
+
+
+def test_the_report_says_which_operator_the_baseline_ran_through() -> None:
+    def cases(*backends: str | None) -> list[Case]:
+        shapes = [SETTINGS.shape(length) for length in (512, 600, 700)]
+        return [
+            dataclasses.replace(some_case(shape), sdpa_backend=backend)
+            for shape, backend in zip(shapes, backends, strict=False)
+        ]
+
+    def said(*backends: str | None) -> str:
+        return caption(Results({}, SETTINGS, cases=cases(*backends)))
+
+    assert "SDPA ran through cuDNN. " in said("cuDNN", "cuDNN")
+    assert "SDPA ran through cuDNN at 512, 700; FlashAttention at 600. " in said("cuDNN", "FlashAttention", "cuDNN")
+    assert "On CUDA, SDPA goes through cuDNN. " in said(None), "earlier files do not say"
+    assert small_workload().sdpa_backend == "FlashAttention"
+
+
 def test_the_spread_is_between_the_quartiles() -> None:
     assert Times((1.0,) * 4, (1.0, 3.0, 2.0, 10.0)).spread == pytest.approx((4.75 - 1.75) / 2.5)
     assert Times((1.0,), (2.0,)).spread is None
     steady, shaky = Times((1.0, 1.0), (2.0, 2.0)), Times((1.0, 1.0), (2.0, 4.0))
-    case = dataclasses.replace(some_case(Shape(512, 2, 8)), times=steady, sdpa_times=shaky)
+    case = dataclasses.replace(some_case(SETTINGS.shape(512)), times=steady, sdpa_times=shaky)
     assert case.spread == shaky.spread
-    quiet = dataclasses.replace(some_case(Shape(600, 2, 8)), times=steady, sdpa_times=steady)
+    quiet = dataclasses.replace(some_case(SETTINGS.shape(600)), times=steady, sdpa_times=steady)
     (line,) = noise_lines(Results({}, SETTINGS, [], [case, quiet]))
     assert "too noisy: times at 512 have a spread of up to 33%, above the bound of 10%" in line
     assert line in markdown_report(Results(describe_machine(), SETTINGS, [], [case]), title="t").replace("\\", "")
@@ -208,9 +259,9 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 
     results = start_results(PLAN, path)
     assert PLAN.missing(results) == [
-        Request("exact", Shape(512, 2, 8)),
-        Request(MUSE, Shape(600, 2, 8)),
-        Request("exact", Shape(600, 2, 8)),
+        Request("exact", SETTINGS.shape(512)),
+        Request(MUSE, SETTINGS.shape(600)),
+        Request("exact", SETTINGS.shape(600)),
     ]
     run_plan(PLAN, results, path)
     assert PLAN.missing(read_results(path)) == []
@@ -220,8 +271,10 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     write_results(Results(describe_machine(), SETTINGS), path)
-    other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3), PLAN.lengths, PLAN.attentions)
-    with pytest.raises(ValueError, match=r"heads was 2, now 3; choose another --name or --output, or .* --overwrite$"):
+    other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3, key_heads=3), PLAN.lengths, PLAN.attentions)
+    with pytest.raises(
+        ValueError, match=r" heads was 2, now 3, .*; choose another --name or --output, or .* --overwrite$"
+    ):
         start_results(other, path)
     assert start_results(other, path, overwrite=True).cases == []
 
@@ -244,6 +297,8 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path, text: str) -> No
         ({"device": "abacus"}, "unknown device"),
         ({"dtype": "int8"}, "unknown dtype"),
         ({"heads": 0}, "heads is 0"),
+        ({"key_heads": 0}, "key_heads is 0"),
+        ({"heads": 6, "key_heads": 4}, "6 heads cannot share 4 key heads evenly; choose a --key-heads that divides 6"),
         ({"repeats": 0}, "repeats is 0"),
     ],
 )
@@ -277,10 +332,12 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
 
 def test_a_file_from_before_there_were_sweeps_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    results = Results(describe_machine(), SETTINGS, cases=[some_case(Shape(512, SETTINGS.heads, SETTINGS.head_dim))])
+    results = Results(describe_machine(), SETTINGS, cases=[some_case(SETTINGS.shape(512))])
     write_results(results, path)
     document = json.loads(path.read_text())
-    del document["settings"]["sweep"], document["cases"][0]["heads"], document["cases"][0]["head_dim"]
+    del document["settings"]["sweep"], document["settings"]["key_heads"]
+    for name in ("heads", "key_heads", "head_dim", "batch"):
+        del document["cases"][0][name]
     path.write_text(json.dumps(document))
     assert read_results(path) == results
 
@@ -372,14 +429,16 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
 def test_a_sweep_of_the_method_changes_one_choice(name: str, configs: list[str]) -> None:
     plan = sweep_plan(name)
     assert plan.attentions == tuple(f"muse:{config},clustering=lloyd" for config in configs)
-    assert {request.shape for request in plan.requests} == {Shape(65536, SETTINGS.heads, SETTINGS.head_dim)}
+    assert {request.shape for request in plan.requests} == {SETTINGS.shape(65536)}
 
 
 def test_a_sweep_of_the_inputs_changes_their_shape() -> None:
     dims, heads = sweep_plan("head-dim"), sweep_plan("heads")
     assert dims.attentions == heads.attentions == ("muse:Q128K128R8SP1B8k,clustering=lloyd",)
-    assert [request.shape for request in dims.requests] == [Shape(65536, 2, 64), Shape(65536, 2, 128)]
-    assert [request.shape for request in heads.requests] == [Shape(65536, count, 8) for count in (2, 4, 8, 16)]
+    assert [request.shape for request in dims.requests] == [Shape(65536, 2, 2, dim, 1) for dim in (64, 128)]
+    assert [request.shape for request in heads.requests] == [
+        Shape(65536, count, count, 8, 1) for count in (2, 4, 8, 16)
+    ]
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -396,9 +455,16 @@ def test_a_sweep_leaves_out_what_would_be_exact() -> None:
         sweep_plan("heads", 8192)
 
 
+def test_a_sweep_over_heads_has_keys_for_each() -> None:
+    with pytest.raises(ValueError, match="as many key heads as heads; leave out --key-heads"):
+        Plan.of_sweep(dataclasses.replace(GROUPED, sweep="heads"), 65536)
+
+
 def test_the_report_of_a_sweep_over_the_inputs_says_the_shape_of_each_case() -> None:
     settings = dataclasses.replace(SETTINGS, sweep="heads")
-    results = Results(describe_machine(), settings, cases=[some_case(Shape(65536, heads, 8)) for heads in (2, 4)])
+    results = Results(
+        describe_machine(), settings, cases=[some_case(Shape(65536, heads, heads, 8, 1)) for heads in (2, 4)]
+    )
     report = markdown_report(results, title="")
     assert "as many heads as the table says of 8" in report
     assert "| 64k, heads 2 | `exact` |" in report
@@ -442,10 +508,10 @@ def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
     header = next(line for line in report.splitlines() if "| keys" in line)
     assert header.startswith("| length | attention | RSE 99% | RSE 99.9% |")
     assert header.endswith("| pairs | keys | retrieving | at budget |")
-    (line,) = [line for line in report.splitlines() if "moba:L128B16R1" in line and "12.0" in line]
+    (line,) = [line for line in report.splitlines() if "moba:L128B16R1" in line and "| 12.0 |" in line]
     assert "| 0.75 | 12.0 | 75.0% |  |" in line
 
 
 def test_reports_of_earlier_results_have_no_table_of_what_was_retrieved() -> None:
-    results = Results(describe_machine(), SETTINGS, [], [some_case(Shape(512, 2, 8))])
+    results = Results(describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(512))])
     assert "retrieved" not in markdown_report(results, title="t")

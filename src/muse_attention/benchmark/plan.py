@@ -24,7 +24,7 @@ class Plan:
     @classmethod
     def at_lengths(cls, settings: Settings, lengths: Sequence[int], attentions: Sequence[str]) -> Self:
         """Every attention at every length."""
-        shapes = [Shape(length, settings.heads, settings.head_dim) for length in lengths]
+        shapes = [settings.shape(length) for length in lengths]
         return cls(settings, tuple(Request(attention, shape) for shape in shapes for attention in attentions))
 
     @classmethod
@@ -38,9 +38,14 @@ class Plan:
         check_device(settings.device)
         if settings.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {settings.dtype!r}; use one of {', '.join(DTYPES)}")
-        for name in ("batch", "heads", "head_dim", "repeats"):
+        for name in ("batch", "heads", "key_heads", "head_dim", "repeats"):
             if getattr(settings, name) < 1:
                 raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
+        if settings.heads % settings.key_heads:
+            raise ValueError(
+                f"{settings.heads} heads cannot share {settings.key_heads} key heads evenly; choose a --key-heads that "
+                f"divides {settings.heads}"
+            )
         if not self.requests:
             raise ValueError("there is nothing to measure; name at least one length and one attention")
         for request in self.requests:

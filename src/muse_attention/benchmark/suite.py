@@ -115,19 +115,20 @@ class _SharedByShape:
     def exact(self) -> tuple[Tensor, Tensor]:
         work = self.workload
         with torch.no_grad():
-            out, lse = exact_attention(work.query, work.key, work.value, is_causal=work.is_causal, return_lse=True)
+            out, lse = exact_attention(work.query, work.key, work.value, return_lse=True, **work.arguments)
         return out, lse
 
     def measure_fidelity(self, attention: Attention) -> dict[str, float]:
         work = self.workload
-        found = measure(attention, work.query, work.key, work.value, exact=self.exact, is_causal=work.is_causal)
+        found = measure(attention, work.query, work.key, work.value, exact=self.exact, **work.arguments)
         return found.pooled()
 
 
 def _create_workload(settings: Settings, shape: Shape) -> Workload:
     return Workload.create(
-        batch=settings.batch,
+        batch=shape.batch,
         heads=shape.heads,
+        key_heads=shape.key_heads,
         length=shape.length,
         head_dim=shape.head_dim,
         dtype=DTYPES[settings.dtype],
@@ -163,7 +164,8 @@ def _finish_case(
             sdpa_memory = (
                 measured[0].sdpa_extra_memory_bytes if measured else _extra_memory(settings, SDPA, request.shape)
             )
-    return Case(request, name, times, sdpa_times, fidelity, memory, sdpa_memory)
+    backend = shared.workload.sdpa_backend
+    return Case(request, name, times, sdpa_times, fidelity, memory, sdpa_memory, sdpa_backend=backend)
 
 
 def _has_same_memory(shape: Shape, other: Shape) -> bool:

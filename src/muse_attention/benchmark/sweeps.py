@@ -42,7 +42,7 @@ SWEEPS = {
     "blocks-retrieved": Sweep(("retrieved_blocks",), (1, 2, 4), "retrieved blocks of a cluster"),
     "block-size": Sweep(("block_size",), (2048, 4096, 8192, 16384), "block size"),
     "head-dim": Sweep(("head_dim",), (64, 128), "head dim"),
-    "heads": Sweep(("heads",), (2, 4, 8, 16), "heads"),
+    "heads": Sweep(("heads", "key_heads"), (2, 4, 8, 16), "heads"),
 }
 
 
@@ -57,7 +57,9 @@ def sweep_requests(settings: Settings, length: int) -> tuple[Request, ...]:
     if settings.sweep is None:
         raise ValueError("the settings name no sweep")
     sweep = find_sweep(settings.sweep)
-    shape = Shape(length, settings.heads, settings.head_dim)
+    if "key_heads" in sweep.varied and settings.key_heads != settings.heads:
+        raise ValueError(f"the sweep {settings.sweep} has as many key heads as heads; leave out --key-heads")
+    shape = settings.shape(length)
     requests = [sweep.request(value, shape) for value in sweep.values]
     approximate = tuple(request for request in requests if _config(request).block_size < length)
     if not approximate:
@@ -70,12 +72,21 @@ def sweep_requests(settings: Settings, length: int) -> tuple[Request, ...]:
 
 
 def format_shape(shape: Shape, sweep_name: str | None) -> str:
-    """The length, and the heads or head dimension where the sweep is over them."""
-    length = format_size(shape.length)
+    """The length, the heads where keys have fewer, and what the sweep varies if it is of the shape."""
+    parts = [format_size(shape.length)]
+    if shape.key_heads != shape.heads:
+        parts.append(format_heads(shape.heads, shape.key_heads))
     sweep = None if sweep_name is None else find_sweep(sweep_name)
-    if sweep is None or not sweep.is_of_shape:
-        return length
-    return f"{length}, {sweep.label} {getattr(shape, sweep.varied[0])}"
+    if sweep is not None and sweep.is_of_shape:
+        parts.append(f"{sweep.label} {getattr(shape, sweep.varied[0])}")
+    return ", ".join(parts)
+
+
+def format_heads(heads: int, key_heads: int) -> str:
+    """`8 heads`, or `32:8 heads` where 32 heads of queries share 8 of keys."""
+    if heads != key_heads:
+        return f"{heads}:{key_heads} heads"
+    return "1 head" if heads == 1 else f"{heads} heads"
 
 
 def _config(request: Request) -> MuSeConfig:

@@ -71,6 +71,12 @@ def bench(
             show_default="1 on cpu, 8 on cuda",
         ),
     ] = None,
+    key_heads: Annotated[
+        int | None,
+        typer.Option(
+            help="Heads of keys and values, shared by equal groups of heads (GQA).", show_default="as many as heads"
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
     head_dim: Annotated[int, typer.Option(help="Dimension of a head.")] = 64,
     dtype: Annotated[
@@ -114,10 +120,12 @@ def bench(
     """
     with user_errors():
         device = device or default_device()
+        heads = heads if heads is not None else 8 if device == "cuda" else 1
         settings = Settings(
             device=device,
             batch=batch,
-            heads=heads if heads is not None else 8 if device == "cuda" else 1,
+            heads=heads,
+            key_heads=heads if key_heads is None else key_heads,
             head_dim=head_dim,
             dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
             causal=causal,
@@ -158,7 +166,7 @@ def _command_line(plan: Plan, name: str) -> str:
     """The command with every setting spelled out, save the folder, which is nobody else's business."""
     settings = plan.settings
     words = ["muse", "bench", "--device", settings.device, "--length", ",".join(map(format_size, plan.lengths))]
-    for option in ("heads", "batch", "head_dim", "dtype", "repeats"):
+    for option in ("heads", "key_heads", "batch", "head_dim", "dtype", "repeats"):
         words += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
     if settings.sweep is None:
         for attention in plan.attentions:
@@ -181,7 +189,7 @@ def _bench_table(results: Results) -> Table:
     hardware, versions = machine_lines(results.machine)
     columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
     table = new_table(f"{hardware}\n{versions}", *columns)
-    table.caption = caption(results.settings).replace("`", "")
+    table.caption = caption(results).replace("`", "")
     for (shape, sdpa), cases in itertools.groupby(
         sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
     ):

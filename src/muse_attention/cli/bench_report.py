@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+from muse_attention.benchmark.request import Shape
 from muse_attention.benchmark.results import Case, Results
 from muse_attention.benchmark.stages import STAGES
-from muse_attention.benchmark.sweeps import find_sweep, format_shape
+from muse_attention.benchmark.sweeps import find_sweep, format_heads, format_shape
 from muse_attention.benchmark.tables import (
     caption,
     format_error,
@@ -43,7 +44,7 @@ def bench_report(results: Results, file_name: str) -> Report:
             "Time, error and memory",
             figures=[_figure(results, title, ratio) for title, ratio in _PASSES.items()],
             tables=[_table(results, cases, _measures(), map(_cells, cases))],
-            notes=[caption(settings).replace("`", "")],
+            notes=[caption(results).replace("`", "")],
         )
     ]
     if known := retrieval_columns(cases):
@@ -72,8 +73,8 @@ def bench_report(results: Results, file_name: str) -> Report:
         provenance=provenance_of(
             results,
             f"Clustered synthetic queries, keys and values, {'causal' if settings.causal else 'full'} attention, batch "
-            f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, {settings.dtype}, seed {settings.seed}, "
-            f"on {settings.device}",
+            f"{settings.batch}, {format_heads(settings.heads, settings.key_heads)} of {settings.head_dim}, "
+            f"{settings.dtype}, seed {settings.seed}, on {settings.device}",
         ),
         csv=_csv(cases),
     )  # fmt: skip
@@ -139,4 +140,4 @@ def _csv(cases: Sequence[Case]) -> str:
     ]
     times = ("forward_seconds", "forward_backward_seconds", "sdpa_forward_seconds", "sdpa_forward_backward_seconds")
     memory = ("extra_memory_bytes", "sdpa_extra_memory_bytes")
-    return csv_text(["attention", "length", "heads", "head_dim", *times, *memory, *measures], rows)
+    return csv_text(["attention", *Shape._fields, *times, *memory, *measures], rows)
