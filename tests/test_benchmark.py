@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, get_attention, machine
 from muse_attention.benchmark import stages, suite, timing
+from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_attention.benchmark.plan import Plan
@@ -27,6 +29,7 @@ from muse_attention.benchmark.sweeps import SWEEPS
 from muse_attention.benchmark.tables import caption, markdown_report, noise_lines
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
+from muse_attention.captured_heads import Captures, Origin, save_captures
 from muse_attention.machine import describe_machine
 from muse_attention.plots import MatplotlibMissingError, plot_speedup
 from muse_attention.sizes import format_size, parse_size_list, parse_sizes
@@ -47,7 +50,7 @@ def made_up_times(settings: Settings, requests: Sequence[Request], *others: obje
 
 
 def made_up_case(
-    settings: Settings, request: Request, shared: object, results: Results, begin: Callable[[str], None], *_: object
+    plan: Plan, request: Request, shared: object, results: Results, begin: Callable[[str], None], *_: object
 ) -> Case:
     begin("made up")
     return dataclasses.replace(some_case(request.shape, request.attention), attention=request.full_name)
@@ -206,7 +209,7 @@ def test_keys_can_have_fewer_heads(tmp_path: Path) -> None:
 
 
 def test_grouped_heads_share_their_keys() -> None:
-    work = suite._create_workload(GROUPED, GROUPED.shape(64))
+    work = suite._create_workload(Plan.at_lengths(GROUPED, (64,), ("exact",)), GROUPED.shape(64))
     assert [tensor.shape[1] for tensor in (work.query, work.key, work.value, work.grad_out)] == [4, 2, 2, 4]
     repeated = Workload.of(
         work.query,
@@ -214,6 +217,68 @@ def test_grouped_heads_share_their_keys() -> None:
         is_causal=True,
     )
     assert torch.allclose(work.forward(sdpa), repeated.forward(sdpa), atol=1e-6)
+
+
+def captures_file(folder: Path, length: int = 300, samples: int = 3, repeat: bool = False) -> CapturesFile:
+    """Four heads of 8."""
+    torch.manual_seed(length)
+    tensors = [torch.randn(samples, 4, length, 8) for _ in range(3)]
+    path = folder / f"heads-{length}.pt"
+    save_captures(Captures(*tensors, Origin("a model", "a text", tuple("abcd"))), path)
+    return CapturesFile(path, repeat)
+
+
+def captured_plan(file: CapturesFile, *lengths: int, **changes: Any) -> Plan:
+    settings = dataclasses.replace(SETTINGS, repeats=1, captures=file.data, **changes)
+    return Plan.at_lengths(settings, lengths, (MUSE, "exact"), file)
+
+
+def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
+    file, path = captures_file(tmp_path, repeat=True), tmp_path / "cpu.json"
+    plan = captured_plan(file, 280, 400, memory=True)
+    results = start_results(plan, path)
+    run_plan(plan, results, path)
+    assert read_results(path) == results
+    assert [case.fidelity["relative_squared_error"] < 1e-9 for case in results.cases] == [False, True] * 2
+    expected = file.captures.with_heads(2).with_length(400, repeat=True)
+    work = suite._create_workload(plan, SETTINGS.shape(400))
+    for name in ("query", "key", "value"):
+        assert torch.equal(getattr(work, name), getattr(expected, name)[:1])
+    report = markdown_report(results, title="t")
+    assert "queries, keys and values of a model, a text, laid end to end where they are shorter" in report
+    assert "synthetic" not in report
+
+
+def test_results_on_other_captures_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    write_results(start_results(captured_plan(captures_file(tmp_path), 256), path), path)
+    start_results(captured_plan(captures_file(tmp_path), 256), path)
+    others = (
+        captured_plan(captures_file(tmp_path, 310), 256),
+        captured_plan(captures_file(tmp_path, repeat=True), 256),
+    )
+    for other in (*others, Plan.at_lengths(dataclasses.replace(SETTINGS, repeats=1), (256,), ("exact",))):
+        with pytest.raises(ValueError, match="captures was a model, a text"):
+            start_results(other, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 5, "key_heads": 5}, "4 heads were captured, not 5; choose fewer --heads"),
+        ({"heads": 4}, "keys of their own; leave out --key-heads"),
+        ({"head_dim": 16}, "have dimension 8, not 16"),
+        ({"batch": 4}, "have 3 of 4 samples of 256 tokens; choose a smaller --batch or --length"),
+    ],
+)
+def test_captures_of_another_shape_are_refused(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        captured_plan(captures_file(tmp_path), 256, **changes)
+
+
+def test_captures_that_are_too_short_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"300 tokens, less than 400; .* by --repeat-captures"):
+        captured_plan(captures_file(tmp_path), 256, 400)
 
 
 def test_the_report_says_which_operator_the_baseline_ran_through() -> None:
@@ -396,7 +461,7 @@ def test_times_of_kernels_are_summed_by_stage() -> None:
 def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without a GPU: a plan for CUDA whose measurements are made up."""
     monkeypatch.setattr("muse_attention.benchmark.plan.check_device", lambda device: None)
-    monkeypatch.setattr(suite, "_create_workload", lambda settings, shape: small_workload())
+    monkeypatch.setattr(suite, "_create_workload", lambda plan, shape: small_workload())
     monkeypatch.setattr(suite, "measure_stages", lambda attention, workload: sum_by_stage([("flash", 3), ("_cut", 1)]))
     monkeypatch.setattr(suite, "_time_together", made_up_times)
     monkeypatch.setattr(suite, "_finish_case", made_up_case)

@@ -17,9 +17,7 @@ from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, defaults, exact_attention
 from muse_attention.capture import capture
-from muse_attention.cli import commands
-from muse_attention.defaults import Default
-from muse_attention.evaluation.captures import (
+from muse_attention.captured_heads import (
     Captures,
     LookupAt,
     Origin,
@@ -28,6 +26,8 @@ from muse_attention.evaluation.captures import (
     save_captures,
     spread,
 )
+from muse_attention.cli import commands
+from muse_attention.defaults import Default
 from muse_attention.evaluation.tuning.candidates import (
     Candidate,
     Found,

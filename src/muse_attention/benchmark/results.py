@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muse_attention.benchmark.captured import CapturedData
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.timing import Times
 from muse_attention.files import replace_file
@@ -31,6 +32,8 @@ class Settings:
     seed: int = 0
     sweep: str | None = None
     """its name in `SWEEPS`, where the cases are those of a sweep"""
+    captures: CapturedData | None = None
+    """the captured heads that all is measured on; None: synthetic data"""
 
     def shape(self, length: int) -> Shape:
         return Shape(length, self.heads, self.key_heads, self.head_dim, self.batch)
@@ -131,7 +134,10 @@ def _case_to_json(case: Case) -> dict[str, Any]:
 
 def _settings_from_json(entry: dict[str, Any]) -> Settings:
     """In files from before keys had a number of heads of their own it was that of the queries."""
-    return Settings(**{"key_heads": entry["heads"], **entry})
+    captures = entry.get("captures")
+    return Settings(
+        **{"key_heads": entry["heads"], **entry, "captures": None if captures is None else CapturedData(**captures)}
+    )
 
 
 def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:

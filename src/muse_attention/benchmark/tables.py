@@ -35,7 +35,7 @@ def markdown_report(results: Results, *, title: str) -> str:
             f"# {markdown_line(title)}",
             "",
             markdown_list(
-                [f"Machine: {hardware}", f"Versions: {versions}", f"Data: {_settings_line(results.settings)}"]
+                [f"Machine: {hardware}", f"Versions: {versions}", f"Data: {settings_line(results.settings)}"]
             ),
             "",
             fenced(results.commands),
@@ -202,11 +202,15 @@ def _markdown_table(settings: Settings, header: Sequence[str], rows: Sequence[tu
     return markdown_table(("length", "attention", *header), lines, text_column=1)
 
 
-def _settings_line(settings: Settings) -> str:
+def settings_line(settings: Settings) -> str:
+    """What was measured on, and how."""
+    kind = "clustered synthetic queries, keys and values"
+    if settings.captures is not None:
+        kind = f"queries, keys and values of {settings.captures}"
     attention = "causal" if settings.causal else "full"
     return (
-        f"clustered synthetic queries, keys and values, {attention} attention, batch {settings.batch}, "
-        f"{_heads(settings)}, {settings.dtype}, seed {settings.seed}, on {settings.device}"
+        f"{kind}, {attention} attention, batch {settings.batch}, {_heads(settings)}, {settings.dtype}, "
+        f"seed {settings.seed}, on {settings.device}"
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
 from muse_attention.benchmark.results import Case, Results, Settings
@@ -32,6 +33,7 @@ from muse_attention.by_name import split_names
 from muse_attention.cli.app import (
     Device,
     Overwrite,
+    RepeatCaptures,
     Resume,
     app,
     console,
@@ -68,7 +70,7 @@ def bench(
         int | None,
         typer.Option(
             help="Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
-            show_default="1 on cpu, 8 on cuda",
+            show_default="1 on cpu, 8 on cuda, or all that were captured",
         ),
     ] = None,
     key_heads: Annotated[
@@ -78,7 +80,9 @@ def bench(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    head_dim: Annotated[int, typer.Option(help="Dimension of a head.")] = 64,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Dimension of a head.", show_default="64, or that of the captured heads")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda"),
@@ -99,13 +103,20 @@ def bench(
             show_default="no sweep",
         ),
     ] = None,
+    captures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure on heads of a model that muse tune --save-captures wrote.", show_default="synthetic data"
+        ),
+    ] = None,
+    repeat_captures: RepeatCaptures = False,
     repeats: Annotated[int, typer.Option(help="Timed runs of each pass; medians are reported.")] = 3,
     causal: Annotated[bool, typer.Option(help="Causal attention.")] = True,
     memory: Annotated[bool, typer.Option(help="Measure peak memory; on a CPU, with one head.")] = True,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/bench"),
     name: Annotated[
         str | None,
-        typer.Option(help="File name, without ending.", show_default="the device, and the sweep if there is one"),
+        typer.Option(help="File name, without ending.", show_default="the device, the captures and the sweep"),
     ] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
@@ -120,7 +131,13 @@ def bench(
     """
     with user_errors():
         device = device or default_device()
-        heads = heads if heads is not None else 8 if device == "cuda" else 1
+        if repeat_captures and captures is None:
+            raise ValueError("--repeat-captures needs --captures FILE")
+        file = None if captures is None else CapturesFile(captures, repeat_captures)
+        if heads is None:
+            heads = file.heads if file is not None else 8 if device == "cuda" else 1
+        if head_dim is None:
+            head_dim = file.head_dim if file is not None else 64
         settings = Settings(
             device=device,
             batch=batch,
@@ -132,16 +149,17 @@ def bench(
             repeats=repeats,
             memory=memory,
             sweep=sweep,
+            captures=None if file is None else file.data,
         )
-        plan = _plan(settings, parse_size_list(length or ["32k,64k"]), attention)
-        stem = file_stem(name if name is not None else device if sweep is None else f"{device}-sweep-{sweep}")
+        plan = _plan(settings, parse_size_list(length or ["32k,64k"]), attention, file)
+        stem = file_stem(name if name is not None else _default_name(plan))
         make_folder(output)
         path = output / f"{stem}.json"
         results = start_results(plan, path, overwrite=overwrite)
-    command = _command_line(plan, stem)
+    command = _command_line(plan, stem, captures=lambda path: path.name)
     if plan.steps(results) and command not in results.commands:
         results.commands.append(command)
-    with run_errors(lambda: _how_to_continue(results, path, command)):
+    with run_errors(lambda: _how_to_continue(results, path, _command_line(plan, stem, captures=str))):
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
         console.print(_bench_table(results))
@@ -154,16 +172,27 @@ def bench(
         report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
 
 
-def _plan(settings: Settings, lengths: Sequence[int], attentions: Sequence[str] | None) -> Plan:
+def _plan(
+    settings: Settings, lengths: Sequence[int], attentions: Sequence[str] | None, captures: CapturesFile | None
+) -> Plan:
     if settings.sweep is None:
-        return Plan.at_lengths(settings, lengths, tuple(split_names(attentions or MATCHED_KINDS)))
+        return Plan.at_lengths(settings, lengths, tuple(split_names(attentions or MATCHED_KINDS)), captures)
     if attentions:
         raise ValueError("--sweep has attentions of its own; leave out --attention")
-    return Plan.of_sweep(settings, lengths[0])
+    return Plan.of_sweep(settings, lengths[0], captures)
 
 
-def _command_line(plan: Plan, name: str) -> str:
-    """The command with every setting spelled out, save the folder, which is nobody else's business."""
+def _default_name(plan: Plan) -> str:
+    parts = [plan.settings.device]
+    if plan.captures is not None:
+        parts.append(plan.captures.path.stem)
+    if plan.settings.sweep is not None:
+        parts += ["sweep", plan.settings.sweep]
+    return "-".join(parts)
+
+
+def _command_line(plan: Plan, name: str, *, captures: Callable[[Path], str]) -> str:
+    """The command with every setting spelled out, save the folder of the results; `captures` spells their path."""
     settings = plan.settings
     words = ["muse", "bench", "--device", settings.device, "--length", ",".join(map(format_size, plan.lengths))]
     for option in ("heads", "key_heads", "batch", "head_dim", "dtype", "repeats"):
@@ -173,6 +202,9 @@ def _command_line(plan: Plan, name: str) -> str:
             words += ["--attention", attention]
     else:
         words += ["--sweep", settings.sweep]
+    if plan.captures is not None:
+        words += ["--captures", captures(plan.captures.path)]
+        words += ["--repeat-captures"] if plan.captures.repeat else []
     words.append("--causal" if settings.causal else "--no-causal")
     words.append("--memory" if settings.memory else "--no-memory")
     return shlex.join([*words, "--name", name])

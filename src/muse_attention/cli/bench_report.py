@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from muse_attention.benchmark.request import Shape
 from muse_attention.benchmark.results import Case, Results
 from muse_attention.benchmark.stages import STAGES
-from muse_attention.benchmark.sweeps import find_sweep, format_heads, format_shape
+from muse_attention.benchmark.sweeps import find_sweep, format_shape
 from muse_attention.benchmark.tables import (
     caption,
     format_error,
@@ -17,6 +17,7 @@ from muse_attention.benchmark.tables import (
     format_seconds,
     format_share,
     retrieval_columns,
+    settings_line,
     sorted_cases,
 )
 from muse_attention.evaluation.attentions import names_table, short_names
@@ -64,7 +65,7 @@ def bench_report(results: Results, file_name: str) -> Report:
         ],
         cards=[
             Card("speed-up", format_ratio(best.speedup_forward_backward), f"{name}, forward + backward, {where}"),
-            Card("RSE", format_error(error), "on synthetic data"),
+            Card("RSE", format_error(error), "on synthetic data" if settings.captures is None else "on captured heads"),
             Card("extra memory", format_memory(best.extra_memory_bytes),
                  f"exact: {format_memory(best.sdpa_extra_memory_bytes)}"),
         ],
@@ -72,9 +73,7 @@ def bench_report(results: Results, file_name: str) -> Report:
         names=names_table(case.attention for case in cases),
         provenance=provenance_of(
             results,
-            f"Clustered synthetic queries, keys and values, {'causal' if settings.causal else 'full'} attention, batch "
-            f"{settings.batch}, {format_heads(settings.heads, settings.key_heads)} of {settings.head_dim}, "
-            f"{settings.dtype}, seed {settings.seed}, on {settings.device}",
+            f"Data: {settings_line(settings)}",
         ),
         csv=_csv(cases),
     )  # fmt: skip

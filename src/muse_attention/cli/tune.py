@@ -8,16 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import DTYPES, Workload, sdpa
 from muse_attention.by_name import get_attention
-from muse_attention.cli.app import Device, Overwrite, Resume, app, make_folder, progress_bar, user_errors
+from muse_attention.captured_heads import Captures, LookupAt, capture_heads, load_captures, save_captures
+from muse_attention.cli.app import (
+    Device,
+    Overwrite,
+    RepeatCaptures,
+    Resume,
+    app,
+    make_folder,
+    progress_bar,
+    user_errors,
+)
 from muse_attention.cli.language_model import Dtype, Model, Place, Text, load_quietly, name_of
 from muse_attention.cli.measuring import Output, add_command, measuring, results_file, show, spell, write
-from muse_attention.evaluation.captures import Captures, LookupAt, capture_heads, load_captures, save_captures
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.evaluation.tuning.candidates import (
@@ -67,12 +75,7 @@ def tune(
             "--needles", help="Bury a needle in each sample, and tell how much of the weight on it is attended to."
         ),
     ] = False,
-    repeat: Annotated[
-        bool,
-        typer.Option(
-            "--repeat-captures", help="Lay captured samples end to end where they are shorter than --length: hard."
-        ),
-    ] = False,
+    repeat: RepeatCaptures = False,
     device: Device = None,
     dtype: Dtype = None,
     output: Output = Path("out/tune"),
@@ -205,12 +208,7 @@ class _Clock:
 
 
 def _clock(captures: Captures, repeats: int) -> _Clock:
-    generator = torch.Generator().manual_seed(0)
-    grad_out = torch.randn(captures.value.shape, generator=generator).to(captures.value)
-    query, key, value = (
-        tensor.detach().clone().requires_grad_() for tensor in (captures.query, captures.key, captures.value)
-    )
-    return _Clock(Workload(query, key, value, grad_out, is_causal=True), repeats)
+    return _Clock(Workload.of(captures.query, captures.key, captures.value, is_causal=True), repeats)
 
 
 def _show(results: TuningResults) -> None:

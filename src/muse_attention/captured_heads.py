@@ -96,16 +96,12 @@ class Captures:
 
         That is harder than a text of this length: every pattern of positions recurs with each sample.
         """
+        number = self.samples_of(length, repeat=repeat)
         if length <= self.length:
             tensors = {name: getattr(self, name)[:, :, :length] for name in _TENSORS}
             return replace(self, **tensors, lookups=tuple(at for at in self.lookups if at.position < length))
-        if not repeat:
-            raise ValueError(
-                f"the captured samples have {self.length} tokens, less than {length}; choose a smaller --length, or "
-                "lay them end to end by --repeat-captures"
-            )
         pieces = -(-length // self.length)
-        rows = [[(row * pieces + piece) % self.samples for piece in range(pieces)] for row in range(self._rows(pieces))]
+        rows = [[(row * pieces + piece) % self.samples for piece in range(pieces)] for row in range(number)]
         tensors = {
             name: torch.stack([torch.cat([getattr(self, name)[index] for index in row], 1)[:, :length] for row in rows])
             for name in _TENSORS
@@ -122,9 +118,14 @@ class Captures:
         )
         return replace(self, **tensors, origin=replace(self.origin, laid=laid), lookups=tuple(lookups))
 
-    def _rows(self, pieces: int) -> int:
-        """Long samples that can be made without using a short one in two of them, but at least one."""
-        return max(1, self.samples // pieces)
+    def samples_of(self, length: int, *, repeat: bool = False) -> int:
+        """How many `with_length` gives: no short sample is part of two long ones, but there is at least one."""
+        if length > self.length and not repeat:
+            raise ValueError(
+                f"the captured samples have {self.length} tokens, less than {length}; choose a smaller --length, or "
+                "lay them end to end by --repeat-captures"
+            )
+        return max(1, self.samples // -(-length // self.length))
 
 
 def spread(available: int, number: int) -> list[int]:
