@@ -488,6 +488,11 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
         ("clusters", [f"Q{clusters}K{clusters}R8SP1B8k" for clusters in (32, 64, 128, 256)]),
         ("retrieved", [f"Q128K128R{retrieved}SP1B8k" for retrieved in (1, 2, 4, 8, 16)]),
         ("blocks-retrieved", [f"Q128K128R8SP{blocks}B8k" for blocks in (1, 2, 4)]),
+        ("clusters-and-retrieved", [f"Q{n}K{n}R{n // 16}SP1B8k" for n in (16, 32, 64, 128, 256, 512)]),
+        ("query-clusters", [f"Q{n}K128R8SP1B8k" for n in (16, 32, 64, 128, 256)]),
+        ("key-clusters", [f"Q128K{n}R{n // 16}SP1B8k" for n in (16, 32, 64, 128, 256)]),
+        ("block-size-of-span", [f"Q128K128R4SP{16 // n}B{n}k" for n in (2, 4, 8, 16)]),
+        ("monopole-clusters", [f"Q{n}K{n}R0SP1B16k" for n in (64, 128, 256)]),
         ("block-size", [f"Q128K128R8SP1B{size}" for size in ("2k", "4k", "8k", "16k")]),
     ],
 )
@@ -495,6 +500,25 @@ def test_a_sweep_of_the_method_changes_one_choice(name: str, configs: list[str])
     plan = sweep_plan(name)
     assert plan.attentions == tuple(f"muse:{config},clustering=lloyd" for config in configs)
     assert {request.shape for request in plan.requests} == {SETTINGS.shape(65536)}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("monopole-length", "Q128K128R0SP1B8k"), ("monopole-length-16k", "Q64K64R0SP1B16k")]
+)
+def test_a_sweep_over_lengths_keeps_the_number_of_tokens(name: str, config: str) -> None:
+    plan = sweep_plan(name)
+    assert plan.attentions == (f"muse:{config},clustering=lloyd",)
+    assert [(request.shape.length, request.shape.batch) for request in plan.requests] == [
+        (32768, 4),
+        (65536, 2),
+        (131072, 1),
+    ]
+    results = Results(describe_machine(), plan.settings, [], [some_case(request.shape) for request in plan.requests])
+    report = markdown_report(results, title="")
+    assert "causal attention, the batch that the table says, 2 heads of 8" in report
+    assert "| 32k, batch 4 | `exact` |" in report
+    with pytest.raises(ValueError, match="has batches of its own; leave out --batch"):
+        Plan.of_sweep(dataclasses.replace(SETTINGS, sweep=name, batch=2), 65536)
 
 
 def test_a_sweep_of_the_inputs_changes_their_shape() -> None:

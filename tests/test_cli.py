@@ -270,10 +270,11 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
         (("bench", "--swiftly"), "--swiftly"),
         (
             ("bench", "--sweep", "colour"),
-            "unknown sweep 'colour'; use one of clusters, retrieved, blocks-retrieved, block-size, head-dim, heads",
+            "unknown sweep 'colour'; use one of clusters, clusters-and-retrieved, query-clusters, ",
         ),
         (("bench", "--sweep", "heads", "--attention", "muse"), "leave out --attention"),
         (("bench", "--sweep", "block-size", "--lengths", "2k"), "needs a length above 2k"),
+        (("bench", "--sweep", "monopole-length", "--lengths", "2k"), "has lengths of its own; leave out --length"),
         (("errors", "--length", "256"), "too few blocks"),
         (("errors", "--heads", "0"), "heads is 0"),
         (("dance",), "dance"),

@@ -209,12 +209,20 @@ def settings_line(settings: Settings) -> str:
         kind = f"queries, keys and values of {settings.captures}"
     attention = "causal" if settings.causal else "full"
     return (
-        f"{kind}, {attention} attention, batch {settings.batch}, {_heads(settings)}, {settings.dtype}, "
+        f"{kind}, {attention} attention, {_batch(settings)}, {_heads(settings)}, {settings.dtype}, "
         f"seed {settings.seed}, on {settings.device}"
     )
 
 
+def _batch(settings: Settings) -> str:
+    return "the batch that the table says" if "batch" in _varied(settings) else f"batch {settings.batch}"
+
+
 def _heads(settings: Settings) -> str:
-    varied = () if settings.sweep is None else find_sweep(settings.sweep).varied
+    varied = _varied(settings)
     heads = "as many heads as the table says" if "heads" in varied else format_heads(settings.heads, settings.key_heads)
     return f"{heads} of {'the dimension that the table says' if 'head_dim' in varied else settings.head_dim}"
+
+
+def _varied(settings: Settings) -> tuple[str, ...]:
+    return () if settings.sweep is None else find_sweep(settings.sweep).varied_in_shape

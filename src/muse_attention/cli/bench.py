@@ -14,9 +14,9 @@ from rich.table import Table
 from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.results import Results, Settings
 from muse_attention.benchmark.suite import run_plan, start_results
-from muse_attention.benchmark.sweeps import BASE, SWEEPS, Sweep, find_sweep, format_shape
+from muse_attention.benchmark.sweeps import SWEEPS, axis_label, curve_and_size, find_sweep, format_shape
 from muse_attention.benchmark.tables import (
     caption,
     format_error,
@@ -53,6 +53,8 @@ from muse_attention.machine import machine_lines
 from muse_attention.plots import plot_speedup
 from muse_attention.sizes import format_size, parse_size_list
 
+_DEFAULT_LENGTHS = "32k,64k"
+
 
 @app.command()
 def bench(
@@ -63,7 +65,7 @@ def bench(
             "--length",
             "--lengths",
             help="Sequence lengths, like 32k,64k,1m; may be repeated. k means 1024.",
-            show_default="32k,64k",
+            show_default=_DEFAULT_LENGTHS,
         ),
     ] = None,
     heads: Annotated[
@@ -99,7 +101,7 @@ def bench(
     sweep: Annotated[
         str | None,
         typer.Option(
-            help=f"Vary one of {', '.join(SWEEPS)} at the first of the lengths, with muse:{BASE} for the rest.",
+            help=f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}.",
             show_default="no sweep",
         ),
     ] = None,
@@ -151,7 +153,7 @@ def bench(
             sweep=sweep,
             captures=None if file is None else file.data,
         )
-        plan = _plan(settings, parse_size_list(length or ["32k,64k"]), attention, file)
+        plan = _plan(settings, length, attention, file)
         stem = file_stem(name if name is not None else _default_name(plan))
         make_folder(output)
         path = output / f"{stem}.json"
@@ -173,13 +175,23 @@ def bench(
 
 
 def _plan(
-    settings: Settings, lengths: Sequence[int], attentions: Sequence[str] | None, captures: CapturesFile | None
+    settings: Settings,
+    asked_lengths: Sequence[str] | None,
+    attentions: Sequence[str] | None,
+    captures: CapturesFile | None,
 ) -> Plan:
+    lengths = parse_size_list(asked_lengths or [_DEFAULT_LENGTHS])
     if settings.sweep is None:
         return Plan.at_lengths(settings, lengths, tuple(split_names(attentions or MATCHED_KINDS)), captures)
     if attentions:
         raise ValueError("--sweep has attentions of its own; leave out --attention")
+    if asked_lengths and _has_own_lengths(settings):
+        raise ValueError(f"--sweep {settings.sweep} has lengths of its own; leave out --length")
     return Plan.of_sweep(settings, lengths[0], captures)
+
+
+def _has_own_lengths(settings: Settings) -> bool:
+    return settings.sweep is not None and "length" in find_sweep(settings.sweep).fields
 
 
 def _default_name(plan: Plan) -> str:
@@ -194,7 +206,9 @@ def _default_name(plan: Plan) -> str:
 def _command_line(plan: Plan, name: str, *, captures: Callable[[Path], str]) -> str:
     """The command with every setting spelled out, save the folder of the results; `captures` spells their path."""
     settings = plan.settings
-    words = ["muse", "bench", "--device", settings.device, "--length", ",".join(map(format_size, plan.lengths))]
+    words = ["muse", "bench", "--device", settings.device]
+    if not _has_own_lengths(settings):
+        words += ["--length", ",".join(map(format_size, plan.lengths))]
     for option in ("heads", "key_heads", "batch", "head_dim", "dtype", "repeats"):
         words += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
     if settings.sweep is None:
@@ -264,16 +278,10 @@ def _time_cell(seconds: float, speedup: float | None = None) -> str:
 
 
 def _plot_speedup(results: Results, path: Path) -> None:
-    sweep = None if results.settings.sweep is None else find_sweep(results.settings.sweep)
+    sweep = results.settings.sweep
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {"forward": {}, "forward + backward": {}}
     for case in sorted_cases(results):
-        curve, size = _curve_and_size(case, sweep)
+        curve, size = curve_and_size(case.request, sweep)
         panels["forward"].setdefault(curve, []).append((size, case.speedup_forward))
         panels["forward + backward"].setdefault(curve, []).append((size, case.speedup_forward_backward))
-    plot_speedup(panels, path, against="sequence length" if sweep is None else sweep.label)
-
-
-def _curve_and_size(case: Case, sweep: Sweep | None) -> tuple[str, int]:
-    if sweep is None:
-        return case.request.attention, case.shape.length
-    return f"MuSe at {format_size(case.shape.length)}", sweep.value_of(case.request)
+    plot_speedup(panels, path, against=axis_label(sweep))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from muse_attention.benchmark.request import Shape
 from muse_attention.benchmark.results import Case, Results
 from muse_attention.benchmark.stages import STAGES
-from muse_attention.benchmark.sweeps import find_sweep, format_shape
+from muse_attention.benchmark.sweeps import axis_label, curve_and_size, format_shape
 from muse_attention.benchmark.tables import (
     caption,
     format_error,
@@ -26,7 +26,6 @@ from muse_attention.fidelity_columns import ERROR
 from muse_attention.markup import csv_text
 from muse_attention.plots import PALETTE, Axis, Line, Rule, draw_lines
 from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
-from muse_attention.sizes import format_size
 
 _PASSES = {"forward": "speedup_forward", "forward + backward": "speedup_forward_backward"}
 
@@ -112,14 +111,13 @@ def _table(results: Results, cases: Sequence[Case], columns: Sequence[Column], r
 
 def _figure(results: Results, title: str, ratio: str) -> Figure:
     """Speed-up against the length, or against what a sweep varies: a line for each attention that was asked for."""
-    sweep = None if results.settings.sweep is None else find_sweep(results.settings.sweep)
+    sweep = results.settings.sweep
     curves: dict[str, list[tuple[float, float]]] = {}
     for case in sorted_cases(results):
-        name = case.request.attention if sweep is None else f"MuSe at {format_size(case.shape.length)}"
-        size = case.shape.length if sweep is None else sweep.value_of(case.request)
+        name, size = curve_and_size(case.request, sweep)
         curves.setdefault(name, []).append((size, getattr(case, ratio)))
     lines = [Line(name, curve, PALETTE[place % 7], "o") for place, (name, curve) in enumerate(curves.items())]
-    x = Axis("sequence length" if sweep is None else sweep.label, log=2, is_size=True)
+    x = Axis(axis_label(sweep), log=2, is_size=True)
     draw = functools.partial(
         draw_lines, lines, x, Axis("speed-up over SDPA", log=2), rules=[Rule("SDPA", 1, "#999999")]
     )
