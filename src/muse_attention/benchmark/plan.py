@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from muse_attention.benchmark.captured import CapturesFile
+from muse_attention.benchmark.peers import check_peer
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.results import Results, Settings
 from muse_attention.benchmark.sweeps import sweep_requests
@@ -60,6 +61,7 @@ class Plan:
             raise ValueError("there is nothing to measure; name at least one length and one attention")
         for request in self.requests:
             get_attention(request.full_name)
+            check_peer(request, settings.device, is_causal=settings.causal)
             if self.captures is not None:
                 self.captures.check(request.shape)
 

@@ -50,7 +50,8 @@ class Case:
     sdpa_times: Times
     fidelity: dict[str, float]
     """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads, those of its
-    retrieval included; earlier files have the first four, and an attention that retrieves nothing lacks the last"""
+    retrieval included; earlier files have the first four, an attention that retrieves nothing lacks the last, and
+    one without an lse lacks its gap"""
     extra_memory_bytes: int | None
     sdpa_extra_memory_bytes: int | None
     stage_milliseconds: dict[str, float] | None = None

@@ -93,8 +93,8 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Attention to measure, by name, like muse,moba; may be repeated. muse is MuSeConfig.for_length, "
-            "muse:paper the paper's method at each length; block_diagonal and moba without settings have the paper's "
-            "sparsity.",
+            "muse:paper the paper's method at each length; block_diagonal, moba and flex_attention without "
+            "settings have the paper's sparsity; flex_attention and nsa need cuda.",
             show_default=", ".join(MATCHED_KINDS),
         ),
     ] = None,
