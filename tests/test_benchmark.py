@@ -249,6 +249,21 @@ def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
     assert "synthetic" not in report
 
 
+def test_captured_groups_share_their_keys(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 256, 8) for heads in (6, 2, 2))
+    save_captures(Captures(query, key, value, Origin("a model", "a text", tuple("abcdef"))), tmp_path / "groups.pt")
+    file = CapturesFile(tmp_path / "groups.pt")
+    plan = captured_plan(file, 256, heads=4, key_heads=2)
+    work = suite._create_workload(plan, plan.requests[0].shape)
+    assert torch.equal(work.query, query[:, [0, 1, 3, 4]])
+    assert torch.equal(work.key, key)
+    assert work.arguments["enable_gqa"]
+    plan = captured_plan(file, 256, heads=6, key_heads=6)
+    own = suite._create_workload(plan, plan.requests[0].shape)
+    assert torch.equal(own.key, key.repeat_interleave(3, dim=1))
+
+
 def test_results_on_other_captures_are_not_mixed(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     write_results(start_results(captured_plan(captures_file(tmp_path), 256), path), path)
@@ -266,7 +281,7 @@ def test_results_on_other_captures_are_not_mixed(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"heads": 5, "key_heads": 5}, "4 heads were captured, not 5; choose fewer --heads"),
-        ({"heads": 4}, "keys of their own; leave out --key-heads"),
+        ({"heads": 4}, "4 groups of 1 heads were captured, not 2 of 2; choose other --heads and --key-heads"),
         ({"head_dim": 16}, "have dimension 8, not 16"),
         ({"batch": 4}, "have 3 of 4 samples of 256 tokens; choose a smaller --batch or --length"),
     ],

@@ -45,6 +45,10 @@ class CapturesFile:
         return self.captures.query.shape[1]
 
     @property
+    def key_heads(self) -> int:
+        return self.captures.key.shape[1]
+
+    @property
     def head_dim(self) -> int:
         return self.captures.query.shape[3]
 
@@ -59,8 +63,7 @@ class CapturesFile:
             raise ValueError(f"the captured heads have dimension {self.head_dim}, not {shape.head_dim}")
         if shape.heads > self.heads:
             raise ValueError(f"{self.heads} heads were captured, not {shape.heads}; choose fewer --heads")
-        if shape.key_heads != shape.heads:
-            raise ValueError("the captured heads have keys of their own; leave out --key-heads")
+        self.captures.choose_heads(shape.heads, shape.key_heads)
         samples = self.captures.samples_of(shape.length, repeat=self.repeat)
         if shape.batch > samples:
             raise ValueError(
@@ -71,6 +74,6 @@ class CapturesFile:
     def tensors(self, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of some of the heads, evenly spread, and of the first samples."""
         self.check(shape)
-        found = self.captures.with_heads(shape.heads).with_length(shape.length, repeat=self.repeat)
+        found = self.captures.with_heads(shape.heads, shape.key_heads).with_length(shape.length, repeat=self.repeat)
         query, key, value = (tensor[: shape.batch].contiguous() for tensor in (found.query, found.key, found.value))
         return query, key, value

@@ -78,7 +78,8 @@ def bench(
     key_heads: Annotated[
         int | None,
         typer.Option(
-            help="Heads of keys and values, shared by equal groups of heads (GQA).", show_default="as many as heads"
+            help="Heads of keys and values, shared by equal groups of heads (GQA).",
+            show_default="as many as heads, or as captured",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
@@ -136,8 +137,10 @@ def bench(
         if repeat_captures and captures is None:
             raise ValueError("--repeat-captures needs --captures FILE")
         file = None if captures is None else CapturesFile(captures, repeat_captures)
+        if heads is None and file is not None:
+            heads, key_heads = file.heads, file.key_heads if key_heads is None else key_heads
         if heads is None:
-            heads = file.heads if file is not None else 8 if device == "cuda" else 1
+            heads = 8 if device == "cuda" else 1
         if head_dim is None:
             head_dim = file.head_dim if file is not None else 64
         settings = Settings(

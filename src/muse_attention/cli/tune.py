@@ -69,6 +69,12 @@ def tune(
         Path | None,
         typer.Option("--save-captures", help="Write the captured heads, .safetensors or .pt, and measure nothing."),
     ] = None,
+    groups: Annotated[
+        bool,
+        typer.Option(
+            "--groups", help="With --save-captures: whole groups of heads that share their keys, for muse bench."
+        ),
+    ] = False,
     needles: Annotated[
         bool,
         typer.Option(
@@ -94,6 +100,8 @@ def tune(
     with user_errors():
         if captures is not None and saved is not None:
             raise ValueError("--captures and --save-captures exclude each other: captures are saved once")
+        if groups and saved is None:
+            raise ValueError("--groups needs --save-captures FILE: muse tune measures heads with keys of their own")
         if not error >= 0:
             raise ValueError(f"--error {error} must be a number of at least 0")
         for named in [*(attention or []), *(only or [])]:
@@ -117,7 +125,7 @@ def tune(
         path = results_file(TuningResults, output, asked.name, overwrite=overwrite or saved is not None)
     with measuring(path, asked.spell(str, model, output=output), overwrite=overwrite):
         if saved is not None:
-            save_captures(_capture(asked), saved)
+            save_captures(_capture(asked, grouped=groups), saved)
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
             return
         found = _open(asked)
@@ -175,7 +183,7 @@ def _open(asked: _Asked) -> Captures:
     return found if asked.length is None else found.with_length(asked.length, repeat=asked.repeat)
 
 
-def _capture(asked: _Asked) -> Captures:
+def _capture(asked: _Asked, *, grouped: bool = False) -> Captures:
     """Samples of the length, or of the model's context where that is shorter and they may be repeated."""
     model, tokenizer = load_quietly(asked.model, asked.place)
     length = asked.length or _DEFAULT_LENGTH
@@ -190,7 +198,7 @@ def _capture(asked: _Asked) -> Captures:
     else:
         read = read_samples(tokenizer, asked.texts, length, asked.samples)
     described = describe_model(name_of(asked.model), model)
-    captures = capture_heads(model, read.tokens, asked.heads, model_name=described, text=read.source)
+    captures = capture_heads(model, read.tokens, asked.heads, model_name=described, text=read.source, grouped=grouped)
     return replace(captures, lookups=lookups)
 
 
