@@ -272,7 +272,8 @@ def _retrieval_table(results: Results) -> Table:
     table.caption = meaning(case.fidelity for case in cases)
     for case in cases:
         cells = [column.cell(case.fidelity) for column in columns]
-        table.add_row(case.attention, format_shape(case.shape, results.settings.sweep), *cells)
+        shape = format_shape(case.shape, results.settings.sweep).replace(", ", ",\n")  # leaves room for the name
+        table.add_row(case.attention, shape, *cells)
     return table
 
 
