@@ -89,13 +89,15 @@ def _benchmarked(document: dict[str, Any], path: Path, heads: int, head_dim: int
     settings = document["settings"]
     if settings["sweep"] is not None or settings["batch"] != batch:
         return
+    captures = settings.get("captures")
     for case in document["cases"]:
         method = classify(case["attention"], case["length"])
-        if method is None or (case["heads"], case["head_dim"]) != (heads, head_dim):
+        shape = (case["heads"], case.get("key_heads", case["heads"]), case["head_dim"])
+        if method is None or shape != (heads, heads, head_dim):
             continue
         yield Timing(
             method=method,
-            data=SYNTHETIC,
+            data=SYNTHETIC if captures is None else _heads_of(captures["model"]),
             length=case["length"],
             seconds=case["seconds"]["forward_backward_median"],
             exact_seconds=case["sdpa_seconds"]["forward_backward_median"],
@@ -115,14 +117,13 @@ def _tuned(document: dict[str, Any], path: Path, heads: int, head_dim: int, batc
         return
     if settings["device"] != "cuda":
         return
-    model = settings["model"].split(" ")[0]
     for case in document["tuned"]:
         method = classify(case["attention"], settings["length"])
         if method is None:
             continue
         yield Timing(
             method=method,
-            data=f"heads of {_NAMES.get(model, model)}",
+            data=_heads_of(settings["model"]),
             length=settings["length"],
             seconds=median(case["seconds"]["forward_backward"]),
             exact_seconds=median(document["exact"]["forward_backward"]),
@@ -134,3 +135,8 @@ def _tuned(document: dict[str, Any], path: Path, heads: int, head_dim: int, batc
             date=document["machine"]["date"],
             file=path,
         )
+
+
+def _heads_of(described: str) -> str:
+    model = described.split(" ")[0]
+    return f"heads of {_NAMES.get(model, model)}"

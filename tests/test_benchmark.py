@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, get_attention, machine
 from muse_attention.benchmark import stages, suite, timing
+from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_attention.benchmark.plan import Plan
@@ -24,14 +26,17 @@ from muse_attention.benchmark.results import Case, Results, Settings, read_resul
 from muse_attention.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS
-from muse_attention.benchmark.tables import markdown_report, noise_lines
+from muse_attention.benchmark.tables import caption, markdown_report, noise_lines
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
+from muse_attention.captured_heads import Captures, Origin, save_captures
 from muse_attention.machine import describe_machine
 from muse_attention.plots import MatplotlibMissingError, plot_speedup
 from muse_attention.sizes import format_size, parse_size_list, parse_sizes
 
-SETTINGS = Settings(device="cpu", batch=1, heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False)
+SETTINGS = Settings(
+    device="cpu", batch=1, heads=2, key_heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False
+)
 MUSE = "muse:QK16R1B256"
 PLAN = Plan.at_lengths(SETTINGS, lengths=(512, 600), attentions=(MUSE, "exact"))
 
@@ -45,7 +50,7 @@ def made_up_times(settings: Settings, requests: Sequence[Request], *others: obje
 
 
 def made_up_case(
-    settings: Settings, request: Request, shared: object, results: Results, begin: Callable[[str], None], *_: object
+    plan: Plan, request: Request, shared: object, results: Results, begin: Callable[[str], None], *_: object
 ) -> Case:
     begin("made up")
     return dataclasses.replace(some_case(request.shape, request.attention), attention=request.full_name)
@@ -92,9 +97,9 @@ def test_attentions_take_turns_and_the_warm_up_is_not_counted() -> None:
     rounds: list[int] = []
 
     def named(name: str) -> AttentionCall:
-        def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: bool) -> Tensor:
             turns.append(name)
-            return sdpa(query, key, value, is_causal=is_causal)
+            return sdpa(query, key, value, **arguments)
 
         return attention
 
@@ -117,10 +122,10 @@ def test_a_long_warm_up_counts_as_a_repeat(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(timing, "LONG_RUN_SECONDS", 0.0)
     calls = 0
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: bool) -> Tensor:
         nonlocal calls
         calls += 1
-        return sdpa(query, key, value, is_causal=is_causal)
+        return sdpa(query, key, value, **arguments)
 
     (times,) = time_interleaved([attention], small_workload(), 3)
     assert calls == len(times.forward) == 3
@@ -182,13 +187,139 @@ def test_all_attentions_of_a_length_take_turns(tmp_path: Path, monkeypatch: pyte
     assert first.sdpa_times == second.sdpa_times != third.sdpa_times
 
 
+GROUPED = dataclasses.replace(SETTINGS, heads=4, key_heads=2)
+
+
+def test_keys_can_have_fewer_heads(tmp_path: Path) -> None:
+    attentions = ("exact", MUSE, "block_diagonal:128", "moba:L128B16R1")
+    plan = Plan.at_lengths(dataclasses.replace(GROUPED, repeats=1), (512,), attentions)
+    path = tmp_path / "cpu.json"
+    results = start_results(plan, path)
+    run_plan(plan, results, path)
+    assert read_results(path) == results
+    exact, *others = results.cases
+    assert exact.fidelity["relative_squared_error"] < 1e-9
+    assert all(case.fidelity["relative_squared_error"] > 1e-4 for case in others)
+    assert {case.shape for case in results.cases} == {Shape(512, heads=4, key_heads=2, head_dim=8, batch=1)}
+    report = markdown_report(results, title="t")
+    assert "batch 1, 4:2 heads of 8, float32" in report
+    assert "| 512, 4:2 heads | `exact` |" in report
+    with pytest.raises(ValueError, match="key_heads was 2, now 4"):
+        start_results(Plan.at_lengths(dataclasses.replace(plan.settings, key_heads=4), (512,), attentions), path)
+
+
+def test_grouped_heads_share_their_keys() -> None:
+    work = suite._create_workload(Plan.at_lengths(GROUPED, (64,), ("exact",)), GROUPED.shape(64))
+    assert [tensor.shape[1] for tensor in (work.query, work.key, work.value, work.grad_out)] == [4, 2, 2, 4]
+    repeated = Workload.of(
+        work.query,
+        *(tensor.repeat_interleave(2, dim=1) for tensor in (work.key, work.value)),
+        is_causal=True,
+    )
+    assert torch.allclose(work.forward(sdpa), repeated.forward(sdpa), atol=1e-6)
+
+
+def captures_file(folder: Path, length: int = 300, samples: int = 3, repeat: bool = False) -> CapturesFile:
+    """Four heads of 8."""
+    torch.manual_seed(length)
+    tensors = [torch.randn(samples, 4, length, 8) for _ in range(3)]
+    path = folder / f"heads-{length}.pt"
+    save_captures(Captures(*tensors, Origin("a model", "a text", tuple("abcd"))), path)
+    return CapturesFile(path, repeat)
+
+
+def captured_plan(file: CapturesFile, *lengths: int, **changes: Any) -> Plan:
+    settings = dataclasses.replace(SETTINGS, repeats=1, captures=file.data, **changes)
+    return Plan.at_lengths(settings, lengths, (MUSE, "exact"), file)
+
+
+def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
+    file, path = captures_file(tmp_path, repeat=True), tmp_path / "cpu.json"
+    plan = captured_plan(file, 280, 400, memory=True)
+    results = start_results(plan, path)
+    run_plan(plan, results, path)
+    assert read_results(path) == results
+    assert [case.fidelity["relative_squared_error"] < 1e-9 for case in results.cases] == [False, True] * 2
+    expected = file.captures.with_heads(2).with_length(400, repeat=True)
+    work = suite._create_workload(plan, SETTINGS.shape(400))
+    for name in ("query", "key", "value"):
+        assert torch.equal(getattr(work, name), getattr(expected, name)[:1])
+    report = markdown_report(results, title="t")
+    assert "queries, keys and values of a model, a text, laid end to end where they are shorter" in report
+    assert "synthetic" not in report
+
+
+def test_captured_groups_share_their_keys(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 256, 8) for heads in (6, 2, 2))
+    save_captures(Captures(query, key, value, Origin("a model", "a text", tuple("abcdef"))), tmp_path / "groups.pt")
+    file = CapturesFile(tmp_path / "groups.pt")
+    plan = captured_plan(file, 256, heads=4, key_heads=2)
+    work = suite._create_workload(plan, plan.requests[0].shape)
+    assert torch.equal(work.query, query[:, [0, 1, 3, 4]])
+    assert torch.equal(work.key, key)
+    assert work.arguments["enable_gqa"]
+    plan = captured_plan(file, 256, heads=6, key_heads=6)
+    own = suite._create_workload(plan, plan.requests[0].shape)
+    assert torch.equal(own.key, key.repeat_interleave(3, dim=1))
+
+
+def test_results_on_other_captures_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    write_results(start_results(captured_plan(captures_file(tmp_path), 256), path), path)
+    start_results(captured_plan(captures_file(tmp_path), 256), path)
+    others = (
+        captured_plan(captures_file(tmp_path, 310), 256),
+        captured_plan(captures_file(tmp_path, repeat=True), 256),
+    )
+    for other in (*others, Plan.at_lengths(dataclasses.replace(SETTINGS, repeats=1), (256,), ("exact",))):
+        with pytest.raises(ValueError, match="captures was a model, a text"):
+            start_results(other, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 5, "key_heads": 5}, "4 heads were captured, not 5; choose fewer --heads"),
+        ({"heads": 4}, "4 groups of 1 heads were captured, not 2 of 2; choose other --heads and --key-heads"),
+        ({"head_dim": 16}, "have dimension 8, not 16"),
+        ({"batch": 4}, "have 3 of 4 samples of 256 tokens; choose a smaller --batch or --length"),
+    ],
+)
+def test_captures_of_another_shape_are_refused(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        captured_plan(captures_file(tmp_path), 256, **changes)
+
+
+def test_captures_that_are_too_short_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"300 tokens, less than 400; .* by --repeat-captures"):
+        captured_plan(captures_file(tmp_path), 256, 400)
+
+
+def test_the_report_says_which_operator_the_baseline_ran_through() -> None:
+    def cases(*backends: str | None) -> list[Case]:
+        shapes = [SETTINGS.shape(length) for length in (512, 600, 700)]
+        return [
+            dataclasses.replace(some_case(shape), sdpa_backend=backend)
+            for shape, backend in zip(shapes, backends, strict=False)
+        ]
+
+    def said(*backends: str | None) -> str:
+        return caption(Results({}, SETTINGS, cases=cases(*backends)))
+
+    assert "SDPA ran through cuDNN. " in said("cuDNN", "cuDNN")
+    assert "SDPA ran through cuDNN at 512, 700; FlashAttention at 600. " in said("cuDNN", "FlashAttention", "cuDNN")
+    assert "On CUDA, SDPA goes through cuDNN. " in said(None), "earlier files do not say"
+    assert small_workload().sdpa_backend == "FlashAttention"
+
+
 def test_the_spread_is_between_the_quartiles() -> None:
     assert Times((1.0,) * 4, (1.0, 3.0, 2.0, 10.0)).spread == pytest.approx((4.75 - 1.75) / 2.5)
     assert Times((1.0,), (2.0,)).spread is None
     steady, shaky = Times((1.0, 1.0), (2.0, 2.0)), Times((1.0, 1.0), (2.0, 4.0))
-    case = dataclasses.replace(some_case(Shape(512, 2, 8)), times=steady, sdpa_times=shaky)
+    case = dataclasses.replace(some_case(SETTINGS.shape(512)), times=steady, sdpa_times=shaky)
     assert case.spread == shaky.spread
-    quiet = dataclasses.replace(some_case(Shape(600, 2, 8)), times=steady, sdpa_times=steady)
+    quiet = dataclasses.replace(some_case(SETTINGS.shape(600)), times=steady, sdpa_times=steady)
     (line,) = noise_lines(Results({}, SETTINGS, [], [case, quiet]))
     assert "too noisy: times at 512 have a spread of up to 33%, above the bound of 10%" in line
     assert line in markdown_report(Results(describe_machine(), SETTINGS, [], [case]), title="t").replace("\\", "")
@@ -208,9 +339,9 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 
     results = start_results(PLAN, path)
     assert PLAN.missing(results) == [
-        Request("exact", Shape(512, 2, 8)),
-        Request(MUSE, Shape(600, 2, 8)),
-        Request("exact", Shape(600, 2, 8)),
+        Request("exact", SETTINGS.shape(512)),
+        Request(MUSE, SETTINGS.shape(600)),
+        Request("exact", SETTINGS.shape(600)),
     ]
     run_plan(PLAN, results, path)
     assert PLAN.missing(read_results(path)) == []
@@ -220,8 +351,10 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     write_results(Results(describe_machine(), SETTINGS), path)
-    other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3), PLAN.lengths, PLAN.attentions)
-    with pytest.raises(ValueError, match=r"heads was 2, now 3; choose another --name or --output, or .* --overwrite$"):
+    other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3, key_heads=3), PLAN.lengths, PLAN.attentions)
+    with pytest.raises(
+        ValueError, match=r" heads was 2, now 3, .*; choose another --name or --output, or .* --overwrite$"
+    ):
         start_results(other, path)
     assert start_results(other, path, overwrite=True).cases == []
 
@@ -244,6 +377,8 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path, text: str) -> No
         ({"device": "abacus"}, "unknown device"),
         ({"dtype": "int8"}, "unknown dtype"),
         ({"heads": 0}, "heads is 0"),
+        ({"key_heads": 0}, "key_heads is 0"),
+        ({"heads": 6, "key_heads": 4}, "6 heads cannot share 4 key heads evenly; choose a --key-heads that divides 6"),
         ({"repeats": 0}, "repeats is 0"),
     ],
 )
@@ -277,10 +412,12 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
 
 def test_a_file_from_before_there_were_sweeps_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    results = Results(describe_machine(), SETTINGS, cases=[some_case(Shape(512, SETTINGS.heads, SETTINGS.head_dim))])
+    results = Results(describe_machine(), SETTINGS, cases=[some_case(SETTINGS.shape(512))])
     write_results(results, path)
     document = json.loads(path.read_text())
-    del document["settings"]["sweep"], document["cases"][0]["heads"], document["cases"][0]["head_dim"]
+    del document["settings"]["sweep"], document["settings"]["key_heads"]
+    for name in ("heads", "key_heads", "head_dim", "batch"):
+        del document["cases"][0][name]
     path.write_text(json.dumps(document))
     assert read_results(path) == results
 
@@ -339,7 +476,7 @@ def test_times_of_kernels_are_summed_by_stage() -> None:
 def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without a GPU: a plan for CUDA whose measurements are made up."""
     monkeypatch.setattr("muse_attention.benchmark.plan.check_device", lambda device: None)
-    monkeypatch.setattr(suite, "_create_workload", lambda settings, shape: small_workload())
+    monkeypatch.setattr(suite, "_create_workload", lambda plan, shape: small_workload())
     monkeypatch.setattr(suite, "measure_stages", lambda attention, workload: sum_by_stage([("flash", 3), ("_cut", 1)]))
     monkeypatch.setattr(suite, "_time_together", made_up_times)
     monkeypatch.setattr(suite, "_finish_case", made_up_case)
@@ -366,20 +503,46 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
         ("clusters", [f"Q{clusters}K{clusters}R8SP1B8k" for clusters in (32, 64, 128, 256)]),
         ("retrieved", [f"Q128K128R{retrieved}SP1B8k" for retrieved in (1, 2, 4, 8, 16)]),
         ("blocks-retrieved", [f"Q128K128R8SP{blocks}B8k" for blocks in (1, 2, 4)]),
+        ("clusters-and-retrieved", [f"Q{n}K{n}R{n // 16}SP1B8k" for n in (16, 32, 64, 128, 256, 512)]),
+        ("query-clusters", [f"Q{n}K128R8SP1B8k" for n in (16, 32, 64, 128, 256)]),
+        ("key-clusters", [f"Q128K{n}R{n // 16}SP1B8k" for n in (16, 32, 64, 128, 256)]),
+        ("block-size-of-span", [f"Q128K128R4SP{16 // n}B{n}k" for n in (2, 4, 8, 16)]),
+        ("monopole-clusters", [f"Q{n}K{n}R0SP1B16k" for n in (64, 128, 256)]),
         ("block-size", [f"Q128K128R8SP1B{size}" for size in ("2k", "4k", "8k", "16k")]),
     ],
 )
 def test_a_sweep_of_the_method_changes_one_choice(name: str, configs: list[str]) -> None:
     plan = sweep_plan(name)
     assert plan.attentions == tuple(f"muse:{config},clustering=lloyd" for config in configs)
-    assert {request.shape for request in plan.requests} == {Shape(65536, SETTINGS.heads, SETTINGS.head_dim)}
+    assert {request.shape for request in plan.requests} == {SETTINGS.shape(65536)}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("monopole-length", "Q128K128R0SP1B8k"), ("monopole-length-16k", "Q64K64R0SP1B16k")]
+)
+def test_a_sweep_over_lengths_keeps_the_number_of_tokens(name: str, config: str) -> None:
+    plan = sweep_plan(name)
+    assert plan.attentions == (f"muse:{config},clustering=lloyd",)
+    assert [(request.shape.length, request.shape.batch) for request in plan.requests] == [
+        (32768, 4),
+        (65536, 2),
+        (131072, 1),
+    ]
+    results = Results(describe_machine(), plan.settings, [], [some_case(request.shape) for request in plan.requests])
+    report = markdown_report(results, title="")
+    assert "causal attention, the batch that the table says, 2 heads of 8" in report
+    assert "| 32k, batch 4 | `exact` |" in report
+    with pytest.raises(ValueError, match="has batches of its own; leave out --batch"):
+        Plan.of_sweep(dataclasses.replace(SETTINGS, sweep=name, batch=2), 65536)
 
 
 def test_a_sweep_of_the_inputs_changes_their_shape() -> None:
     dims, heads = sweep_plan("head-dim"), sweep_plan("heads")
     assert dims.attentions == heads.attentions == ("muse:Q128K128R8SP1B8k,clustering=lloyd",)
-    assert [request.shape for request in dims.requests] == [Shape(65536, 2, 64), Shape(65536, 2, 128)]
-    assert [request.shape for request in heads.requests] == [Shape(65536, count, 8) for count in (2, 4, 8, 16)]
+    assert [request.shape for request in dims.requests] == [Shape(65536, 2, 2, dim, 1) for dim in (64, 128)]
+    assert [request.shape for request in heads.requests] == [
+        Shape(65536, count, count, 8, 1) for count in (2, 4, 8, 16)
+    ]
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -396,9 +559,16 @@ def test_a_sweep_leaves_out_what_would_be_exact() -> None:
         sweep_plan("heads", 8192)
 
 
+def test_a_sweep_over_heads_has_keys_for_each() -> None:
+    with pytest.raises(ValueError, match="as many key heads as heads; leave out --key-heads"):
+        Plan.of_sweep(dataclasses.replace(GROUPED, sweep="heads"), 65536)
+
+
 def test_the_report_of_a_sweep_over_the_inputs_says_the_shape_of_each_case() -> None:
     settings = dataclasses.replace(SETTINGS, sweep="heads")
-    results = Results(describe_machine(), settings, cases=[some_case(Shape(65536, heads, 8)) for heads in (2, 4)])
+    results = Results(
+        describe_machine(), settings, cases=[some_case(Shape(65536, heads, heads, 8, 1)) for heads in (2, 4)]
+    )
     report = markdown_report(results, title="")
     assert "as many heads as the table says of 8" in report
     assert "| 64k, heads 2 | `exact` |" in report
@@ -442,10 +612,10 @@ def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
     header = next(line for line in report.splitlines() if "| keys" in line)
     assert header.startswith("| length | attention | RSE 99% | RSE 99.9% |")
     assert header.endswith("| pairs | keys | retrieving | at budget |")
-    (line,) = [line for line in report.splitlines() if "moba:L128B16R1" in line and "12.0" in line]
+    (line,) = [line for line in report.splitlines() if "moba:L128B16R1" in line and "| 12.0 |" in line]
     assert "| 0.75 | 12.0 | 75.0% |  |" in line
 
 
 def test_reports_of_earlier_results_have_no_table_of_what_was_retrieved() -> None:
-    results = Results(describe_machine(), SETTINGS, [], [some_case(Shape(512, 2, 8))])
+    results = Results(describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(512))])
     assert "retrieved" not in markdown_report(results, title="t")

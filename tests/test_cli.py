@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import muse_attention
 from muse_attention.benchmark.suite import run_plan
+from muse_attention.captured_heads import Captures, Origin, save_captures
 from muse_attention.cli import commands, info, main
 from muse_attention.cli.app import console, new_table, phases_bar, progress_bar
 from muse_attention.config import MuSeConfig
@@ -189,6 +190,27 @@ def test_bench_continues_what_is_the_same_and_refuses_what_differs(tmp_path: Pat
     assert [case["heads"] for case in json.loads((tmp_path / "cpu.json").read_text())["cases"]] == [3]
 
 
+def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 2, 300, 8) for _ in range(3)]
+    (tmp_path / "captured").mkdir()
+    file = tmp_path / "captured" / "heads.pt"
+    save_captures(Captures(*tensors, Origin("a model", "a text", ("a", "b"))), file)
+    asked = ("bench", "--device", "cpu", "--length", "512", "--attention", "exact", "--repeats", "1", "--no-memory")
+    folder = tmp_path / "results"
+    captures = ("--captures", file, "--output", folder)
+    assert_refused(run(*asked, *captures), "less than 512; choose a smaller --length, or lay them end to end")
+    code, _, err = run(*asked, *captures, "--repeat-captures")
+    assert code == 0, err
+    results = json.loads((folder / "cpu-heads.json").read_text())
+    (case,) = results["cases"]
+    assert (case["heads"], case["head_dim"]) == (2, 8)
+    assert results["settings"]["captures"]["model"] == "a model"
+    (command,) = results["commands"]
+    assert "--captures heads.pt --repeat-captures" in command
+    assert str(tmp_path) not in (folder / "cpu-heads.md").read_text()
+
+
 def test_bench_writes_to_out_and_not_to_committed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(*SHORT_BENCH, "--attention", "exact")[0] == 0
@@ -240,15 +262,19 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
         (("bench", "--dtype", "int8"), "unknown dtype 'int8'"),
         (("bench", "--heads", "0"), "heads is 0"),
         (("bench", "--heads", "two"), "--heads"),
+        (("bench", "--heads", "6", "--key-heads", "4"), "6 heads cannot share 4 key heads"),
+        (("bench", "--captures", "no.pt"), "there is no file 'no.pt' of captures"),
+        (("bench", "--repeat-captures"), "--repeat-captures needs --captures FILE"),
         (("bench", "--repeats", "0"), "repeats is 0"),
         (("bench", "--name", "a/b"), "plain file name"),
         (("bench", "--swiftly"), "--swiftly"),
         (
             ("bench", "--sweep", "colour"),
-            "unknown sweep 'colour'; use one of clusters, retrieved, blocks-retrieved, block-size, head-dim, heads",
+            "unknown sweep 'colour'; use one of clusters, clusters-and-retrieved, query-clusters, ",
         ),
         (("bench", "--sweep", "heads", "--attention", "muse"), "leave out --attention"),
         (("bench", "--sweep", "block-size", "--lengths", "2k"), "needs a length above 2k"),
+        (("bench", "--sweep", "monopole-length", "--lengths", "2k"), "has lengths of its own; leave out --length"),
         (("errors", "--length", "256"), "too few blocks"),
         (("errors", "--heads", "0"), "heads is 0"),
         (("dance",), "dance"),

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from muse_attention.benchmark.request import Request, Shape
+from muse_attention.benchmark.request import Request
 from muse_attention.benchmark.results import Case, Settings
 from muse_attention.benchmark.results import Results as BenchmarkResults
 from muse_attention.benchmark.tables import markdown_report
@@ -128,10 +128,16 @@ def test_lines_in_a_cell_of_csv_are_one_cell() -> None:
 
 
 def test_a_benchmark_shows_names_as_they_are() -> None:
-    settings = Settings("cpu", 1, 2, 8, "float32", True, 1, False)
+    settings = Settings("cpu", 1, 2, 2, 8, "float32", True, 1, False)
     times = Times((1.0,), (1.0,))
     case = Case(
-        Request(HOSTILE, Shape(64, 2, 8)), HOSTILE, times, times, {"relative_squared_error": 0.0, "cosine": 1.0}, 0, 0
+        Request(HOSTILE, settings.shape(64)),
+        HOSTILE,
+        times,
+        times,
+        {"relative_squared_error": 0.0, "cosine": 1.0},
+        0,
+        0,
     )
     results = BenchmarkResults(describe_machine(), settings, ["muse bench\n```\n# a"], [case])
     report = markdown_report(results, title=HOSTILE)

@@ -17,7 +17,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from muse_attention.benchmark.request import Request, Shape
+from muse_attention.benchmark.request import Request
 from muse_attention.benchmark.results import Case, Results, Settings
 from muse_attention.benchmark.timing import Times
 from muse_attention.cli.bench_report import bench_report
@@ -85,10 +85,10 @@ def of_tuning(folder: Path) -> Report:
 
 
 def of_benchmark(folder: Path) -> Report:
-    settings, times = Settings("cpu", 1, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
+    settings, times = Settings("cpu", 1, 2, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
     fidelity = {"relative_squared_error": 0.01, "cosine": 0.99, "keys_per_query": 12.0}
     cases = [
-        Case(Request(name, Shape(length, 2, 8)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
+        Case(Request(name, settings.shape(length)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
         for length in (1024, 2048)
         for name in (LONG, "moba:L64B16R2")
     ]

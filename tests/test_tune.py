@@ -17,9 +17,7 @@ from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, defaults, exact_attention
 from muse_attention.capture import capture
-from muse_attention.cli import commands
-from muse_attention.defaults import Default
-from muse_attention.evaluation.captures import (
+from muse_attention.captured_heads import (
     Captures,
     LookupAt,
     Origin,
@@ -28,6 +26,8 @@ from muse_attention.evaluation.captures import (
     save_captures,
     spread,
 )
+from muse_attention.cli import commands
+from muse_attention.defaults import Default
 from muse_attention.evaluation.tuning.candidates import (
     Candidate,
     Found,
@@ -86,6 +86,31 @@ def test_captured_heads_are_those_of_the_layers_they_are_spread_over() -> None:
         )
         alone = exact_attention(found.query, found.key, found.value, is_causal=True)
         torch.testing.assert_close(alone[:, index], expected[:, 2])
+
+
+def test_groups_of_heads_keep_the_keys_they_share(tmp_path: Path) -> None:
+    model, ids = tiny_llama(), token_ids(40, batch=2)
+    found = capture_heads(model, ids, 3, model_name="tiny", text="random", grouped=True)
+    assert found.origin.heads == tuple(f"layer {layer}, head {head}" for layer in (0, 1) for head in (2, 3))
+    assert (found.query.shape[1], found.key.shape[1], found.value.shape[1]) == (4, 2, 2)
+    together = exact_attention(found.query, found.key, found.value, is_causal=True, enable_gqa=True)
+    for index, layer in enumerate(capture(model, ids)):
+        expected = exact_attention(
+            layer.query, layer.key, layer.value, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
+        torch.testing.assert_close(together[:, 2 * index : 2 * index + 2], expected[:, 2:])
+
+    save_captures(found, tmp_path / "groups.pt")
+    loaded = load_captures(tmp_path / "groups.pt")
+    alone = loaded.with_heads(4)
+    assert alone.key.shape == alone.query.shape
+    torch.testing.assert_close(exact_attention(alone.query, alone.key, alone.value, is_causal=True), together)
+    one = loaded.with_heads(2, key_heads=1)
+    torch.testing.assert_close(
+        exact_attention(one.query, one.key, one.value, is_causal=True, enable_gqa=True), together[:, 2:]
+    )
+    with pytest.raises(ValueError, match="2 groups of 2 heads were captured, not 1 of 4; choose other --heads"):
+        loaded.with_heads(4, key_heads=1)
 
 
 @pytest.mark.parametrize(("available", "number", "expected"), [(8, 2, [2, 6]), (3, 9, [0, 1, 2]), (270, 1, [135])])
@@ -351,6 +376,19 @@ def test_captures_are_measured_without_the_model(asked: list[object], folder: Pa
     assert (results.settings.length, len(results.settings.heads)) == (128, 3)
 
 
+def test_saved_groups_are_benchmarked_as_groups(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "groups.pt"
+    saving = ["--length", "64", "--heads", "4", "--save-captures", file, "--groups", "--output", tmp_path]
+    assert run(folder, "--text", folder.parent / "text.txt", *saving)[::2] == (0, "")
+    arguments = ["bench", "--captures", file, "--length", "64", "--attention", "exact", "--repeats", "1", "--no-memory"]
+    arguments += ["--device", "cpu", "--output", tmp_path]
+    result = CliRunner().invoke(commands.app, list(map(str, arguments)))
+    assert (result.exit_code, result.stderr) == (0, "")
+    (case,) = json.loads((tmp_path / "cpu-groups.json").read_text())["cases"]
+    assert (case["heads"], case["key_heads"]) == (4, 2)
+    assert case["fidelity"]["relative_squared_error"] < 1e-9
+
+
 def test_beyond_the_context_captures_are_laid_end_to_end(folder: Path, tmp_path: Path) -> None:
     arguments = [folder, "--text", folder.parent / "text.txt", "--length", "2k", "--heads", "1", "--repeats", "1"]
     arguments += ["--only", "muse:QK4R1B512", "--device", "cpu", "--output", tmp_path / "out"]
@@ -383,6 +421,7 @@ def test_needles_are_looked_up(tmp_path: Path) -> None:
         (["--repeats", "0"], "0 repeats measure no time"),
         (["--captures", "none.pt"], "there is no file 'none.pt' of captures"),
         (["--captures", "none.pt", "--save-captures", "x.pt"], "exclude each other"),
+        (["--groups"], "--groups needs --save-captures FILE"),
         (["--name", "../x"], "must be a plain file name"),
     ],
 )

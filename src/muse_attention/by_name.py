@@ -6,26 +6,36 @@
 - `muse:QK32R2B1k,clustering=streaming`; without `B`, as `muse:QK32R2`, the block size follows the length
 - `block_diagonal:8k`
 - `moba:L8kB512R1`: an own block of 8k, and one retrieved block of 512
+- `flex_attention:W4k`, `flex_attention:B8k`: PyTorch's, with a sliding window or with blocks; CUDA only
+- `nsa`, `nsa:B64R16`: native sparse attention of flash-linear-attention, 16 blocks of 64; CUDA only
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from muse_attention.attention import muse_attention, resolve_config
-from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
+from muse_attention.baselines import (
+    block_diagonal_attention,
+    exact_attention,
+    moba_attention,
+    nsa_attention,
+    sparse_flex_attention,
+)
 from muse_attention.config import MuSeConfig, follows_length
 from muse_attention.sizes import parse_size
 
-ATTENTIONS = ("exact", "muse", "block_diagonal", "moba")
+ATTENTIONS = ("exact", "muse", "block_diagonal", "moba", "flex_attention", "nsa")
 
 _NEXT_NAME = re.compile(rf",(?=\s*(?:{'|'.join(ATTENTIONS)})(?:[:,]|\s*$))")
 _MOBA = re.compile(r"L(\d+[kKmM]?)B(\d+[kKmM]?)R(\d+)")
+_FLEX = re.compile(r"([WB])(\d+[kKmM]?)")
+_NSA = re.compile(r"B(\d+[kKmM]?)R(\d+)")
 
 
 class Attention(Protocol):
@@ -53,30 +63,70 @@ def get_attention(name: str) -> Attention:
     kind, colon, settings = name.partition(":")
     if colon and not settings:
         raise ValueError(f"{name!r} names no settings; leave out the colon or add them")
-    if kind == "exact":
-        if settings:
-            raise ValueError(f"{name!r}: exact attention has no settings; write 'exact'")
-        return exact_attention
-    if kind == "muse":
-        config = resolve_config(settings or None, 1)  # refuses what cannot be read
-        return functools.partial(muse_attention, config=(settings or None) if has_settings_of_length(name) else config)
-    if kind == "block_diagonal":
-        if not settings:
-            raise ValueError(f"{name!r} needs the size of its blocks; write it like 'block_diagonal:8k'")
-        return functools.partial(block_diagonal_attention, block_size=parse_size(settings))
-    if kind == "moba":
-        if not settings:
-            return moba_attention
-        match = _MOBA.fullmatch(settings)
-        if match is None:
-            raise ValueError(f"cannot read {name!r}: write the sizes like 'moba:L8kB512R1'")
-        local, block, count = (parse_size(size) for size in match.groups())
-        if local % block:
-            raise ValueError(f"{name!r}: the own block of {local} must be a multiple of the retrieved block of {block}")
-        return functools.partial(
-            moba_attention, local_block_size=local, retrieval_block_size=block, retrieved_blocks=count
+    if kind not in _READERS:
+        raise ValueError(f"unknown attention {name!r}; the kinds are {', '.join(ATTENTIONS)}")
+    return _READERS[kind](name, settings)
+
+
+def _read_exact(name: str, settings: str) -> Attention:
+    if settings:
+        raise ValueError(f"{name!r}: exact attention has no settings; write 'exact'")
+    return exact_attention
+
+
+def _read_muse(name: str, settings: str) -> Attention:
+    config = resolve_config(settings or None, 1)  # refuses what cannot be read
+    return functools.partial(muse_attention, config=(settings or None) if has_settings_of_length(name) else config)
+
+
+def _read_block_diagonal(name: str, settings: str) -> Attention:
+    if not settings:
+        raise ValueError(f"{name!r} needs the size of its blocks; write it like 'block_diagonal:8k'")
+    return functools.partial(block_diagonal_attention, block_size=parse_size(settings))
+
+
+def _read_moba(name: str, settings: str) -> Attention:
+    if not settings:
+        return moba_attention
+    match = _MOBA.fullmatch(settings)
+    if match is None:
+        raise ValueError(f"cannot read {name!r}: write the sizes like 'moba:L8kB512R1'")
+    local, block, count = (parse_size(size) for size in match.groups())
+    if local % block:
+        raise ValueError(f"{name!r}: the own block of {local} must be a multiple of the retrieved block of {block}")
+    return functools.partial(moba_attention, local_block_size=local, retrieval_block_size=block, retrieved_blocks=count)
+
+
+def _read_flex_attention(name: str, settings: str) -> Attention:
+    match = _FLEX.fullmatch(settings)
+    if match is None:
+        raise ValueError(
+            f"cannot read {name!r}: write a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"
         )
-    raise ValueError(f"unknown attention {name!r}; the kinds are {', '.join(ATTENTIONS)}")
+    pattern: Any = "window" if match[1] == "W" else "blocks"
+    return functools.partial(sparse_flex_attention, pattern=pattern, size=parse_size(match[2]))
+
+
+def _read_nsa(name: str, settings: str) -> Attention:
+    if not settings:
+        return nsa_attention
+    match = _NSA.fullmatch(settings)
+    if match is None:
+        raise ValueError(f"cannot read {name!r}: write the sizes like 'nsa:B64R16'")
+    block, count = (parse_size(size) for size in match.groups())
+    if block < 2 * count or block & (block - 1):
+        raise ValueError(f"{name!r}: the block must be a power of 2, and at least twice the retrieved blocks")
+    return functools.partial(nsa_attention, block_size=block, retrieved_blocks=count)
+
+
+_READERS: dict[str, Callable[[str, str], Attention]] = {
+    "exact": _read_exact,
+    "muse": _read_muse,
+    "block_diagonal": _read_block_diagonal,
+    "moba": _read_moba,
+    "flex_attention": _read_flex_attention,
+    "nsa": _read_nsa,
+}
 
 
 def split_names(texts: Iterable[str]) -> list[str]:

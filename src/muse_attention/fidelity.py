@@ -31,8 +31,9 @@ class Fidelity:
     """cosine of `o` and `o_exact`, averaged over queries: the paper's correlation"""
     energy_error: Tensor
     """`sum |o - o_exact|^2 / sum |o_exact|^2` over queries: unlike the RSE, not ruled by queries with a small output"""
-    lse_gap: Tensor
-    """`lse_exact - lse`, averaged over queries; never negative for MuSe without second order, by Jensen's inequality"""
+    lse_gap: Tensor | None
+    """`lse_exact - lse`, averaged over queries; never negative for MuSe without second order, by Jensen's inequality;
+    None for an attention that does not give its lse"""
     error_p99: Tensor
     """`|o - o_exact|^2 / |o_exact|^2` that 99% of the queries do not exceed"""
     error_p999: Tensor
@@ -53,7 +54,7 @@ class Fidelity:
 
 
 def compare(
-    out: Tensor, exact_out: Tensor, lse: Tensor, exact_lse: Tensor, retrieval: Retrieval | None = None
+    out: Tensor, exact_out: Tensor, lse: Tensor | None, exact_lse: Tensor, retrieval: Retrieval | None = None
 ) -> Fidelity:
     """Fidelity of (batch, heads, N, Dv) outputs and (batch, heads, N) lse. Equal outputs have no error, even if 0."""
     out, exact_out = out.detach().double(), exact_out.detach().double()
@@ -64,7 +65,7 @@ def compare(
         relative_squared_error=of_queries.mean(-1),
         cosine=torch.where(error == 0, 1, torch.nn.functional.cosine_similarity(out, exact_out, dim=-1)).mean(-1),
         energy_error=_relative(error.sum(-1), energy.sum(-1)),
-        lse_gap=(exact_lse.detach().double() - lse.detach().double()).mean(-1),
+        lse_gap=None if lse is None else (exact_lse.detach().double() - lse.detach().double()).mean(-1),
         error_p99=_percentile(ordered, 990),
         error_p999=_percentile(ordered, 999),
         share_far_off=(of_queries > FAR_OFF).double().mean(-1),

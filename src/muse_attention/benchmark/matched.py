@@ -14,7 +14,9 @@ def at_matched_sparsity(kind: str, length: int) -> str:
     """The full name of an attention; one without settings gets those that match `MuSeConfig.paper(length)`.
 
     That attends exactly to its own block of B tokens and to R of K clusters, B/16 tokens on average. Block-diagonal
-    attention has the block, MoBA the block and one retrieved block of B/16. `muse` is `MuSeConfig.for_length(length)`.
+    attention has the block, MoBA the block and one retrieved block of B/16. `flex_attention` has a sliding window of as
+    many tokens as MoBA on average. `nsa` has the sizes of its paper at every length. `muse` is
+    `MuSeConfig.for_length(length)`.
     """
     config = MuSeConfig.paper(length)
     block_size = format_size(config.block_size)
@@ -22,5 +24,9 @@ def at_matched_sparsity(kind: str, length: int) -> str:
         return f"block_diagonal:{block_size}"
     if kind == "moba":
         return f"moba:L{block_size}B{format_size(config.block_size // 16)}R1"
+    if kind == "flex_attention":
+        return f"flex_attention:W{format_size(max(1, config.block_size // 2 + config.block_size // 16))}"
+    if kind == "nsa":
+        return "nsa:B64R16"
     muse = config_at(kind, length)
     return kind if muse is None else f"muse:{muse}"

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 
+from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import at_matched_sparsity
+from muse_attention.benchmark.request import Shape
 from muse_attention.benchmark.workload import DTYPES, SDPA, AttentionCall, Workload, sdpa
 from muse_attention.by_name import get_attention
 
@@ -35,6 +37,9 @@ class MemoryCase:
     device: str
     is_causal: bool
     seed: int = 0
+    captures: str | None = None
+    """the file of `CapturesFile`; None: synthetic data"""
+    repeat_captures: bool = False
 
 
 def measure_extra_memory(case: MemoryCase) -> int | None:
@@ -89,6 +94,11 @@ def _attention(name: str) -> AttentionCall:
 
 
 def _workload(case: MemoryCase, length: int) -> Workload:
+    if case.captures is not None:
+        file = CapturesFile(Path(case.captures), case.repeat_captures)
+        tensors = file.tensors(Shape(length, heads=1, key_heads=1, head_dim=case.head_dim, batch=1))
+        moved = (tensor.to(case.device, DTYPES[case.dtype]) for tensor in tensors)
+        return Workload.of(*moved, is_causal=case.is_causal, seed=case.seed)
     return Workload.create(
         batch=1,
         heads=1,
@@ -104,7 +114,8 @@ def _workload(case: MemoryCase, length: int) -> Workload:
 def _run_short(case: MemoryCase) -> None:
     """The same kind of attention on a few short blocks: what libraries allocate once is then there already."""
     kind, _, _ = case.attention.partition(":")
-    _run(_attention(at_matched_sparsity(kind, _SHORT_LENGTH)), _workload(case, _SHORT_LENGTH))
+    length = min(case.length, _SHORT_LENGTH)
+    _run(_attention(at_matched_sparsity(kind, length)), _workload(case, length))
 
 
 def _run(attention: AttentionCall, workload: Workload) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from muse_attention.benchmark.captured import CapturesFile
+from muse_attention.benchmark.peers import check_peer
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.results import Results, Settings
 from muse_attention.benchmark.sweeps import sweep_requests
@@ -20,17 +22,26 @@ class Plan:
 
     settings: Settings
     requests: tuple[Request, ...]
+    captures: CapturesFile | None = None
+    """what the settings say all is measured on"""
 
     @classmethod
-    def at_lengths(cls, settings: Settings, lengths: Sequence[int], attentions: Sequence[str]) -> Self:
+    def at_lengths(
+        cls,
+        settings: Settings,
+        lengths: Sequence[int],
+        attentions: Sequence[str],
+        captures: CapturesFile | None = None,
+    ) -> Self:
         """Every attention at every length."""
-        shapes = [Shape(length, settings.heads, settings.head_dim) for length in lengths]
-        return cls(settings, tuple(Request(attention, shape) for shape in shapes for attention in attentions))
+        shapes = [settings.shape(length) for length in lengths]
+        requests = tuple(Request(attention, shape) for shape in shapes for attention in attentions)
+        return cls(settings, requests, captures)
 
     @classmethod
-    def of_sweep(cls, settings: Settings, length: int) -> Self:
+    def of_sweep(cls, settings: Settings, length: int, captures: CapturesFile | None = None) -> Self:
         """MuSe at one length, at every value of the sweep that the settings name."""
-        return cls(settings, sweep_requests(settings, length))
+        return cls(settings, sweep_requests(settings, length), captures)
 
     def __post_init__(self) -> None:
         """Refuse what could not run, before anything does."""
@@ -38,13 +49,21 @@ class Plan:
         check_device(settings.device)
         if settings.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {settings.dtype!r}; use one of {', '.join(DTYPES)}")
-        for name in ("batch", "heads", "head_dim", "repeats"):
+        for name in ("batch", "heads", "key_heads", "head_dim", "repeats"):
             if getattr(settings, name) < 1:
                 raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
+        if settings.heads % settings.key_heads:
+            raise ValueError(
+                f"{settings.heads} heads cannot share {settings.key_heads} key heads evenly; choose a --key-heads that "
+                f"divides {settings.heads}"
+            )
         if not self.requests:
             raise ValueError("there is nothing to measure; name at least one length and one attention")
         for request in self.requests:
             get_attention(request.full_name)
+            check_peer(request, settings.device, is_causal=settings.causal)
+            if self.captures is not None:
+                self.captures.check(request.shape)
 
     @property
     def lengths(self) -> tuple[int, ...]:

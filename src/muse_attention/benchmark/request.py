@@ -8,11 +8,15 @@ from muse_attention.benchmark.matched import at_matched_sparsity
 
 
 class Shape(NamedTuple):
-    """What cases of one run may differ in besides the attention; the batch is the same for all."""
+    """What cases of one run may differ in besides the attention."""
 
     length: int
     heads: int
+    """of the queries"""
+    key_heads: int
+    """of the keys and values, each shared by as many heads of the queries as any other"""
     head_dim: int
+    batch: int
 
 
 class Request(NamedTuple):

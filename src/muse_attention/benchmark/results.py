@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muse_attention.benchmark.captured import CapturedData
 from muse_attention.benchmark.request import Request, Shape
 from muse_attention.benchmark.timing import Times
 from muse_attention.files import replace_file
@@ -16,11 +17,13 @@ from muse_attention.strict_json import parse_json
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cases of a file have in common, save heads or head dimension where the sweep is over them."""
+    """What all cases of a file have in common, save what the sweep varies."""
 
     device: str
     batch: int
     heads: int
+    key_heads: int
+    """of the keys and values; fewer than heads: grouped queries"""
     head_dim: int
     dtype: str
     causal: bool
@@ -29,6 +32,11 @@ class Settings:
     seed: int = 0
     sweep: str | None = None
     """its name in `SWEEPS`, where the cases are those of a sweep"""
+    captures: CapturedData | None = None
+    """the captured heads that all is measured on; None: synthetic data"""
+
+    def shape(self, length: int) -> Shape:
+        return Shape(length, self.heads, self.key_heads, self.head_dim, self.batch)
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,14 @@ class Case:
     sdpa_times: Times
     fidelity: dict[str, float]
     """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads, those of its
-    retrieval included; earlier files have the first four, and an attention that retrieves nothing lacks the last"""
+    retrieval included; earlier files have the first four, an attention that retrieves nothing lacks the last, and
+    one without an lse lacks its gap"""
     extra_memory_bytes: int | None
     sdpa_extra_memory_bytes: int | None
     stage_milliseconds: dict[str, float] | None = None
     """of one forward and backward pass, by `STAGES`, where they were measured"""
+    sdpa_backend: str | None = None
+    """the operator of PyTorch that the baseline ran through; None in earlier files"""
 
     @property
     def shape(self) -> Shape:
@@ -91,7 +102,7 @@ def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
         document = with_full_names(parse_json(path.read_bytes(), finite=False))
-        settings = Settings(**document["settings"])
+        settings = _settings_from_json(document["settings"])
         return Results(
             machine=document["machine"],
             settings=settings,
@@ -115,14 +126,31 @@ def _case_to_json(case: Case) -> dict[str, Any]:
         "extra_memory_bytes": case.extra_memory_bytes,
         "sdpa_extra_memory_bytes": case.sdpa_extra_memory_bytes,
     }
+    if case.sdpa_backend is not None:
+        entry["sdpa_backend"] = case.sdpa_backend
     if case.stage_milliseconds is not None:
         entry["stage_milliseconds"] = case.stage_milliseconds
     return entry
 
 
+def _settings_from_json(entry: dict[str, Any]) -> Settings:
+    """In files from before keys had a number of heads of their own it was that of the queries."""
+    captures = entry.get("captures")
+    return Settings(
+        **{"key_heads": entry["heads"], **entry, "captures": None if captures is None else CapturedData(**captures)}
+    )
+
+
 def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:
-    """Files from before there were sweeps have the heads and their dimension in the settings alone."""
-    shape = Shape(entry["length"], entry.get("heads", settings.heads), entry.get("head_dim", settings.head_dim))
+    """What a case of an earlier file does not say of its shape was the same for all."""
+    heads = entry.get("heads", settings.heads)
+    shape = Shape(
+        length=entry["length"],
+        heads=heads,
+        key_heads=entry.get("key_heads", heads),
+        head_dim=entry.get("head_dim", settings.head_dim),
+        batch=entry.get("batch", settings.batch),
+    )
     return Case(
         request=Request(entry["requested"], shape),
         attention=entry["attention"],
@@ -132,6 +160,7 @@ def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:
         extra_memory_bytes=entry["extra_memory_bytes"],
         sdpa_extra_memory_bytes=entry["sdpa_extra_memory_bytes"],
         stage_milliseconds=entry.get("stage_milliseconds"),
+        sdpa_backend=entry.get("sdpa_backend"),
     )
 
 

@@ -72,11 +72,11 @@ def run_plan(plan: Plan, results: Results, path: Path, *, on_step: OnStep = lamb
 def _measure_cases(plan: Plan, results: Results, path: Path, begin: Callable[[Request, str], None]) -> None:
     for shape, of_shape in by_shape(plan.missing(results)):
         requests = list(of_shape)
-        shared = _SharedByShape(plan.settings, shape)
+        shared = _SharedByShape(plan, shape)
         sdpa_times, *times = _time_together(plan.settings, requests, shared.workload, begin)
         for request, own_times in zip(requests, times, strict=True):
             case = _finish_case(
-                plan.settings, request, shared, results, functools.partial(begin, request), own_times, sdpa_times
+                plan, request, shared, results, functools.partial(begin, request), own_times, sdpa_times
             )
             results.cases.append(case)
             write_results(results, path)
@@ -98,7 +98,7 @@ def _time_together(
 
 def _measure_stages(plan: Plan, results: Results, path: Path, begin: Callable[[Request, str], None]) -> None:
     for shape, requests in by_shape(plan.without_stages(results)):
-        workload = _create_workload(plan.settings, shape)
+        workload = _create_workload(plan, shape)
         for request in requests:
             begin(request, "stages")
             _add_stages(results, request, measure_stages(get_attention(request.full_name), workload))
@@ -108,26 +108,31 @@ def _measure_stages(plan: Plan, results: Results, path: Path, begin: Callable[[R
 class _SharedByShape:
     """What the attentions compared on one shape have in common: the data, and exact attention on it."""
 
-    def __init__(self, settings: Settings, shape: Shape) -> None:
-        self.workload = _create_workload(settings, shape)
+    def __init__(self, plan: Plan, shape: Shape) -> None:
+        self.workload = _create_workload(plan, shape)
 
     @functools.cached_property
     def exact(self) -> tuple[Tensor, Tensor]:
         work = self.workload
         with torch.no_grad():
-            out, lse = exact_attention(work.query, work.key, work.value, is_causal=work.is_causal, return_lse=True)
+            out, lse = exact_attention(work.query, work.key, work.value, return_lse=True, **work.arguments)
         return out, lse
 
     def measure_fidelity(self, attention: Attention) -> dict[str, float]:
         work = self.workload
-        found = measure(attention, work.query, work.key, work.value, exact=self.exact, is_causal=work.is_causal)
+        found = measure(attention, work.query, work.key, work.value, exact=self.exact, **work.arguments)
         return found.pooled()
 
 
-def _create_workload(settings: Settings, shape: Shape) -> Workload:
+def _create_workload(plan: Plan, shape: Shape) -> Workload:
+    settings = plan.settings
+    if plan.captures is not None:
+        tensors = (tensor.to(settings.device, DTYPES[settings.dtype]) for tensor in plan.captures.tensors(shape))
+        return Workload.of(*tensors, is_causal=settings.causal, seed=settings.seed)
     return Workload.create(
-        batch=settings.batch,
+        batch=shape.batch,
         heads=shape.heads,
+        key_heads=shape.key_heads,
         length=shape.length,
         head_dim=shape.head_dim,
         dtype=DTYPES[settings.dtype],
@@ -138,7 +143,7 @@ def _create_workload(settings: Settings, shape: Shape) -> Workload:
 
 
 def _finish_case(
-    settings: Settings,
+    plan: Plan,
     request: Request,
     shared: _SharedByShape,
     results: Results,
@@ -147,7 +152,7 @@ def _finish_case(
     sdpa_times: Times,
 ) -> Case:
     """What is measured one attention after another: fidelity and memory."""
-    name = request.full_name
+    settings, name = plan.settings, request.full_name
     attention = get_attention(name)
     begin("fidelity")
     fidelity = shared.measure_fidelity(attention)
@@ -158,12 +163,11 @@ def _finish_case(
             memory = extra_memory_on_cuda(attention, shared.workload)
             sdpa_memory = extra_memory_on_cuda(sdpa, shared.workload)
         else:
-            memory = _extra_memory(settings, name, request.shape)
+            memory = _extra_memory(plan, name, request.shape)
             measured = [case for case in results.cases if _has_same_memory(case.shape, request.shape)]
-            sdpa_memory = (
-                measured[0].sdpa_extra_memory_bytes if measured else _extra_memory(settings, SDPA, request.shape)
-            )
-    return Case(request, name, times, sdpa_times, fidelity, memory, sdpa_memory)
+            sdpa_memory = measured[0].sdpa_extra_memory_bytes if measured else _extra_memory(plan, SDPA, request.shape)
+    backend = shared.workload.sdpa_backend
+    return Case(request, name, times, sdpa_times, fidelity, memory, sdpa_memory, sdpa_backend=backend)
 
 
 def _has_same_memory(shape: Shape, other: Shape) -> bool:
@@ -171,7 +175,8 @@ def _has_same_memory(shape: Shape, other: Shape) -> bool:
     return (shape.length, shape.head_dim) == (other.length, other.head_dim)
 
 
-def _extra_memory(settings: Settings, name: str, shape: Shape) -> int | None:
+def _extra_memory(plan: Plan, name: str, shape: Shape) -> int | None:
+    settings, captures = plan.settings, plan.captures
     return measure_extra_memory(
         MemoryCase(
             attention=name,
@@ -181,6 +186,8 @@ def _extra_memory(settings: Settings, name: str, shape: Shape) -> int | None:
             device=settings.device,
             is_causal=settings.causal,
             seed=settings.seed,
+            captures=None if captures is None else str(captures.path),
+            repeat_captures=captures is not None and captures.repeat,
         )
     )
 

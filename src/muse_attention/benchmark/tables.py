@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from muse_attention.benchmark.results import Case, Results, Settings
 from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
-from muse_attention.benchmark.sweeps import find_sweep, format_shape
+from muse_attention.benchmark.sweeps import find_sweep, format_heads, format_shape
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS, NOISY
 from muse_attention.fidelity_columns import RETRIEVAL, TAIL, Column, known, meaning
 from muse_attention.machine import machine_lines
@@ -35,14 +35,14 @@ def markdown_report(results: Results, *, title: str) -> str:
             f"# {markdown_line(title)}",
             "",
             markdown_list(
-                [f"Machine: {hardware}", f"Versions: {versions}", f"Data: {_settings_line(results.settings)}"]
+                [f"Machine: {hardware}", f"Versions: {versions}", f"Data: {settings_line(results.settings)}"]
             ),
             "",
             fenced(results.commands),
             "",
             _markdown_table(results.settings, _HEADER, [(case, _cells(case)) for case in sorted_cases(results)]),
             "",
-            caption(results.settings),
+            caption(results),
             "",
             *(line for noise in noise_lines(results) for line in (markdown_line(noise), "")),
             *_retrieval_section(results),
@@ -51,7 +51,8 @@ def markdown_report(results: Results, *, title: str) -> str:
     )
 
 
-def caption(settings: Settings) -> str:
+def caption(results: Results) -> str:
+    settings = results.settings
     warm_up = "one uncounted warm-up"
     if settings.device == "cpu":
         warm_up += f" (counted as a repeat where it took more than {LONG_RUN_SECONDS:g} s)"
@@ -62,9 +63,26 @@ def caption(settings: Settings) -> str:
         "the median, of the attention or of SDPA, whichever is larger. The forward pass is recorded by autograd; the "
         "backward pass gives the gradients of query, key and value. RSE and cosine compare outputs with exact "
         "attention on the same data. Extra memory is the peak of one forward and backward pass (on a CPU, with batch "
-        "1 and one head), without the inputs, with the output and the gradients. On CUDA, SDPA goes through cuDNN, and "
-        "the host is ahead of the GPU, as in training."
+        "1 and one head), without the inputs, with the output and the gradients. "
+        f"{_backend_sentence(results)} On CUDA, the host is ahead of the GPU, as in training."
     )
+
+
+def _backend_sentence(results: Results) -> str:
+    """Which operator SDPA ran through, and at which shapes where there are several."""
+    shapes: dict[str, dict[str, None]] = {}
+    for case in sorted_cases(results):
+        if case.sdpa_backend is not None:
+            shapes.setdefault(case.sdpa_backend, {})[format_shape(case.shape, results.settings.sweep)] = None
+    if not shapes:
+        return "On CUDA, SDPA goes through cuDNN."  # as it did when that was not recorded
+    if len(shapes) == 1:
+        return f"SDPA ran through {next(iter(shapes))}."
+    return f"SDPA ran through {'; '.join(f'{name} at {_listed(where)}' for name, where in shapes.items())}."
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return ", ".join(parts)
 
 
 def noise_lines(results: Results) -> list[str]:
@@ -184,19 +202,27 @@ def _markdown_table(settings: Settings, header: Sequence[str], rows: Sequence[tu
     return markdown_table(("length", "attention", *header), lines, text_column=1)
 
 
-def _settings_line(settings: Settings) -> str:
+def settings_line(settings: Settings) -> str:
+    """What was measured on, and how."""
+    kind = "clustered synthetic queries, keys and values"
+    if settings.captures is not None:
+        kind = f"queries, keys and values of {settings.captures}"
     attention = "causal" if settings.causal else "full"
     return (
-        f"clustered synthetic queries, keys and values, {attention} attention, batch {settings.batch}, "
-        f"{_heads(settings)}, {settings.dtype}, seed {settings.seed}, on {settings.device}"
+        f"{kind}, {attention} attention, {_batch(settings)}, {_heads(settings)}, {settings.dtype}, "
+        f"seed {settings.seed}, on {settings.device}"
     )
 
 
-def count_heads(heads: int) -> str:
-    return "1 head" if heads == 1 else f"{heads} heads"
+def _batch(settings: Settings) -> str:
+    return "the batch that the table says" if "batch" in _varied(settings) else f"batch {settings.batch}"
 
 
 def _heads(settings: Settings) -> str:
-    varied = () if settings.sweep is None else find_sweep(settings.sweep).varied
-    heads = "as many heads as the table says" if "heads" in varied else count_heads(settings.heads)
+    varied = _varied(settings)
+    heads = "as many heads as the table says" if "heads" in varied else format_heads(settings.heads, settings.key_heads)
     return f"{heads} of {'the dimension that the table says' if 'head_dim' in varied else settings.head_dim}"
+
+
+def _varied(settings: Settings) -> tuple[str, ...]:
+    return () if settings.sweep is None else find_sweep(settings.sweep).varied_in_shape

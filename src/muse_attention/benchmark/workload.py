@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,25 +22,36 @@ SDPA = "sdpa"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_FASTEST_FIRST = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.FLASH_ATTENTION: "FlashAttention",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
+    SDPBackend.MATH: "plain matrix products",
+}
+"""The operators behind `scaled_dot_product_attention`, and what people call them."""
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-    """The baseline. On CUDA it goes through cuDNN, the fastest there is, which PyTorch does not choose by itself."""
-    if query.device.type != "cuda":
-        return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-    with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-        return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool = False) -> Tensor:
+    """The baseline. On CUDA it goes through cuDNN, the fastest there is, which PyTorch does not choose by itself.
+
+    cuDNN and FlashAttention take grouped queries as they are, without repeated keys and values.
+    """
+    with _fastest_first(query.device):
+        return scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
+
+
+def _fastest_first(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel(list(_FASTEST_FIRST), set_priority=True)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Inputs (batch, heads, length, head_dim), leaves of the graph, and the gradient that arrives at the output."""
+    """Inputs, leaves of the graph, and the gradient that arrives at the output.
+
+    Queries are (batch, heads, length, head_dim), keys and values (batch, key heads, length, head_dim).
+    """
 
     query: Tensor
     key: Tensor
@@ -59,21 +71,40 @@ class Workload:
         device: torch.device | str,
         is_causal: bool,
         seed: int = 0,
+        key_heads: int | None = None,
     ) -> Self:
-        query, key, value = clustered_qkv(batch, heads, length, head_dim, seed=seed, dtype=dtype, device=device)
+        """Of clustered synthetic data."""
+        tensors = clustered_qkv(
+            batch, heads, length, head_dim, key_heads=key_heads, seed=seed, dtype=dtype, device=device
+        )
+        return cls.of(*tensors, is_causal=is_causal, seed=seed)
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, seed: int = 0) -> Self:
         generator = torch.Generator().manual_seed(seed + 1)
-        grad_out = torch.randn(batch, heads, length, head_dim, generator=generator).to(device, dtype)
-        for leaf in (query, key, value):
-            leaf.requires_grad_()
+        grad_out = torch.randn(*query.shape[:3], value.shape[3], generator=generator).to(value)
+        query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
         return cls(query, key, value, grad_out, is_causal)
 
     @property
     def device(self) -> torch.device:
         return self.query.device
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What every attention is called with besides the tensors."""
+        return {"is_causal": self.is_causal, "enable_gqa": self.query.shape[1] != self.key.shape[1]}
+
+    @property
+    def sdpa_backend(self) -> str:
+        """The operator of PyTorch that `sdpa` goes through."""
+        with _fastest_first(self.device):
+            chosen = torch._fused_sdp_choice(self.query, self.key, self.value, **self.arguments)
+        return _FASTEST_FIRST[SDPBackend(chosen)]
+
     def forward(self, attention: AttentionCall) -> Tensor:
         """The output, recorded by autograd, as in training."""
-        return attention(self.query, self.key, self.value, is_causal=self.is_causal)
+        return attention(self.query, self.key, self.value, **self.arguments)
 
     def backward(self, out: Tensor) -> None:
         """Gradients of query, key and value; `clear_gradients` drops them."""

@@ -111,6 +111,12 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace earlier results of the same name instead of continuing them.")
 ]
 """The policy is that of `earlier_results`."""
+RepeatCaptures = Annotated[
+    bool,
+    typer.Option(
+        "--repeat-captures", help="Lay captured samples end to end where they are shorter than --length: hard."
+    ),
+]
 
 
 def _say_not_needed(is_given: bool) -> bool:

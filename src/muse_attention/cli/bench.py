@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.results import Results, Settings
 from muse_attention.benchmark.suite import run_plan, start_results
-from muse_attention.benchmark.sweeps import BASE, SWEEPS, Sweep, find_sweep, format_shape
+from muse_attention.benchmark.sweeps import SWEEPS, axis_label, curve_and_size, find_sweep, format_shape
 from muse_attention.benchmark.tables import (
     caption,
     format_error,
@@ -32,6 +33,7 @@ from muse_attention.by_name import split_names
 from muse_attention.cli.app import (
     Device,
     Overwrite,
+    RepeatCaptures,
     Resume,
     app,
     console,
@@ -51,6 +53,8 @@ from muse_attention.machine import machine_lines
 from muse_attention.plots import plot_speedup
 from muse_attention.sizes import format_size, parse_size_list
 
+_DEFAULT_LENGTHS = "32k,64k"
+
 
 @app.command()
 def bench(
@@ -61,18 +65,27 @@ def bench(
             "--length",
             "--lengths",
             help="Sequence lengths, like 32k,64k,1m; may be repeated. k means 1024.",
-            show_default="32k,64k",
+            show_default=_DEFAULT_LENGTHS,
         ),
     ] = None,
     heads: Annotated[
         int | None,
         typer.Option(
             help="Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
-            show_default="1 on cpu, 8 on cuda",
+            show_default="1 on cpu, 8 on cuda, or all that were captured",
+        ),
+    ] = None,
+    key_heads: Annotated[
+        int | None,
+        typer.Option(
+            help="Heads of keys and values, shared by equal groups of heads (GQA).",
+            show_default="as many as heads, or as captured",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    head_dim: Annotated[int, typer.Option(help="Dimension of a head.")] = 64,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Dimension of a head.", show_default="64, or that of the captured heads")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda"),
@@ -81,25 +94,32 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Attention to measure, by name, like muse,moba; may be repeated. muse is MuSeConfig.for_length, "
-            "muse:paper the paper's method at each length; block_diagonal and moba without settings have the paper's "
-            "sparsity.",
+            "muse:paper the paper's method at each length; block_diagonal, moba and flex_attention without "
+            "settings have the paper's sparsity; flex_attention and nsa need cuda.",
             show_default=", ".join(MATCHED_KINDS),
         ),
     ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
-            help=f"Vary one of {', '.join(SWEEPS)} at the first of the lengths, with muse:{BASE} for the rest.",
+            help=f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}.",
             show_default="no sweep",
         ),
     ] = None,
+    captures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure on heads of a model that muse tune --save-captures wrote.", show_default="synthetic data"
+        ),
+    ] = None,
+    repeat_captures: RepeatCaptures = False,
     repeats: Annotated[int, typer.Option(help="Timed runs of each pass; medians are reported.")] = 3,
     causal: Annotated[bool, typer.Option(help="Causal attention.")] = True,
     memory: Annotated[bool, typer.Option(help="Measure peak memory; on a CPU, with one head.")] = True,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/bench"),
     name: Annotated[
         str | None,
-        typer.Option(help="File name, without ending.", show_default="the device, and the sweep if there is one"),
+        typer.Option(help="File name, without ending.", show_default="the device, the captures and the sweep"),
     ] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
@@ -114,26 +134,37 @@ def bench(
     """
     with user_errors():
         device = device or default_device()
+        if repeat_captures and captures is None:
+            raise ValueError("--repeat-captures needs --captures FILE")
+        file = None if captures is None else CapturesFile(captures, repeat_captures)
+        if heads is None and file is not None:
+            heads, key_heads = file.heads, file.key_heads if key_heads is None else key_heads
+        if heads is None:
+            heads = 8 if device == "cuda" else 1
+        if head_dim is None:
+            head_dim = file.head_dim if file is not None else 64
         settings = Settings(
             device=device,
             batch=batch,
-            heads=heads if heads is not None else 8 if device == "cuda" else 1,
+            heads=heads,
+            key_heads=heads if key_heads is None else key_heads,
             head_dim=head_dim,
             dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
             causal=causal,
             repeats=repeats,
             memory=memory,
             sweep=sweep,
+            captures=None if file is None else file.data,
         )
-        plan = _plan(settings, parse_size_list(length or ["32k,64k"]), attention)
-        stem = file_stem(name if name is not None else device if sweep is None else f"{device}-sweep-{sweep}")
+        plan = _plan(settings, length, attention, file)
+        stem = file_stem(name if name is not None else _default_name(plan))
         make_folder(output)
         path = output / f"{stem}.json"
         results = start_results(plan, path, overwrite=overwrite)
-    command = _command_line(plan, stem)
+    command = _command_line(plan, stem, captures=lambda path: path.name)
     if plan.steps(results) and command not in results.commands:
         results.commands.append(command)
-    with run_errors(lambda: _how_to_continue(results, path, command)):
+    with run_errors(lambda: _how_to_continue(results, path, _command_line(plan, stem, captures=str))):
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
         console.print(_bench_table(results))
@@ -146,25 +177,51 @@ def bench(
         report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
 
 
-def _plan(settings: Settings, lengths: Sequence[int], attentions: Sequence[str] | None) -> Plan:
+def _plan(
+    settings: Settings,
+    asked_lengths: Sequence[str] | None,
+    attentions: Sequence[str] | None,
+    captures: CapturesFile | None,
+) -> Plan:
+    lengths = parse_size_list(asked_lengths or [_DEFAULT_LENGTHS])
     if settings.sweep is None:
-        return Plan.at_lengths(settings, lengths, tuple(split_names(attentions or MATCHED_KINDS)))
+        return Plan.at_lengths(settings, lengths, tuple(split_names(attentions or MATCHED_KINDS)), captures)
     if attentions:
         raise ValueError("--sweep has attentions of its own; leave out --attention")
-    return Plan.of_sweep(settings, lengths[0])
+    if asked_lengths and _has_own_lengths(settings):
+        raise ValueError(f"--sweep {settings.sweep} has lengths of its own; leave out --length")
+    return Plan.of_sweep(settings, lengths[0], captures)
 
 
-def _command_line(plan: Plan, name: str) -> str:
-    """The command with every setting spelled out, save the folder, which is nobody else's business."""
+def _has_own_lengths(settings: Settings) -> bool:
+    return settings.sweep is not None and "length" in find_sweep(settings.sweep).fields
+
+
+def _default_name(plan: Plan) -> str:
+    parts = [plan.settings.device]
+    if plan.captures is not None:
+        parts.append(plan.captures.path.stem)
+    if plan.settings.sweep is not None:
+        parts += ["sweep", plan.settings.sweep]
+    return "-".join(parts)
+
+
+def _command_line(plan: Plan, name: str, *, captures: Callable[[Path], str]) -> str:
+    """The command with every setting spelled out, save the folder of the results; `captures` spells their path."""
     settings = plan.settings
-    words = ["muse", "bench", "--device", settings.device, "--length", ",".join(map(format_size, plan.lengths))]
-    for option in ("heads", "batch", "head_dim", "dtype", "repeats"):
+    words = ["muse", "bench", "--device", settings.device]
+    if not _has_own_lengths(settings):
+        words += ["--length", ",".join(map(format_size, plan.lengths))]
+    for option in ("heads", "key_heads", "batch", "head_dim", "dtype", "repeats"):
         words += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
     if settings.sweep is None:
         for attention in plan.attentions:
             words += ["--attention", attention]
     else:
         words += ["--sweep", settings.sweep]
+    if plan.captures is not None:
+        words += ["--captures", captures(plan.captures.path)]
+        words += ["--repeat-captures"] if plan.captures.repeat else []
     words.append("--causal" if settings.causal else "--no-causal")
     words.append("--memory" if settings.memory else "--no-memory")
     return shlex.join([*words, "--name", name])
@@ -181,7 +238,7 @@ def _bench_table(results: Results) -> Table:
     hardware, versions = machine_lines(results.machine)
     columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
     table = new_table(f"{hardware}\n{versions}", *columns)
-    table.caption = caption(results.settings).replace("`", "")
+    table.caption = caption(results).replace("`", "")
     for (shape, sdpa), cases in itertools.groupby(
         sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
     ):
@@ -215,7 +272,8 @@ def _retrieval_table(results: Results) -> Table:
     table.caption = meaning(case.fidelity for case in cases)
     for case in cases:
         cells = [column.cell(case.fidelity) for column in columns]
-        table.add_row(case.attention, format_shape(case.shape, results.settings.sweep), *cells)
+        shape = format_shape(case.shape, results.settings.sweep).replace(", ", ",\n")  # leaves room for the name
+        table.add_row(case.attention, shape, *cells)
     return table
 
 
@@ -224,16 +282,10 @@ def _time_cell(seconds: float, speedup: float | None = None) -> str:
 
 
 def _plot_speedup(results: Results, path: Path) -> None:
-    sweep = None if results.settings.sweep is None else find_sweep(results.settings.sweep)
+    sweep = results.settings.sweep
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {"forward": {}, "forward + backward": {}}
     for case in sorted_cases(results):
-        curve, size = _curve_and_size(case, sweep)
+        curve, size = curve_and_size(case.request, sweep)
         panels["forward"].setdefault(curve, []).append((size, case.speedup_forward))
         panels["forward + backward"].setdefault(curve, []).append((size, case.speedup_forward_backward))
-    plot_speedup(panels, path, against="sequence length" if sweep is None else sweep.label)
-
-
-def _curve_and_size(case: Case, sweep: Sweep | None) -> tuple[str, int]:
-    if sweep is None:
-        return case.request.attention, case.shape.length
-    return f"MuSe at {format_size(case.shape.length)}", sweep.value_of(case.request)
+    plot_speedup(panels, path, against=axis_label(sweep))

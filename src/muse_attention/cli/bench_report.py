@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+from muse_attention.benchmark.request import Shape
 from muse_attention.benchmark.results import Case, Results
 from muse_attention.benchmark.stages import STAGES
-from muse_attention.benchmark.sweeps import find_sweep, format_shape
+from muse_attention.benchmark.sweeps import axis_label, curve_and_size, format_shape
 from muse_attention.benchmark.tables import (
     caption,
     format_error,
@@ -16,6 +17,7 @@ from muse_attention.benchmark.tables import (
     format_seconds,
     format_share,
     retrieval_columns,
+    settings_line,
     sorted_cases,
 )
 from muse_attention.evaluation.attentions import names_table, short_names
@@ -24,7 +26,6 @@ from muse_attention.fidelity_columns import ERROR
 from muse_attention.markup import csv_text
 from muse_attention.plots import PALETTE, Axis, Line, Rule, draw_lines
 from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
-from muse_attention.sizes import format_size
 
 _PASSES = {"forward": "speedup_forward", "forward + backward": "speedup_forward_backward"}
 
@@ -43,7 +44,7 @@ def bench_report(results: Results, file_name: str) -> Report:
             "Time, error and memory",
             figures=[_figure(results, title, ratio) for title, ratio in _PASSES.items()],
             tables=[_table(results, cases, _measures(), map(_cells, cases))],
-            notes=[caption(settings).replace("`", "")],
+            notes=[caption(results).replace("`", "")],
         )
     ]
     if known := retrieval_columns(cases):
@@ -63,7 +64,7 @@ def bench_report(results: Results, file_name: str) -> Report:
         ],
         cards=[
             Card("speed-up", format_ratio(best.speedup_forward_backward), f"{name}, forward + backward, {where}"),
-            Card("RSE", format_error(error), "on synthetic data"),
+            Card("RSE", format_error(error), "on synthetic data" if settings.captures is None else "on captured heads"),
             Card("extra memory", format_memory(best.extra_memory_bytes),
                  f"exact: {format_memory(best.sdpa_extra_memory_bytes)}"),
         ],
@@ -71,9 +72,7 @@ def bench_report(results: Results, file_name: str) -> Report:
         names=names_table(case.attention for case in cases),
         provenance=provenance_of(
             results,
-            f"Clustered synthetic queries, keys and values, {'causal' if settings.causal else 'full'} attention, batch "
-            f"{settings.batch}, {settings.heads} heads of {settings.head_dim}, {settings.dtype}, seed {settings.seed}, "
-            f"on {settings.device}",
+            f"Data: {settings_line(settings)}",
         ),
         csv=_csv(cases),
     )  # fmt: skip
@@ -112,14 +111,13 @@ def _table(results: Results, cases: Sequence[Case], columns: Sequence[Column], r
 
 def _figure(results: Results, title: str, ratio: str) -> Figure:
     """Speed-up against the length, or against what a sweep varies: a line for each attention that was asked for."""
-    sweep = None if results.settings.sweep is None else find_sweep(results.settings.sweep)
+    sweep = results.settings.sweep
     curves: dict[str, list[tuple[float, float]]] = {}
     for case in sorted_cases(results):
-        name = case.request.attention if sweep is None else f"MuSe at {format_size(case.shape.length)}"
-        size = case.shape.length if sweep is None else sweep.value_of(case.request)
+        name, size = curve_and_size(case.request, sweep)
         curves.setdefault(name, []).append((size, getattr(case, ratio)))
     lines = [Line(name, curve, PALETTE[place % 7], "o") for place, (name, curve) in enumerate(curves.items())]
-    x = Axis("sequence length" if sweep is None else sweep.label, log=2, is_size=True)
+    x = Axis(axis_label(sweep), log=2, is_size=True)
     draw = functools.partial(
         draw_lines, lines, x, Axis("speed-up over SDPA", log=2), rules=[Rule("SDPA", 1, "#999999")]
     )
@@ -139,4 +137,4 @@ def _csv(cases: Sequence[Case]) -> str:
     ]
     times = ("forward_seconds", "forward_backward_seconds", "sdpa_forward_seconds", "sdpa_forward_backward_seconds")
     memory = ("extra_memory_bytes", "sdpa_extra_memory_bytes")
-    return csv_text(["attention", "length", "heads", "head_dim", *times, *memory, *measures], rows)
+    return csv_text(["attention", *Shape._fields, *times, *memory, *measures], rows)

@@ -14,8 +14,8 @@ import typer
 from muse_attention.benchmark.plan import Plan
 from muse_attention.benchmark.results import Case, Settings
 from muse_attention.benchmark.suite import run_plan, start_results
+from muse_attention.benchmark.sweeps import format_heads
 from muse_attention.benchmark.tables import (
-    count_heads,
     format_error,
     format_ratio,
     format_seconds,
@@ -99,10 +99,12 @@ def demo_recipe(name: str) -> Recipe:
 
 def _attend(path: Path, place: Place, overwrite: bool) -> None:
     """What MuSe is for: one causal call on a long sequence."""
+    heads = 8 if place.device == "cuda" else 1
     settings = Settings(
         device=place.device,
         batch=1,
-        heads=8 if place.device == "cuda" else 1,
+        heads=heads,
+        key_heads=heads,
         head_dim=64,
         dtype="bfloat16" if place.device == "cuda" else "float32",
         causal=True,
@@ -112,8 +114,8 @@ def _attend(path: Path, place: Place, overwrite: bool) -> None:
     plan = Plan.at_lengths(settings, [_LENGTH], list(_ATTENTIONS))
     results = start_results(plan, path, overwrite=overwrite, way_out=WAY_OUT)
     typer.echo("MuSe approximates softmax attention while a model is trained on long sequences.")
-    heads = count_heads(settings.heads)
-    what = f"one causal attention call on {format_size(_LENGTH)} tokens, {heads}, forward and backward"
+    tokens = f"{format_size(_LENGTH)} tokens, {format_heads(heads, heads)}"
+    what = f"one causal attention call on {tokens}, forward and backward"
     if not _is_done(1, what, path, is_done=not plan.missing(results)):
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)

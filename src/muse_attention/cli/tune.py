@@ -8,16 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import DTYPES, Workload, sdpa
 from muse_attention.by_name import get_attention
-from muse_attention.cli.app import Device, Overwrite, Resume, app, make_folder, progress_bar, user_errors
+from muse_attention.captured_heads import Captures, LookupAt, capture_heads, load_captures, save_captures
+from muse_attention.cli.app import (
+    Device,
+    Overwrite,
+    RepeatCaptures,
+    Resume,
+    app,
+    make_folder,
+    progress_bar,
+    user_errors,
+)
 from muse_attention.cli.language_model import Dtype, Model, Place, Text, load_quietly, name_of
 from muse_attention.cli.measuring import Output, add_command, measuring, results_file, show, spell, write
-from muse_attention.evaluation.captures import Captures, LookupAt, capture_heads, load_captures, save_captures
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.evaluation.tuning.candidates import (
@@ -61,18 +69,19 @@ def tune(
         Path | None,
         typer.Option("--save-captures", help="Write the captured heads, .safetensors or .pt, and measure nothing."),
     ] = None,
+    groups: Annotated[
+        bool,
+        typer.Option(
+            "--groups", help="With --save-captures: whole groups of heads that share their keys, for muse bench."
+        ),
+    ] = False,
     needles: Annotated[
         bool,
         typer.Option(
             "--needles", help="Bury a needle in each sample, and tell how much of the weight on it is attended to."
         ),
     ] = False,
-    repeat: Annotated[
-        bool,
-        typer.Option(
-            "--repeat-captures", help="Lay captured samples end to end where they are shorter than --length: hard."
-        ),
-    ] = False,
+    repeat: RepeatCaptures = False,
     device: Device = None,
     dtype: Dtype = None,
     output: Output = Path("out/tune"),
@@ -91,6 +100,8 @@ def tune(
     with user_errors():
         if captures is not None and saved is not None:
             raise ValueError("--captures and --save-captures exclude each other: captures are saved once")
+        if groups and saved is None:
+            raise ValueError("--groups needs --save-captures FILE: muse tune measures heads with keys of their own")
         if not error >= 0:
             raise ValueError(f"--error {error} must be a number of at least 0")
         for named in [*(attention or []), *(only or [])]:
@@ -114,7 +125,7 @@ def tune(
         path = results_file(TuningResults, output, asked.name, overwrite=overwrite or saved is not None)
     with measuring(path, asked.spell(str, model, output=output), overwrite=overwrite):
         if saved is not None:
-            save_captures(_capture(asked), saved)
+            save_captures(_capture(asked, grouped=groups), saved)
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
             return
         found = _open(asked)
@@ -172,7 +183,7 @@ def _open(asked: _Asked) -> Captures:
     return found if asked.length is None else found.with_length(asked.length, repeat=asked.repeat)
 
 
-def _capture(asked: _Asked) -> Captures:
+def _capture(asked: _Asked, *, grouped: bool = False) -> Captures:
     """Samples of the length, or of the model's context where that is shorter and they may be repeated."""
     model, tokenizer = load_quietly(asked.model, asked.place)
     length = asked.length or _DEFAULT_LENGTH
@@ -187,7 +198,7 @@ def _capture(asked: _Asked) -> Captures:
     else:
         read = read_samples(tokenizer, asked.texts, length, asked.samples)
     described = describe_model(name_of(asked.model), model)
-    captures = capture_heads(model, read.tokens, asked.heads, model_name=described, text=read.source)
+    captures = capture_heads(model, read.tokens, asked.heads, model_name=described, text=read.source, grouped=grouped)
     return replace(captures, lookups=lookups)
 
 
@@ -205,12 +216,7 @@ class _Clock:
 
 
 def _clock(captures: Captures, repeats: int) -> _Clock:
-    generator = torch.Generator().manual_seed(0)
-    grad_out = torch.randn(captures.value.shape, generator=generator).to(captures.value)
-    query, key, value = (
-        tensor.detach().clone().requires_grad_() for tensor in (captures.query, captures.key, captures.value)
-    )
-    return _Clock(Workload(query, key, value, grad_out, is_causal=True), repeats)
+    return _Clock(Workload.of(captures.query, captures.key, captures.value, is_causal=True), repeats)
 
 
 def _show(results: TuningResults) -> None:

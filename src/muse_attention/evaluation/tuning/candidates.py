@@ -18,9 +18,9 @@ from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
+from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
 from muse_attention.evaluation.attentions import full_name, settings_of
-from muse_attention.evaluation.captures import Captures
 from muse_attention.evaluation.lookups.weight import found_weight
 from muse_attention.evaluation.settings import OnStep
 from muse_attention.evaluation.stored import StoredResults

@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,14 +53,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Captures:
-    """Heads with keys of their own, for the softmax scale 1/sqrt(head_dim)."""
+    """Heads with keys of their own, or in equal groups that share them, for the softmax scale 1/sqrt(head_dim)."""
 
     query: Tensor
     """(samples, heads, length, head_dim)"""
     key: Tensor
-    """(samples, heads, length, head_dim)"""
+    """(samples, key heads, length, head_dim)"""
     value: Tensor
-    """(samples, heads, length, value_dim)"""
+    """(samples, key heads, length, value_dim)"""
     origin: Origin
     lookups: tuple[LookupAt, ...] = ()
 
@@ -71,6 +71,11 @@ class Captures:
     @property
     def samples(self) -> int:
         return self.query.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        """Heads that share their keys; 1: each has its own."""
+        return self.query.shape[1] // self.key.shape[1]
 
     @property
     def fingerprint(self) -> str:
@@ -84,28 +89,44 @@ class Captures:
         moved = {name: getattr(self, name).to(device, dtype) for name in _TENSORS}
         return replace(self, **moved)
 
-    def with_heads(self, number: int) -> Captures:
-        """So many of the heads, evenly spread."""
-        chosen = spread(len(self.origin.heads), number)
-        tensors = {name: getattr(self, name)[:, chosen] for name in _TENSORS}
-        heads = tuple(self.origin.heads[index] for index in chosen)
-        return replace(self, **tensors, origin=replace(self.origin, heads=heads))
+    def with_heads(self, number: int, key_heads: int | None = None) -> Captures:
+        """So many of the heads, evenly spread, with keys of their own; or in groups that share so many key heads."""
+        heads, of_keys = self.choose_heads(number, key_heads)
+        return replace(
+            self,
+            query=self.query[:, heads],
+            key=self.key[:, of_keys],
+            value=self.value[:, of_keys],
+            origin=replace(self.origin, heads=tuple(self.origin.heads[head] for head in heads)),
+        )
+
+    def choose_heads(self, number: int, key_heads: int | None = None) -> tuple[list[int], list[int]]:
+        """Which heads, and which key heads, `with_heads` gives."""
+        available = self.key.shape[1]
+        if key_heads is None or key_heads == number:
+            heads = spread(len(self.origin.heads), number)
+            return heads, [head // self.group_size for head in heads]
+        size = number // key_heads
+        if size * key_heads != number or size > self.group_size or key_heads > available:
+            wanted = f"{key_heads} of {number / key_heads:g}"
+            raise ValueError(
+                f"{available} groups of {self.group_size} heads were captured, not {wanted}; choose other --heads and "
+                "--key-heads, or capture groups by muse tune --save-captures FILE --groups"
+            )
+        of_keys = spread(available, key_heads)
+        return [of_key * self.group_size + place for of_key in of_keys for place in range(size)], of_keys
 
     def with_length(self, length: int, *, repeat: bool = False) -> Captures:
         """The beginning of each sample; or, with `repeat`, samples laid end to end where they are shorter.
 
         That is harder than a text of this length: every pattern of positions recurs with each sample.
         """
+        number = self.samples_of(length, repeat=repeat)
         if length <= self.length:
             tensors = {name: getattr(self, name)[:, :, :length] for name in _TENSORS}
             return replace(self, **tensors, lookups=tuple(at for at in self.lookups if at.position < length))
-        if not repeat:
-            raise ValueError(
-                f"the captured samples have {self.length} tokens, less than {length}; choose a smaller --length, or "
-                "lay them end to end by --repeat-captures"
-            )
         pieces = -(-length // self.length)
-        rows = [[(row * pieces + piece) % self.samples for piece in range(pieces)] for row in range(self._rows(pieces))]
+        rows = [[(row * pieces + piece) % self.samples for piece in range(pieces)] for row in range(number)]
         tensors = {
             name: torch.stack([torch.cat([getattr(self, name)[index] for index in row], 1)[:, :length] for row in rows])
             for name in _TENSORS
@@ -122,9 +143,21 @@ class Captures:
         )
         return replace(self, **tensors, origin=replace(self.origin, laid=laid), lookups=tuple(lookups))
 
-    def _rows(self, pieces: int) -> int:
-        """Long samples that can be made without using a short one in two of them, but at least one."""
-        return max(1, self.samples // pieces)
+    def samples_of(self, length: int, *, repeat: bool = False) -> int:
+        """How many `with_length` gives: no short sample is part of two long ones, but there is at least one."""
+        if length > self.length and not repeat:
+            raise ValueError(
+                f"the captured samples have {self.length} tokens, less than {length}; choose a smaller --length, or "
+                "lay them end to end by --repeat-captures"
+            )
+        return max(1, self.samples // -(-length // self.length))
+
+
+class _Unit(NamedTuple):
+    """Heads that are captured together."""
+
+    layer: int
+    heads: range
 
 
 def spread(available: int, number: int) -> list[int]:
@@ -135,24 +168,34 @@ def spread(available: int, number: int) -> list[int]:
     return [(2 * index + 1) * available // (2 * number) for index in range(number)]
 
 
-def capture_heads(model: PreTrainedModel, tokens: Tensor, number: int, *, model_name: str, text: str) -> Captures:
-    """So many heads, spread over the layers without a window, on (samples, length) tokens."""
+def capture_heads(
+    model: PreTrainedModel, tokens: Tensor, number: int, *, model_name: str, text: str, grouped: bool = False
+) -> Captures:
+    """So many heads, spread over the layers without a window, on (samples, length) tokens.
+
+    Each has keys of its own, though heads of the model may share them. `grouped`: whole groups of heads that share
+    their keys, of at least so many heads.
+    """
     from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
 
-    found: list[tuple[int, int]] = []
-    visit_layers(
-        model,
-        tokens[:1, :_FEW_TOKENS],
-        lambda layer, query, *_: found.extend((layer, head) for head in range(query.shape[1])),
-    )
+    found: list[_Unit] = []
+
+    def list_units(layer: int, query: Tensor, key: Tensor, *_: object) -> None:
+        size = query.shape[1] // key.shape[1] if grouped else 1
+        found.extend(_Unit(layer, range(first, first + size)) for first in range(0, query.shape[1], size))
+
+    visit_layers(model, tokens[:1, :_FEW_TOKENS], list_units)
     if not found:
         raise ValueError("every layer of this model has a window, so that no attention changes it")
-    chosen = [found[index] for index in spread(len(found), number)]
+    if len({len(unit.heads) for unit in found}) > 1:
+        raise ValueError("the layers of this model have groups of different sizes; capture without --groups")
+    chosen = [found[index] for index in spread(len(found), -(-number // len(found[0].heads)))]
     samples: list[list[Tensor]] = []
 
     def keep(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        heads = [head for of_layer, head in chosen if of_layer == layer]
-        shared = [head // (query.shape[1] // key.shape[1]) for head in heads]
+        units = [unit.heads for unit in chosen if unit.layer == layer]
+        heads = [head for unit in units for head in unit]
+        shared = [unit[0] // (query.shape[1] // key.shape[1]) for unit in units]
         # With this factor the scale is the usual one.
         parts = (query[:, heads] * (scale * math.sqrt(query.shape[3])), key[:, shared], value[:, shared])
         if heads:
@@ -165,7 +208,7 @@ def capture_heads(model: PreTrainedModel, tokens: Tensor, number: int, *, model_
             raise ValueError("the layers of this model have heads of different sizes; use another model")
         samples.append([torch.cat(parts, dim=1) for parts in zip(*layers, strict=True)])
     query, key, value = (torch.cat(parts) for parts in zip(*samples, strict=True))
-    heads = tuple(f"layer {layer}, head {head}" for layer, head in chosen)
+    heads = tuple(f"layer {unit.layer}, head {head}" for unit in chosen for head in unit.heads)
     return Captures(query, key, value, Origin(model_name, text, heads))
 
 
@@ -213,10 +256,12 @@ def _read(path: Path) -> Captures:
 
 def _check(captures: Captures) -> None:
     check_types(captures)
-    shapes = [tuple(getattr(captures, name).shape) for name in _TENSORS]
-    if {len(shape) for shape in shapes} != {4} or len({shape[:3] for shape in shapes}) > 1 or shapes[0] != shapes[1]:
+    query, key, value = (tuple(getattr(captures, name).shape) for name in _TENSORS)
+    if {len(query), len(key), len(value)} != {4} or key[:3] != value[:3] or query[3] != key[3]:
         raise ValueError("the tensors are not of the same heads")
-    if not all(shapes[0]) or len(captures.origin.heads) != shapes[0][1]:
+    if (query[0], query[2]) != (key[0], key[2]) or not all((*query, *key)) or query[1] % key[1]:
+        raise ValueError("the tensors are not of the same heads")
+    if len(captures.origin.heads) != query[1]:
         raise ValueError("the heads are not those of the tensors")
     if not all(getattr(captures, name).is_floating_point() for name in _TENSORS):
         raise ValueError("the tensors are no numbers")

@@ -1,0 +1,16 @@
+"""What attentions of other libraries need, checked before anything runs."""
+
+from __future__ import annotations
+
+from muse_attention.baselines.flex import check_flex
+from muse_attention.baselines.nsa import check_nsa
+from muse_attention.benchmark.request import Request
+
+
+def check_peer(request: Request, device: str, *, is_causal: bool) -> None:
+    """Raise ValueError if an attention of another library cannot serve the request."""
+    kind, _, _ = request.attention.partition(":")
+    if kind == "flex_attention":
+        check_flex(device)
+    elif kind == "nsa":
+        check_nsa(device, request.shape.heads, request.shape.key_heads, is_causal=is_causal)
