@@ -151,11 +151,12 @@ def test_moba_goes_through_the_retrieval_kernels() -> None:
 
 
 def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from muse_attention.kernels import far_field
+    from muse_attention.kernels import far_field, schedule
 
     inputs = Shape("", "", length=70, batch=2).tensors(torch.float32)
     results = []
     for room in (1 << 40, 0):
+        monkeypatch.setattr(schedule, "_schedules", {})
         monkeypatch.setattr(far_field, "WORKSPACE_BYTES", room)
         monkeypatch.setattr(far_field, "WORKSPACE_OF_INPUTS", 0)
         out = muse_attention(*inputs, is_causal=True, config="Q3K4R2B32", backend="triton")
@@ -169,10 +170,12 @@ def test_a_plan_is_views_of_one_tensor(is_ragged: bool) -> None:
     shapes = Plan.shapes(
         heads=4, key_heads=2, length=10, blocks=3, query_clusters=5, key_clusters=6, picks=2, is_ragged=is_ragged
     )
-    memory = torch.arange(sum(rows * columns for rows, columns in shapes), dtype=torch.int32)
+    memory = torch.arange(Plan.size(shapes), dtype=torch.int32)
     plan = Plan.of(memory, shapes)
     assert plan.pair_order.shape == (2, 40)
-    assert torch.equal(torch.cat([tensor.flatten() for tensor in vars(plan).values()]), memory)
+    numbers = torch.cat([tensor.flatten() for tensor in vars(plan).values()])
+    assert len(numbers.unique()) == sum(rows * columns for rows, columns in shapes)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in vars(plan).values())
     assert plan.of_heads(slice(1, 2), slice(2, 4)).segment_order.shape == (2, 10)
 
 

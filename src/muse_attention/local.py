@@ -85,7 +85,6 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: boo
             query, key, value, 0.0, is_causal, attn_mask=None, scale=scale
         )
     elif operator == "cudnn":
-        key, value = _repeat_heads((key, value), query.shape[1])
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, is_causal, False, scale=scale
         )
@@ -120,7 +119,8 @@ def fused_attention_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=None, scale=scale
         )
     else:
-        key, value = _repeat_heads((key, value), query.shape[1])
+        if operator != "cudnn":
+            key, value = _repeat_heads((key, value), query.shape[1])
         length = query.shape[2]
         no_lengths, no_dropout = None, torch.empty(0, dtype=torch.int64, device=query.device)
         if operator == "cudnn":
@@ -276,6 +276,8 @@ def _blocks(tensors: tuple[Tensor, ...], block_size: int) -> list[list[Tensor]]:
     they go into the batch: (batch nb, heads, B, X).
     """
     length = tensors[0].shape[2]
+    if length % block_size == 0 and _same_heads(tensors):
+        return [[tensor.reshape(-1, length // block_size, block_size, tensor.shape[3]) for tensor in tensors]]
     whole = length // block_size * block_size
     cuts = [(0, whole, block_size), (whole, length, length - whole)]
     same_heads = _same_heads(tensors)
