@@ -206,8 +206,8 @@ class MuSeConfig:
 
     @classmethod
     def named(cls, text: str, length: int) -> MuSeConfig:
-        """Read a text for a length: any text of `parse`; `"QK32R2"`, with the block size of `for_length(length)`;
-        `"paper"` and `"paper,seed=1"`, for `paper(length)`.
+        """Read a text for a length: any text of `parse`; `"QK32R2"`, with the block size of `for_length(length)`, or
+        the paper's if that is less; `"paper"` and `"paper,seed=1"`, for `paper(length)`.
         """
         if not follows_length(text):
             return cls.parse(text)
@@ -215,13 +215,14 @@ class MuSeConfig:
         if _is_of_paper(text):
             return _parse(text, _scale_as_paper(length))
         _parse(text)  # an error names the text as it was given
-        return _parse(f"{text},block_size={cls.for_length(length).block_size}")
+        block_size = min(cls.for_length(length).block_size, _scale_as_paper(length)[1])
+        return _parse(f"{text},block_size={block_size}")
 
     @classmethod
     def for_length(cls, length: int) -> MuSeConfig:
         """The default of `muse_attention` for a length: the row of `defaults.DEFAULTS` that serves it.
 
-        It does not depend on the device. Below 32k tokens on a GPU and 16k on a CPU exact attention is faster.
+        It does not depend on the device. Up to 8k tokens exact attention is faster, and the default is close to it.
         """
         _check_length("for_length", length)
         return cls.named(default_text(length), length)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from muse_attention.sizes import nearest_power_of_two
 
-SMALLEST_BLOCK = 256
+SMALLEST_BLOCK = 1024
 """Of those that follow the length: sequences up to it are attended to exactly."""
 
 
@@ -20,13 +20,16 @@ class Default(NamedTuple):
 
 
 DEFAULTS = (
-    Default(8 * 1024, "Q64K64R8T0.01,cap_factor=none", blocks=8),
-    Default(32 * 1024, "Q64K64R8T0.03,cap_factor=none", blocks=8),
-    Default(None, "Q64K64R8T0.03,cap_factor=none", blocks=16),
+    Default(8 * 1024, "Q128K128R32T0.001,caution=2,cap_factor=none", blocks=8),
+    Default(16 * 1024, "Q32K32R8T0.1,caution=2,cap_factor=none", blocks=8),
+    Default(32 * 1024, "Q32K64R8T0.2,caution=2,cap_factor=none", blocks=8),
+    Default(128 * 1024, "Q32K64R8T0.2,caution=2,cap_factor=none", blocks=16),
+    Default(None, "Q32K64R8T0.2,caution=2,cap_factor=none", blocks=32),
 )
 """From short sequences to long ones; the first that serves a length is taken.
 
-What was measured, and why these: docs/lab-log.md, "Error control in the kernels", and benchmarks/error-control.
+Up to 8k nothing is faster than exact attention on a GPU, and the default is the one that is closest to it. What was
+measured, and why these: docs/lab-log.md, "The defaults", and benchmarks/error-control.
 """
 
 
