@@ -9,6 +9,7 @@ form `delta = sum(dO * O)` from it. A gradient of the lse enters as one more col
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -172,8 +173,13 @@ def _has_cudnn(device: torch.device) -> bool:
         torch.backends.cuda.cudnn_sdp_enabled()
         and not torch.are_deterministic_algorithms_enabled()
         and torch.backends.cudnn.is_available()
-        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and _generation(device) >= (9, 0)
     )
+
+
+@functools.cache
+def _generation(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...]:

@@ -47,6 +47,7 @@ def _text(config: MuSeConfig) -> str:
 
 
 _text_once = functools.lru_cache(maxsize=256)(str)
+_config = functools.lru_cache(maxsize=256)(MuSeConfig.parse)
 
 
 def single_cluster(query: Tensor, key: Tensor) -> Clusters:
@@ -99,7 +100,7 @@ def _cluster(
     query: Tensor, key: Tensor, config: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _no_autocast(query):
-        found = pipeline.find_clusters(query, key, MuSeConfig.parse(config), scale=scale, backend=backend)
+        found = pipeline.find_clusters(query, key, _config(config), scale=scale, backend=backend)
     spread = query.new_empty(0) if found.key_spread is None else found.key_spread
     return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment, spread
 
@@ -107,7 +108,7 @@ def _cluster(
 def _shapes_of_cluster(
     query: Tensor, key: Tensor, config: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parsed = MuSeConfig.parse(config)
+    parsed = _config(config)
     dtype = compute_dtype(query.dtype)
     query_clusters = parsed.query_clusters if parsed.tilt else 1
     return (
@@ -142,7 +143,7 @@ def _forward(
             value,
             _clusters(query_centroids, query_assignment, key_assignment, key_spread),
             chosen,
-            MuSeConfig.parse(config),
+            _config(config),
             is_causal=is_causal,
             scale=scale,
             backend=backend,
@@ -167,7 +168,7 @@ def _shapes_of_forward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parsed = MuSeConfig.parse(config)
+    parsed = _config(config)
     batch, heads, length, _ = query.shape
     rows = (batch, heads, length)
     of_opened, of_retrieved, _ = pipeline.selection_shapes(parsed, length)
@@ -215,7 +216,7 @@ def _backward(
             Selection(opened, retrieved),
             Partial(out, lse),
             memory,
-            MuSeConfig.parse(config),
+            _config(config),
             is_causal=is_causal,
             scale=scale,
             backend=backend,

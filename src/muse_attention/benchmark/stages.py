@@ -17,7 +17,7 @@ _FUSED_ATTENTION = ("cudnn", "flash", "fmha")
 _KERNELS = {
     "clustering": (
         "_take", "_stream", "_sum_members", "_mean_of_parts", "_find_nearest", "_move_overflow", "_sum_squares",
-        "_scale_to_mean",
+        "_scale_to_mean", "_copy",
     ),
     "sorting": (
         "_count_clusters", "_sum_rows", "_sum_before", "_place_by_cluster", "_pack", "_count_digits", "_place_by_digit",
@@ -27,7 +27,7 @@ _KERNELS = {
     "summaries": ("_summarise", "_accumulate_backward", "_summarise_backward"),
     "selection": (
         "_select_clusters", "_select_blocks", "_find_lowest_bin", "_list_opened", "_mark_opened", "_list_marked",
-        "_mark_terms", "_mark_terms_of_bits",
+        "_mark_terms", "_mark_terms_of_bits", "_fill",
     ),
     "attention to summaries": (
         "_select_and_attend", "_attend_to_summaries", "_summaries_backward_to_queries", "_backward_to_summaries",

@@ -36,21 +36,15 @@ WORKSPACE_OF_INPUTS = 2
 Key heads go in groups that need no more."""
 
 
-def find_clusters(sides: list[Side], config: MuSeConfig) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+def find_clusters(sides: list[Side], config: MuSeConfig) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
     """Centroids and assignment of each side, and how the keys, the last one, are spread about theirs."""
     keys = sides[-1].vectors
-    vectors = [_by_head(side.vectors) for side in sides]
     order = clustering.shuffled_positions(keys.shape[2], config.seed, keys.device)
     how = tuple((side.factor, side.clusters, side.cap) for side in sides)
-    tables = iter(schedule.run(_find_clusters, (order, *vectors), (how, config)))
-    found = [
-        (
-            next(tables).view(*side.vectors.shape[:2], side.clusters, side.vectors.shape[3]),
-            next(tables).view(side.vectors.shape[:3]),
-        )
-        for side in sides
-    ]
-    return found, next(tables).view(*keys.shape[:2], keys.shape[3]) if config.needs_spread else None
+    vectors = [schedule.aligned(side.vectors) for side in sides]
+    tables = schedule.run(_find_clusters, (order, *vectors), (how, config))
+    found = [tables[2 * number : 2 * number + 2] for number in range(len(sides))]
+    return found, tables[-1] if config.needs_spread else None
 
 
 def attend(
@@ -68,16 +62,11 @@ def attend(
 ) -> tuple[Partial, Selection, Tensor]:
     """Merge the far field into `own`; also the selection, `chosen` if there is one, else of these `shapes`, and what
     `attend_backward` wants to be told."""
-    heads = _Heads.of(query, key, value, clusters)
-    merged = Partial(_by_head(own.out), _by_head(own.lse))
-    picked = (None, None) if chosen is None else _selection_by_head(chosen)
-    tensors = (*heads.tensors(), merged.out, merged.lse, *picked)
+    merged = Partial(schedule.aligned(own.out), schedule.aligned(own.lse))
+    picked = (None, None) if chosen is None else _as_integers(chosen.opened, chosen.retrieved)
+    tensors = (*_inputs(query, key, value, clusters), merged.out, merged.lse, *picked)
     memory, *selected = schedule.run(_attend_in_groups, tensors, (shapes, config, is_causal, scale))
-    if chosen is None:
-        opened, retrieved = selected
-        of_rows = query.shape[:3]
-        chosen = Selection(opened.view(*of_rows, *shapes.opened), retrieved.view(*of_rows, *shapes.retrieved))
-    return Partial(merged.out.view(own.out.shape), merged.lse.view(own.lse.shape)), chosen, memory
+    return merged, Selection(*selected) if chosen is None else chosen, memory
 
 
 def attend_backward(
@@ -97,45 +86,65 @@ def attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add the gradients of the far field to those of the own block. `memory` is what `attend` left."""
-    heads = _Heads.of(query, key, value, clusters)
-    gradients = [_by_head(gradient) for gradient in own]
+    grad_query, grad_key, grad_value = (schedule.aligned(gradient) for gradient in own)
     tensors = (
-        *heads.tensors(),
-        *gradients,
-        _by_head(grad_out),
-        None if grad_lse is None else _by_head(grad_lse),
-        _by_head(merged.out),
-        _by_head(merged.lse),
-        *_selection_by_head(selected),
+        *_inputs(query, key, value, clusters),
+        grad_query,
+        grad_key,
+        grad_value,
+        schedule.aligned(grad_out),
+        None if grad_lse is None else schedule.aligned(grad_lse),
+        schedule.aligned(merged.out),
+        schedule.aligned(merged.lse),
+        *_as_integers(selected.opened, selected.retrieved),
         memory,
     )
     schedule.run(_attend_backward_in_groups, tensors, (config, is_causal, scale))
-    grad_query, grad_key, grad_value = gradients
-    return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
+    return grad_query, grad_key, grad_value
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor, clusters: Clusters) -> tuple[Tensor | None, ...]:
+    """What `_Heads.of` reads."""
+    return (
+        schedule.aligned(query),
+        schedule.aligned(key),
+        schedule.aligned(value),
+        schedule.aligned(clusters.query_centroids.to(compute_dtype(query.dtype))),
+        *_as_integers(clusters.query_assignment, clusters.key_assignment),
+        None if clusters.key_spread is None else schedule.aligned(clusters.key_spread),
+    )
+
+
+def _as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return schedule.aligned(first.int()), schedule.aligned(second.int())
 
 
 def _find_clusters(order: Tensor, *tensors_and_settings: Any) -> tuple[Tensor, ...]:
-    """Tables of each side, (heads, clusters, D) and (heads, N), and the (key heads, D) spread of keys."""
-    *vectors, how, config = tensors_and_settings
-    sides = [Side(some, *of_side) for some, of_side in zip(vectors, how, strict=True)]
+    """Tables of each side, (batch, heads, clusters, D) and (batch, heads, N), and the (batch, key heads, D) spread of
+    keys."""
+    *tensors, how, config = tensors_and_settings
+    sides = [Side(tensor.flatten(0, 1), *of_side) for tensor, of_side in zip(tensors, how, strict=True)]
     if len({side.clusters for side in sides}) == 1:
         # Clustering is a chain of small steps: queries and keys take them together.
-        found = [
-            (copied(centroids), copied(assignment))
-            for centroids, assignment in clustering.cluster(sides, order, config)
-        ]
+        together = clustering.cluster(sides, order, config)
+        found = [(copied(centroids), copied(assignment)) for centroids, assignment in together]
     else:
         found = [of_side for side in sides for of_side in clustering.cluster([side], order, config)]
-    tables = [table for of_side in found for table in of_side]
+    tables = [
+        table.unflatten(0, tensor.shape[:2])
+        for tensor, of_side in zip(tensors, found, strict=True)
+        for table in of_side
+    ]
     if config.needs_spread:
-        tables.append(key_spread.find_key_spread(sides[-1].vectors, *found[-1]))
+        spread = key_spread.find_key_spread(sides[-1].vectors, *found[-1])
+        tables.append(spread.unflatten(0, tensors[-1].shape[:2]))
     return tuple(tables)
 
 
 def _attend_in_groups(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     query_centroids: Tensor,
     query_assignment: Tensor,
     key_assignment: Tensor,
@@ -149,15 +158,15 @@ def _attend_in_groups(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Merge the far field into `out` and `lse`, all in the layout of `_Heads`; the memory of a `Plan`, and a selection
-    if there was none."""
-    heads = _Heads(queries, keys, values, query_centroids, query_assignment, key_assignment, key_spread)
+    """Merge the far field into `out` and `lse`; the memory of a `Plan`, and a selection if there was none."""
+    heads = _Heads.of(query, key, value, query_centroids, query_assignment, key_assignment, key_spread)
     is_chosen = opened is not None and retrieved is not None
-    of_rows = queries.shape[:2]
-    rows = Selection(
-        query_assignment.new_empty(*of_rows, *shapes.opened) if opened is None else opened,
-        query_assignment.new_empty(*of_rows, *shapes.retrieved) if retrieved is None else retrieved,
-    )
+    of_rows = query.shape[:3]
+    if opened is None or retrieved is None:
+        opened = query_assignment.new_empty(*of_rows, *shapes.opened)
+        retrieved = query_assignment.new_empty(*of_rows, *shapes.retrieved)
+    rows = Selection(opened.flatten(0, 1), retrieved.flatten(0, 1))
+    out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     picks = pairs_per_query(config, rows.retrieved.shape[-2:])
     of_plan = heads.plan_shapes(config, picks)
     memory = query_assignment.new_empty(Plan.size(of_plan))
@@ -176,20 +185,20 @@ def _attend_in_groups(
             is_causal=is_causal,
             scale=scale,
         )
-    return (memory,) if is_chosen else (memory, rows.opened, rows.retrieved)
+    return (memory,) if is_chosen else (memory, opened, retrieved)
 
 
 def _attend_backward_in_groups(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     query_centroids: Tensor,
     query_assignment: Tensor,
     key_assignment: Tensor,
     key_spread: Tensor | None,
-    grad_queries: Tensor,
-    grad_keys: Tensor,
-    grad_values: Tensor,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -202,14 +211,18 @@ def _attend_backward_in_groups(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Add to the gradients; nothing new."""
-    heads = _Heads(queries, keys, values, query_centroids, query_assignment, key_assignment, key_spread)
+    heads = _Heads.of(query, key, value, query_centroids, query_assignment, key_assignment, key_spread)
+    gradients = [tensor.flatten(0, 1) for tensor in (grad_query, grad_key, grad_value)]
+    grad_out, out, lse = grad_out.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
+    grad_lse = None if grad_lse is None else grad_lse.flatten(0, 1)
+    opened, retrieved = opened.flatten(0, 1), retrieved.flatten(0, 1)
     picks = pairs_per_query(config, retrieved.shape[-2:])
     plan = Plan.of(memory, heads.plan_shapes(config, picks))
     for group in heads.groups(config, picks):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
         _attend_backward(
-            (grad_queries[of_queries], grad_keys[group], grad_values[group]),
+            (gradients[0][of_queries], gradients[1][group], gradients[2][group]),
             grad_out[of_queries],
             None if grad_lse is None else grad_lse[of_queries],
             Partial(out[of_queries], lse[of_queries]),
@@ -244,27 +257,9 @@ class _Heads:
     """(G, D)"""
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, clusters: Clusters) -> _Heads:
-        return cls(
-            _by_head(query),
-            _by_head(key),
-            _by_head(value),
-            _by_head(clusters.query_centroids).to(compute_dtype(query.dtype)),
-            _by_head(clusters.query_assignment).int(),
-            _by_head(clusters.key_assignment).int(),
-            None if clusters.key_spread is None else _by_head(clusters.key_spread),
-        )
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.queries,
-            self.keys,
-            self.values,
-            self.query_centroids,
-            self.query_assignment,
-            self.key_assignment,
-            self.key_spread,
-        )
+    def of(cls, *tensors: Tensor | None) -> _Heads:
+        """From the same with the axes batch and heads."""
+        return cls(*(None if tensor is None else tensor.flatten(0, 1) for tensor in tensors))  # type: ignore[arg-type]
 
     @property
     def shared_by(self) -> int:
@@ -505,12 +500,3 @@ def _attend_backward(
         add_to=gradients[1:],
     )
     merging.add_to_queries(gradients[0], of_summaries, of_pairs, found, selected.retrieved, gradients[0], scale=scale)
-
-
-def _by_head(tensor: Tensor) -> Tensor:
-    """(batch, heads, ...) -> (batch heads, ...), as kernels read it."""
-    return schedule.aligned(tensor.flatten(0, 1))
-
-
-def _selection_by_head(selected: Selection) -> tuple[Tensor, Tensor]:
-    return _by_head(selected.opened).int(), _by_head(selected.retrieved).int()

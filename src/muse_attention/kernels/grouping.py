@@ -91,7 +91,7 @@ def group_rows(
 ) -> Groups:
     """Sort the rows of (S, L) int32 by group; rows of group -1 come after all groups.
 
-    If only so many rows are `used`, (S,) int32, the order of the others is undefined.
+    If only so many rows are `used`, (S,) int32, the order of the others is undefined, and all of these have a group.
     """
     sequences, length = group_of_row.shape
     limits = group_of_row if used is None else used
@@ -102,7 +102,9 @@ def group_rows(
     totals = group_of_row.new_empty(sequences, digits)
     found = fill_in or Groups(torch.empty_like(group_of_row), group_of_row.new_empty(sequences, number_of_groups + 1))
     # Group and row travel together, in one integer.
-    bits, row_bits = number_of_groups.bit_length(), (length - 1).bit_length()
+    # (Rows of no group have a number after the last one's. Among those that are used there are none.)
+    largest = number_of_groups if used is None else number_of_groups - 1
+    bits, row_bits = max(1, largest.bit_length()), (length - 1).bit_length()
     dtype = torch.int32 if bits + row_bits < 32 else torch.int64
     packed = torch.empty_like(group_of_row, dtype=dtype)
     width = 1024
