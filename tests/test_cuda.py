@@ -282,6 +282,29 @@ def test_a_head_has_the_same_bits_alone(config: str) -> None:
                 assert torch.equal(a[:, 0], b[:, head]), name
 
 
+def test_a_million_tokens() -> None:
+    data = clustered_qkv(1, 1, 1 << 20, 64, dtype=torch.bfloat16, device="cuda")
+    out, *gradients = _whole(data, torch.randn_like(data[0]), str(MuSeConfig.for_length(1 << 20)))
+    assert all(tensor.isfinite().all() for tensor in (out, *gradients))
+    last, (query, key, value) = 64, (tensor.float() for tensor in data)
+    logits = query[:, :, -last:] @ key.mT / 8
+    logits += torch.full_like(logits, -torch.inf).triu(logits.shape[-1] - last + 1)
+    exact = logits.softmax(-1) @ value
+    assert (out[:, :, -last:] - exact).square().sum() < 0.05 * exact.square().sum()
+
+
+def test_more_programs_than_most_axes_of_a_grid_hold() -> None:
+    config = "Q256K16R2T0.01B64"
+    data = clustered_qkv(1, 1, 16384, 64, dtype=torch.bfloat16, device="cuda")
+    grad_out = torch.randn_like(data[0])
+    found = _whole(data, grad_out, config)
+    inputs = [tensor.detach().requires_grad_() for tensor in data]
+    out = muse_attention(*inputs, is_causal=True, config=config, backend="torch")
+    expected = [out.detach(), *torch.autograd.grad(out, inputs, grad_out)]
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).float().square().sum() < 1e-3 * b.float().square().sum()
+
+
 def test_hooks_of_triton_see_every_launch() -> None:
     data, grad_out = _long_inputs()
     expected = _whole(data, grad_out, "Q16K64R2T0.01B1k")

@@ -13,6 +13,10 @@ from muse_attention.config import MuSeConfig
 BACKENDS: tuple[str, ...] = ("auto", "torch", "triton", "reference")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST_HEAD = 256
+MOST_PROGRAMS = 65_535
+"""On all but the first axis of a grid."""
+_ROWS_AT_ONCE = 64
+"""Summaries of one key cluster, as seen from so many query clusters, are addressed with 32 bits."""
 MOST_CENTROID_NUMBERS = 1 << 15
 """A kernel holds the centroids of all clusters of a head on chip, both sizes padded to powers of two."""
 
@@ -45,6 +49,18 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
     if rows * widest >= 1 << 31:
         return (
             f"has fewer than 2^31 numbers in the queries of a key head, these have {rows * widest}: split the sequence"
+        )
+    heads = query.shape[0] * (query.shape[1] + value.shape[1])
+    if heads > MOST_PROGRAMS:
+        return f"has at most {MOST_PROGRAMS} heads of queries and keys in a batch, these are {heads}: split the batch"
+    blocks = config.number_of_blocks(query.shape[2])
+    if blocks > MOST_PROGRAMS:
+        return f"has at most {MOST_PROGRAMS} blocks, these are {blocks}: use a larger block_size"
+    numbers = _ROWS_AT_ONCE * blocks * config.key_clusters * widest
+    if numbers >= 1 << 31:
+        most = (1 << 31) // (_ROWS_AT_ONCE * config.key_clusters * widest)
+        return (
+            f"has fewer than {most} blocks with these clusters and heads, these are {blocks}: use a larger block_size"
         )
     if config.dipole != "none":
         return f"has no kernels for dipoles, the config has dipole={config.dipole!r}: use dipole='none'"

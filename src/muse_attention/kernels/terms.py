@@ -154,9 +154,10 @@ def attend_backward(
     ):
         launch = segments.fit(launches, value_dim)
         columns, at_once = (launch["CLUSTERS"], 1) if is_seen else (launch["CLUSTERS"] // 2, 2)
+        # (The first axis of a grid alone may have more than 65,535 programs.)
         grid = (
-            cdiv(segments.key_clusters, columns),
             segments.query_clusters * cdiv(segments.blocks, at_once),
+            cdiv(segments.key_clusters, columns),
             heads,
         )
         _backward_to_summaries[grid](
@@ -470,18 +471,18 @@ def _backward_to_summaries(
     column = tl.arange(0, CLUSTERS)
     of_low: tl.constexpr = 32 if IS_SEEN else CLUSTERS // 2
     if IS_SEEN:
-        query_cluster, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
+        query_cluster, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
         # (The first block of causal attention sees nothing.)
         if IS_CAUSAL and block == 0:
             return
-        first = tl.program_id(0) * CLUSTERS
+        first = tl.program_id(1) * CLUSTERS
         line = head * query_clusters + query_cluster
         cluster = first + column
         is_cluster = cluster < key_clusters
     else:
         twos = (blocks + 1) // 2
-        query_cluster, block = tl.program_id(1) // twos, tl.program_id(1) % twos * 2
-        first = tl.program_id(0) * of_low
+        query_cluster, block = tl.program_id(0) // twos, tl.program_id(0) % twos * 2
+        first = tl.program_id(1) * of_low
         line = head * query_clusters + query_cluster
         number = tl.load(listed_number + line)
         if first >= number:
