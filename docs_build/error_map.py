@@ -82,7 +82,7 @@ def draw(document: dict[str, Any]) -> None:
     norm = LogNorm(max(float(every.min()), 1e-5), float(every.max()))
     for axes, (label, errors) in zip((left, middle), maps.items(), strict=True):
         image = axes.imshow(errors, norm=norm, cmap="magma_r", aspect="auto", origin="lower")
-        axes.set_title(f"{label}\nmean {float(errors.mean()):.4f}", fontsize=10)
+        axes.set_title(f"{label}\nmean {float(errors.mean()):.2g}", fontsize=10)
         axes.set_xlabel("head")
         axes.set_xticks(range(0, errors.shape[1], 2))
     left.set_ylabel("layer")
@@ -97,7 +97,7 @@ def draw(document: dict[str, Any]) -> None:
     right.set_xlim(0, length)
     right.set_xlabel("position; the first block is exact")
     right.set_ylabel("RSE, mean over all heads")
-    right.legend(frameon=False)
+    right.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     save(figure, "error-map.svg")
 
 
