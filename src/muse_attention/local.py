@@ -98,7 +98,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: boo
     else:
         key, value = _repeat_heads((key, value), query.shape[1])
         out, lse = _chunked_attention(query, key, value, is_causal=is_causal, scale=scale)
-    return Partial(out[..., :value_dim], lse)
+    return Partial(_narrowed(out, value_dim), lse)
 
 
 def fused_attention_backward(
@@ -140,9 +140,9 @@ def fused_attention_backward(
             )
     grad_query, grad_key, grad_value = gradients
     return (
-        grad_query[..., :head_dim],
-        _sum_heads(grad_key, key_heads)[..., :head_dim],
-        _sum_heads(grad_value, key_heads)[..., :value_dim],
+        _narrowed(grad_query, head_dim),
+        _narrowed(_sum_heads(grad_key, key_heads), head_dim),
+        _narrowed(_sum_heads(grad_value, key_heads), value_dim),
     )
 
 
@@ -194,6 +194,11 @@ def _equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...
         pad(tensor, (0, dim - tensor.shape[-1])) if tensor.shape[-1] < dim else _with_contiguous_rows(tensor)
         for tensor in tensors
     )
+
+
+def _narrowed(tensor: Tensor, dim: int) -> Tensor:
+    """The first columns. (Every view takes the host some microseconds.)"""
+    return tensor if tensor.shape[-1] == dim else tensor[..., :dim]
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
@@ -299,7 +304,7 @@ def _unfolder(tensors: tuple[Tensor, ...]) -> Callable[[Tensor, Tensor], Tensor]
     """What undoes `_blocks`: a function of the blocks and of a tensor with the batch and heads they came from."""
 
     def from_heads(blocks: Tensor, like: Tensor) -> Tensor:
-        return blocks.flatten(1, 2).unflatten(0, like.shape[:2])
+        return blocks.reshape(*like.shape[:2], -1, blocks.shape[3])
 
     def from_batch(blocks: Tensor, like: Tensor) -> Tensor:
         return blocks.unflatten(0, (like.shape[0], -1)).transpose(1, 2).flatten(2, 3)
