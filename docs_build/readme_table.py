@@ -13,44 +13,47 @@ from muse_attention.sizes import format_size
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- table: python -m docs_build.readme_table -->", "<!-- end of table -->"
 COMPARED_LENGTH = 64 * 1024
+REAL = "heads of SmolLM2"
 GPU = "NVIDIA H200"
 PAPERS = "the paper's"
 
 
 def make_table(timings: list[Timing]) -> str:
     """README's table in Markdown."""
-    default = _newest(timings, DEFAULT, COMPARED_LENGTH)
-    paper = _newest(timings, PAPER, COMPARED_LENGTH, data=SYNTHETIC)
+    compared = [
+        _newest(timings, method, COMPARED_LENGTH, data) for data in (REAL, SYNTHETIC) for method in (DEFAULT, PAPER)
+    ]
     longest = max((timing for timing in timings if timing.method == PAPER), key=lambda timing: timing.length)
-    assert paper.extra_memory is not None
-    assert paper.exact_extra_memory is not None
+    default = _newest(timings, DEFAULT, COMPARED_LENGTH, SYNTHETIC)
+    assert default.extra_memory is not None
+    assert default.exact_extra_memory is not None
     rows = [
         *(
             (
                 f"Attention, {format_size(timing.length)} tokens, {timing.data}",
-                called,
+                "default" if timing.method == DEFAULT else PAPERS,
                 _milliseconds(timing.exact_seconds),
                 _milliseconds(timing.seconds),
                 f"**{timing.speedup:.2f}x** as fast",
                 _error(timing),
                 timing.file,
             )
-            for timing, called in ((default, "default"), (longest, PAPERS))
+            for timing in (*compared, longest)
         ),
         (
-            f"Memory of one call, {format_size(paper.length)} tokens, {paper.data}",
-            PAPERS,
-            _mebibytes(paper.exact_extra_memory),
-            _mebibytes(paper.extra_memory),
-            f"{paper.extra_memory / paper.exact_extra_memory:.1f} times as much",
-            _error(paper),
-            paper.file,
+            f"Memory of one call, {format_size(default.length)} tokens, {default.data}",
+            "default",
+            _mebibytes(default.exact_extra_memory),
+            _mebibytes(default.extra_memory),
+            f"{default.extra_memory / default.exact_extra_memory:.1f} times as much",
+            "",
+            default.file,
         ),
         *_training_rows(),
     ]
     titles = [f"one {GPU}, bfloat16", "configuration", "exact", "MuSe", "MuSe against exact", "error (RSE)", "record"]
     head = f"| {' | '.join(titles)} |\n| --- | --- | ---: | ---: | --- | --- | --- |"
-    if {default.gpu, longest.gpu, paper.gpu} != {GPU}:
+    if {timing.gpu for timing in (*compared, longest)} != {GPU}:
         raise ValueError(f"a row of README's table is not of an {GPU}, as its head says")
     return "\n".join([head, *(_row(*row) for row in rows)])
 
@@ -102,12 +105,8 @@ def _losses(cell: dict[str, Any]) -> list[float]:
     return [sum(size * loss for size, loss in zip(sizes, bins, strict=True)) / sum(sizes) for bins in cell["bins"]]
 
 
-def _newest(timings: list[Timing], method: str, length: int, data: str | None = None) -> Timing:
-    found = [
-        timing
-        for timing in timings
-        if timing.method == method and timing.length == length and data in (None, timing.data)
-    ]
+def _newest(timings: list[Timing], method: str, length: int, data: str) -> Timing:
+    found = [timing for timing in timings if (timing.method, timing.length, timing.data) == (method, length, data)]
     if not found:
         raise ValueError(f"no record has {method!r} at {length}: run muse bench or muse tune with it")
     return max(found, key=lambda timing: timing.date)

@@ -22,7 +22,7 @@ def draw(timings: list[Timing]) -> Path:
         # the default wherever it was measured; what it is compared with on the data that all lengths have
         if timing.method == DEFAULT or (timing.method in (PAPER, MOBA) and timing.data == SYNTHETIC):
             lines[timing.method, timing.data].append(timing)
-    figure, axes = pyplot.subplots(figsize=(7.2, 3.8))
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.4))
     axes.axhline(1, color=GREY, linewidth=1.2)
     lengths = sorted({timing.length for line in lines.values() for timing in line})
     axes.text(lengths[-1], 1.04, "exact attention (cuDNN)", color=GREY, ha="right", va="bottom", fontsize=10)
@@ -33,6 +33,7 @@ def draw(timings: list[Timing]) -> Path:
             marker="o",
             markersize=5,
             linewidth=2,
+            linestyle="solid" if data == SYNTHETIC else "dashed",
             color=_COLOURS[method],
             label=f"{method} ({data})",
         )
@@ -51,7 +52,7 @@ def draw(timings: list[Timing]) -> Path:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("sequence length")
     axes.set_ylabel("speed-up, forward + backward")
-    axes.legend(frameon=False, fontsize=10, loc="upper left")
+    axes.legend(frameon=False, fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     gpus = sorted({timing.gpu for line in lines.values() for timing in line})
     axes.set_title(f"{', '.join(gpus)}, 8 heads of 64, bfloat16, causal", fontsize=10, loc="left")
     return save(figure, PICTURE)

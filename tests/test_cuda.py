@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -294,19 +295,19 @@ def test_a_million_tokens() -> None:
 
 
 def test_more_programs_than_most_axes_of_a_grid_hold() -> None:
-    config = "Q256K16R2T0.01B64"
+    """The kernels err no more than the stages in PyTorch, which may cluster otherwise."""
+    muse = get_attention("muse:Q256K16R2T0.01B64")
+    attentions = (get_attention("exact"), partial(muse, backend="torch"), partial(muse, backend="triton"))
     data = clustered_qkv(1, 1, 16384, 64, dtype=torch.bfloat16, device="cuda")
     grad_out = torch.randn_like(data[0])
     results = []
-    for attention in ("exact", f"muse:{config}"):
-        for backend in ("torch", "triton") if attention != "exact" else (None,):
-            inputs = [tensor.detach().requires_grad_() for tensor in data]
-            options = {} if backend is None else {"backend": backend}
-            out = get_attention(attention)(*inputs, is_causal=True, **options)
-            results.append([out.detach(), *torch.autograd.grad(out, inputs, grad_out)])
+    for attention in attentions:
+        inputs = [tensor.detach().requires_grad_() for tensor in data]
+        out = attention(*inputs, is_causal=True)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, grad_out)])
     for exact, of_stages, of_kernels in zip(*results, strict=True):
-        errors = [(some - exact).float().square().sum() for some in (of_stages, of_kernels)]
-        assert errors[1] < 1.5 * errors[0] + 1e-4 * exact.float().square().sum()
+        of_torch, of_triton = ((some - exact).float().square().sum() for some in (of_stages, of_kernels))
+        assert of_triton < 1.5 * of_torch + 1e-4 * exact.float().square().sum()
 
 
 def test_hooks_of_triton_see_every_launch() -> None:

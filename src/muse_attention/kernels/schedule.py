@@ -136,22 +136,19 @@ class Schedule:
 
 
 class _Memories:
-    """The memory behind every tensor of a run without data, and when it is used."""
+    """The memory behind every tensor of a run without data, and when it is used. As long as the tensors live, each
+    memory has an identity of its own."""
 
-    def __init__(self, tensors: list[Tensor | None]) -> None:
-        self._given = {}
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Inputs and outputs, which are given."""
+        self._given = {_identity(tensor): number for number, tensor in enumerate(tensors) if tensor is not None}
         self._lives: dict[int, list[int]] = {}
         self._sizes: dict[int, int] = {}
-        self._held = list(tensors)  # so that no identity is given away twice
-        for number, tensor in enumerate(tensors):
-            if tensor is not None:
-                self._given[_identity(tensor)] = number
         self._workspace = len(tensors)
 
     def use(self, tensor: Tensor, time: int) -> None:
         memory = _identity(tensor)
         if memory not in self._given:
-            self._held.append(tensor)
             self._sizes[memory] = tensor.untyped_storage().nbytes()
             self._lives.setdefault(memory, [time, time])[1] = time
 
