@@ -23,10 +23,6 @@ def make_table(timings: list[Timing]) -> str:
     compared = [
         _newest(timings, method, COMPARED_LENGTH, data) for data in (REAL, SYNTHETIC) for method in (DEFAULT, PAPER)
     ]
-    longest = max((timing for timing in timings if timing.method == PAPER), key=lambda timing: timing.length)
-    default = _newest(timings, DEFAULT, COMPARED_LENGTH, SYNTHETIC)
-    assert default.extra_memory is not None
-    assert default.exact_extra_memory is not None
     rows = [
         *(
             (
@@ -38,22 +34,13 @@ def make_table(timings: list[Timing]) -> str:
                 _error(timing),
                 timing.file,
             )
-            for timing in (*compared, longest)
-        ),
-        (
-            f"Memory of one call, {format_size(default.length)} tokens, {default.data}",
-            "default",
-            _mebibytes(default.exact_extra_memory),
-            _mebibytes(default.extra_memory),
-            f"{default.extra_memory / default.exact_extra_memory:.1f} times as much",
-            "",
-            default.file,
+            for timing in compared
         ),
         *_training_rows(),
     ]
     titles = [f"one {GPU}, bfloat16", "configuration", "exact", "MuSe", "MuSe against exact", "error (RSE)", "record"]
     head = f"| {' | '.join(titles)} |\n| --- | --- | ---: | ---: | --- | --- | --- |"
-    if {timing.gpu for timing in (*compared, longest)} != {GPU}:
+    if {timing.gpu for timing in compared} != {GPU}:
         raise ValueError(f"a row of README's table is not of an {GPU}, as its head says")
     return "\n".join([head, *(_row(*row) for row in rows)])
 
@@ -124,10 +111,6 @@ def _row(what: str, called: str, exact: str, muse: str, gain: str, error: str, f
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{1000 * seconds:.0f} ms"
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
 
 
 if __name__ == "__main__":

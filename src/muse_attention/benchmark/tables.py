@@ -27,8 +27,9 @@ _HEADER = (
 )
 
 
-def markdown_report(results: Results, *, title: str) -> str:
-    """Title, machine, versions, the commands that measured it, the tables, and what their columns mean."""
+def markdown_report(results: Results, *, title: str, picture: str | None = None) -> str:
+    """Title, machine, versions, the commands that measured it, the tables, and what their columns mean. `picture` is a
+    file beside it."""
     hardware, versions = machine_lines(results.machine)
     return "\n".join(
         [
@@ -40,6 +41,7 @@ def markdown_report(results: Results, *, title: str) -> str:
             "",
             fenced(results.commands),
             "",
+            *([] if picture is None else [f"![Speed-up]({picture})", ""]),
             _markdown_table(results.settings, _HEADER, [(case, _cells(case)) for case in sorted_cases(results)]),
             "",
             caption(results),

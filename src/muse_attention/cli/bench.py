@@ -173,7 +173,7 @@ def bench(
         for line in noise_lines(results):
             say(line)
         report = output / f"{stem}.md"
-        replace_file(report, markdown_report(results, title=f"Benchmark: {stem}"))
+        replace_file(report, markdown_report(results, title=f"Benchmark: {stem}", picture=f"{stem}.png"))
         report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
 
 
