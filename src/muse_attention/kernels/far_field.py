@@ -30,7 +30,7 @@ from muse_attention.kernels.segments import ROWS_OF_TILE, Segments
 from muse_attention.precision import compute_dtype
 from muse_attention.structures import Clusters, Partial, Selection, SelectionShapes, Side
 
-WORKSPACE_BYTES = 3 << 28
+WORKSPACE_BYTES = 1 << 30
 WORKSPACE_OF_INPUTS = 2
 """Intermediate results held at a time, about: so many bytes, or so many times the bytes of the inputs if that is more.
 Key heads go in groups that need no more."""
@@ -171,7 +171,7 @@ def _attend_in_groups(
     of_plan = heads.plan_shapes(config, picks)
     memory = query_assignment.new_empty(Plan.size(of_plan))
     plan = Plan.of(memory, of_plan)
-    for group in heads.groups(config, picks):
+    for group in heads.groups(config, picks, is_backward=False):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
         _attend(
@@ -218,7 +218,7 @@ def _attend_backward_in_groups(
     opened, retrieved = opened.flatten(0, 1), retrieved.flatten(0, 1)
     picks = pairs_per_query(config, retrieved.shape[-2:])
     plan = Plan.of(memory, heads.plan_shapes(config, picks))
-    for group in heads.groups(config, picks):
+    for group in heads.groups(config, picks, is_backward=True):
         some = heads[group]
         of_queries = some.slice_of_queries(group)
         _attend_backward(
@@ -293,18 +293,24 @@ class _Heads:
             is_ragged=config.tolerance is not None,
         )
 
-    def groups(self, config: MuSeConfig, picks: int) -> list[slice]:
+    def groups(self, config: MuSeConfig, picks: int, *, is_backward: bool) -> list[slice]:
         """Groups of key heads, of equal size or nearly so, that fit the workspace."""
         key_heads, length, head_dim = self.keys.shape
-        both = head_dim + self.values.shape[-1]
+        value_dim = self.values.shape[-1]
+        both = head_dim + value_dim
         buckets = config.number_of_blocks(length) * config.key_clusters
         of_summaries = self.shared_by * self.query_centroids.shape[1] * buckets * both
-        of_rows = (2 * self.shared_by + 1) * length * both
-        # Backward holds two kinds of summaries and their gradients; then one of these, the gradient of each pair's
-        # query, and those of keys and values in pieces.
-        of_pairs = self.shared_by * length * picks * head_dim
-        of_pieces = (length + summaries.ROWS_OF_TILE * buckets) * both if of_pairs else 0
-        numbers = of_rows + max(4 * of_summaries, of_summaries + of_pairs + of_pieces)
+        of_pairs = self.shared_by * length * picks
+        if is_backward:
+            # Two kinds of summaries and their gradients; then one of these, the gradient of each pair's query, and
+            # those of keys and values in pieces.
+            of_rows = (2 * self.shared_by + 1) * length * both
+            of_pieces = (length + summaries.ROWS_OF_TILE * buckets) * both if of_pairs else 0
+            numbers = of_rows + max(4 * of_summaries, of_summaries + of_pairs * head_dim + of_pieces)
+        else:
+            # Two kinds of summaries; then the output of each pair.
+            of_rows = (self.shared_by + 1) * length * both
+            numbers = of_rows + max(2 * of_summaries, of_pairs * value_dim)
         of_inputs = sum(tensor.nbytes for tensor in (self.queries, self.keys, self.values))
         room = max(WORKSPACE_BYTES, WORKSPACE_OF_INPUTS * of_inputs)
         number = cdiv(key_heads, max(1, room // (numbers * self.keys.element_size())))
