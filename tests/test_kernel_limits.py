@@ -16,7 +16,7 @@ pytest.importorskip("triton")
     [
         ((1, 40_000, 128, 16), "QK4R1B32", "at most 65535 heads of queries and keys in a batch, these are 80000"),
         ((1, 1, 70_000, 16), "QK4R1B1", "at most 65535 blocks, these are 70000: use a larger block_size"),
-        ((1, 1, 1 << 20, 128), "Q16K256R1B1k", "fewer than 1024 blocks with these clusters and heads, these are 1024"),
+        ((1, 1, 1 << 20, 128), "Q64K256R1B1k", "fewer than 1024 blocks with these clusters and heads, these are 1024"),
         ((1, 1, 1 << 24, 128), "QK16R1B1m", "fewer than 2\\^31 numbers in the queries of a key head"),
     ],
 )
@@ -24,4 +24,5 @@ def test_limits(shape: tuple[int, ...], config: str, message: str) -> None:
     query = torch.empty(shape, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "meta")
     with pytest.raises(ValueError, match=message):
         resolve_backend("triton", query, query, MuSeConfig.parse(config))
-    assert resolve_backend("auto", query, query, MuSeConfig.parse(config)) == "torch"
+    if query.is_cuda:
+        assert resolve_backend("auto", query, query, MuSeConfig.parse(config)) == "torch"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,12 +65,32 @@ def test_inputs_may_be_absent_and_written_to() -> None:
     assert target.sum(1).tolist() == [0, 7 * 64, 0]
 
 
-@pytest.mark.parametrize(
-    "compute", [lambda x: x + 1, lambda x: x.clone(), lambda x: x.zero_(), lambda x: x.double()], ids=str
-)
-def test_what_no_kernel_computes_is_an_error(compute: object) -> None:
+OUTSIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x + 1,
+    "copy": lambda x: x.clone(),
+    "in place": lambda x: x.zero_(),
+    "conversion": lambda x: x.double(),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_no_kernel_computes_is_an_error(name: str) -> None:
     with pytest.raises(AssertionError, match="outside of a kernel"):
-        schedule.Schedule.of(lambda x: (compute(x),), (torch.zeros(8),), ())  # type: ignore[operator]
+        schedule.Schedule.of(lambda x: (OUTSIDE[name](x),), (torch.zeros(8),), ())
+
+
+WRONG: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], str]] = {
+    "two of one": (lambda x: copied(x).split(4), "shares its memory"),
+    "an input": (lambda x: (x,), "shares its memory"),
+    "a part": (lambda x: (copied(x)[2:],), "part of something else"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_outputs_are_memory_of_their_own(name: str) -> None:
+    function, message = WRONG[name]
+    with pytest.raises(AssertionError, match=message):
+        schedule.Schedule.of(function, (torch.zeros(8),), ())
 
 
 def test_no_more_lists_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,12 +53,12 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
     heads = query.shape[0] * (query.shape[1] + value.shape[1])
     if heads > MOST_PROGRAMS:
         return f"has at most {MOST_PROGRAMS} heads of queries and keys in a batch, these are {heads}: split the batch"
-    blocks = config.number_of_blocks(query.shape[2])
+    blocks = -(-query.shape[2] // config.block_size)  # (The compiler cannot ask a constant for a method.)
     if blocks > MOST_PROGRAMS:
         return f"has at most {MOST_PROGRAMS} blocks, these are {blocks}: use a larger block_size"
-    numbers = _ROWS_AT_ONCE * blocks * config.key_clusters * widest
-    if numbers >= 1 << 31:
-        most = (1 << 31) // (_ROWS_AT_ONCE * config.key_clusters * widest)
+    at_once = min(_ROWS_AT_ONCE, query.shape[1] // value.shape[1] * config.query_clusters)
+    if at_once * blocks * config.key_clusters * widest >= 1 << 31:
+        most = (1 << 31) // (at_once * config.key_clusters * widest)
         return (
             f"has fewer than {most} blocks with these clusters and heads, these are {blocks}: use a larger block_size"
         )

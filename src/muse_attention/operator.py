@@ -5,7 +5,7 @@ selection are outputs of the forward operators, so that a backward pass never de
 
 They are registered with the dispatcher key by key, not through `torch.library.custom_op`: what that does for every call
 (default arguments, a check for aliases, a guard against the compiler) takes longer on the host than short sequences
-take on the GPU. `torch.library.opcheck` tests what it would have ensured.
+take on the GPU. `torch.library.opcheck` tests shapes, aliases and gradients, and `_opaque` is the guard.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 from muse_attention import large_logits, pipeline
@@ -312,12 +313,27 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_watcher = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+"""Whether the compiler watches this thread. To ask is cheaper than to switch it off and on."""
+
+
+def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler does not look inside, even if it watches whoever calls the operator."""
+    unwatched: Callable[..., Any] = _disable_dynamo(run)
+    if _watcher is None:
+        return unwatched
+
+    def call(*arguments: Any) -> Any:
+        return run(*arguments) if _watcher() is None else unwatched(*arguments)
+
+    return call
 
 
 def _register(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
     """The operator of that name and its shape rule."""
-    _library.define(name + torch.library.infer_schema(run, mutates_args=()))
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    schema = name + torch.library.infer_schema(run, mutates_args=())
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, _opaque(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 

@@ -97,7 +97,7 @@ def attend_backward(
         schedule.aligned(merged.out),
         schedule.aligned(merged.lse),
         *_as_integers(selected.opened, selected.retrieved),
-        memory,
+        schedule.aligned(memory),
     )
     schedule.run(_attend_backward_in_groups, tensors, (config, is_causal, scale))
     return grad_query, grad_key, grad_value

@@ -86,9 +86,7 @@ def group_by_cluster_and_block(
     return found
 
 
-def group_rows(
-    group_of_row: Tensor, number_of_groups: int, fill_in: Groups | None = None, used: Tensor | None = None
-) -> Groups:
+def group_rows(group_of_row: Tensor, fill_in: Groups, used: Tensor | None = None) -> None:
     """Sort the rows of (S, L) int32 by group; rows of group -1 come after all groups.
 
     If only so many rows are `used`, (S,) int32, the order of the others is undefined, and all of these have a group.
@@ -100,7 +98,7 @@ def group_rows(
     digits = 1 << _DIGIT
     counts = group_of_row.new_empty(sequences, digits, tiles)
     totals = group_of_row.new_empty(sequences, digits)
-    found = fill_in or Groups(torch.empty_like(group_of_row), group_of_row.new_empty(sequences, number_of_groups + 1))
+    number_of_groups = fill_in.number
     # Group and row travel together, in one integer.
     # (Rows of no group have a number after the last one's. Among those that are used there are none.)
     largest = number_of_groups if used is None else number_of_groups - 1
@@ -118,16 +116,15 @@ def group_rows(
         _sum_rows[(digits, sequences)](counts, totals, tiles, WIDTH=min(1024, power_of_two(tiles)))
         by_digit = torch.empty_like(packed)
         _place_by_digit[(tiles, sequences)](
-            packed, counts, totals, by_digit, found.order, length, shift, tiles, limits,
+            packed, counts, totals, by_digit, fill_in.order, length, shift, tiles, limits,
             IS_LAST=shift + _DIGIT >= row_bits + bits, ROW_BITS=row_bits, TILE=_TILE, DIGITS=digits, **limit,
         )  # fmt: skip
         packed = by_digit
     width = min(128, power_of_two(number_of_groups + 1))
     _find_starts[(cdiv(number_of_groups + 1, width), sequences)](
-        packed, found.starts, length, number_of_groups, limits, ROW_BITS=row_bits, STEPS=length.bit_length(),
+        packed, fill_in.starts, length, number_of_groups, limits, ROW_BITS=row_bits, STEPS=length.bit_length(),
         WIDTH=width, **limit,
     )  # fmt: skip
-    return found
 
 
 def sum_before(counts: Tensor, totals: Tensor) -> None:

@@ -66,7 +66,7 @@ def sort_picks(selection: Selection, blocks: int, fill_in: Groups) -> None:
     _number_buckets[(cdiv(number, width),)](
         selection.opened, selection.retrieved, bucket, number, retrieved, blocks, WIDTH=width
     )
-    group_rows(bucket, fill_in.number, fill_in)
+    group_rows(bucket, fill_in)
 
 
 def sort_bits(selection: Selection, key_heads: int, fill_in: Groups, rows: Tensor, row_starts: Tensor) -> None:
@@ -85,7 +85,7 @@ def sort_bits(selection: Selection, key_heads: int, fill_in: Groups, rows: Tenso
     _number_pairs[grid](
         selection.retrieved, before, bucket, rows, row_starts, length, blocks, words, heads // key_heads, room, **shape
     )
-    group_rows(bucket, fill_in.number, fill_in, used)
+    group_rows(bucket, fill_in, used)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ every launch goes the public way.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
@@ -28,8 +29,9 @@ from muse_attention.kernels.launching import ALIGNMENT, Launch, noted
 
 _STEP = 512
 """Bytes at multiples of which intermediate results begin, as PyTorch's own do."""
-_MOST_KEPT = 256
-"""Lists kept: for so many combinations of shapes and settings. The oldest go first."""
+_MOST_KEPT = 1024
+"""Lists kept: for so many combinations of shapes and settings, three for a length that is trained on. The oldest go
+first. To make one takes some milliseconds."""
 _DIRECT = ("3.6.", "3.7.", "3.8.", "3.9.")
 """Versions of Triton whose compiled kernels are called as in `_way_in`."""
 
@@ -46,9 +48,10 @@ def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Ha
     schedule = _schedules.get(key)
     if schedule is None:
         schedule = Schedule.of(function, tensors, settings)
-        while len(_schedules) >= _MOST_KEPT:
-            del _schedules[next(iter(_schedules))]
-        _schedules[key] = schedule
+        with _lock:
+            while len(_schedules) >= _MOST_KEPT:
+                del _schedules[next(iter(_schedules))]
+            _schedules[key] = schedule
     with _current(device):
         return schedule.run(tensors)
 
@@ -61,6 +64,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 _schedules: dict[tuple[Hashable, ...], Schedule] = {}
+_lock = threading.Lock()
 
 
 class _Place(NamedTuple):
@@ -77,6 +81,7 @@ class _Direct(NamedTuple):
     """A launch without Triton's part of it."""
 
     kernel: CompiledKernel
+    """not to be forgotten: its code would be unloaded"""
     run: Callable[..., None]
     grid: tuple[int, ...]
     what: tuple[Any, ...]
@@ -107,6 +112,7 @@ class Schedule:
         inputs = [None if some is None else torch.empty_like(some, device="meta") for some in tensors]
         with noted() as launches, _OnlyTensors():
             outputs = function(*inputs, *settings)
+        _check_outputs(inputs, outputs)
         memories = _Memories([*inputs, *outputs])
         for number, launch in enumerate(launches):
             for argument in launch.arguments:
@@ -194,6 +200,16 @@ class _OnlyTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _check_outputs(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> None:
+    """Each is a whole memory of its own: that is what a call allocates."""
+    identities = [_identity(tensor) for tensor in (*inputs, *outputs) if tensor is not None]
+    for output in outputs:
+        if identities.count(_identity(output)) > 1:
+            raise AssertionError("an output shares its memory with an input or another output")
+        if not output.is_contiguous() or output.untyped_storage().nbytes() != output.nbytes:
+            raise AssertionError("an output is a part of something else")
+
+
 def _identity(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -274,7 +290,8 @@ def _launch_directly(direct: _DirectLaunches, memories: Sequence[Tensor | None],
 def _way_in(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """What launches a kernel without metadata and hooks, and what it wants to be told after the grid and the stream."""
     run, nothing = kernel.run, (None, None, None)
-    if triton.__version__.startswith("3.6.") and not run.global_scratch_size and not run.profile_scratch_size:
+    is_cuda = torch.version.hip is None
+    if triton.__version__.startswith("3.6.") and is_cuda and not run.global_scratch_size + run.profile_scratch_size:
         # (What is behind Python's part of it, which makes scratch memory.)
         flags = (run.launch_cooperative_grid, run.launch_pdl)
         return run.launch, (kernel.function, *flags, None, None, kernel.packed_metadata, *nothing)
