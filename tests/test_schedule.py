@@ -102,15 +102,16 @@ def test_no_more_lists_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(kept) == 3
 
 
-@pytest.mark.parametrize("config", ["Q3K4R2B16", "Q3K4R2T0.01B16,caution=2"])
-def test_nothing_depends_on_what_memory_held_before(config: str) -> None:
+def test_nothing_depends_on_what_memory_held_before() -> None:
     """Under deterministic algorithms PyTorch fills new memory, bytes with ones in every bit."""
     inputs = Shape("", "", length=40, heads=2, key_heads=1).tensors(torch.float32)
     results = []
     for fills in (False, True):
         torch.use_deterministic_algorithms(fills)
         try:
-            out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=config, backend="triton")
+            out = muse_attention(
+                *inputs, is_causal=True, enable_gqa=True, config="Q3K4R2T0.01B16,caution=2", backend="triton"
+            )
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         finally:
             torch.use_deterministic_algorithms(False)
