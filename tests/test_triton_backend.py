@@ -30,7 +30,7 @@ SHAPES = [
     Shape("wide values", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=16, value_dim=40),
     Shape("narrow values, full", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=40, is_causal=False),
     Shape("blocks of three tokens", "QK3R2B3", length=20, heads=1, key_heads=1),
-    Shape("more words than one", "Q2K40R3B32", length=80, heads=1, key_heads=1),
+    Shape("more words than one", "Q2K33R3B32", length=80, heads=1, key_heads=1),
 ]
 VARIANTS = [
     "Q3K5R2SP2B32",
@@ -42,7 +42,7 @@ VARIANTS = [
     "Q3K5R2B32,cap_factor=none",
     "Q3K5R2SP2B32,second_order=true",
     "Q3K5R9T0.03B32,caution=2",
-    "Q2K40R1T0.003B32",
+    "Q2K33R1T0.003B32",
 ]
 FOUND = [
     "Q4K5R2B32,clustering=streaming",
