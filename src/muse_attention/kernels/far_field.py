@@ -378,7 +378,7 @@ class _FarField:
 def _attend(
     merged: Partial,
     heads: _Heads,
-    chosen: Selection,
+    selected: Selection,
     plan: Plan,
     picks: int,
     config: MuSeConfig,
@@ -401,17 +401,17 @@ def _attend(
     far = _FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
     of_summaries = of_pairs = None
     if config.monopole or not is_chosen:
-        of_summaries = _attend_to_summaries(far, merged.lse, chosen, config, is_chosen=is_chosen)
+        of_summaries = _attend_to_summaries(far, merged.lse, selected, config, is_chosen=is_chosen)
     found = None
     if picks > 0:
-        _sort_pairs(chosen, plan, far.segments.blocks, config)
+        _sort_pairs(selected, plan, far.segments.blocks, config)
         found = _pairs(plan, picks, config)
         of_pairs = retrieval.attend(heads.queries, far.keys, far.values, found, far.buckets, scale=scale)
     merging.merge(merged, of_summaries, of_pairs, found, fill_in=merged)
 
 
 def _attend_to_summaries(
-    far: _FarField, own_lse: Tensor, chosen: Selection, config: MuSeConfig, *, is_chosen: bool
+    far: _FarField, own_lse: Tensor, selected: Selection, config: MuSeConfig, *, is_chosen: bool
 ) -> Partial | None:
     of_buckets, accumulated = far.summaries()
     if config.tolerance is not None:
@@ -420,7 +420,7 @@ def _attend_to_summaries(
             of_buckets,
             accumulated.seen,
             own_lse,
-            chosen,
+            selected,
             is_chosen=is_chosen,
             tolerance=config.tolerance,
             caution=config.caution,
@@ -428,10 +428,10 @@ def _attend_to_summaries(
             budget=config.retrieved_clusters * own_lse.shape[1],
         )
     if not is_chosen:
-        selection.select(far.segments, of_buckets, accumulated.seen, fill_in=chosen)
+        selection.select(far.segments, of_buckets, accumulated.seen, fill_in=selected)
     if not config.monopole:
         return None
-    left = _find_terms(far.segments, chosen, config)
+    left = _find_terms(far.segments, selected, config)
     return terms.attend(far.segments, of_buckets, accumulated.seen, left)
 
 
