@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, get_attention, muse_attention, operator
 from muse_attention.fidelity import compare
-from muse_attention.kernels import launching
+from muse_attention.kernels import launching, replaying, schedule
 from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from muse_attention.reference import reference_attention
 from muse_attention.synthetic import clustered_qkv
@@ -239,7 +239,8 @@ def test_nothing_waits_for_the_gpu(config: str) -> None:
     _whole(data, grad_out, config)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        _whole(data, grad_out, config)
+        for _ in range(3):  # (The second time its launches are captured.)
+            _whole(data, grad_out, config)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -319,6 +320,65 @@ def test_later_launches_go_without_triton(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(launching.Launch, "now", refuse)
     assert torch.equal(_whole(data, grad_out, "Q16K64R2T0.01B1k")[0], expected[0])
+
+
+def test_launches_at_the_same_addresses_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of launches one by one, on any stream, from inputs that changed meanwhile."""
+    data, grad_out = _long_inputs()
+    at_first = [tensor.clone() for tensor in data]
+    later = [tensor.flip(2) for tensor in data]
+    expected, of_later = (_same_bits_twice(tuple(some), grad_out) for some in (at_first, later))
+    assert not torch.equal(expected[0], of_later[0])
+    captured, capture = [], replaying._captured
+
+    def noted(launch: replaying.Launch) -> replaying.Launch | None:
+        captured.append(capture(launch))
+        return captured[-1]
+
+    monkeypatch.setattr(replaying, "_captured", noted)
+    monkeypatch.setattr(schedule, "_schedules", {})
+    beside = torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), beside):
+        for contents, results in ((at_first, expected), (later, of_later)):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for tensor, source in zip(data, contents, strict=True):
+                    tensor.copy_(source)
+                for _ in range(5):
+                    assert all(map(torch.equal, _same_bits_twice(data, grad_out), results))
+            torch.cuda.current_stream().wait_stream(stream)
+    assert len(captured) >= 6  # clusters, forward and backward pass, on two streams
+    assert None not in captured
+
+
+def _same_bits_twice(data: tuple[Tensor, ...], grad_out: Tensor) -> list[Tensor]:
+    """The output and the gradients of keys and values; cuDNN sums that of queries in any order."""
+    out, _, grad_key, grad_value = _whole(data, grad_out, "Q16K64R2T0.01B1k")
+    return [out, grad_key, grad_value]
+
+
+def test_layers_in_a_row_keep_what_their_backward_passes_need() -> None:
+    """A replayed forward pass of the next layer must not touch what the layer before has saved."""
+    data, grad_out = _long_inputs()
+    results = []
+    for _ in range(5):
+        inputs = [tensor.detach().requires_grad_() for tensor in data]
+        hidden = inputs[0]
+        for _ in range(3):
+            hidden = hidden + muse_attention(hidden, *inputs[1:], is_causal=True, config="Q16K64R2T0.01B1k")
+        results.append(torch.autograd.grad(hidden, inputs, grad_out))
+    for gradients in results[1:]:
+        for found, expected in zip(gradients, results[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+
+
+def test_replays_hold_no_memory() -> None:
+    data, grad_out = _long_inputs()
+    _whole(data, grad_out, "Q16K64R2T0.01B1k")
+    before = torch.cuda.memory_allocated()
+    for _ in range(4):
+        _whole(data, grad_out, "Q16K64R2T0.01B1k")
+    assert torch.cuda.memory_allocated() - before < 1 << 20  # a few numbers of the random generator, at most
 
 
 def test_hooks_of_triton_see_every_launch() -> None:

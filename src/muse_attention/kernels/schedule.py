@@ -7,12 +7,13 @@ outputs and the workspace, and goes through the list: no argument is bound or cl
 on the host but addresses.
 
 The first pass through a list goes through Triton, which compiles what is new. Later ones hand addresses to the compiled
-kernels. Where a Triton is not known to take them, or someone listens to launches (profilers of Triton, its hooks),
-every launch goes the public way.
+kernels, all at once where the same addresses come again (`replaying`). Where a Triton is not known to take them, or
+someone listens to launches (profilers of Triton, its hooks), every launch goes the public way.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 
 from muse_attention.kernels.launching import ALIGNMENT, Launch, noted
+from muse_attention.kernels.replaying import Replays
 
 _STEP = 512
 """Bytes at multiples of which intermediate results begin, as PyTorch's own do."""
@@ -106,6 +108,7 @@ class Schedule:
         self.workspace = workspace
         """bytes"""
         self._direct: _DirectLaunches | None = None
+        self._replays = Replays()
 
     @classmethod
     def of(cls, function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...]) -> Schedule:
@@ -133,11 +136,12 @@ class Schedule:
         device = _device(tensors)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
         memories = [*tensors, *outputs, torch.empty(self.workspace, dtype=torch.uint8, device=device)]
-        if self._direct is not None and not _is_listened_to():
-            _launch_directly(self._direct, memories, device)
-        else:
+        if self._direct is None or _is_listened_to():
             compiled = [_with_tensors(launch, memories).now() for launch in self._launches]
             self._direct = self._direct or _direct(self._launches, compiled)
+        else:
+            addresses = tuple([0 if memory is None else memory.data_ptr() for memory in memories])
+            self._replays.run(addresses, functools.partial(_launch_directly, self._direct, addresses, device))
         return tuple(outputs)
 
 
@@ -279,8 +283,7 @@ def _direct(launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None
     return _DirectLaunches(direct, places, numbers)
 
 
-def _launch_directly(direct: _DirectLaunches, memories: Sequence[Tensor | None], device: torch.device) -> None:
-    addresses = [0 if memory is None else memory.data_ptr() for memory in memories]
+def _launch_directly(direct: _DirectLaunches, addresses: tuple[int, ...], device: torch.device) -> None:
     arguments = [addresses[memory] + offset for memory, offset, _ in direct.places] + direct.numbers
     stream = triton.runtime.driver.active.get_current_stream(device.index)
     for _, run, (x, y, z), what, pick in direct.launches:

@@ -1,0 +1,97 @@
+"""Launches that come again with the same addresses, as one CUDA graph.
+
+With short sequences the host needs longer to launch the kernels of a call than the GPU to run them. But PyTorch's
+allocator gives a training step the memory that it gave the step before, so a list of launches soon comes again with
+every address the same. The second time it is captured, and from then on it is replayed: one call of the driver.
+
+Such a graph owns no memory and reserves none. It is replayed only if all tensors of a call lie at its addresses, and
+then it is what that call would have launched. While someone captures a graph of their own, launches go into it one by
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+MOST_KEPT = 128
+"""Graphs of one list: one for each layer of a model."""
+_MOST_REMEMBERED = 1024
+"""Addresses of a list that came once."""
+_LONG_UNUSED = 8 * MOST_KEPT
+"""Calls of a list after which a graph that was not replayed makes room. To make one takes as long as some launches."""
+
+Launch = Callable[[], None]
+
+
+@dataclass
+class _Graph:
+    replay: Launch
+    last: int
+    """the call in which it was replayed last"""
+
+
+class Replays:
+    """The graphs of one list of launches."""
+
+    def __init__(self, capture: Callable[[Launch], Launch | None] | None = None) -> None:
+        """`capture` makes the replay of what it is handed, or None if that cannot be."""
+        self._capture = capture or _captured
+        self._graphs: dict[tuple[int, ...], _Graph] = {}
+        self._remembered: dict[tuple[int, ...], None] = {}
+        self._calls = 0
+        self._may_capture = torch.version.hip is None
+
+    def run(self, addresses: tuple[int, ...], launch: Launch) -> None:
+        """`launch()`, which launches the same kernels with the same arguments whenever the addresses are the same."""
+        if not self._may_capture or torch.cuda.is_current_stream_capturing():
+            launch()
+            return
+        self._calls += 1
+        graph = self._graphs.get(addresses)
+        if graph is None and self._comes_again(addresses) and self._has_room():
+            replay = self._capture(launch)
+            if replay is None:
+                self._may_capture = False
+            else:
+                graph = self._graphs[addresses] = _Graph(replay, self._calls)
+        if graph is None:
+            launch()
+        else:
+            graph.last = self._calls
+            graph.replay()
+
+    def _comes_again(self, addresses: tuple[int, ...]) -> bool:
+        if addresses in self._remembered:
+            return True
+        while len(self._remembered) >= _MOST_REMEMBERED:
+            self._remembered.pop(next(iter(self._remembered)), None)
+        self._remembered[addresses] = None
+        return False
+
+    def _has_room(self) -> bool:
+        if len(self._graphs) < MOST_KEPT:
+            return True
+        oldest = min(self._graphs, key=lambda addresses: self._graphs[addresses].last)
+        if self._calls - self._graphs[oldest].last <= _LONG_UNUSED:
+            return False
+        del self._graphs[oldest]
+        return True
+
+
+def _captured(launch: Launch) -> Launch | None:
+    """PyTorch captures on a stream of its own. Other threads may go on: what they do is no part of it."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+    except RuntimeError:  # of CUDA: nothing was launched
+        return None
+    replay: Launch = graph.replay
+    return replay
