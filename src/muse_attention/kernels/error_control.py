@@ -23,9 +23,9 @@ from muse_attention.kernels.summaries import ScoredSummaries
 from muse_attention.structures import Partial, Selection
 
 SELECT_AND_ATTEND = {
-    128: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
-    256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
-    512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 2},
+    256: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 2},
+    512: {"CLUSTERS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 _BINS = tl.constexpr(ERROR_BINS)
 _PER_OCTAVE = tl.constexpr(BINS_PER_OCTAVE)
@@ -64,8 +64,8 @@ def select_and_attend(
         _select_and_attend[tiles.grid](
             segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
             segments.groups.order, own_lse, selection.opened, selection.retrieved, lists, counts, lowest, partial.out,
-            partial.lse, is_first, tolerance, caution, mean_bucket, *segments.sizes, words, DV=value_dim,
-            DVP=padded(value_dim), SELECTS=not is_chosen, ROWS=ROWS_OF_TILE, **segments.constants,
+            partial.lse, is_first, tolerance, caution, mean_bucket, *segments.sizes, DV=value_dim,
+            DVP=padded(value_dim), WORDS=words, SELECTS=not is_chosen, ROWS=ROWS_OF_TILE, **segments.constants,
             **segments.fit(SELECT_AND_ATTEND, value_dim),
         )  # fmt: skip
         if is_first:
@@ -88,16 +88,14 @@ def _has_bit(word, number):
     return ((word >> (number & 31)[None, :]) & 1) != 0
 
 
-@kernel(
-    do_not_specialize=["is_first", "tolerance", "caution", "mean_bucket", "length", "blocks", "query_clusters", "words"]
-)
+@kernel(do_not_specialize=["is_first", "tolerance", "caution", "mean_bucket", "length", "blocks", "query_clusters"])
 def _select_and_attend(
     residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
     seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, own_lse, opened, retrieved, lists, counts,
-    lowest, out, lse, is_first, tolerance, caution, mean_bucket, length, blocks, query_clusters, key_clusters, words,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    SECOND_ORDER: tl.constexpr, SELECTS: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
-    LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    lowest, out, lse, is_first, tolerance, caution, mean_bucket, length, blocks, query_clusters, key_clusters,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, WORDS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, SELECTS: tl.constexpr, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Open every cluster whose accumulated summary has an error above the tolerance, and attend to the others. Of the
     opened ones retrieve every block whose summary has, and attend to the others.
@@ -120,8 +118,8 @@ def _select_and_attend(
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     own_block = segment % blocks
     seen_blocks = own_block if IS_CAUSAL else blocks
-    opened += head * length * words
-    retrieved += head * length * blocks * words
+    opened += head * length * WORDS
+    retrieved += head * length * blocks * WORDS
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
     of_sizes = head * blocks * key_clusters
@@ -132,12 +130,12 @@ def _select_and_attend(
     if SELECTS and is_first != 0:
         word = tl.arange(0, 32)
         nothing_yet = tl.zeros([ROWS, 32], tl.int32)
-        for first in range(0, words, 32):
-            at_word = opened + row[:, None] * words + (first + word)[None, :]
-            tl.store(at_word, nothing_yet, mask=is_row[:, None] & (first + word < words)[None, :])
-        for first in range(0, blocks * words, 32):
-            at_word = retrieved + row[:, None] * blocks * words + (first + word)[None, :]
-            tl.store(at_word, nothing_yet, mask=is_row[:, None] & (first + word < blocks * words)[None, :])
+        for first in range(0, WORDS, 32):
+            at_word = opened + row[:, None] * WORDS + (first + word)[None, :]
+            tl.store(at_word, nothing_yet, mask=is_row[:, None] & (first + word < WORDS)[None, :])
+        for first in range(0, blocks * WORDS, 32):
+            at_word = retrieved + row[:, None] * blocks * WORDS + (first + word)[None, :]
+            tl.store(at_word, nothing_yet, mask=is_row[:, None] & (first + word < blocks * WORDS)[None, :])
         tl.debug_barrier()
     if seen_blocks > 0:
         residual = load_rows(residuals, first_place, place, is_row, D, DP)
@@ -168,7 +166,7 @@ def _select_and_attend(
                 D, DP, SECOND_ORDER, ACC, PRECISION,
             )  # fmt: skip
             inside = is_row[:, None] & is_cluster[None, :]
-            at_word = opened + row[:, None] * words + (cluster // 32)[None, :]
+            at_word = opened + row[:, None] * WORDS + (cluster // 32)[None, :]
             if SELECTS:
                 deviations = tl.load(seen_deviation + at + cluster, mask=is_cluster, other=0.0)
                 errors = _expected_error(logits, estimate, width[:, None] * deviations[None, :], caution)
@@ -178,7 +176,7 @@ def _select_and_attend(
                     # (Bits of different columns: their sum is their union.)
                     packed = tl.sum(tl.where((column // 32 == word)[None, :], bits, 0), 1)
                     number = first // 32 + word
-                    tl.store(opened + row * words + number, packed, mask=is_row & (place * 0 + number < words))
+                    tl.store(opened + row * WORDS + number, packed, mask=is_row & (place * 0 + number < WORDS))
             else:
                 is_open = _has_bit(tl.load(at_word, mask=inside, other=0), cluster)
             is_listed = tl.max(is_open.to(tl.int32), 0)
@@ -188,53 +186,51 @@ def _select_and_attend(
             values = load_rows(seen_value_mean, at, cluster, is_cluster, DV, DVP)
             largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
         tl.debug_barrier()
-        column = tl.arange(0, 2 * LISTED)
-        for first in range(0, listed, LISTED):
-            index = first + column % LISTED
-            cluster = tl.load(lists + index, mask=index < listed, other=0)
-            own = tl.load(
-                opened + row[:, None] * words + (cluster // 32)[None, :],
-                mask=is_row[:, None] & (index < listed)[None, :], other=0,
+        # Of every cluster that some query of the tile opened, all blocks.
+        column = tl.arange(0, COLUMNS)
+        summaries = listed * seen_blocks
+        for first in range(0, summaries, COLUMNS):
+            index, block = (first + column) // seen_blocks, (first + column) % seen_blocks
+            is_summary = first + column < summaries
+            if not IS_CAUSAL:
+                is_summary &= block != own_block
+            cluster = tl.load(lists + index, mask=is_summary, other=0)
+            own = tl.zeros([ROWS, COLUMNS], tl.int32)
+            for word in tl.static_range(WORDS):
+                of_word = tl.load(opened + row * WORDS + word, mask=is_row, other=0)
+                own = tl.where((is_summary & (cluster // 32 == word))[None, :], of_word[:, None], own)
+            is_term = _has_bit(own, cluster)
+            summary = block * key_clusters + cluster
+            _, logits = score(
+                residual, width, mass, key_mean, deviation, most, of_cluster, of_sizes, summary, is_summary, D, DP,
+                SECOND_ORDER, ACC, PRECISION,
             )  # fmt: skip
-            is_open = _has_bit(own, cluster)
-            for block in range(0, seen_blocks, 2):
-                of_column = block + column // LISTED
-                is_cluster = (index < listed) & (of_column < seen_blocks)
-                if not IS_CAUSAL:
-                    is_cluster &= of_column != own_block
-                summary = cluster + column // LISTED * key_clusters
-                at, of_size = of_cluster + block * key_clusters, of_sizes + block * key_clusters
-                _, logits = score(
-                    residual, width, mass, key_mean, deviation, most, at, of_size, summary, is_cluster, D, DP,
-                    SECOND_ORDER, ACC, PRECISION,
-                )  # fmt: skip
-                is_term = is_open & is_cluster[None, :]
-                at_word = retrieved + (row[:, None] * blocks + of_column[None, :]) * words + (cluster // 32)[None, :]
-                if SELECTS:
-                    deviations = tl.load(deviation + at + summary, mask=is_cluster, other=0.0)
-                    mosts = tl.load(most + of_size + summary, mask=is_cluster, other=0.0)
-                    # A large bucket must be that much worse: retrieving it costs more. (`most^2 / 2` is log n.)
-                    smaller = tl.sqrt(mean_bucket * tl.exp(-0.5 * mosts * mosts))
-                    errors = _expected_error(logits, estimate, width[:, None] * deviations[None, :], caution)
-                    errors *= smaller[None, :]
-                    wanted = (errors > tolerance) & is_term
-                    if tl.max(tl.max(wanted.to(tl.int32), 1), 0) > 0:
-                        bit = (place * 0 + 1)[:, None] << (cluster & 31)[None, :]
-                        octave = tl.log2(tl.where(wanted, errors, 1.0)) - _SMALLEST
-                        bins = tl.minimum(tl.maximum(octave * _PER_OCTAVE, 0.0), _BINS - 1).to(tl.int32)
-                        is_affordable = bins >= lowest_bin
-                        if is_first != 0:
-                            tl.atomic_or(at_word, bit, mask=wanted, sem="relaxed")
-                            one = tl.full([ROWS, 2 * LISTED], 1, tl.int64)
-                            tl.atomic_add(counts + head * _BINS + bins, one, mask=wanted, sem="relaxed")
-                        else:
-                            tl.atomic_and(at_word, ~bit, mask=wanted & ~is_affordable, sem="relaxed")
-                        wanted &= is_affordable
-                else:
-                    wanted = _has_bit(tl.load(at_word, mask=is_term, other=0), cluster)
-                logits = tl.where(is_term & ~wanted, logits, float("-inf"))
-                values = load_rows(value_mean, at, summary, is_cluster, DV, DVP)
-                largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
+            at_word = retrieved + (row[:, None] * blocks + block[None, :]) * WORDS + (cluster // 32)[None, :]
+            if SELECTS:
+                deviations = tl.load(deviation + of_cluster + summary, mask=is_summary, other=0.0)
+                mosts = tl.load(most + of_sizes + summary, mask=is_summary, other=0.0)
+                # A large bucket must be that much worse: retrieving it costs more. (`most^2 / 2` is log n.)
+                smaller = tl.sqrt(mean_bucket * tl.exp(-0.5 * mosts * mosts))
+                errors = _expected_error(logits, estimate, width[:, None] * deviations[None, :], caution)
+                errors *= smaller[None, :]
+                wanted = (errors > tolerance) & is_term
+                if tl.max(tl.max(wanted.to(tl.int32), 1), 0) > 0:
+                    bit = (place * 0 + 1)[:, None] << (cluster & 31)[None, :]
+                    octave = tl.log2(tl.where(wanted, errors, 1.0)) - _SMALLEST
+                    bins = tl.minimum(tl.maximum(octave * _PER_OCTAVE, 0.0), _BINS - 1).to(tl.int32)
+                    is_affordable = bins >= lowest_bin
+                    if is_first != 0:
+                        tl.atomic_or(at_word, bit, mask=wanted, sem="relaxed")
+                        one = tl.full([ROWS, COLUMNS], 1, tl.int64)
+                        tl.atomic_add(counts + head * _BINS + bins, one, mask=wanted, sem="relaxed")
+                    else:
+                        tl.atomic_and(at_word, ~bit, mask=wanted & ~is_affordable, sem="relaxed")
+                    wanted &= is_affordable
+            else:
+                wanted = _has_bit(tl.load(at_word, mask=is_term, other=0), cluster)
+            logits = tl.where(is_term & ~wanted, logits, float("-inf"))
+            values = load_rows(value_mean, of_cluster, summary, is_summary, DV, DVP)
+            largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
     store_rows(out, head * length, row, is_row, weighted, DV, DVP)

@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import arithmetic, cdiv, load_rows, padded
+from muse_attention.kernels.numbers import arithmetic, cdiv, load_rows, padded, power_of_two
 
-_PARTS = 32
+_PARTS = 128
 """Pieces of a sequence that different programs sum."""
 _TILE = 64
 
@@ -24,7 +24,7 @@ def find_key_spread(keys: Tensor, centroids: Tensor, assignment: Tensor) -> Tens
     _sum_squares[(parts, heads)](
         keys, centroids, assignment, sums, largest, length, centroids.shape[1], TILE=_TILE, **constants
     )
-    _scale_to_mean[(heads,)](sums, largest, spread, parts, **constants)
+    _scale_to_mean[(heads,)](sums, largest, spread, parts, PARTS=power_of_two(parts), num_warps=8, **constants)
     return spread
 
 
@@ -62,15 +62,12 @@ def _sum_squares(
 
 
 @kernel(do_not_specialize=["parts"])
-def _scale_to_mean(sums, largest, spread, parts, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr):
-    head, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
-    total = tl.zeros([DP], ACC)
-    unit = tl.max(tl.zeros([DP], ACC), 0)
-    for part in range(parts):
-        larger = tl.maximum(unit, tl.load(largest + head * parts + part))
-        some = tl.load(sums + (head * parts + part) * D + dim, mask=dim < D, other=0.0)
-        total = total * _square_of_ratio(unit, larger)
-        total += some * _square_of_ratio(tl.load(largest + head * parts + part), larger)
-        unit = larger
+def _scale_to_mean(
+    sums, largest, spread, parts, PARTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr
+):
+    head, part, dim = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, DP)
+    units = tl.load(largest + head * parts + part, mask=part < parts, other=0.0)
+    some = load_rows(sums, head * parts, part, part < parts, D, DP)
+    total = tl.sum(some * _square_of_ratio(units, tl.max(units, 0))[:, None], 0)
     mean = tl.sum(total, 0) / D
     tl.store(spread + head * D + dim, tl.where(mean > 0, total / tl.where(mean > 0, mean, 1.0), 1.0), mask=dim < D)

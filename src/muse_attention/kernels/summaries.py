@@ -1,7 +1,7 @@
 """Stages 2 and 3: summarise every bucket for every query cluster, and accumulate over the blocks a query sees.
 
-One program owns a key cluster as seen from some query clusters, and walks over the blocks: what it has accumulated so
-far is the summary that the queries of the next block see.
+Buckets are summarised side by side. To accumulate them, a program owns some key clusters as seen from a query cluster,
+and walks over the blocks: what it has accumulated so far is the summary that the queries of the next block see.
 """
 
 from __future__ import annotations
@@ -96,13 +96,25 @@ def summarise(
     launch = dict(fitting(SUMMARISE, head_dim, value_dim, keys.dtype))
     if length <= SMALL_BUCKET * blocks * key_clusters:
         launch["KEYS"] = 16
-    _summarise[(key_clusters, cdiv(query_clusters, launch["TILE"]), heads)](
-        keys, values, centroids, buckets.starts, keys if squares is None else squares, *of_buckets.tables(),
-        *seen.tables(), before, after, length, blocks, query_clusters, key_clusters, heads // key_heads, D=head_dim,
-        DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), IS_CAUSAL=is_causal, HAS_SPREAD=has_spread,
-        **arithmetic(keys.dtype), **launch,
+    constants = {"D": head_dim, "DP": padded(head_dim), "DV": value_dim, "DVP": padded(value_dim)}
+    constants |= {"IS_CAUSAL": is_causal, "HAS_SPREAD": has_spread}
+    # (The first axis of a grid alone may have more than 65,535 programs.)
+    _summarise[(key_clusters * blocks, cdiv(query_clusters, launch["TILE"]), heads)](
+        keys, values, centroids, buckets.starts, keys if squares is None else squares, *of_buckets.tables(), seen.most,
+        length, blocks, query_clusters, key_clusters, heads // key_heads, **constants, **arithmetic(keys.dtype),
+        **launch,
+    )  # fmt: skip
+    tile = _clusters_at_once(key_clusters, head_dim, value_dim)
+    _accumulate[(cdiv(key_clusters, tile), query_clusters, heads)](
+        *of_buckets.tables()[:4], *seen.tables()[:4], before, after, blocks, key_clusters, TILE=tile,
+        ACC=arithmetic(wide)["ACC"], **constants,
     )  # fmt: skip
     return of_buckets, Accumulated(seen, before, after)
+
+
+def _clusters_at_once(key_clusters: int, head_dim: int, value_dim: int) -> int:
+    """What a program that walks over the blocks holds."""
+    return max(1, min(power_of_two(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
 
 
 def accumulate_backward(
@@ -123,7 +135,7 @@ def accumulate_backward(
     """
     heads, query_clusters, blocks, key_clusters, head_dim = gradient.key_mean.shape
     value_dim = gradient.value_mean.shape[-1]
-    tile = max(1, min(power_of_two(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
+    tile = _clusters_at_once(key_clusters, head_dim, value_dim)
     _accumulate_backward[(cdiv(key_clusters, tile), query_clusters, heads)](
         *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
         listed, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim,
@@ -184,7 +196,7 @@ ROWS_OF_TILE = 64
 """Keys of one bucket whose gradients one program sums."""
 SUMMARISE = {
     128: {"TILE": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3},
-    256: {"TILE": 32, "KEYS": 32, "num_warps": 4, "num_stages": 3},
+    256: {"TILE": 32, "KEYS": 32, "num_warps": 2, "num_stages": 3},
     512: {"TILE": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 SMALL_BUCKET = 20
@@ -255,99 +267,115 @@ def _joint_variance(first, second, first_mean, second_mean, first_share, second_
 
 @kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
 def _summarise(
-    keys, values, centroids, starts, squares, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
-    seen_value_mean, seen_deviation, seen_most, mass_before, mass_after, length, blocks, query_clusters, key_clusters,
-    shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    keys, values, centroids, starts, squares, mass, key_mean, value_mean, deviation, most, seen_most, length, blocks,
+    query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    key_cluster, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    """One bucket, as seen from some query clusters."""
+    key_cluster, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    head = tl.program_id(2).to(tl.int64)
     key_head = head // shared_by
     first_cluster = tl.program_id(1) * TILE
     place, number = tl.arange(0, KEYS), tl.arange(0, TILE)
     is_cluster = first_cluster + number < query_clusters
+    starts += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
+    first_row, end = tl.load(starts + block), tl.load(starts + block + 1)
+    if HAS_SPREAD:
+        if first_cluster == 0:
+            before, whole = first_row - tl.load(starts), tl.load(starts + blocks) - tl.load(starts)
+            size = (head * blocks + block) * key_clusters + key_cluster
+            tl.store(most + size, _most(end - first_row, ACC))
+            tl.store(seen_most + size, _most(before if IS_CAUSAL else whole - (end - first_row), ACC))
+        # (What the second moment is about.)
+        point = _load_point(keys + (key_head * length + tl.minimum(first_row, length - 1)) * D, D, DP, ACC)
+
+    # 1. Sums over its keys, of weights relative to the largest so far.
     centroid = load_rows(centroids, head * query_clusters + first_cluster, number, is_cluster, D, DP)
     centroid = centroid.to(keys.dtype.element_ty)
-    starts += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
-    # The summaries of block 0; those of the next block lie `key_clusters` further.
-    entry = (head * query_clusters + first_cluster) * blocks * key_clusters + key_cluster
-    summary = number * blocks * key_clusters
+    largest = tl.full([TILE], float("-inf"), ACC)
+    total = tl.zeros([TILE], ACC)
+    key_sum = tl.zeros([TILE, DP], ACC)
+    value_sum = tl.zeros([TILE, DVP], ACC)
+    moment = tl.zeros([TILE], ACC)
+    rounded_total = tl.zeros([TILE], ACC)
+    for begin in range(first_row, end, KEYS):
+        row = begin + place
+        is_row = row < end
+        some_keys = load_rows(keys, key_head * length, row, is_row, D, DP)
+        some_values = load_rows(values, key_head * length, row, is_row, DV, DVP)
+        logits = tl.dot(centroid, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC)
+        logits = tl.where(is_row[None, :], logits, float("-inf"))
+        larger = tl.maximum(largest, tl.max(logits, 1))
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = exp_of_less(logits, shift[:, None])
+        kept = tl.exp(largest - shift)
+        total = total * kept + tl.sum(weights, 1)
+        weights = weights.to(some_keys.dtype)
+        if HAS_SPREAD:
+            # (With the weights that the means have, or what should cancel does not.)
+            squared = tl.load(squares + key_head * length + row, mask=is_row, other=0.0)
+            moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
+            rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
+        key_sum = tl.dot(weights, some_keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+        value_sum = tl.dot(weights, some_values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+        largest = larger
 
-    seen_log = tl.full([TILE], float("-inf"), ACC)
-    seen_keys = tl.zeros([TILE, DP], ACC)
-    seen_values = tl.zeros([TILE, DVP], ACC)
-    seen_variance = tl.zeros([TILE], ACC)
-    first_key, last_key = tl.load(starts), tl.load(starts + blocks)
+    # 2. Means and deviation. Those of the next query cluster lie `blocks * key_clusters` further.
+    at = ((head * query_clusters + first_cluster) * blocks + block) * key_clusters + key_cluster
+    summary = number * blocks * key_clusters
+    is_empty = total == 0
+    tl.store(mass + at + summary, tl.where(is_empty, float("-inf"), largest + tl.log(total)), mask=is_cluster)
+    inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total if HAS_SPREAD else total)
+    key_sum *= inverse[:, None]
+    value_sum *= inverse[:, None]
+    if HAS_SPREAD:
+        off = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])
+        variance = _finite_square(moment * inverse - tl.sum(off * off, 1)) / D
+        variance = tl.where(end - first_row > 1, variance, 0.0)
+        tl.store(deviation + at + summary, tl.sqrt(variance), mask=is_cluster)
+    store_rows(key_mean, at, summary, is_cluster, key_sum, D, DP)
+    store_rows(value_mean, at, summary, is_cluster, value_sum, DV, DVP)
+
+
+@kernel(do_not_specialize=["blocks", "key_clusters"])
+def _accumulate(
+    mass, key_mean, value_mean, deviation, seen_mass, seen_key_mean, seen_value_mean, seen_deviation, mass_before,
+    mass_after, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_cluster = cluster < key_clusters
+    entry = query_cluster * blocks * key_clusters
+
+    # 1. What comes before each block. With causal attention that is all it sees.
+    before_log = tl.full([TILE], float("-inf"), ACC)
+    before_keys = tl.zeros([TILE, DP], ACC)
+    before_values = tl.zeros([TILE, DVP], ACC)
+    before_variance = tl.zeros([TILE], ACC)
     for block in range(blocks):
         at = entry + block * key_clusters
+        tl.store(mass_before + at + cluster, before_log, mask=is_cluster)
+        store_rows(seen_key_mean, at, cluster, is_cluster, before_keys, D, DP)
+        store_rows(seen_value_mean, at, cluster, is_cluster, before_values, DV, DVP)
+        log_mass = tl.load(mass + at + cluster, mask=is_cluster, other=float("-inf"))
+        own_keys = load_rows(key_mean, at, cluster, is_cluster, D, DP).to(ACC)
+        own_values = load_rows(value_mean, at, cluster, is_cluster, DV, DVP).to(ACC)
+        together = _log_of_sum(before_log, log_mass)
+        share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(before_log, together)
         if HAS_SPREAD:
-            begin, end = tl.load(starts + block), tl.load(starts + block + 1)
-            seen_keys_number = begin - first_key if IS_CAUSAL else last_key - first_key - (end - begin)
-            size = (head * blocks + block) * key_clusters + key_cluster
-            tl.store(most + size, _most(end - begin, ACC), mask=first_cluster == 0)
-            tl.store(seen_most + size, _most(seen_keys_number, ACC), mask=first_cluster == 0)
-            tl.store(seen_deviation + at + summary, tl.sqrt(seen_variance), mask=is_cluster)
-        tl.store(mass_before + at + summary, seen_log, mask=is_cluster)
-        store_rows(seen_key_mean, at, summary, is_cluster, seen_keys, D, DP)
-        store_rows(seen_value_mean, at, summary, is_cluster, seen_values, DV, DVP)
-
-        largest = tl.full([TILE], float("-inf"), ACC)
-        total = tl.zeros([TILE], ACC)
-        key_sum = tl.zeros([TILE, DP], ACC)
-        value_sum = tl.zeros([TILE, DVP], ACC)
-        moment = tl.zeros([TILE], ACC)
-        rounded_total = tl.zeros([TILE], ACC)
-        end = tl.load(starts + block + 1)
-        if HAS_SPREAD:
-            # (What the second moment is about.)
-            of_point = key_head * length + tl.minimum(tl.load(starts + block), length - 1)
-            point = _load_point(keys + of_point * D, D, DP, ACC)
-        for begin in range(tl.load(starts + block), end, KEYS):
-            row = begin + place
-            is_row = row < end
-            some_keys = load_rows(keys, key_head * length, row, is_row, D, DP)
-            some_values = load_rows(values, key_head * length, row, is_row, DV, DVP)
-            logits = tl.dot(centroid, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC)
-            logits = tl.where(is_row[None, :], logits, float("-inf"))
-            larger = tl.maximum(largest, tl.max(logits, 1))
-            shift = tl.where(larger == float("-inf"), 0.0, larger)
-            weights = exp_of_less(logits, shift[:, None])
-            kept = tl.exp(largest - shift)
-            total = total * kept + tl.sum(weights, 1)
-            weights = weights.to(some_keys.dtype)
-            if HAS_SPREAD:
-                # (With the weights that the means have, or what should cancel does not.)
-                squared = tl.load(squares + key_head * length + row, mask=is_row, other=0.0)
-                moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
-                rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
-            key_sum = tl.dot(weights, some_keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
-            value_sum = tl.dot(
-                weights, some_values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC
+            tl.store(seen_deviation + at + cluster, tl.sqrt(before_variance), mask=is_cluster)
+            own_deviation = tl.load(deviation + at + cluster, mask=is_cluster, other=0.0)
+            before_variance = _joint_variance(
+                before_variance, own_deviation * own_deviation, before_keys, own_keys, share_before, share, D
             )
-            largest = larger
-        is_empty = total == 0
-        log_mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))
-        inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total if HAS_SPREAD else total)
-        key_sum *= inverse[:, None]
-        value_sum *= inverse[:, None]
-        if HAS_SPREAD:
-            off = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])
-            variance = _finite_square(moment * inverse - tl.sum(off * off, 1)) / D
-            variance = tl.where(end - tl.load(starts + block) > 1, variance, 0.0)
-            tl.store(deviation + at + summary, tl.sqrt(variance), mask=is_cluster)
-        tl.store(mass + at + summary, log_mass, mask=is_cluster)
-        store_rows(key_mean, at, summary, is_cluster, key_sum, D, DP)
-        store_rows(value_mean, at, summary, is_cluster, value_sum, DV, DVP)
+        before_keys = before_keys * share_before[:, None] + own_keys * share[:, None]
+        before_values = before_values * share_before[:, None] + own_values * share[:, None]
+        before_log = together
 
-        together = _log_of_sum(seen_log, log_mass)
-        share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(seen_log, together)
-        if HAS_SPREAD:
-            seen_variance = _joint_variance(seen_variance, variance, seen_keys, key_sum, share_before, share, D)
-        seen_keys = seen_keys * share_before[:, None] + key_sum * share[:, None]
-        seen_values = seen_values * share_before[:, None] + value_sum * share[:, None]
-        seen_log = together
-
+    # 2. Now backwards: what comes after each block joins what was seen before it.
     if not IS_CAUSAL:
-        # Now backwards: what comes after each block joins what was seen before it.
         after_log = tl.full([TILE], float("-inf"), ACC)
         after_keys = tl.zeros([TILE, DP], ACC)
         after_values = tl.zeros([TILE, DVP], ACC)
@@ -355,30 +383,30 @@ def _summarise(
         tl.debug_barrier()
         for step in range(blocks):
             at = entry + (blocks - 1 - step) * key_clusters
-            before_log = tl.load(mass_before + at + summary, mask=is_cluster, other=float("-inf"))
+            before_log = tl.load(mass_before + at + cluster, mask=is_cluster, other=float("-inf"))
             together = _log_of_sum(before_log, after_log)
             share_before, share = _exp_of_difference(before_log, together), _exp_of_difference(after_log, together)
-            before_keys = load_rows(seen_key_mean, at, summary, is_cluster, D, DP).to(ACC)
-            before_values = load_rows(seen_value_mean, at, summary, is_cluster, DV, DVP).to(ACC)
+            before_keys = load_rows(seen_key_mean, at, cluster, is_cluster, D, DP).to(ACC)
+            before_values = load_rows(seen_value_mean, at, cluster, is_cluster, DV, DVP).to(ACC)
             if HAS_SPREAD:
-                before_deviation = tl.load(seen_deviation + at + summary, mask=is_cluster, other=0.0)
+                before_deviation = tl.load(seen_deviation + at + cluster, mask=is_cluster, other=0.0)
                 both = _joint_variance(
                     before_deviation * before_deviation, after_variance, before_keys, after_keys, share_before, share, D
                 )
-                tl.store(seen_deviation + at + summary, tl.sqrt(both), mask=is_cluster)
+                tl.store(seen_deviation + at + cluster, tl.sqrt(both), mask=is_cluster)
             both_keys = before_keys * share_before[:, None] + after_keys * share[:, None]
             both_values = before_values * share_before[:, None] + after_values * share[:, None]
-            tl.store(mass_after + at + summary, after_log, mask=is_cluster)
-            tl.store(seen_mass + at + summary, together, mask=is_cluster)
-            store_rows(seen_key_mean, at, summary, is_cluster, both_keys, D, DP)
-            store_rows(seen_value_mean, at, summary, is_cluster, both_values, DV, DVP)
-            log_mass = tl.load(mass + at + summary, mask=is_cluster, other=float("-inf"))
+            tl.store(mass_after + at + cluster, after_log, mask=is_cluster)
+            tl.store(seen_mass + at + cluster, together, mask=is_cluster)
+            store_rows(seen_key_mean, at, cluster, is_cluster, both_keys, D, DP)
+            store_rows(seen_value_mean, at, cluster, is_cluster, both_values, DV, DVP)
+            log_mass = tl.load(mass + at + cluster, mask=is_cluster, other=float("-inf"))
             together = _log_of_sum(after_log, log_mass)
             share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(after_log, together)
-            own_keys = load_rows(key_mean, at, summary, is_cluster, D, DP).to(ACC)
-            own_values = load_rows(value_mean, at, summary, is_cluster, DV, DVP).to(ACC)
+            own_keys = load_rows(key_mean, at, cluster, is_cluster, D, DP).to(ACC)
+            own_values = load_rows(value_mean, at, cluster, is_cluster, DV, DVP).to(ACC)
             if HAS_SPREAD:
-                own_deviation = tl.load(deviation + at + summary, mask=is_cluster, other=0.0)
+                own_deviation = tl.load(deviation + at + cluster, mask=is_cluster, other=0.0)
                 after_variance = _joint_variance(
                     after_variance, own_deviation * own_deviation, after_keys, own_keys, share_before, share, D
                 )

@@ -34,23 +34,23 @@ from muse_attention.precision import compute_dtype
 from muse_attention.structures import Partial, Selection, Summaries
 
 ATTEND = {
-    128: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3},
-    256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 3},
-    512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 3},
+    256: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 3},
+    512: {"CLUSTERS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_QUERIES = {
-    128: {"CLUSTERS": 32, "LISTED": 16, "num_warps": 4, "num_stages": 2},
-    256: {"CLUSTERS": 64, "LISTED": 16, "num_warps": 4, "num_stages": 2},
-    512: {"CLUSTERS": 32, "LISTED": 8, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2},
+    256: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 2},
+    512: {"CLUSTERS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_SEEN = {
-    128: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
     256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
     512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_BLOCKS = {
-    128: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
-    256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"CLUSTERS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 2},
     512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
 }
 
@@ -184,11 +184,15 @@ def _words_of_clusters(bits, place, is_row, first, length, words, COLUMNS: tl.co
 
 
 @triton.jit
-def _words_of_blocks(bits, place, of_first, of_second, first, length, words):
-    """The words behind the listed clusters from `first` on, of two neighbouring blocks.
+def _words_of_blocks(bits, place, last_row, own_begin, own_end, next_end, block, blocks, first, length, words):
+    """The words behind the listed clusters from `first` on, of two neighbouring blocks, for queries of other blocks.
 
-    `bits` points to the first word of the first row and block; the masks say for which rows either block counts.
+    `block` lies from `own_begin` to `own_end`, the one after it ends at `next_end`; `bits` points to the first word of
+    the first row in `block`.
     """
+    is_row = place < last_row
+    of_first = is_row & ((place < own_begin) | (place >= own_end))
+    of_second = is_row & ((place < own_end) | (place >= next_end)) & (place * 0 + block + 1 < blocks)
     bits += first // 32 * length
     low = tl.load(bits + place, mask=of_first, other=0)
     high = tl.load(bits + words * length + place, mask=of_second, other=0)
@@ -196,19 +200,37 @@ def _words_of_blocks(bits, place, of_first, of_second, first, length, words):
 
 
 @triton.jit
-def _bit_of_row(low, high, first, COLUMNS: tl.constexpr, OF_LOW: tl.constexpr):
-    """(rows, columns): whether a bit is set. The first `OF_LOW` columns are bits of `low`, the others of `high`."""
+def _is_term(bits, block, index, is_summary, place, is_row, length, words):
+    """(rows, columns): whether the summary of the listed cluster `index` in a `block` is a term of a query.
+
+    `bits` points to the first word of the first row and block.
+    """
+    of_column = (block * words + index // 32).to(tl.int64) * length
+    inside = is_row[:, None] & is_summary[None, :]
+    word = tl.load(bits + place[:, None] + of_column[None, :], mask=inside, other=0)
+    return ((word >> (index & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _any(numbers):
+    """Whether any is not zero."""
+    return tl.max(tl.ravel((numbers != 0).to(tl.int32)), 0) > 0
+
+
+@triton.jit
+def _bit_of_row(low, high, first, COLUMNS: tl.constexpr):
+    """(rows, columns): whether a bit is set. The first 32 columns are bits of `low`, the others of `high`."""
     column = tl.arange(0, COLUMNS)
-    if COLUMNS > OF_LOW:
-        word = tl.where((column < OF_LOW)[None, :], low[:, None], high[:, None])
+    if COLUMNS > 32:
+        word = tl.where((column < 32)[None, :], low[:, None], high[:, None])
     else:
         word = low[:, None]
-    return ((word >> ((first + column % OF_LOW) & 31)[None, :]) & 1) != 0
+    return ((word >> ((first + column) & 31)[None, :]) & 1) != 0
 
 
 @triton.jit
 def _bit_of_column(low, high, first, COLUMNS: tl.constexpr, OF_LOW: tl.constexpr):
-    """(columns, rows): the same, transposed."""
+    """(columns, rows): the same, transposed, with the first `OF_LOW` columns for `low`."""
     column = tl.arange(0, COLUMNS)
     if COLUMNS > OF_LOW:
         word = tl.where((column < OF_LOW)[:, None], low[None, :], high[None, :])
@@ -307,7 +329,7 @@ def _attend_to_summaries(
     seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms, listed,
     listed_number, out, lse, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
-    CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -339,32 +361,30 @@ def _attend_to_summaries(
                 residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block,
                 of_sizes + own_block * key_clusters, cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
             )  # fmt: skip
-            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS, 32), logits, float("-inf"))
+            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
         listed_here = tl.load(listed_number + line)
         listed += line * key_clusters
-        column = tl.arange(0, 2 * LISTED)
-        for first in range(0, listed_here, LISTED):
-            index = first + column % LISTED
-            cluster = tl.load(listed + index, mask=index < listed_here, other=0) + column // LISTED * key_clusters
-            for block in range(0, seen_blocks, 2):
-                bits = block_terms + (head * blocks + block) * words * length + begin
-                of_first, of_second = is_row, is_row & (place * 0 + block + 1 < seen_blocks)
-                if not IS_CAUSAL:
-                    of_first, of_second = (
-                        of_first & (place * 0 + block != own_block),
-                        of_second & (place * 0 + block + 1 != own_block),
-                    )
-                low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
-                of_block = of_cluster + block * key_clusters
-                is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
+        column = tl.arange(0, COLUMNS)
+        summaries = listed_here * seen_blocks
+        for first in range(0, summaries, COLUMNS):
+            block, index = (first + column) // listed_here, (first + column) % listed_here
+            is_summary = first + column < summaries
+            if not IS_CAUSAL:
+                is_summary &= block != own_block
+            is_term = _is_term(
+                block_terms + head * blocks * words * length + begin, block, index, is_summary, place, is_row, length,
+                words,
+            )  # fmt: skip
+            if _any(is_term):
+                summary = block * key_clusters + tl.load(listed + index, mask=is_summary, other=0)
                 _, logits = score(
-                    residual, width, mass, key_mean, deviation, most, of_block, of_sizes + block * key_clusters,
-                    cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                    residual, width, mass, key_mean, deviation, most, of_cluster, of_sizes, summary, is_summary, D, DP,
+                    SECOND_ORDER, ACC, PRECISION,
                 )  # fmt: skip
-                logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
-                values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                logits = tl.where(is_term, logits, float("-inf"))
+                values = load_rows(value_mean, of_cluster, summary, is_summary, DV, DVP)
                 largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     nothing = total == 0
@@ -387,7 +407,7 @@ def _summaries_backward_to_queries(
     seen_value_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms,
     listed, listed_number, grad_queries, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr,
     DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, LISTED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -420,33 +440,31 @@ def _summaries_backward_to_queries(
                 residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block,
                 of_sizes + own_block * key_clusters, cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
             )  # fmt: skip
-            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS, 32), logits, float("-inf"))
+            logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
             gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
         listed_here = tl.load(listed_number + line)
         listed += line * key_clusters
-        column = tl.arange(0, 2 * LISTED)
-        for first in range(0, listed_here, LISTED):
-            index = first + column % LISTED
-            cluster = tl.load(listed + index, mask=index < listed_here, other=0) + column // LISTED * key_clusters
-            for block in range(0, seen_blocks, 2):
-                bits = block_terms + (head * blocks + block) * words * length + begin
-                of_first, of_second = is_row, is_row & (place * 0 + block + 1 < seen_blocks)
-                if not IS_CAUSAL:
-                    of_first, of_second = (
-                        of_first & (place * 0 + block != own_block),
-                        of_second & (place * 0 + block + 1 != own_block),
-                    )
-                low, high = _words_of_blocks(bits, place, of_first, of_second, first, length, words)
-                of_block = of_cluster + block * key_clusters
-                is_cluster = (index < listed_here) & (block + column // LISTED < seen_blocks)
+        column = tl.arange(0, COLUMNS)
+        summaries = listed_here * seen_blocks
+        for first in range(0, summaries, COLUMNS):
+            block, index = (first + column) // listed_here, (first + column) % listed_here
+            is_summary = first + column < summaries
+            if not IS_CAUSAL:
+                is_summary &= block != own_block
+            is_term = _is_term(
+                block_terms + head * blocks * words * length + begin, block, index, is_summary, place, is_row, length,
+                words,
+            )  # fmt: skip
+            if _any(is_term):
+                summary = block * key_clusters + tl.load(listed + index, mask=is_summary, other=0)
                 means, logits = score(
-                    residual, width, mass, key_mean, deviation, most, of_block, of_sizes + block * key_clusters,
-                    cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                    residual, width, mass, key_mean, deviation, most, of_cluster, of_sizes, summary, is_summary, D, DP,
+                    SECOND_ORDER, ACC, PRECISION,
                 )  # fmt: skip
-                logits = tl.where(_bit_of_row(low, high, first, 2 * LISTED, LISTED), logits, float("-inf"))
-                values = load_rows(value_mean, of_block, cluster, is_cluster, DV, DVP)
+                logits = tl.where(is_term, logits, float("-inf"))
+                values = load_rows(value_mean, of_cluster, summary, is_summary, DV, DVP)
                 d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
                 gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
     row = tl.load(order + first_place + place, mask=is_row, other=0)
@@ -512,32 +530,48 @@ def _backward_to_summaries(
         next_end = tl.load(starts + tl.minimum(block + 2, blocks))
         first_row, last_row = own_end if IS_CAUSAL else tl.load(starts), tl.load(starts + blocks)
         terms += (head * blocks + block) * words * length
-    for begin in range(first_row, last_row, ROWS):
-        place = begin + tl.arange(0, ROWS)
-        is_row = place < last_row
-        if IS_SEEN:
-            low, high = _words_of_clusters(terms, place, is_row, first, length, words, CLUSTERS)
-        else:
-            of_first = is_row & ((place < own_begin) | (place >= own_end))
-            of_second = is_row & ((place < own_end) | (place >= next_end)) & (place * 0 + block + 1 < blocks)
-            low, high = _words_of_blocks(terms, place, of_first, of_second, first, length, words)
-        residual = load_rows(residuals, head * length, place, is_row, D, DP)
-        some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
-        row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
-        row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
-        # Summaries are the rows here, so that weights and gradients of logits enter the products below as they are.
-        logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
-        if SECOND_ORDER:
-            width = tl.load(widths + head * length + place, mask=is_row, other=0.0)
-            logits += mass_off_centroid(deviations[:, None] * width[None, :], mosts[:, None])
-        logits = tl.where(_bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
-        weights = exp_of_less(logits, row_lse[None, :])
-        d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
-        response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
-        d_logits = weights * (response - row_delta[None, :])
-        # The gradient of the values has `sum(weights * response)` along the values.
-        d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
-        d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
+    # Few queries open a cluster at all: rows that do not are passed over, many at a time.
+    part: tl.constexpr = 8 * ROWS
+    for first_of_part in range(first_row, last_row, tl.maximum(last_row - first_row, 1) if IS_SEEN else part):
+        end_of_part = last_row
+        if not IS_SEEN:
+            of_part_low, of_part_high = _words_of_blocks(
+                terms, first_of_part + tl.arange(0, part), last_row, own_begin, own_end, next_end, block, blocks,
+                first, length, words,
+            )  # fmt: skip
+            end_of_part = tl.minimum(first_of_part + part, last_row)
+            end_of_part = tl.where(_any(of_part_low | of_part_high), end_of_part, first_of_part)
+        for begin in range(first_of_part, end_of_part, ROWS):
+            place = begin + tl.arange(0, ROWS)
+            is_row = place < last_row
+            if IS_SEEN:
+                low, high = _words_of_clusters(terms, place, is_row, first, length, words, CLUSTERS)
+            else:
+                low, high = _words_of_blocks(
+                    terms, place, last_row, own_begin, own_end, next_end, block, blocks, first, length, words
+                )
+            if IS_SEEN or _any(low | high):
+                residual = load_rows(residuals, head * length, place, is_row, D, DP)
+                some_grad = load_rows(grad_out, head * length, place, is_row, DV, DVP)
+                row_lse = tl.load(lse + head * length + place, mask=is_row, other=float("inf"))
+                row_delta = tl.load(delta + head * length + place, mask=is_row, other=0.0)
+                # Summaries are the rows here, so that weights and gradients enter the products below as they are.
+                logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+                if SECOND_ORDER:
+                    width = tl.load(widths + head * length + place, mask=is_row, other=0.0)
+                    logits += mass_off_centroid(deviations[:, None] * width[None, :], mosts[:, None])
+                logits = tl.where(_bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
+                weights = exp_of_less(logits, row_lse[None, :])
+                d_values = tl.dot(
+                    weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC
+                )
+                response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
+                d_logits = weights * (response - row_delta[None, :])
+                # The gradient of the values has `sum(weights * response)` along the values.
+                d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
+                d_means = tl.dot(
+                    d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC
+                )
     if not IS_FROZEN:
         d_mass -= tl.sum(d_means * means.to(ACC), 1)
     tl.store(grad_mass + of_block + cluster, d_mass, mask=is_cluster)
