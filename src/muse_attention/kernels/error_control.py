@@ -23,8 +23,8 @@ from muse_attention.kernels.summaries import ScoredSummaries
 from muse_attention.structures import Partial, Selection
 
 SELECT_AND_ATTEND = {
-    128: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 2},
-    256: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 2},
+    128: {"CLUSTERS": 64, "COLUMNS": 16, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
+    256: {"CLUSTERS": 64, "COLUMNS": 16, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     512: {"CLUSTERS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 _BINS = tl.constexpr(ERROR_BINS)

@@ -202,7 +202,7 @@ SUMMARISE = {
 SMALL_BUCKET = 20
 """Keys of a bucket on average, up to which keys are taken 16 at a time."""
 SUMMARISE_BACKWARD = {
-    128: {"TILE": 32, "num_warps": 4, "num_stages": 2},
+    128: {"TILE": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"TILE": 32, "num_warps": 4, "num_stages": 2},
     512: {"TILE": 16, "num_warps": 4, "num_stages": 1},
 }

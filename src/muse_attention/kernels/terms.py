@@ -39,18 +39,18 @@ ATTEND = {
     512: {"CLUSTERS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_QUERIES = {
-    128: {"CLUSTERS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2},
+    128: {"CLUSTERS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 96},
     256: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 2},
     512: {"CLUSTERS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_SEEN = {
-    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 1},
+    128: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 3},
     256: {"CLUSTERS": 64, "ROWS": 32, "num_warps": 4, "num_stages": 1},
     512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
 }
 ATTEND_BACKWARD_TO_BLOCKS = {
-    128: {"CLUSTERS": 64, "ROWS": 64, "num_warps": 4, "num_stages": 2},
-    256: {"CLUSTERS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 2},
+    128: {"CLUSTERS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    256: {"CLUSTERS": 32, "ROWS": 128, "num_warps": 8, "num_stages": 2},
     512: {"CLUSTERS": 32, "ROWS": 16, "num_warps": 4, "num_stages": 1},
 }
 
