@@ -157,7 +157,7 @@ def _expect(words: list[str], call: Callable[[], object]) -> None:
     ("query", "config", "words"),
     [
         (_tensor(1, 2, 40, 512), "QK4R1B16", ["at most 256", "512"]),
-        (_tensor(1, 2, 40, 64), "QK1024R1B16", ["at most 512 clusters", "1024"]),
+        (_tensor(1, 2, 40, 64), "Q4K4096R1B16", ["at most 2048 clusters", "4096"]),
         (_tensor(), "QK4R0B16,dipole=tilted", ["no kernels for dipoles", "dipole='tilted'"]),
     ],
     ids=["head dim", "clusters", "dipole"],

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import get_attention, muse_attention
+from muse_attention import find_clusters, get_attention, muse_attention
 from muse_attention.kernels.plan import Plan
+from tests.closeness import assert_equal_to_rounding
 from tests.conformance import OperatorConformance
 from tests.shapes import Shape
 
@@ -193,3 +194,35 @@ def test_compiles_into_one_graph() -> None:
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param("Q1K520R3SP2B24", id="the paper's rule"),
+        pytest.param("Q1K520R1T0.001B24,caution=2", id="tolerance"),
+        pytest.param("Q520K2R1B24", id="of queries"),
+    ],
+)
+def test_more_clusters_than_the_chip_holds(config: str) -> None:
+    shape = Shape("", config, length=40, heads=1, key_heads=1, head_dim=128)
+    TestTritonBackend()._check_against_reference(shape, torch.float64)
+
+
+@pytest.mark.parametrize("clustering", ["lloyd", "streaming"])
+def test_finds_more_clusters_than_the_chip_holds(clustering: str) -> None:
+    """As the reference does; with a cap of 1, some tokens move on to centroids of other chunks."""
+    _, key, _ = Shape("", "", length=600, heads=1, key_heads=1, head_dim=128).tensors(torch.float64)
+    config = f"QK520R1B300,clustering={clustering},cap_factor=1.0,tilt=false"
+    found, expected = (find_clusters(key, key, config=config, backend=name) for name in ("triton", "reference"))
+    assert_equal_to_rounding(found.key_centroids, expected.key_centroids)
+    assert torch.equal(found.key_assignment, expected.key_assignment)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_of_equally_near_centroids_the_first_with_room_counts(dtype: torch.dtype) -> None:
+    """Also of those in different chunks: with zeros, all are equally near."""
+    zeros = torch.zeros(1, 1, 36, 256, dtype=dtype)
+    found = find_clusters(zeros, zeros, config="QK130R1B36,cap_factor=3.0", backend="triton")
+    assert (found.query_assignment == 0).all()
+    assert found.key_assignment.flatten().tolist() == list(range(36))

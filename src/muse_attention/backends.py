@@ -17,8 +17,8 @@ MOST_PROGRAMS = 65_535
 """On all but the first axis of a grid."""
 _ROWS_AT_ONCE = 64
 """Summaries of one key cluster, as seen from so many query clusters, are addressed with 32 bits."""
-MOST_CENTROID_NUMBERS = 1 << 15
-"""A kernel holds the centroids of all clusters of a head on chip, both sizes padded to powers of two."""
+MOST_CLUSTERS = 2048
+"""A kernel holds a number for each cluster and each of some rows on chip."""
 
 
 def resolve_backend(backend: str, query: Tensor, value: Tensor, config: MuSeConfig) -> str:
@@ -65,14 +65,9 @@ def _why_not_triton(query: Tensor, value: Tensor, config: MuSeConfig) -> str | N
     if config.dipole != "none":
         return f"has no kernels for dipoles, the config has dipole={config.dipole!r}: use dipole='none'"
     clusters = max(config.query_clusters, config.key_clusters)
-    most = MOST_CENTROID_NUMBERS // _power_of_two(query.shape[-1])
-    if _power_of_two(clusters) > most:
-        return f"has at most {most} clusters for head dimension {query.shape[-1]}, the config has {clusters}: use fewer"
+    if clusters > MOST_CLUSTERS:
+        return f"has at most {MOST_CLUSTERS} clusters, the config has {clusters}: use fewer"
     return None
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(4, (size - 1).bit_length())
 
 
 def _interpreted() -> bool:

@@ -12,9 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
+from muse_attention.kernels.filling import fill
 from muse_attention.kernels.grouping import group_by_cluster_and_block
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import arithmetic, cdiv, index_in_order, padded, power_of_two
+from muse_attention.kernels.nearest import (
+    affinity,
+    argmax,
+    best_of_chunk,
+    centroids_at_once,
+    half_norms,
+    load_centroids,
+    load_vectors,
+    nearest_in_chunks,
+    nothing_found,
+    vectors_of_sequence,
+)
+from muse_attention.kernels.numbers import arithmetic, cdiv, padded, power_of_two
 from muse_attention.precision import compute_dtype
 from muse_attention.shuffle import seeded_shuffle
 from muse_attention.structures import Side
@@ -42,10 +55,7 @@ def cluster(sides: list[Side], order: Tensor, config: MuSeConfig) -> list[tuple[
         for _ in range(config.lloyd_iterations):
             _lloyd_iteration(vectors, centroids, config.lloyd_stride(vectors.length, vectors.clusters))
     else:
-        vectors.launch(
-            _stream, (vectors.heads,), order, centroids, **vectors.clusters_padded, MINIBATCH=MINIBATCH, DECAY=DECAY,
-            LOG2_DECAY=math.log2(DECAY), num_warps=8,
-        )  # fmt: skip
+        _stream_vectors(vectors, order, centroids)
     assignment = _find_nearest_of_all(vectors, centroids)
     sizes = [side.vectors.shape[0] for side in sides]
     found = list(zip(centroids.split(sizes), assignment.split(sizes), strict=True))
@@ -66,10 +76,16 @@ class _Vectors:
         self.heads = sum(side.vectors.shape[0] for side in sides)
         self.length, self.head_dim = self.first.shape[1:]
         self.clusters = sides[0].clusters
+        self.at_once = centroids_at_once(self.clusters, self.head_dim)
 
     @property
-    def clusters_padded(self) -> dict[str, int]:
-        return {"CP": padded(self.clusters)}
+    def is_cut(self) -> bool:
+        """Whether there are too many centroids to hold them all on chip."""
+        return self.at_once < self.clusters
+
+    @property
+    def chunks(self) -> dict[str, int]:
+        return {"CP": padded(self.clusters), "CHUNK": self.at_once}
 
     def new_table(self) -> Tensor:
         shape = (self.heads, self.clusters, self.head_dim)
@@ -82,15 +98,29 @@ class _Vectors:
         )  # fmt: skip
 
 
+def _stream_vectors(vectors: _Vectors, order: Tensor, centroids: Tensor) -> None:
+    """Let one vector after another draw its nearest centroid towards it."""
+    settings = {"MINIBATCH": MINIBATCH, "DECAY": DECAY, "LOG2_DECAY": math.log2(DECAY), "num_warps": 8}
+    if vectors.is_cut:
+        weights = fill(centroids.new_empty(centroids.shape[:2]), 1.0)
+        vectors.launch(
+            _stream_in_chunks, (vectors.heads,), order, centroids, weights, CHUNK=vectors.at_once, **settings
+        )
+    else:
+        vectors.launch(_stream, (vectors.heads,), order, centroids, CP=padded(vectors.clusters), **settings)
+
+
 def _lloyd_iteration(vectors: _Vectors, centroids: Tensor, stride: int) -> None:
     """Move every centroid to the mean of those nearest to it among every `stride`-th vector."""
-    tile = _rows_with_scores(vectors.clusters)
+    tile = _rows_with_scores(vectors.at_once)
     parts = min(_PARTS, cdiv(vectors.length, tile * stride))
     sums = centroids.new_empty(vectors.heads, parts, *centroids.shape[1:])
     sizes = centroids.new_empty(vectors.heads, parts, vectors.clusters)
+    # (A kernel takes a tensor even where it does not look at it.)
+    nearest = _find_nearest_of_all(vectors, centroids, stride) if vectors.is_cut else centroids
     vectors.launch(
-        _sum_members, (parts, vectors.heads), centroids, sums, sizes, stride, **vectors.clusters_padded, TILE=tile,
-        **SUM_MEMBERS,
+        _sum_members, (parts, vectors.heads, cdiv(vectors.clusters, vectors.at_once)), centroids, nearest, sums, sizes,
+        stride, **vectors.chunks, TILE=tile, **SUM_MEMBERS,
     )  # fmt: skip
     _mean_of_parts[(cdiv(vectors.clusters, 16), vectors.heads)](
         vectors.first, sums, sizes, centroids, parts, vectors.clusters, D=vectors.head_dim, DP=padded(vectors.head_dim),
@@ -98,12 +128,14 @@ def _lloyd_iteration(vectors: _Vectors, centroids: Tensor, stride: int) -> None:
     )  # fmt: skip
 
 
-def _find_nearest_of_all(vectors: _Vectors, centroids: Tensor) -> Tensor:
-    assignment = vectors.first.new_empty(vectors.heads, vectors.length, dtype=torch.int32)
-    tile = _rows_with_scores(vectors.clusters)
+def _find_nearest_of_all(vectors: _Vectors, centroids: Tensor, stride: int = 1) -> Tensor:
+    """Of every `stride`-th vector."""
+    sampled = cdiv(vectors.length, stride)
+    assignment = vectors.first.new_empty(vectors.heads, sampled, dtype=torch.int32)
+    tile = _rows_with_scores(vectors.at_once)
     vectors.launch(
-        _find_nearest, (cdiv(vectors.length, tile * _TILES_OF_PART), vectors.heads), centroids, assignment,
-        **vectors.clusters_padded, TILE=tile, TILES=_TILES_OF_PART, **FIND_NEAREST,
+        _find_nearest, (cdiv(sampled, tile * _TILES_OF_PART), vectors.heads), centroids, assignment, stride,
+        **vectors.chunks, TILE=tile, TILES=_TILES_OF_PART, **FIND_NEAREST,
     )  # fmt: skip
     return assignment
 
@@ -115,16 +147,18 @@ def _keep_under_cap(vectors: _Vectors, centroids: Tensor, assignment: Tensor, ca
     proposals, lowest position first, until it is full.
     """
     proposals = group_by_cluster_and_block(assignment, vectors.clusters, config.block_size)
+    blocks = config.number_of_blocks(vectors.length)
+    rooms = assignment.new_empty(vectors.heads, blocks, vectors.clusters) if vectors.is_cut else assignment
     vectors.launch(
-        _move_overflow, (config.number_of_blocks(vectors.length), vectors.heads), centroids, assignment,
-        proposals.order, proposals.starts, torch.empty_like(assignment), config.block_size, cap,
-        **vectors.clusters_padded, TILE=_rows_with_scores(vectors.clusters),
-        SCAN=min(1024, power_of_two(config.block_size)), RANKS=16, num_warps=8,
+        _move_overflow, (blocks, vectors.heads), centroids, assignment, proposals.order, proposals.starts,
+        torch.empty_like(assignment), rooms, config.block_size, cap, **vectors.chunks,
+        TILE=_rows_with_scores(vectors.clusters), SCAN=min(1024, power_of_two(config.block_size)), RANKS=16,
+        num_warps=8,
     )  # fmt: skip
 
 
 def _rows_with_scores(clusters: int) -> int:
-    """Rows whose affinity to all clusters is held on chip at a time."""
+    """Rows whose affinity to so many clusters is held on chip at a time."""
     return max(16, min(64, 8192 // padded(clusters)))
 
 
@@ -160,64 +194,6 @@ def _once(numbers: tuple[int, ...], device: torch.device, find: Callable[[], Ten
     return _found[key]
 
 
-@triton.jit
-def _of_sequence(first, second, sequence, of_first, length, D: tl.constexpr):
-    """Where the vectors of a sequence begin."""
-    if sequence < of_first:
-        vectors = first + sequence.to(tl.int64) * length * D
-    else:
-        vectors = second + (sequence - of_first).to(tl.int64) * length * D
-    return vectors
-
-
-@triton.jit
-def _load_vectors(
-    vectors, row, is_row, is_first, FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr
-):
-    """Rows of vectors, times the factor of their side. One that is not finite must poison what attends to it, not the
-    clustering of everything else."""
-    dim = tl.arange(0, DP)
-    loaded = tl.load(
-        vectors + row.to(tl.int64)[:, None] * D + dim[None, :], mask=is_row[:, None] & (dim < D)[None, :], other=0.0
-    )
-    scaled = loaded.to(ACC)
-    scaled = tl.where(is_first, scaled * FACTOR, scaled)
-    return tl.where(tl.abs(scaled) < float("inf"), scaled, 0.0).to(loaded.dtype)
-
-
-@triton.jit
-def _load_centroids(centroids, sequence, clusters, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr):
-    number, dim = tl.arange(0, CP), tl.arange(0, DP)
-    at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]
-    return tl.load(centroids + at, mask=(number < clusters)[:, None] & (dim < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _half_norms(centroids, clusters, CP: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """The centroids in the vectors' dtype, and half the square of their norms; infinite where there is no centroid."""
-    rounded = centroids.to(DTYPE)
-    wide = rounded.to(ACC)
-    return rounded, tl.where(tl.arange(0, CP) < clusters, 0.5 * tl.sum(wide * wide, 1), float("inf"))
-
-
-@triton.jit
-def _affinity(x, centroids, half_norms, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
-    scores = tl.dot(x, tl.trans(centroids), input_precision=PRECISION, out_dtype=ACC) - half_norms[None, :]
-    scores = tl.where(scores == scores, scores, 0.0)
-    scores = tl.minimum(tl.maximum(scores, -1e38), 1e38)
-    return tl.where((half_norms == float("inf"))[None, :], float("-inf"), scores)
-
-
-@triton.jit
-def _argmax(scores, CP: tl.constexpr, DTYPE: tl.constexpr):
-    """The first index of the largest score of each row, up to a precision beyond that of half-precision vectors."""
-    if DTYPE == tl.float16 or DTYPE == tl.bfloat16:
-        return CP - 1 - (tl.max(index_in_order(scores, CP), 1) & (CP - 1))
-    else:
-        return tl.argmax(scores, 1)
-
-
 @kernel(do_not_specialize=["of_first", "length", "clusters"])
 def _take(
     first, second, order, centroids, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
@@ -229,10 +205,32 @@ def _take(
     inside = number < clusters
     place = number * tl.maximum(1, length // clusters) % length
     row = tl.load(order + place, mask=inside, other=0)
-    vectors = _of_sequence(first, second, sequence, of_first, length, D)
-    x = _load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
+    vectors = vectors_of_sequence(first, second, sequence, of_first, length, D)
+    x = load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
     at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]
     tl.store(centroids + at, x.to(ACC), mask=inside[:, None] & (dim < D)[None, :])
+
+
+@triton.jit
+def _decayed(nearest, place, LOG2_DECAY: tl.constexpr, ACC: tl.constexpr):
+    """What is left of the vectors of a minibatch when those after it have come to the same centroid."""
+    follows = (nearest[:, None] == nearest[None, :]) & (place[:, None] < place[None, :])
+    followers = tl.sum(follows.to(tl.int32), 1).to(ACC)
+    return tl.exp2(followers * LOG2_DECAY)
+
+
+@triton.jit
+def _receive(
+    totals, weights, number, x, nearest, share, DECAY: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Totals and weights of the centroids `number` after a minibatch. One that receives `x_1 .. x_m` ends it with the
+    total `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of updating it with one vector after another."""
+    member = tl.where(nearest[:, None] == number[None, :], share[:, None], 0.0).to(x.dtype)
+    received = tl.dot(tl.trans(member), x, input_precision=PRECISION, out_dtype=ACC)
+    counted = tl.sum(member.to(ACC), 0)
+    # `counted` is 1 + DECAY + .. + DECAY^(m-1), which tells DECAY^m.
+    kept = 1.0 - (1.0 - DECAY) * counted
+    return totals * kept[:, None] + received, weights * kept + counted
 
 
 @kernel(do_not_specialize=["of_first", "length", "clusters"])
@@ -241,56 +239,102 @@ def _stream(
     DP: tl.constexpr, CP: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One pass in minibatches. A centroid that receives `x_1 .. x_m` in a minibatch ends it with the total
-    `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of updating it with one vector after another."""
+    """One pass in minibatches."""
     sequence = tl.program_id(0)
-    vectors = _of_sequence(first, second, sequence, of_first, length, D)
+    vectors = vectors_of_sequence(first, second, sequence, of_first, length, D)
     number, place, dim = tl.arange(0, CP), tl.arange(0, MINIBATCH), tl.arange(0, DP)
-    current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
+    current = load_centroids(centroids, sequence, 0, clusters, D, DP, CP)
     totals = current
     weights = tl.full([CP], 1.0, ACC)
     for begin in range(0, length, MINIBATCH):
         is_row = begin + place < length
         row = tl.load(order + begin + place, mask=is_row, other=0)
-        x = _load_vectors(vectors, row, is_row, sequence < of_first, FACTOR, D, DP, ACC)
-        rounded, half_norms = _half_norms(current, clusters, CP, x.dtype, ACC)
-        nearest = _argmax(_affinity(x, rounded, half_norms, ACC, PRECISION), CP, x.dtype)
+        x = load_vectors(vectors, row, is_row, sequence < of_first, FACTOR, D, DP, ACC)
+        rounded, norms = half_norms(current, 0, clusters, CP, x.dtype, ACC)
+        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)
         nearest = tl.where(is_row, nearest, -1)
-        follows = (nearest[:, None] == nearest[None, :]) & (place[:, None] < place[None, :])
-        followers = tl.sum(follows.to(tl.int32), 1).to(ACC)
-        share = tl.exp2(followers * LOG2_DECAY)
-        member = tl.where(nearest[:, None] == number[None, :], share[:, None], 0.0).to(x.dtype)
-        received = tl.dot(tl.trans(member), x, input_precision=PRECISION, out_dtype=ACC)
-        counted = tl.sum(member.to(ACC), 0)
-        # `counted` is 1 + DECAY + .. + DECAY^(m-1), which tells DECAY^m.
-        kept = 1.0 - (1.0 - DECAY) * counted
-        totals = totals * kept[:, None] + received
-        weights = weights * kept + counted
+        share = _decayed(nearest, place, LOG2_DECAY, ACC)
+        totals, weights = _receive(totals, weights, number, x, nearest, share, DECAY, ACC, PRECISION)
         current = totals / weights[:, None]
     at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]
     rounded = current.to(first.dtype.element_ty).to(ACC)
     tl.store(centroids + at, rounded, mask=(number < clusters)[:, None] & (dim < D)[None, :])
 
 
+@kernel(do_not_specialize=["of_first", "length", "clusters"])
+def _stream_in_chunks(
+    first, second, order, centroids, all_weights, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, CHUNK: tl.constexpr, MINIBATCH: tl.constexpr, DECAY: tl.constexpr, LOG2_DECAY: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same with totals and weights in memory: until the end `centroids` holds the totals. `all_weights` are 1."""
+    sequence = tl.program_id(0)
+    vectors = vectors_of_sequence(first, second, sequence, of_first, length, D)
+    place, dim = tl.arange(0, MINIBATCH), tl.arange(0, DP)
+    all_weights += sequence.to(tl.int64) * clusters
+    for begin in range(0, length, MINIBATCH):
+        is_row = begin + place < length
+        row = tl.load(order + begin + place, mask=is_row, other=0)
+        x = load_vectors(vectors, row, is_row, sequence < of_first, FACTOR, D, DP, ACC)
+        best, nearest = nothing_found(MINIBATCH, x.dtype, ACC)
+        for chunk in range(0, clusters, CHUNK):
+            number = chunk + tl.arange(0, CHUNK)
+            weights = tl.load(all_weights + number, mask=number < clusters, other=1.0)
+            current = load_centroids(centroids, sequence, chunk, clusters, D, DP, CHUNK) / weights[:, None]
+            rounded, norms = half_norms(current, chunk, clusters, CHUNK, x.dtype, ACC)
+            scores = affinity(x, rounded, norms, ACC, PRECISION)
+            best, nearest = best_of_chunk(scores, chunk, best, nearest, CHUNK, x.dtype)
+        nearest = tl.where(is_row, nearest, -1)
+        share = _decayed(nearest, place, LOG2_DECAY, ACC)
+        tl.debug_barrier()
+        for chunk in range(0, clusters, CHUNK):
+            number = chunk + tl.arange(0, CHUNK)
+            inside = number < clusters
+            weights = tl.load(all_weights + number, mask=inside, other=1.0)
+            totals = load_centroids(centroids, sequence, chunk, clusters, D, DP, CHUNK)
+            totals, weights = _receive(totals, weights, number, x, nearest, share, DECAY, ACC, PRECISION)
+            at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]
+            tl.store(centroids + at, totals, mask=inside[:, None] & (dim < D)[None, :])
+            tl.store(all_weights + number, weights, mask=inside)
+        tl.debug_barrier()
+    for chunk in range(0, clusters, CHUNK):
+        number = chunk + tl.arange(0, CHUNK)
+        weights = tl.load(all_weights + number, mask=number < clusters, other=1.0)
+        current = load_centroids(centroids, sequence, chunk, clusters, D, DP, CHUNK) / weights[:, None]
+        at = (sequence.to(tl.int64) * clusters + number)[:, None] * D + dim[None, :]
+        rounded = current.to(first.dtype.element_ty).to(ACC)
+        tl.store(centroids + at, rounded, mask=(number < clusters)[:, None] & (dim < D)[None, :])
+
+
 @kernel(do_not_specialize=["stride", "of_first", "length", "clusters"])
 def _sum_members(
-    first, second, centroids, sums, sizes, stride, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    first, second, centroids, found, sums, sizes, stride, of_first, length, clusters, FACTOR: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of the sequence, the vectors nearest to each centroid, summed and counted."""
+    """Of a part of the sequence, the vectors nearest to each centroid, summed and counted. If a program sums those of
+    one chunk of centroids, `found` has the nearest one of each vector."""
     part, sequence = tl.program_id(0), tl.program_id(1)
-    vectors = _of_sequence(first, second, sequence, of_first, length, D)
-    current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
-    rounded, half_norms = _half_norms(current, clusters, CP, first.dtype.element_ty, ACC)
-    number, dim = tl.arange(0, CP), tl.arange(0, DP)
-    total = tl.zeros([CP, DP], ACC)
-    count = tl.zeros([CP], ACC)
+    vectors = vectors_of_sequence(first, second, sequence, of_first, length, D)
+    number, dim = tl.arange(0, CHUNK), tl.arange(0, DP)
     sampled = tl.cdiv(length, stride)
+    if CHUNK == CP:
+        current = load_centroids(centroids, sequence, 0, clusters, D, DP, CHUNK)
+        rounded, norms = half_norms(current, 0, clusters, CHUNK, first.dtype.element_ty, ACC)
+    else:
+        number += tl.program_id(2) * CHUNK
+        found += sequence.to(tl.int64) * sampled
+    total = tl.zeros([CHUNK, DP], ACC)
+    count = tl.zeros([CHUNK], ACC)
     rows = tl.cdiv(tl.cdiv(sampled, tl.num_programs(0)), TILE) * TILE
     for begin in range(part * rows, tl.minimum((part + 1) * rows, sampled), TILE):
-        row = (begin + tl.arange(0, TILE)) * stride
-        x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
-        nearest = _argmax(_affinity(x, rounded, half_norms, ACC, PRECISION), CP, x.dtype)
+        place = begin + tl.arange(0, TILE)
+        row = place * stride
+        x = load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
+        if CHUNK == CP:
+            nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CHUNK, x.dtype)
+        else:
+            nearest = tl.load(found + place, mask=row < length, other=-1)
         member = (nearest[:, None] == number[None, :]) & (row < length)[:, None]
         total = tl.dot(tl.trans(member.to(x.dtype)), x, total, input_precision=PRECISION, out_dtype=ACC)
         count += tl.sum(member.to(ACC), 0)
@@ -322,29 +366,39 @@ def _mean_of_parts(
 
 @kernel(do_not_specialize=["of_first", "length", "clusters"])
 def _find_nearest(
-    first, second, centroids, assignment, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    first, second, centroids, assignment, stride, of_first, length, clusters, FACTOR: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The nearest centroid of every `stride`-th vector. (A `stride` of 1 is a constant for the compiler.)"""
     sequence = tl.program_id(1)
-    vectors = _of_sequence(first, second, sequence, of_first, length, D)
-    current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
-    rounded, half_norms = _half_norms(current, clusters, CP, first.dtype.element_ty, ACC)
+    vectors = vectors_of_sequence(first, second, sequence, of_first, length, D)
+    if CHUNK == CP:
+        current = load_centroids(centroids, sequence, 0, clusters, D, DP, CHUNK)
+        rounded, norms = half_norms(current, 0, clusters, CHUNK, first.dtype.element_ty, ACC)
     start = tl.program_id(0) * TILE * TILES
-    for begin in range(start, tl.minimum(start + TILE * TILES, length), TILE):
-        row = begin + tl.arange(0, TILE)
-        x = _load_vectors(vectors, row, row < length, sequence < of_first, FACTOR, D, DP, ACC)
-        nearest = _argmax(_affinity(x, rounded, half_norms, ACC, PRECISION), CP, x.dtype)
-        tl.store(assignment + sequence.to(tl.int64) * length + row, nearest, mask=row < length)
+    sampled = tl.cdiv(length, stride)
+    for begin in range(start, tl.minimum(start + TILE * TILES, sampled), TILE):
+        place = begin + tl.arange(0, TILE)
+        is_row = place < sampled
+        x = load_vectors(vectors, place * stride, is_row, sequence < of_first, FACTOR, D, DP, ACC)
+        if CHUNK == CP:
+            nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CHUNK, x.dtype)
+        else:
+            nearest = nearest_in_chunks(
+                x, centroids, assignment, sequence, clusters, False, D, DP, CHUNK, ACC, PRECISION
+            )
+        tl.store(assignment + sequence.to(tl.int64) * sampled + place, nearest, mask=is_row)
 
 
 @kernel(do_not_specialize=["block_size", "cap", "of_first", "length", "clusters"])
 def _move_overflow(
-    first, second, centroids, assignment, order, starts, waiting, block_size, cap, of_first, length, clusters,
-    FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr, SCAN: tl.constexpr,
-    RANKS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    first, second, centroids, assignment, order, starts, waiting, rooms, block_size, cap, of_first, length, clusters,
+    FACTOR: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    SCAN: tl.constexpr, RANKS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one block: find who was rejected in the first round, then go on in rounds until nobody waits."""
+    """Of one block: find who was rejected in the first round, then go on in rounds until nobody waits. `rooms` is the
+    room of each centroid where these come in chunks."""
     block, blocks, sequence = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     number, place, scanned = tl.arange(0, CP), tl.arange(0, TILE), tl.arange(0, SCAN)
     starts += sequence.to(tl.int64) * (blocks * clusters + 1) + block
@@ -381,19 +435,28 @@ def _move_overflow(
         count += tl.sum(marked, 0)
     tl.debug_barrier()
 
-    vectors = _of_sequence(first, second, sequence, of_first, length, D)
-    current = _load_centroids(centroids, sequence, clusters, D, DP, CP)
-    rounded, half_norms = _half_norms(current, clusters, CP, first.dtype.element_ty, ACC)
+    vectors = vectors_of_sequence(first, second, sequence, of_first, length, D)
+    if CHUNK == CP:
+        current = load_centroids(centroids, sequence, 0, clusters, D, DP, CP)
+        rounded, norms = half_norms(current, 0, clusters, CP, first.dtype.element_ty, ACC)
+    else:
+        rooms += (sequence.to(tl.int64) * blocks + block) * clusters
     room = tl.maximum(cap - size, 0)
     while count > 0:
+        if CHUNK < CP:
+            tl.store(rooms + number, room, mask=number < clusters)
+            tl.debug_barrier()
         proposed = tl.zeros([CP], tl.int32)
         still = 0
         for begin in range(0, count, TILE):
             inside = begin + place < count
             row = tl.load(waiting + begin_of_block + begin + place, mask=inside, other=0)
-            x = _load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
-            scores = _affinity(x, rounded, half_norms, ACC, PRECISION)
-            choice = _argmax(tl.where((room > 0)[None, :], scores, float("-inf")), CP, x.dtype)
+            x = load_vectors(vectors, row, inside, sequence < of_first, FACTOR, D, DP, ACC)
+            if CHUNK == CP:
+                scores = affinity(x, rounded, norms, ACC, PRECISION)
+                choice = argmax(tl.where((room > 0)[None, :], scores, float("-inf")), CP, x.dtype)
+            else:
+                choice = nearest_in_chunks(x, centroids, rooms, sequence, clusters, True, D, DP, CHUNK, ACC, PRECISION)
             member = (choice[:, None] == number[None, :]) & inside[:, None]
             rank = tl.cumsum(member.to(tl.int32), 0) - 1 + proposed[None, :]
             accepted = tl.sum((member & (rank < room[None, :])).to(tl.int32), 1) > 0

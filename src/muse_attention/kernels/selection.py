@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import triton
 import triton.language as tl
 
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import index_in_order, load_rows, padded
 from muse_attention.kernels.opened import list_opened
-from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, score
+from muse_attention.kernels.segments import ROWS_OF_TILE, Segments, mass_off_centroid, score
 from muse_attention.kernels.summaries import ScoredSummaries
 from muse_attention.structures import Selection
 
 SELECT_CLUSTERS = {"num_warps": 4}
+_MOST_NUMBERS = 1 << 15
+"""Numbers of the means of all key clusters that one product takes as a whole, both sizes padded to powers of two."""
+_MOST_LOGITS = 1 << 14
+"""Logits of all key clusters held on chip, if their means are too many."""
 SELECT_BLOCKS = {"CLUSTERS": 16, "num_warps": 4, "num_stages": 1}
 
 
@@ -25,10 +32,11 @@ def select(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummarie
         return
     tiles = segments.tiles
     where = (*tiles.parts(), segments.groups.order)
-    _select_clusters[tiles.grid](
+    launch = _launch_of_clusters(segments.key_clusters, segments.residuals.shape[-1])
+    _select_clusters[(*tiles.grid, ROWS_OF_TILE // launch["ROWS"])](
         segments.residuals, segments.widths, *seen.tables_of_logits(), *where, opened, retrieved, clusters, blocks,
-        *segments.sizes, ROWS=ROWS_OF_TILE, CP=padded(segments.key_clusters),
-        IS_PACKED=segments.residuals.dtype in (torch.float16, torch.bfloat16), **segments.constants, **SELECT_CLUSTERS,
+        *segments.sizes, IS_PACKED=segments.residuals.dtype in (torch.float16, torch.bfloat16), **segments.constants,
+        **launch,
     )  # fmt: skip
     listed = list_opened(segments, opened)
     _select_blocks[tiles.grid](
@@ -38,34 +46,80 @@ def select(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummarie
     )  # fmt: skip
 
 
+def _launch_of_clusters(key_clusters: int, head_dim: int) -> dict[str, Any]:
+    """All key clusters at once; if these are too many for the chip, then of fewer rows, and a slice of the dimensions
+    after another."""
+    every, width = padded(key_clusters), padded(head_dim)
+    if every * width <= _MOST_NUMBERS:
+        return {"CP": every, "SLICE": width, "ROWS": ROWS_OF_TILE, **SELECT_CLUSTERS}
+    rows = max(16, min(ROWS_OF_TILE, _MOST_LOGITS // every))
+    return {"CP": every, "SLICE": max(16, _MOST_NUMBERS // every), "ROWS": rows, "num_warps": 8, "num_stages": 1}
+
+
+@triton.jit
+def _score_in_slices(
+    residuals, width, mass, key_mean, deviation, most, first_place, first, first_size, is_row, is_cluster,
+    D: tl.constexpr, DP: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
+    SLICE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The logits of `score` against all summaries from `first` on, summed over slices of the dimensions."""
+    place, cluster = tl.arange(0, ROWS), tl.arange(0, CP)
+    logits = tl.zeros([ROWS, CP], ACC)
+    for begin in range(0, DP, SLICE):
+        dim = begin + tl.arange(0, SLICE)
+        is_dim = (dim < D)[None, :]
+        some = tl.load(
+            residuals + first_place * D + place[:, None] * D + dim[None, :], mask=is_row[:, None] & is_dim, other=0.0
+        )  # [ROWS, SLICE]
+        means = tl.load(
+            key_mean + first * D + cluster[:, None] * D + dim[None, :], mask=is_cluster[:, None] & is_dim, other=0.0
+        )  # [CP, SLICE]
+        logits = tl.dot(some, tl.trans(means), logits, input_precision=PRECISION, out_dtype=ACC)
+    logits += tl.load(mass + first + cluster, mask=is_cluster, other=float("-inf"))[None, :]
+    if SECOND_ORDER:
+        deviations = tl.load(deviation + first + cluster, mask=is_cluster, other=0.0)
+        mosts = tl.load(most + first_size + cluster, mask=is_cluster, other=0.0)
+        logits += mass_off_centroid(width[:, None] * deviations[None, :], mosts[None, :])
+    return logits
+
+
 @kernel(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
 def _select_clusters(
     residuals, widths, seen_mass, seen_key_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order,
     opened, retrieved, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,
     D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
-    CP: tl.constexpr, IS_PACKED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    CP: tl.constexpr, SLICE: tl.constexpr, IS_PACKED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
     segment = tl.load(tile_group + tile)
     if segment < 0:
         return
-    begin = tl.load(tile_begin + tile)
+    begin = tl.load(tile_begin + tile) + tl.program_id(2) * ROWS
     place = tl.arange(0, ROWS)
-    is_row = place < tl.load(tile_end + tile) - begin
+    rows = tl.load(tile_end + tile) - begin
+    if rows <= 0:
+        return
+    is_row = place < rows
     first_place = head * length + begin
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     cluster = tl.arange(0, CP)
     is_cluster = cluster < key_clusters
     of_block = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters
-    residual = load_rows(residuals, first_place, place, is_row, D, DP)
     # (Block 0 of causal attention sees nothing: its masses are all -inf.)
     width = tl.load(widths + first_place + place, mask=is_row, other=0.0) if SECOND_ORDER else 0.0
     of_sizes = (head * blocks + segment % blocks) * key_clusters
-    _, logits = score(
-        residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block, of_sizes, cluster, is_cluster,
-        D, DP, SECOND_ORDER, ACC, PRECISION,
-    )  # fmt: skip
+    if SLICE == DP:
+        residual = load_rows(residuals, first_place, place, is_row, D, DP)
+        _, logits = score(
+            residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block, of_sizes, cluster,
+            is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+        )  # fmt: skip
+    else:
+        logits = _score_in_slices(
+            residuals, width, seen_mass, seen_key_mean, seen_deviation, seen_most, first_place, of_block, of_sizes,
+            is_row, is_cluster, D, DP, SECOND_ORDER, ROWS, CP, SLICE, ACC, PRECISION,
+        )  # fmt: skip
     opened += head * length * opened_clusters
     retrieved += head * length * opened_clusters * retrieved_blocks
     exists = is_row[:, None] & (logits > float("-inf"))
