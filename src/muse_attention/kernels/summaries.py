@@ -1,5 +1,7 @@
 """Stages 2 and 3: summarise every bucket for every query cluster, and accumulate over the blocks a query sees.
 
+Means of keys are stored less the `key_offset` of their head, wherever a structure or an argument holds them.
+
 One program owns a key cluster as seen from some query clusters, and walks over the blocks: what it has accumulated so
 far is the summary that the queries of the next block see.
 """
@@ -65,13 +67,15 @@ def summarise(
     buckets: Groups,
     blocks: int,
     key_clusters: int,
+    key_offset: Tensor,
     squares: Tensor | None,
     *,
     is_causal: bool,
 ) -> tuple[ScoredSummaries, Accumulated]:
     """Summaries of (G, N, D) keys and (G, N, Dv) values, in the order of `buckets`, from (H, Q, D) query centroids.
 
-    With `squares`, (G, N), the `square_distances` of the keys, also how far these are apart.
+    Means of keys are less the (G, D) `key_offset`. With `squares`, (G, N), the `square_distances` of the keys, also how
+    far these are apart.
     """
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
@@ -97,10 +101,10 @@ def summarise(
     if length <= SMALL_BUCKET * blocks * key_clusters:
         launch["KEYS"] = 16
     _summarise[(key_clusters, cdiv(query_clusters, launch["TILE"]), heads)](
-        keys, values, centroids, buckets.starts, keys if squares is None else squares, *of_buckets.tables(),
-        *seen.tables(), before, after, length, blocks, query_clusters, key_clusters, heads // key_heads, D=head_dim,
-        DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), IS_CAUSAL=is_causal, HAS_SPREAD=has_spread,
-        **arithmetic(keys.dtype), **launch,
+        keys, values, centroids, buckets.starts, key_offset, key_offset if squares is None else squares,
+        *of_buckets.tables(), *seen.tables(), before, after, length, blocks, query_clusters, key_clusters,
+        heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), IS_CAUSAL=is_causal,
+        HAS_SPREAD=has_spread, **arithmetic(keys.dtype), **launch,
     )  # fmt: skip
     return of_buckets, Accumulated(seen, before, after)
 
@@ -110,8 +114,10 @@ def accumulate_backward(
     log_mass: Tensor,
     accumulated: Accumulated,
     listed: Tensor,
+    key_offset: Tensor,
     *,
     is_causal: bool,
+    differentiable_aggregation: bool,
     add_to: Summaries,
 ) -> None:
     """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
@@ -119,15 +125,17 @@ def accumulate_backward(
     `listed` (H, Q, K) is not negative for the clusters in which `add_to` has anything to be added to.
 
     The gradient of a log-mass is taken at fixed sums instead of fixed means: with differentiable aggregation it lacks
-    what the gradients of the means have along the means. In that form shares of it simply add up.
+    what the gradients of the means have along the means. In that form shares of it simply add up. In `gradient` these
+    sums are of keys less the `key_offset`; what is left in `add_to` is for sums of the keys themselves.
     """
     heads, query_clusters, blocks, key_clusters, head_dim = gradient.key_mean.shape
     value_dim = gradient.value_mean.shape[-1]
     tile = max(1, min(power_of_two(key_clusters), 2048 // max(padded(head_dim), padded(value_dim))))
     _accumulate_backward[(cdiv(key_clusters, tile), query_clusters, heads)](
         *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
-        listed, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim,
-        DVP=padded(value_dim), IS_CAUSAL=is_causal, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
+        listed, key_offset, *add_to.parts(), blocks, key_clusters, heads // key_offset.shape[0], D=head_dim,
+        DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), IS_CAUSAL=is_causal,
+        IS_FROZEN=not differentiable_aggregation, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
     )  # fmt: skip
 
 
@@ -255,10 +263,11 @@ def _joint_variance(first, second, first_mean, second_mean, first_share, second_
 
 @kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
 def _summarise(
-    keys, values, centroids, starts, squares, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
-    seen_value_mean, seen_deviation, seen_most, mass_before, mass_after, length, blocks, query_clusters, key_clusters,
-    shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    keys, values, centroids, starts, key_offset, squares, mass, key_mean, value_mean, deviation, most, seen_mass,
+    seen_key_mean, seen_value_mean, seen_deviation, seen_most, mass_before, mass_after, length, blocks, query_clusters,
+    key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_cluster, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
     key_head = head // shared_by
@@ -267,6 +276,8 @@ def _summarise(
     is_cluster = first_cluster + number < query_clusters
     centroid = load_rows(centroids, head * query_clusters + first_cluster, number, is_cluster, D, DP)
     centroid = centroid.to(keys.dtype.element_ty)
+    dim = tl.arange(0, DP)
+    offset = tl.load(key_offset + key_head * D + dim, mask=dim < D, other=0.0)
     starts += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
     # The summaries of block 0; those of the next block lie `key_clusters` further.
     entry = (head * query_clusters + first_cluster) * blocks * key_clusters + key_cluster
@@ -300,7 +311,7 @@ def _summarise(
         if HAS_SPREAD:
             # (What the second moment is about.)
             of_point = key_head * length + tl.minimum(tl.load(starts + block), length - 1)
-            point = _load_point(keys + of_point * D, D, DP, ACC)
+            point = _load_point(keys + of_point * D, D, DP, ACC) - offset
         for begin in range(tl.load(starts + block), end, KEYS):
             row = begin + place
             is_row = row < end
@@ -313,12 +324,12 @@ def _summarise(
             weights = exp_of_less(logits, shift[:, None])
             kept = tl.exp(largest - shift)
             total = total * kept + tl.sum(weights, 1)
+            # (Means are divided by the sum of the weights they are made of, or what should cancel does not.)
             weights = weights.to(some_keys.dtype)
+            rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
             if HAS_SPREAD:
-                # (With the weights that the means have, or what should cancel does not.)
                 squared = tl.load(squares + key_head * length + row, mask=is_row, other=0.0)
                 moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
-                rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
             key_sum = tl.dot(weights, some_keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
             value_sum = tl.dot(
                 weights, some_values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC
@@ -326,8 +337,8 @@ def _summarise(
             largest = larger
         is_empty = total == 0
         log_mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))
-        inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total if HAS_SPREAD else total)
-        key_sum *= inverse[:, None]
+        inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)
+        key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None] - offset[None, :])
         value_sum *= inverse[:, None]
         if HAS_SPREAD:
             off = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])
@@ -387,11 +398,12 @@ def _summarise(
             after_log = together
 
 
-@kernel(do_not_specialize=["blocks", "key_clusters"])
+@kernel(do_not_specialize=["blocks", "key_clusters", "shared_by"])
 def _accumulate_backward(
-    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, listed, add_mass,
-    add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, listed, key_offset,
+    add_mass, add_key_mean, add_value_mean, blocks, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum
     over all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the
@@ -399,6 +411,9 @@ def _accumulate_backward(
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_cluster = cluster < key_clusters
+    dim = tl.arange(0, DP)
+    of_key_head = tl.program_id(2) // shared_by * D
+    offset = tl.load(key_offset + of_key_head + dim, mask=dim < D, other=0.0)
     has_own = tl.load(listed + query_cluster * key_clusters + cluster, mask=is_cluster, other=-1) >= 0
     sides: tl.constexpr = 1 if IS_CAUSAL else 2
     for side in tl.static_range(sides):
@@ -418,6 +433,10 @@ def _accumulate_backward(
             d_mass = tl.load(add_mass + at + cluster, mask=adds, other=0.0) + running * share
             d_keys += running_keys * share[:, None]
             d_values += running_values * share[:, None]
+            if not IS_FROZEN and side == sides - 1:
+                # (What the sums of keys gain by the offset. As the gradient will be read: rounded.)
+                rounded = d_keys.to(add_key_mean.dtype.element_ty).to(ACC)
+                d_mass -= tl.sum(rounded * offset[None, :], 1)
             store_rows(add_key_mean, at, cluster, is_cluster, d_keys, D, DP)
             store_rows(add_value_mean, at, cluster, is_cluster, d_values, DV, DVP)
             tl.store(add_mass + at + cluster, d_mass, mask=is_cluster)
