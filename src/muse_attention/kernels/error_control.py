@@ -62,7 +62,7 @@ def select_and_attend(
     )
     for is_first in (1,) if is_chosen else (1, 0):
         _select_and_attend[tiles.grid](
-            segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
+            segments.residuals, segments.shift, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
             segments.groups.order, own_lse, selection.opened, selection.retrieved, lists, counts, lowest, partial.out,
             partial.lse, is_first, tolerance, caution, mean_bucket, *segments.sizes, DV=value_dim,
             DVP=padded(value_dim), WORDS=words, SELECTS=not is_chosen, ROWS=ROWS_OF_TILE, **segments.constants,
@@ -90,7 +90,7 @@ def _has_bit(word, number):
 
 @kernel(do_not_specialize=["is_first", "tolerance", "caution", "mean_bucket", "length", "blocks", "query_clusters"])
 def _select_and_attend(
-    residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
+    residuals, shifts, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
     seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, own_lse, opened, retrieved, lists, counts,
     lowest, out, lse, is_first, tolerance, caution, mean_bucket, length, blocks, query_clusters, key_clusters,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, WORDS: tl.constexpr,
@@ -124,6 +124,8 @@ def _select_and_attend(
     of_cluster = line * blocks * key_clusters
     of_sizes = head * blocks * key_clusters
     lists += tile * key_clusters
+    # What all logits lack: the estimate goes without it, the lse of the result does not.
+    shift = tl.load(shifts + first_place + place, mask=is_row, other=0.0)
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
     weighted = tl.zeros([ROWS, DVP], ACC)
@@ -144,7 +146,7 @@ def _select_and_attend(
         estimate = tl.zeros([ROWS], ACC)
         if SELECTS:
             # The lse of the own block and of all that is seen of every cluster.
-            so_far = tl.load(own_lse + head * length + row, mask=is_row, other=0.0).to(ACC)
+            so_far = tl.load(own_lse + head * length + row, mask=is_row, other=0.0).to(ACC) - shift
             sum_so_far = tl.full([ROWS], 1.0, ACC)
             for first in range(0, key_clusters, CLUSTERS):
                 cluster = first + tl.arange(0, CLUSTERS)
@@ -234,7 +236,8 @@ def _select_and_attend(
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
     store_rows(out, head * length, row, is_row, weighted, DV, DVP)
-    tl.store(lse + head * length + row, tl.where(nothing, float("-inf"), largest + tl.log(total)), mask=is_row)
+    log_total = tl.where(nothing, float("-inf"), largest + tl.log(total) + shift)
+    tl.store(lse + head * length + row, log_total, mask=is_row)
 
 
 @kernel(do_not_specialize=["budget"])

@@ -22,6 +22,7 @@ from muse_attention.kernels import (
 )
 from muse_attention.kernels.filling import copied
 from muse_attention.kernels.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
+from muse_attention.kernels.key_offset import find_key_offset
 from muse_attention.kernels.numbers import cdiv
 from muse_attention.kernels.opened import list_opened, list_opened_bits
 from muse_attention.kernels.plan import Plan, pairs_per_query
@@ -326,6 +327,8 @@ class _FarField:
     buckets: Groups
     keys: Tensor
     values: Tensor
+    key_offset: Tensor
+    """(G, D): the point from which the means of keys are stored"""
     squares: Tensor | None
     """`square_distances` of the keys, if anyone asks how far they are apart"""
     centroids: Tensor
@@ -337,15 +340,18 @@ class _FarField:
             Groups(plan.segment_order, plan.segment_starts),
             Groups(plan.bucket_order, plan.bucket_starts),
         )
-        residuals, width = take_residuals(
-            heads.queries, heads.query_centroids, heads.query_assignment, heads.key_spread, in_segments, scale=scale
-        )
+        key_offset = find_key_offset(heads.keys)
+        residuals, shift, width = take_residuals(
+            heads.queries, heads.query_centroids, heads.query_assignment, key_offset, heads.key_spread, in_segments,
+            scale=scale,
+        )  # fmt: skip
         keys, squares = take_rows(heads.keys, buckets), None
         if width is not None:
             squares = square_distances(keys, buckets, heads.key_assignment, config.block_size)
         return cls(
             Segments(
                 residuals,
+                shift,
                 width,
                 config.uses_second_order,
                 in_segments,
@@ -358,6 +364,7 @@ class _FarField:
             buckets,
             keys,
             take_rows(heads.values, buckets),
+            key_offset,
             squares,
             heads.query_centroids,
         )
@@ -370,6 +377,7 @@ class _FarField:
             self.buckets,
             self.segments.blocks,
             self.segments.key_clusters,
+            self.key_offset,
             self.squares,
             is_causal=self.segments.is_causal,
         )
@@ -471,7 +479,9 @@ def _attend_backward(
 ) -> None:
     far = _FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
     bucket_tiles = tiles_of_groups(far.buckets, summaries.ROWS_OF_TILE)
-    delta, ordered, ordered_delta = merging.shared_delta(merged, grad_out, grad_lse, far.segments.groups)
+    delta, ordered, ordered_delta = merging.shared_delta(
+        merged, grad_out, grad_lse, far.segments.groups, far.segments.shift
+    )
     of_summaries = of_pairs = to_keys = grad_buckets = log_mass = None
     if config.monopole:
         of_buckets, accumulated = far.summaries()
@@ -483,14 +493,15 @@ def _attend_backward(
         )  # fmt: skip
         log_mass = of_buckets.log_mass
         summaries.accumulate_backward(
-            grad_seen, log_mass, accumulated, left.opened.place, is_causal=is_causal, add_to=grad_buckets
-        )
+            grad_seen, log_mass, accumulated, left.opened.place, far.key_offset, is_causal=is_causal,
+            differentiable_aggregation=config.differentiable_aggregation, add_to=grad_buckets,
+        )  # fmt: skip
     found = None
     if picks > 0:
         found = _pairs(plan, picks, config)
         of_pairs, to_keys = retrieval.attend_backward(
             grad_out, merged.lse, delta, heads.queries, far.keys, far.values, found, far.buckets, bucket_tiles,
-            rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
+            far.key_offset, rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
         )  # fmt: skip
     summaries.summarise_backward(
         grad_buckets,
@@ -505,4 +516,6 @@ def _attend_backward(
         differentiable_aggregation=config.differentiable_aggregation,
         add_to=gradients[1:],
     )
-    merging.add_to_queries(gradients[0], of_summaries, of_pairs, found, selected.retrieved, gradients[0], scale=scale)
+    merging.add_to_queries(
+        gradients[0], of_summaries, of_pairs, found, selected.retrieved, far.key_offset, gradients[0], scale=scale
+    )

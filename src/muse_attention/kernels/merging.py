@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups
+from muse_attention.kernels.key_offset import QueryGradients
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import arithmetic, cdiv, padded
 from muse_attention.kernels.pairs import Pairs
@@ -35,17 +36,17 @@ def merge(
 
 
 def shared_delta(
-    merged: Partial, grad_out: Tensor, grad_lse: Tensor | None, segments: Groups
+    merged: Partial, grad_out: Tensor, grad_lse: Tensor | None, segments: Groups, shift: Tensor
 ) -> tuple[Tensor, Partial, Tensor]:
     """`delta = sum(dO * O) - dL` of each query, (H, N): with `L`, all that a term's backward needs to know of the rest.
 
-    Also `(dO, L)` and `delta` in the order of `segments`.
+    Also `(dO, L - shift)` and `delta` in the order of `segments`, which `shift` (H, N) is in.
     """
     heads, length, value_dim = grad_out.shape
     delta, sorted_delta = torch.empty_like(merged.lse), torch.empty_like(merged.lse)
     ordered = Partial(torch.empty_like(grad_out), torch.empty_like(merged.lse))
     _find_delta[(cdiv(length, _TILE), heads)](
-        merged.out, merged.lse, grad_out, merged.lse if grad_lse is None else grad_lse, segments.order, delta,
+        merged.out, merged.lse, grad_out, merged.lse if grad_lse is None else grad_lse, segments.order, shift, delta,
         ordered.out, ordered.lse, sorted_delta, length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim,
         DVP=padded(value_dim), TILE=_TILE, ACC=arithmetic(grad_out.dtype)["ACC"],
     )  # fmt: skip
@@ -54,23 +55,29 @@ def shared_delta(
 
 def add_to_queries(
     own: Tensor,
-    of_summaries: Tensor | None,
-    of_pairs: Tensor | None,
+    of_summaries: QueryGradients | None,
+    of_pairs: QueryGradients | None,
     pairs: Pairs | None,
     has_bucket: Tensor,
+    key_offset: Tensor,
     fill_in: Tensor,
     *,
     scale: float,
 ) -> None:
     """Gradients of queries: `own` + `scale` (`of_summaries` + the sum of `of_pairs` over the query's pairs).
 
-    `of_pairs` is (G, L, D). Where every query has as many picks, `has_bucket` has an integer for each pair, which is
-    negative if it has none.
+    `of_summaries` are of (H, N), `of_pairs` of (G, L), `key_offset` is (G, D). Where every query has as many picks,
+    `has_bucket` has an integer for each pair, which is negative if it has none.
     """
     heads, length, head_dim = own.shape
-    _add_to_queries[(cdiv(heads * length, _TILE),)](
-        own, own if of_summaries is None else of_summaries, own if of_pairs is None else of_pairs, has_bucket, fill_in,
-        heads * length, *_of_rows(pairs, has_bucket), IS_RAGGED=pairs is not None and pairs.is_ragged,
+    tables = [
+        table
+        for gradients in (of_summaries, of_pairs)
+        for table in ((own, own) if gradients is None else (gradients.centred, gradients.of_offset))
+    ]
+    _add_to_queries[(cdiv(length, _TILE), heads)](
+        own, *tables, has_bucket, key_offset, fill_in, length, heads // key_offset.shape[0],
+        *_of_rows(pairs, has_bucket), IS_RAGGED=pairs is not None and pairs.is_ragged,
         HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
         ACC=arithmetic(own.dtype)["ACC"],
     )  # fmt: skip
@@ -144,7 +151,7 @@ def _merge(
 
 @kernel(do_not_specialize=["length"])
 def _find_delta(
-    out, lse, grad_out, grad_lse, order, delta, sorted_grad, sorted_lse, sorted_delta, length,
+    out, lse, grad_out, grad_lse, order, shift, delta, sorted_grad, sorted_lse, sorted_delta, length,
     HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -160,23 +167,27 @@ def _find_delta(
         found -= tl.load(grad_lse + row, mask=is_row, other=0.0).to(ACC)
     tl.store(delta + row, found, mask=is_row)
     tl.store(sorted_delta + place, found, mask=is_row)
-    tl.store(sorted_lse + place, tl.load(lse + row, mask=is_row, other=0.0), mask=is_row)
+    shifted = tl.load(lse + row, mask=is_row, other=0.0) - tl.load(shift + place, mask=is_row, other=0.0)
+    tl.store(sorted_lse + place, shifted, mask=is_row)
     tl.store(sorted_grad + place[:, None] * DV + column[None, :], gradient, mask=inside)
 
 
-@kernel(do_not_specialize=["rows", "rows_of_head", "room", "picks"])
+@kernel(do_not_specialize=["length", "shared_by", "rows_of_head", "room", "picks"])
 def _add_to_queries(
-    own, of_summaries, of_pairs, has_bucket, total, rows, row_starts, rows_of_head, room, picks,
-    IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, ACC: tl.constexpr,
+    own, of_summaries, offset_of_summaries, of_pairs, offset_of_pairs, has_bucket, key_offset, total, length,
+    shared_by, row_starts, rows_of_head, room, picks, IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr,
+    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    dim = tl.arange(0, DP)
-    is_row = row < rows
+    head = tl.program_id(1).to(tl.int64)
+    place, dim = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
+    is_row = place < length
+    row = head * length + place
     inside = is_row[:, None] & (dim < D)[None, :]
     at = row[:, None] * D + dim[None, :]
     summed = tl.zeros([TILE, DP], ACC)
+    of_offset = tl.zeros([TILE], ACC)
     if HAS_SUMMARIES:
+        of_offset += tl.load(offset_of_summaries + row, mask=is_row, other=0.0)
         summed += tl.load(of_summaries + at, mask=inside, other=0.0).to(ACC)
     first, number, most = _pairs_of_row(row_starts, row, is_row, rows_of_head, room, picks, IS_RAGGED)
     for pick in range(most):
@@ -187,4 +198,7 @@ def _add_to_queries(
         summed += tl.load(
             of_pairs + pair[:, None] * D + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0
         ).to(ACC)
+        of_offset += tl.load(offset_of_pairs + pair, mask=exists, other=0.0)
+    offset = tl.load(key_offset + head // shared_by * D + dim, mask=dim < D, other=0.0)
+    summed += of_offset[:, None] * offset[None, :]
     tl.store(total + at, tl.load(own + at, mask=inside, other=0.0).to(ACC) + SCALE * summed, mask=inside)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from muse_attention.kernels.filling import fill
 from muse_attention.kernels.grouping import Groups, Tiles, tiles
+from muse_attention.kernels.key_offset import QueryGradients
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
     LOG2_E,
@@ -80,22 +81,26 @@ def attend_backward(
     pairs: Pairs,
     buckets: Groups,
     bucket_tiles: Tiles,
+    key_offset: Tensor,
     *,
     rows_of_bucket_tile: int,
     scale: float,
-) -> tuple[Tensor, PairGradients]:
-    """Gradients of each pair's (scaled) query, (G, L, D), and of the keys and values, tile by tile.
+) -> tuple[QueryGradients, PairGradients]:
+    """Gradients of each pair's (scaled) query, (G, L), and of the keys and values, tile by tile.
 
     `lse` and `delta` are those of the merged softmax. Where a query has no pick its gradient is undefined.
     """
     key_heads, length, head_dim = keys.shape
     shared_by = queries.shape[0] // key_heads
-    grad_pairs = queries.new_empty(*pairs.shape, head_dim, dtype=gradient_dtype(queries.dtype))
+    to_queries = QueryGradients(
+        queries.new_empty(*pairs.shape, head_dim, dtype=gradient_dtype(queries.dtype)), delta.new_empty(pairs.shape)
+    )
     constants = _constants(queries, values, scale)
     _buckets_backward_to_queries[pairs.tiles.grid](
         grad_out, lse, delta, queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts,
-        grad_pairs, length, shared_by, buckets.number, *pairs.numbering, IS_RAGGED=pairs.is_ragged, PAIRS=PAIRS_OF_TILE,
-        **constants, **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
+        key_offset, to_queries.centred, to_queries.of_offset, length, shared_by, buckets.number, *pairs.numbering,
+        IS_RAGGED=pairs.is_ragged, PAIRS=PAIRS_OF_TILE, **constants,
+        **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
     )  # fmt: skip
     pieces = _cut_into_pieces(pairs, bucket_tiles)
     dtype = gradient_dtype(keys.dtype)
@@ -110,7 +115,7 @@ def attend_backward(
         KEYS=rows_of_bucket_tile, IS_RAGGED=pairs.is_ragged, **constants, **_fitting(ATTEND_BACKWARD_TO_KEYS, queries,
         values),
     )  # fmt: skip
-    return grad_pairs, gradients
+    return to_queries, gradients
 
 
 def _cut_into_pieces(pairs: Pairs, bucket_tiles: Tiles) -> Tiles:
@@ -219,9 +224,9 @@ def _attend_to_buckets(
 @kernel(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
 def _buckets_backward_to_queries(
     grad_out, lse, delta, queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts,
-    grad_pairs, length, shared_by, buckets, pair_rows, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    key_offset, grad_pairs, grad_shift, length, shared_by, buckets, pair_rows, room, picks, IS_RAGGED: tl.constexpr,
+    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
+    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     tile = key_head * tl.num_programs(0) + tl.program_id(0)
@@ -238,6 +243,8 @@ def _buckets_backward_to_queries(
     row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf")) * LOG2_E
     row_delta = tl.load(delta + first_row + row, mask=is_pair, other=0.0)
     gradient = tl.zeros([PAIRS, DP], ACC)
+    d_shift = tl.zeros([PAIRS], ACC)
+    rounded_shift = tl.zeros([PAIRS], ACC)
     at = bucket_starts + key_head * (buckets + 1) + bucket
     end = tl.load(at + 1)
     for begin in range(tl.load(at), end, KEYS):
@@ -249,8 +256,16 @@ def _buckets_backward_to_queries(
         weights = tl.exp2(tl.where(is_key[None, :], logits * (SCALE * LOG2_E) - row_lse[:, None], float("-inf")))
         response = tl.dot(some_grad, tl.trans(some_values), input_precision=PRECISION, out_dtype=ACC)
         d_logits = weights * (response - row_delta[:, None])
-        gradient = tl.dot(d_logits.to(some_keys.dtype), some_keys, gradient, input_precision=PRECISION, out_dtype=ACC)
+        d_shift += tl.sum(d_logits, 1)
+        d_logits = d_logits.to(some_keys.dtype)
+        rounded_shift += tl.sum(d_logits.to(ACC), 1)
+        gradient = tl.dot(d_logits, some_keys, gradient, input_precision=PRECISION, out_dtype=ACC)
+    dim = tl.arange(0, DP)
+    offset = tl.load(key_offset + key_head * D + dim, mask=dim < D, other=0.0)
+    # (Less what the product above has of the offset, or what should cancel does not.)
+    gradient -= rounded_shift[:, None] * offset[None, :]
     store_rows(grad_pairs, 0, key_head * room + pair, is_pair, gradient, D, DP)
+    tl.store(grad_shift + key_head * room + pair, d_shift, mask=is_pair)
 
 
 @kernel(do_not_specialize=["length", "shared_by", "room", "picks", "tiles"])

@@ -41,27 +41,27 @@ def take_residuals(
     queries: Tensor,
     centroids: Tensor,
     assignment: Tensor,
+    key_offset: Tensor,
     key_spread: Tensor | None,
     segments: Groups,
     *,
     scale: float,
-) -> tuple[Tensor, Tensor | None]:
-    """(H, N, D): scaled queries less the centroid of their cluster, in the order of `segments`.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(H, N, D): scaled queries less the centroid of their cluster, in the order of `segments`, and (H, N): their
+    products with the (G, D) `key_offset`, from before the residuals are rounded.
 
     With the (G, D) `key_spread` also their widths, (H, N): the norms of residuals in units of it.
     """
     heads, length, head_dim = queries.shape
-    residuals, width = torch.empty_like(queries), None
-    spread, shared_by = queries, 1
-    if key_spread is not None:
-        width = centroids.new_empty(heads, length)
-        spread, shared_by = key_spread, heads // key_spread.shape[0]
+    residuals, shift = torch.empty_like(queries), key_offset.new_empty(heads, length)
+    width = None if key_spread is None else torch.empty_like(shift)
     _take_residuals[_grid(queries)](
-        queries, centroids, assignment, segments.order, spread, residuals, residuals if width is None else width,
-        length, centroids.shape[1], shared_by, HAS_WIDTH=width is not None, SCALE=scale, D=head_dim,
-        DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(queries.dtype)["ACC"],
+        queries, centroids, assignment, segments.order, key_offset, key_offset if key_spread is None else key_spread,
+        residuals, shift, shift if width is None else width, length, centroids.shape[1], heads // key_offset.shape[0],
+        HAS_WIDTH=width is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
+        ACC=arithmetic(queries.dtype)["ACC"],
     )  # fmt: skip
-    return residuals, width
+    return residuals, shift, width
 
 
 def _grid(table: Tensor) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def _take_rows(table, order, taken, length, X: tl.constexpr, XP: tl.constexpr, T
 
 @kernel(do_not_specialize=["length", "clusters", "shared_by"])
 def _take_residuals(
-    queries, centroids, assignment, order, key_spread, residuals, width, length, clusters, shared_by,
+    queries, centroids, assignment, order, key_offset, key_spread, residuals, shift, width, length, clusters, shared_by,
     HAS_WIDTH: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +93,8 @@ def _take_residuals(
     centroid = tl.load(centroids + cluster[:, None] * D + dim[None, :], mask=inside, other=0.0).to(ACC)
     residual = scaled * SCALE - centroid
     tl.store(residuals + (head * length + place)[:, None] * D + dim[None, :], residual, mask=inside)
+    offset = tl.load(key_offset + head // shared_by * D + dim, mask=dim < D, other=0.0)
+    tl.store(shift + head * length + place, tl.sum(residual * offset[None, :], 1), mask=place < length)
     if HAS_WIDTH:
         spread = tl.load(key_spread + head // shared_by * D + dim, mask=dim < D, other=0.0).to(ACC)
         norm = tl.sqrt(tl.sum(residual * residual * spread[None, :], 1))

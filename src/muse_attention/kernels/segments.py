@@ -22,6 +22,8 @@ class Segments:
 
     residuals: Tensor
     """(H, N, D), in the order of `groups`"""
+    shift: Tensor
+    """(H, N), likewise: what the offset of keys, which means of keys lack, adds to all logits of a query"""
     width: Tensor | None
     """(H, N), likewise: norms of the residuals in units of the spread of keys; None if nobody asks for it"""
     adds_mass: bool

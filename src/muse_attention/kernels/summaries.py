@@ -1,5 +1,7 @@
 """Stages 2 and 3: summarise every bucket for every query cluster, and accumulate over the blocks a query sees.
 
+Means of keys are stored less the `key_offset` of their head, wherever a structure or an argument holds them.
+
 Buckets are summarised side by side. To accumulate them, a program owns some key clusters as seen from a query cluster,
 and walks over the blocks: what it has accumulated so far is the summary that the queries of the next block see.
 """
@@ -65,13 +67,15 @@ def summarise(
     buckets: Groups,
     blocks: int,
     key_clusters: int,
+    key_offset: Tensor,
     squares: Tensor | None,
     *,
     is_causal: bool,
 ) -> tuple[ScoredSummaries, Accumulated]:
     """Summaries of (G, N, D) keys and (G, N, Dv) values, in the order of `buckets`, from (H, Q, D) query centroids.
 
-    With `squares`, (G, N), the `square_distances` of the keys, also how far these are apart.
+    Means of keys are less the (G, D) `key_offset`. With `squares`, (G, N), the `square_distances` of the keys, also how
+    far these are apart.
     """
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
@@ -100,9 +104,9 @@ def summarise(
     constants |= {"IS_CAUSAL": is_causal, "HAS_SPREAD": has_spread}
     # (The first axis of a grid alone may have more than 65,535 programs.)
     _summarise[(key_clusters * blocks, cdiv(query_clusters, launch["TILE"]), heads)](
-        keys, values, centroids, buckets.starts, keys if squares is None else squares, *of_buckets.tables(), seen.most,
-        length, blocks, query_clusters, key_clusters, heads // key_heads, **constants, **arithmetic(keys.dtype),
-        **launch,
+        keys, values, centroids, buckets.starts, key_offset, key_offset if squares is None else squares,
+        *of_buckets.tables(), seen.most, length, blocks, query_clusters, key_clusters, heads // key_heads, **constants,
+        **arithmetic(keys.dtype), **launch,
     )  # fmt: skip
     tile = _clusters_at_once(key_clusters, head_dim, value_dim)
     _accumulate[(cdiv(key_clusters, tile), query_clusters, heads)](
@@ -122,8 +126,10 @@ def accumulate_backward(
     log_mass: Tensor,
     accumulated: Accumulated,
     listed: Tensor,
+    key_offset: Tensor,
     *,
     is_causal: bool,
+    differentiable_aggregation: bool,
     add_to: Summaries,
 ) -> None:
     """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
@@ -131,15 +137,17 @@ def accumulate_backward(
     `listed` (H, Q, K) is not negative for the clusters in which `add_to` has anything to be added to.
 
     The gradient of a log-mass is taken at fixed sums instead of fixed means: with differentiable aggregation it lacks
-    what the gradients of the means have along the means. In that form shares of it simply add up.
+    what the gradients of the means have along the means. In that form shares of it simply add up. In `gradient` these
+    sums are of keys less the `key_offset`; what is left in `add_to` is for sums of the keys themselves.
     """
     heads, query_clusters, blocks, key_clusters, head_dim = gradient.key_mean.shape
     value_dim = gradient.value_mean.shape[-1]
     tile = _clusters_at_once(key_clusters, head_dim, value_dim)
     _accumulate_backward[(cdiv(key_clusters, tile), query_clusters, heads)](
         *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
-        listed, *add_to.parts(), blocks, key_clusters, D=head_dim, DP=padded(head_dim), DV=value_dim,
-        DVP=padded(value_dim), IS_CAUSAL=is_causal, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
+        listed, key_offset, *add_to.parts(), blocks, key_clusters, heads // key_offset.shape[0], D=head_dim,
+        DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), IS_CAUSAL=is_causal,
+        IS_FROZEN=not differentiable_aggregation, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
     )  # fmt: skip
 
 
@@ -267,10 +275,10 @@ def _joint_variance(first, second, first_mean, second_mean, first_share, second_
 
 @kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
 def _summarise(
-    keys, values, centroids, starts, squares, mass, key_mean, value_mean, deviation, most, seen_most, length, blocks,
-    query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    keys, values, centroids, starts, key_offset, squares, mass, key_mean, value_mean, deviation, most, seen_most,
+    length, blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One bucket, as seen from some query clusters."""
     key_cluster, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -281,6 +289,8 @@ def _summarise(
     is_cluster = first_cluster + number < query_clusters
     starts += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
     first_row, end = tl.load(starts + block), tl.load(starts + block + 1)
+    dim = tl.arange(0, DP)
+    offset = tl.load(key_offset + key_head * D + dim, mask=dim < D, other=0.0)
     if HAS_SPREAD:
         if first_cluster == 0:
             before, whole = first_row - tl.load(starts), tl.load(starts + blocks) - tl.load(starts)
@@ -288,7 +298,7 @@ def _summarise(
             tl.store(most + size, _most(end - first_row, ACC))
             tl.store(seen_most + size, _most(before if IS_CAUSAL else whole - (end - first_row), ACC))
         # (What the second moment is about.)
-        point = _load_point(keys + (key_head * length + tl.minimum(first_row, length - 1)) * D, D, DP, ACC)
+        point = _load_point(keys + (key_head * length + tl.minimum(first_row, length - 1)) * D, D, DP, ACC) - offset
 
     # 1. Sums over its keys, of weights relative to the largest so far.
     centroid = load_rows(centroids, head * query_clusters + first_cluster, number, is_cluster, D, DP)
@@ -311,12 +321,12 @@ def _summarise(
         weights = exp_of_less(logits, shift[:, None])
         kept = tl.exp(largest - shift)
         total = total * kept + tl.sum(weights, 1)
+        # (Means are divided by the sum of the weights they are made of, or what should cancel does not.)
         weights = weights.to(some_keys.dtype)
+        rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
         if HAS_SPREAD:
-            # (With the weights that the means have, or what should cancel does not.)
             squared = tl.load(squares + key_head * length + row, mask=is_row, other=0.0)
             moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
-            rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
         key_sum = tl.dot(weights, some_keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
         value_sum = tl.dot(weights, some_values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
         largest = larger
@@ -326,8 +336,8 @@ def _summarise(
     summary = number * blocks * key_clusters
     is_empty = total == 0
     tl.store(mass + at + summary, tl.where(is_empty, float("-inf"), largest + tl.log(total)), mask=is_cluster)
-    inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total if HAS_SPREAD else total)
-    key_sum *= inverse[:, None]
+    inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)
+    key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None] - offset[None, :])
     value_sum *= inverse[:, None]
     if HAS_SPREAD:
         off = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])
@@ -415,11 +425,12 @@ def _accumulate(
             after_log = together
 
 
-@kernel(do_not_specialize=["blocks", "key_clusters"])
+@kernel(do_not_specialize=["blocks", "key_clusters", "shared_by"])
 def _accumulate_backward(
-    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, listed, add_mass,
-    add_key_mean, add_value_mean, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, listed, key_offset,
+    add_mass, add_key_mean, add_value_mean, blocks, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum
     over all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the
@@ -427,6 +438,9 @@ def _accumulate_backward(
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_cluster = cluster < key_clusters
+    dim = tl.arange(0, DP)
+    of_key_head = tl.program_id(2) // shared_by * D
+    offset = tl.load(key_offset + of_key_head + dim, mask=dim < D, other=0.0)
     has_own = tl.load(listed + query_cluster * key_clusters + cluster, mask=is_cluster, other=-1) >= 0
     sides: tl.constexpr = 1 if IS_CAUSAL else 2
     for side in tl.static_range(sides):
@@ -446,6 +460,10 @@ def _accumulate_backward(
             d_mass = tl.load(add_mass + at + cluster, mask=adds, other=0.0) + running * share
             d_keys += running_keys * share[:, None]
             d_values += running_values * share[:, None]
+            if not IS_FROZEN and side == sides - 1:
+                # (What the sums of keys gain by the offset. As the gradient will be read: rounded.)
+                rounded = d_keys.to(add_key_mean.dtype.element_ty).to(ACC)
+                d_mass -= tl.sum(rounded * offset[None, :], 1)
             store_rows(add_key_mean, at, cluster, is_cluster, d_keys, D, DP)
             store_rows(add_value_mean, at, cluster, is_cluster, d_values, DV, DVP)
             tl.store(add_mass + at + cluster, d_mass, mask=is_cluster)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from muse_attention.bits import number_of_words
 from muse_attention.kernels.filling import fill
+from muse_attention.kernels.key_offset import QueryGradients
 from muse_attention.kernels.launching import kernel
 from muse_attention.kernels.numbers import (
     cdiv,
@@ -110,7 +112,7 @@ def attend(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummarie
     )
     tiles = segments.tiles
     _attend_to_summaries[tiles.grid](
-        segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
+        segments.residuals, segments.shift, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
         segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, partial.out,
         partial.lse, *segments.sizes, terms.clusters.shape[1], DV=value_dim, DVP=padded(value_dim), ROWS=ROWS_OF_TILE,
         **segments.constants, **segments.fit(ATTEND, value_dim),
@@ -129,24 +131,29 @@ def attend_backward(
     *,
     differentiable_aggregation: bool,
     fill_in: tuple[Summaries, Summaries],
-) -> Tensor:
-    """Gradients of the queries, (H, N, D) in the order of the inputs, and of both kinds of summaries in `fill_in`.
+) -> QueryGradients:
+    """Gradients of the queries, (H, N) in the order of the inputs, and of both kinds of summaries in `fill_in`.
 
     Of the blocks' summaries only those of opened clusters have gradients; the rest is not written.
 
-    `grad_out` (H, N, Dv), `lse` and `delta` (H, N) are in the order of the segments, and those of the merged softmax.
-    With differentiable aggregation the gradient of a log-mass is taken at fixed sums instead of fixed means.
+    `grad_out` (H, N, Dv), `lse` and `delta` (H, N) are in the order of the segments, and those of the merged softmax;
+    `lse` is less the `shift` of the segments. With differentiable aggregation the gradient of a log-mass is taken at
+    fixed sums instead of fixed means.
     """
     heads, length, head_dim = segments.residuals.shape
     value_dim = seen.value_mean.shape[-1]
-    grad_queries = segments.residuals.new_empty(heads, length, head_dim, dtype=gradient_dtype(segments.residuals.dtype))
+    to_queries = QueryGradients(
+        segments.residuals.new_empty(heads, length, head_dim, dtype=gradient_dtype(segments.residuals.dtype)),
+        torch.empty_like(lse),
+    )
     tiles = segments.tiles
     words = terms.clusters.shape[1]
     constants = {"DV": value_dim, "DVP": padded(value_dim), **segments.constants}
     _summaries_backward_to_queries[tiles.grid](
         grad_out, lse, delta, segments.residuals, segments.widths, *of_buckets.tables(), *seen.tables(), *tiles.parts(),
-        segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number, grad_queries,
-        *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants, **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
+        segments.groups.order, terms.clusters, terms.blocks, terms.opened.listed, terms.opened.number,
+        to_queries.centred, to_queries.of_offset, *segments.sizes, words, ROWS=ROWS_OF_TILE, **constants,
+        **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
     )  # fmt: skip
     for is_seen, summaries, gradient, launches, bits in (
         (False, of_buckets, fill_in[0], ATTEND_BACKWARD_TO_BLOCKS, terms.blocks),
@@ -165,7 +172,7 @@ def attend_backward(
             bits, terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
             IS_FROZEN=not differentiable_aggregation, **constants, **launch,
         )  # fmt: skip
-    return grad_queries
+    return to_queries
 
 
 @triton.jit
@@ -325,7 +332,7 @@ def _mark_terms_of_bits(
 
 @kernel(do_not_specialize=["length", "blocks", "query_clusters"])
 def _attend_to_summaries(
-    residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
+    residuals, shifts, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean, seen_value_mean,
     seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms, listed,
     listed_number, out, lse, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
@@ -389,7 +396,8 @@ def _attend_to_summaries(
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     nothing = total == 0
     weighted /= tl.where(nothing, 1.0, total)[:, None]
-    log_total = tl.where(nothing, float("-inf"), largest + tl.log(total))
+    shift = tl.load(shifts + first_place + place, mask=is_row, other=0.0)
+    log_total = tl.where(nothing, float("-inf"), largest + tl.log(total) + shift)
     store_rows(out, head * length, row, is_row, weighted, DV, DVP)
     tl.store(lse + head * length + row, log_total, mask=is_row)
 
@@ -405,9 +413,10 @@ def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr,
 def _summaries_backward_to_queries(
     grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, seen_mass, seen_key_mean,
     seen_value_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order, cluster_terms, block_terms,
-    listed, listed_number, grad_queries, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    listed, listed_number, grad_queries, grad_shift, length, blocks, query_clusters, key_clusters, words,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -424,6 +433,7 @@ def _summaries_backward_to_queries(
     of_cluster = line * blocks * key_clusters
     of_sizes = head * blocks * key_clusters
     gradient = tl.zeros([ROWS, DP], ACC)
+    d_shift = tl.zeros([ROWS], ACC)
     if seen_blocks > 0:
         residual = load_rows(residuals, first_place, place, is_row, D, DP)
         width = tl.load(widths + first_place + place, mask=is_row, other=0.0) if SECOND_ORDER else 0.0
@@ -443,6 +453,7 @@ def _summaries_backward_to_queries(
             logits = tl.where(_bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean, of_block, cluster, is_cluster, DV, DVP)
             d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+            d_shift += tl.sum(d_logits, 1)
             gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
         listed_here = tl.load(listed_number + line)
         listed += line * key_clusters
@@ -466,9 +477,11 @@ def _summaries_backward_to_queries(
                 logits = tl.where(is_term, logits, float("-inf"))
                 values = load_rows(value_mean, of_cluster, summary, is_summary, DV, DVP)
                 d_logits = _gradient_of_logits(logits, some_grad, values, row_lse, row_delta, ACC, PRECISION)
+                d_shift += tl.sum(d_logits, 1)
                 gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
     row = tl.load(order + first_place + place, mask=is_row, other=0)
     store_rows(grad_queries, head * length, row, is_row, gradient, D, DP)
+    tl.store(grad_shift + head * length + row, d_shift, mask=is_row)
 
 
 @kernel(do_not_specialize=["length", "blocks", "query_clusters"])

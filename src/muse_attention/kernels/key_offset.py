@@ -1,0 +1,79 @@
+"""What the keys of a head have in common: the point from which the means of keys are stored.
+
+Keys of trained models often share an offset many times as large as what tells them apart. A mean stored in bfloat16 is
+rounded by up to 2^-9 of its size, offset included, and so would be every logit of a summary. Less the offset it is
+rounded by 2^-9 of what tells it apart. What the offset adds to the logits of a query, `r . offset`, is the same for all
+summaries: one number, kept in float32.
+
+Results do not depend on the point other than by rounding, so it is a constant for the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.kernels.launching import kernel
+from muse_attention.kernels.numbers import arithmetic, cdiv
+from muse_attention.precision import compute_dtype
+
+_SAMPLE = 64
+"""Keys that are looked at, at equal distances in the sequence."""
+_DIMS = 16
+"""Dimensions that one program works on."""
+
+
+@dataclass(frozen=True)
+class QueryGradients:
+    """Gradients of queries: each is `centred + of_offset * offset`."""
+
+    centred: Tensor
+    """(..., D): what they are if keys are taken less the offset"""
+    of_offset: Tensor
+    """(...,)"""
+
+
+def find_key_offset(keys: Tensor) -> Tensor:
+    """(G, D): in each dimension, halfway between the quartiles of a sample of (G, N, D) keys.
+
+    A few gigantic keys move it no further than any others do. (They would move the mean.)
+    """
+    heads, length, head_dim = keys.shape
+    offset = keys.new_empty(heads, head_dim, dtype=compute_dtype(keys.dtype))
+    _find_middle[(cdiv(head_dim, _DIMS), heads)](
+        keys, offset, length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, ACC=arithmetic(keys.dtype)["ACC"]
+    )
+    return offset
+
+
+@triton.jit
+def _load_finite(at, mask, ACC: tl.constexpr):
+    """A key that is not finite must poison what attends to it, not the offset of all."""
+    loaded = tl.load(at, mask=mask, other=0.0).to(ACC)
+    return tl.where(tl.abs(loaded) < float("inf"), loaded, 0.0)
+
+
+@kernel(do_not_specialize=["length"])
+def _find_middle(
+    keys, offset, length, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    number = tl.arange(0, SAMPLE)
+    dim = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
+    is_dim = dim < D
+    keys += head * length * D + dim
+    # (Of fewer keys than that, each is there several times.)
+    row = (number * length // SAMPLE).to(tl.int64)
+    # [SAMPLE, DIMS]
+    sample = _load_finite(keys[None, :] + row[:, None] * D, is_dim[None, :] & (row >= 0)[:, None], ACC)
+    rank = tl.zeros([SAMPLE, DIMS], tl.int32)
+    for other in range(SAMPLE):
+        one = _load_finite(keys + (other * length // SAMPLE).to(tl.int64) * D, is_dim, ACC)[None, :]
+        comes_first = (one < sample) | ((one == sample) & (number > other)[:, None])
+        rank += comes_first.to(tl.int32)
+    lower = tl.sum(tl.where(rank == SAMPLE // 4, sample, 0.0), 0)
+    upper = tl.sum(tl.where(rank == SAMPLE - 1 - SAMPLE // 4, sample, 0.0), 0)
+    tl.store(offset + head * D + dim, 0.5 * lower + 0.5 * upper, mask=is_dim)
