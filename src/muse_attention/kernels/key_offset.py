@@ -22,7 +22,7 @@ from muse_attention.precision import compute_dtype
 
 _SAMPLE = 64
 """Keys that are looked at, at equal distances in the sequence."""
-_DIMS = 16
+_DIMS = 4
 """Dimensions that one program works on."""
 
 
@@ -61,19 +61,15 @@ def _find_middle(
     keys, offset, length, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
-    number = tl.arange(0, SAMPLE)
-    dim = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
+    number, dim = tl.arange(0, SAMPLE), tl.program_id(0) * DIMS + tl.arange(0, DIMS)
     is_dim = dim < D
-    keys += head * length * D + dim
     # (Of fewer keys than that, each is there several times.)
-    row = (number * length // SAMPLE).to(tl.int64)
-    # [SAMPLE, DIMS]
-    sample = _load_finite(keys[None, :] + row[:, None] * D, is_dim[None, :] & (row >= 0)[:, None], ACC)
-    rank = tl.zeros([SAMPLE, DIMS], tl.int32)
-    for other in range(SAMPLE):
-        one = _load_finite(keys + (other * length // SAMPLE).to(tl.int64) * D, is_dim, ACC)[None, :]
-        comes_first = (one < sample) | ((one == sample) & (number > other)[:, None])
-        rank += comes_first.to(tl.int32)
+    row = head * length + number * length // SAMPLE
+    sample = _load_finite(keys + row[:, None] * D + dim[None, :], is_dim[None, :] & (row >= 0)[:, None], ACC)
+    # How many of the sample come before each, in each dimension.
+    own, other = sample[:, None, :], sample[None, :, :]
+    comes_first = (other < own) | ((other == own) & (number[None, :] < number[:, None])[:, :, None])
+    rank = tl.sum(comes_first.to(tl.int32), 1)
     lower = tl.sum(tl.where(rank == SAMPLE // 4, sample, 0.0), 0)
     upper = tl.sum(tl.where(rank == SAMPLE - 1 - SAMPLE // 4, sample, 0.0), 0)
     tl.store(offset + head * D + dim, 0.5 * lower + 0.5 * upper, mask=is_dim)
