@@ -551,6 +551,11 @@ def test_the_values_of_a_sweep_can_be_told_from_its_cases(name: str) -> None:
     assert [sweep.value_of(request) for request in sweep_plan(name).requests] == list(sweep.values)
 
 
+def test_a_sweep_of_the_default_has_that_of_the_length() -> None:
+    for length in (16384, 65536):
+        assert sweep_plan("heads-of-default", length).attentions == (f"muse:{MuSeConfig.for_length(length)}",)
+
+
 def test_a_sweep_leaves_out_what_would_be_exact() -> None:
     assert sweep_plan("block-size", 8192).attentions == tuple(
         f"muse:Q128K128R8SP1B{size},clustering=lloyd" for size in ("2k", "4k")

@@ -16,7 +16,7 @@ _FUSED_ATTENTION = ("cudnn", "flash", "fmha")
 """One of these is in the name of every kernel of a fused exact attention."""
 _KERNELS = {
     "clustering": (
-        "_take", "_stream", "_sum_members", "_mean_of_parts", "_find_nearest", "_move_overflow", "_sum_squares",
+        "_take", "_stream", "_stream_in_chunks", "_sum_members", "_mean_of_parts", "_find_nearest", "_move_overflow", "_sum_squares",
         "_scale_to_mean", "_copy",
     ),
     "sorting": (
@@ -24,7 +24,7 @@ _KERNELS = {
         "_find_starts", "_count_tiles", "_cut", "_number_buckets", "_count_pairs", "_number_pairs", "_plan_pieces",
         "_take_rows", "_take_residuals", "_square_distances",
     ),
-    "summaries": ("_summarise", "_accumulate", "_accumulate_backward", "_summarise_backward"),
+    "summaries": ("_find_middle", "_summarise", "_accumulate", "_accumulate_backward", "_summarise_backward"),
     "selection": (
         "_select_clusters", "_select_blocks", "_find_lowest_bin", "_list_opened", "_mark_opened", "_list_marked",
         "_mark_terms", "_mark_terms_of_bits", "_fill",

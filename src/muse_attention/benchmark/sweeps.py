@@ -46,12 +46,14 @@ class Sweep:
     values: tuple[int, ...]
     fields: Mapping[str, Callable[[int], int]]
     """what fields of `MuSeConfig` or of `Shape` are at a value; the first is the value itself"""
-    base: MuSeConfig = BASE
+    base: MuSeConfig | None = BASE
+    """what does not vary; None for the default of the length"""
 
     def request(self, value: int, shape: Shape) -> Request:
         changes: dict[str, Any] = {name: at(value) for name, at in self.fields.items()}
         of_shape = {name: changes.pop(name) for name in self.varied_in_shape}
-        return Request(f"muse:{self.base.replace(**changes)}", shape._replace(**of_shape))
+        base = self.base or MuSeConfig.for_length(shape.length)
+        return Request(f"muse:{base.replace(**changes)}", shape._replace(**of_shape))
 
     def value_of(self, request: Request) -> int:
         name = next(iter(self.fields))
@@ -64,6 +66,7 @@ class Sweep:
 
 
 _CLUSTERS = {"query_clusters": _same, "key_clusters": _same}
+_HEADS = {"heads": _same, "key_heads": _same}
 _LENGTH_OF_TOKENS = {"length": _same, "batch": _sequences}
 
 SWEEPS = {
@@ -99,7 +102,8 @@ SWEEPS = {
         "clusters of queries and of keys", (64, 128, 256), _CLUSTERS, MONOPOLE_ONLY.replace(block_size=16384)
     ),
     "head-dim": Sweep("head dim", (64, 128), {"head_dim": _same}),
-    "heads": Sweep("heads", (2, 4, 8, 16), {"heads": _same, "key_heads": _same}),
+    "heads": Sweep("heads", (2, 4, 8, 16), _HEADS),
+    "heads-of-default": Sweep("heads", (8, 16, 32, 64, 128), _HEADS, None),
 }
 
 
