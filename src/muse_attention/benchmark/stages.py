@@ -16,8 +16,8 @@ _FUSED_ATTENTION = ("cudnn", "flash", "fmha")
 """One of these is in the name of every kernel of a fused exact attention."""
 _KERNELS = {
     "clustering": (
-        "_take", "_stream", "_stream_in_chunks", "_sum_members", "_mean_of_parts", "_find_nearest", "_move_overflow", "_sum_squares",
-        "_scale_to_mean", "_copy",
+        "_take", "_stream", "_stream_in_chunks", "_sum_members", "_mean_of_parts", "_find_nearest", "_move_overflow",
+        "_sum_squares", "_scale_to_mean", "_copy",
     ),
     "sorting": (
         "_count_clusters", "_sum_rows", "_sum_before", "_place_by_cluster", "_pack", "_count_digits", "_place_by_digit",
