@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class Errors:
     settings: Settings
     bin_centres: list[float]
     lines: list[Line]
+    commands: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         replace_file(path, json.dumps(asdict(self), indent=2) + "\n")
@@ -94,6 +95,7 @@ class Errors:
                 settings=Settings(**document["settings"]),
                 bin_centres=list(document["bin_centres"]),
                 lines=[Line(**line) for line in document["lines"]],
+                commands=list(document.get("commands", [])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} does not hold the results of muse errors") from error

@@ -1,56 +1,13 @@
-"""Results for people: cells, and the Markdown file that is kept beside the JSON."""
+"""Results for people: cells of tables, and what is said of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from muse_attention.benchmark.results import Case, Results, Settings
-from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_attention.benchmark.sweeps import find_sweep, format_heads, format_shape
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS, NOISY
-from muse_attention.fidelity_columns import RETRIEVAL, TAIL, Column, known, meaning
-from muse_attention.machine import machine_lines
-from muse_attention.markup import Code, fenced, markdown_line, markdown_list, markdown_table
-
-_HEADER = (
-    "forward",
-    "SDPA",
-    "speed-up",
-    "forward + backward",
-    "SDPA",
-    "speed-up",
-    "spread",
-    "RSE",
-    "cosine",
-    "extra memory",
-    "SDPA",
-)
-
-
-def markdown_report(results: Results, *, title: str, picture: str | None = None) -> str:
-    """Title, machine, versions, the commands that measured it, the tables, and what their columns mean. `picture` is a
-    file beside it."""
-    hardware, versions = machine_lines(results.machine)
-    return "\n".join(
-        [
-            f"# {markdown_line(title)}",
-            "",
-            markdown_list(
-                [f"Machine: {hardware}", f"Versions: {versions}", f"Data: {settings_line(results.settings)}"]
-            ),
-            "",
-            fenced(results.commands),
-            "",
-            *([] if picture is None else [f"![Speed-up]({picture})", ""]),
-            _markdown_table(results.settings, _HEADER, [(case, _cells(case)) for case in sorted_cases(results)]),
-            "",
-            caption(results),
-            "",
-            *(line for noise in noise_lines(results) for line in (markdown_line(noise), "")),
-            *_retrieval_section(results),
-            *_stages_section(results),
-        ]
-    )
+from muse_attention.fidelity_columns import RETRIEVAL, TAIL, Column, known
 
 
 def caption(results: Results) -> str:
@@ -60,7 +17,7 @@ def caption(results: Results) -> str:
         warm_up += f" (counted as a repeat where it took more than {LONG_RUN_SECONDS:g} s)"
     return (
         f"Times are medians of {settings.repeats} repeats after {warm_up}; all attentions of one length and "
-        "`torch.nn.functional.scaled_dot_product_attention` (SDPA) take turns in every repeat, and the speed-up is the "
+        "scaled_dot_product_attention (SDPA) take turns in every repeat, and the speed-up is the "
         "ratio of two medians. The spread is the distance between the quartiles of forward + backward as a share of "
         "the median, of the attention or of SDPA, whichever is larger. The forward pass is recorded by autograd; the "
         "backward pass gives the gradients of query, key and value. RSE and cosine compare outputs with exact "
@@ -142,66 +99,6 @@ def format_share(part: float, whole: float) -> str:
 def retrieval_columns(cases: Sequence[Case]) -> list[Column]:
     """The tail of the error and what was retrieved, as far as it is known of any case; none of earlier files."""
     return known((*TAIL, *RETRIEVAL), [case.fidelity for case in cases])
-
-
-def _retrieval_section(results: Results) -> list[str]:
-    cases = sorted_cases(results)
-    columns = retrieval_columns(cases)
-    if not columns:
-        return []
-    rows = [(case, [column.cell(case.fidelity) for column in columns]) for case in cases]
-    return [
-        "## The tail of the error, and what was retrieved",
-        "",
-        _markdown_table(results.settings, [column.title for column in columns], rows),
-        "",
-        meaning(case.fidelity for case in cases),
-        "",
-    ]
-
-
-def _stages_section(results: Results) -> list[str]:
-    """Nothing where no stages were measured."""
-    measured = [(case, case.stage_milliseconds) for case in sorted_cases(results) if case.stage_milliseconds]
-    if not measured:
-        return []
-    rows = []
-    for case, milliseconds in measured:
-        whole = sum(milliseconds.values())
-        shares = [format_share(milliseconds[stage], whole) for stage in STAGES]
-        rows.append((case, (*shares, format_seconds(whole / 1000))))
-    return [
-        "## Share of each stage",
-        "",
-        _markdown_table(results.settings, (*STAGES, "sum"), rows),
-        "",
-        f"Times of the GPU's kernels in one forward and backward pass, the mean of {PROFILED_RUNS} runs under "
-        "`torch.profiler`, and their share of the sum, without the gaps between kernels. The own block is all that "
-        "cuDNN or FlashAttention does; what is no kernel of the library is other.",
-        "",
-    ]
-
-
-def _cells(case: Case) -> tuple[str, ...]:
-    return (
-        format_seconds(case.times.forward_median),
-        format_seconds(case.sdpa_times.forward_median),
-        format_ratio(case.speedup_forward),
-        format_seconds(case.times.forward_backward_median),
-        format_seconds(case.sdpa_times.forward_backward_median),
-        format_ratio(case.speedup_forward_backward),
-        format_spread(case.spread),
-        format_error(case.fidelity["relative_squared_error"]),
-        f"{case.fidelity['cosine']:.4f}",
-        format_memory(case.extra_memory_bytes),
-        format_memory(case.sdpa_extra_memory_bytes),
-    )
-
-
-def _markdown_table(settings: Settings, header: Sequence[str], rows: Sequence[tuple[Case, Sequence[str]]]) -> str:
-    """A case in each row, which begins with its shape and its attention."""
-    lines = [(format_shape(case.shape, settings.sweep), Code(case.attention), *cells) for case, cells in rows]
-    return markdown_table(("length", "attention", *header), lines, text_column=1)
 
 
 def settings_line(settings: Settings) -> str:

@@ -35,11 +35,12 @@ from muse_attention.cli.app import (
     say,
     user_errors,
 )
-from muse_attention.cli.compare import RESULTS, Request, compare_runs, show_comparison
-from muse_attention.cli.compare_reports import write_comparison_reports
+from muse_attention.cli.compare import RESULTS, ComparisonRequest, compare_runs, show_comparison
 from muse_attention.cli.language_model import Place, short_warnings
+from muse_attention.cli.measuring import write
 from muse_attention.cli.train import training_progress
 from muse_attention.earlier_results import WAY_OUT, check_same, find_earlier
+from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.pretraining.data.corpus import MANIFEST, Corpus, read_corpus
 from muse_attention.pretraining.data.documents import Buckets
@@ -205,13 +206,13 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
 
 def _compare(output: Path, place: Place, overwrite: bool) -> None:
     typer.echo(f"{_count(_PARTS)}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
-    request = Request([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
-    folder = output / "compare"
-    command = f"muse demo --device {place.device}"
-    results = compare_runs(request, folder, overwrite=overwrite, command=command)
+    request = ComparisonRequest([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
+    path = output / "compare" / RESULTS
+    results = compare_runs(
+        request, path.parent, lambda names: f"muse demo --device {place.device}", overwrite=overwrite
+    )
     show_comparison(results)
-    path = folder / RESULTS
-    write_comparison_reports(results, path)
+    write(comparison_report(results), path, path)
     for line in _conclusions(results, output):
         typer.echo(line)
     typer.echo(f"the report: {path.with_suffix('.html')}")

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _LENGTHS = (1024, 4096, 16384, 65536, 262144)
-"""At which a name that follows the length is looked at, to see whether it still means the same."""
+"""At these, the settings of a name that follows the length are recorded."""
 
 
 def figure_attentions(length: int) -> tuple[str, ...]:
@@ -68,9 +68,9 @@ def settings_of(attention: str) -> dict[str, Any] | None:
 
 
 def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
-    """A ValueError if the name meant something else to who wrote it beside these settings: defaults can change.
+    """Raise ValueError if a recorded name had other settings when it was written: defaults can change.
 
-    A field that was not there yet has its default, which means what was done before there was a choice.
+    A field that is newer than the record has its default, which is what was done before the field existed.
     """
     if settings is not None and not has_settings_of_length(attention):
         settings = {**asdict(MuSeConfig()), **settings}

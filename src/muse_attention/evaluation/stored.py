@@ -28,7 +28,7 @@ from muse_attention.strict_json import parse_json
 
 VERSION = 2
 SECONDS_BETWEEN_WRITES = 2.0
-"""Of work that is lost at most. (To write a large file after every step can take longer than the step.)"""
+"""At most this much work is lost. (Writing a large file after every step can take longer than the step.)"""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class StoredResults:
     way_out: ClassVar[str] = WAY_OUT_BY_NAME
     """what a user can do with a file that cannot be continued"""
     is_finite: ClassVar[bool] = False
-    """whether a number that is none makes a file unreadable"""
+    """whether a NaN or an infinity makes a file unreadable"""
     readers: ClassVar[Mapping[type, Callable[[Any], Any]]] = {}
     """of structures that have one of their own"""
 

@@ -39,12 +39,12 @@ _LOSS = (
     "which is what the texts differ by."
 )
 _DIFFERENCE = (
-    "Loss less that of the reference on the same samples, ± the standard error of the difference. Seed-to-seed "
+    "Loss minus that of the reference on the same samples, ± the standard error of the difference. Seed-to-seed "
     "variance is not included."
 )
 _SWITCHING = (
-    "The loss of one and the same model under an attention, less its loss under exact attention: what a user gains or "
-    "loses who trains with one and deploys the other."
+    "The loss of one and the same model under an attention, minus its loss under exact attention: what is gained or "
+    "lost by training with one and deploying with the other."
 )
 _TOKENS = (
     "The paper trains on 20 tokens for each parameter. Differences between runs that saw far fewer say how models "
@@ -130,7 +130,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
             results,
             f"Held-out text: {settings.corpus}; {settings.samples} windows of {format_size(settings.length)} tokens, "
             f"evenly spaced among {settings.windows:,}; {settings.precision}, on {settings.device}",
-            "The machine is that which measured these losses.",
+            "The machine below measured these losses; the runs may have been trained on another.",
         ),
         csv=as_csv(results),
     )

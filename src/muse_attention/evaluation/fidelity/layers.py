@@ -131,7 +131,10 @@ def measure(
 
     Shorter requests are measured on the beginning of each sample. If `gradients`, their errors are measured too.
     """
-    from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
+    from muse_attention.capture import (
+        NO_LAYERS,
+        visit_layers,
+    )  # here, for commands without a model to need no transformers
 
     finished = 0
     with results.saving(path) as save:
@@ -147,7 +150,7 @@ def measure(
 
                     visit_layers(model, ids[None, :length], visit)
                     if not results.layers:
-                        raise ValueError("every layer of this model has a window, so that no attention changes it")
+                        raise ValueError(NO_LAYERS)
                     results.has_all_layers = True
                 finished += number_of_layers(model)
                 on_step(f"{length} tokens", finished)

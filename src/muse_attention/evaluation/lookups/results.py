@@ -88,7 +88,10 @@ def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
 
 
 def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask], results: LookupResults) -> None:
-    from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
+    from muse_attention.capture import (
+        NO_LAYERS,
+        visit_layers,
+    )  # here, for commands without a model to need no transformers
 
     found: list[list[Lookup]] = [[] for _ in tasks]
     layers: list[int] = []
@@ -100,7 +103,7 @@ def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask]
 
     visit_layers(model, torch.from_numpy(sample.prompt)[None], visit)
     if not layers:
-        raise ValueError("every layer of this model has a window, so that no attention changes it; use another model")
+        raise ValueError(NO_LAYERS)
     results.layers = layers
     for task, of_task in zip(tasks, found, strict=True):
         results.lookups[task] = Found(

@@ -64,7 +64,7 @@ def depth_section(columns: Columns, measure: str) -> Section:
 
 
 def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
-    """Of what all columns were asked together, if that is of several lengths; of each length; and of each kind."""
+    """Over all lengths and kinds that every column was asked, if there are several lengths; then by length and kind."""
     found = groups_of(columns)
     lengths = sorted({length for length, _ in found})
     shared = [group for group in found if all(asked.answers([group]) for asked in columns.values())]

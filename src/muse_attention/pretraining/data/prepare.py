@@ -45,7 +45,7 @@ from muse_attention.sizes import format_size
 
 UNFINISHED = "unfinished"
 OnStep = Callable[[str, int, int | None], None]
-"""What is done, how many of it, and of how many, if that is known."""
+"""Called with the current phase, the number done, and the total if it is known."""
 _BROKEN_NAMED = 100
 _BYTES_AT_ONCE = 2**22
 """Of text that is encoded together."""
@@ -55,10 +55,10 @@ _BYTES_AT_ONCE = 2**22
 class Settings:
     vocabulary: int = 32768
     tokenizer: Path | None = None
-    """taken instead of training one"""
+    """to use; one is trained if it is None"""
     buckets: Buckets = field(default_factory=Buckets)
     skip_large: bool = False
-    """leave out what is larger than the largest bucket, as the paper does, instead of cutting it into parts"""
+    """leave out what is larger than the largest bucket, as the paper does; otherwise it is cut into parts"""
     held_out: float = 0.01
     """share of the repositories, by a hash of their names"""
     seed: int = 0
@@ -84,7 +84,7 @@ def prepare(
     overwrite: bool = True,
     on_step: OnStep | None = None,
 ) -> Corpus:
-    """Write a corpus to `folder`, in place of the one that is there unless that is not to be overwritten.
+    """Write a corpus to `folder`, and with `overwrite` replace the one that is there.
 
     Raises ValueError if nothing is left to write, or if another process is at work in the folder.
     """
@@ -98,7 +98,7 @@ def prepare(
 
 
 def recorded_settings(settings: Settings) -> dict[str, Any]:
-    """As the manifest has them: a tokenizer by its name, as where it lies is nobody else's business."""
+    """As the manifest has them: a tokenizer by its name, without its folder."""
     return {**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)}
 
 
@@ -209,7 +209,7 @@ class _Reading:
         return join_files(name, texts, most)
 
     def _misfit(self, size: int, *, is_whole: bool = True) -> str:
-        """Why no bucket takes so many bytes; nothing if one does, or if a whole repository can be cut into parts."""
+        """Why no bucket takes this many bytes; empty if one does, or if a whole repository can be cut into parts."""
         if self._buckets.is_too_small(size):
             return f"below {format_size(self._buckets.smallest)} tokens"
         if self._buckets.is_too_large(size) and (self._settings.skip_large or not is_whole):
@@ -322,7 +322,7 @@ def _groups(documents: Sequence[Spooled]) -> Iterator[list[Spooled]]:
 
 
 def _publish(manifest: Manifest, unfinished: Path, folder: Path) -> None:
-    """Move everything to where it belongs. Nothing is left to write, which could fail, once the old corpus is gone."""
+    """Move everything into place. When the old corpus is removed, all files are written already."""
     write_manifest(manifest, unfinished)
     (folder / MANIFEST).unlink(missing_ok=True)
     for split in (TRAIN, HELD_OUT):
