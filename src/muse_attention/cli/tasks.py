@@ -51,7 +51,7 @@ def tasks(
     """Run standard tasks on a language model, under one attention after another, through lm-eval.
 
     Writes NAME.json while samples are answered, and NAME.md, NAME.csv and NAME.html at the end. Run again, it
-    adds what is missing, and asks failed samples again. Nothing is downloaded.
+    adds what is missing, and asks failed samples again. No data are downloaded.
     """
     with user_errors():
         place, asked_for = run.place, task or [_TASKS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -24,6 +25,11 @@ __all__ = [
     "short_names",
 ]
 
+_OTHERS = {
+    "exact": "exact attention",
+    "block_diagonal": "block-diagonal attention, blocks of {}",
+    "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
+}
 _LENGTHS = (1024, 4096, 16384, 65536, 262144)
 """At these, the settings of a name that follows the length are recorded."""
 
@@ -81,7 +87,9 @@ def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
 def in_words(attention: str) -> str:
     config = muse_config(attention)
     if config is None:
-        return "exact attention" if attention == "exact" else attention
+        kind, _, settings = attention.partition(":")
+        sizes = re.findall(r"\d+[km]?", settings)
+        return _OTHERS[kind].format(*sizes) if kind == "exact" or (kind in _OTHERS and sizes) else attention
     if not config.tilt:
         clusters = f"{config.key_clusters} key clusters, no tilt"
     elif config.query_clusters == config.key_clusters:
