@@ -21,8 +21,8 @@ from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.request import Request, Shape
-from muse_attention.benchmark.results import Case, Results, Settings, read_results, write_results
+from muse_attention.benchmark.request import BenchmarkRequest, Shape
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case, read_results, write_results
 from muse_attention.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS
@@ -36,7 +36,7 @@ from muse_attention.plots import Axis, Line, MatplotlibMissingError, draw_lines
 from muse_attention.report.markdown import as_markdown
 from muse_attention.sizes import format_size, parse_size_list, parse_sizes
 
-SETTINGS = Settings(
+SETTINGS = BenchmarkSettings(
     device="cpu", batch=1, heads=2, key_heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False
 )
 MUSE = "muse:QK16R1B256"
@@ -47,12 +47,17 @@ def small_workload() -> Workload:
     return Workload.create(batch=1, heads=2, length=64, head_dim=8, dtype=torch.float32, device="cpu", is_causal=True)
 
 
-def made_up_times(settings: Settings, requests: Sequence[Request], *others: object) -> list[Times]:
+def made_up_times(settings: BenchmarkSettings, requests: Sequence[BenchmarkRequest], *others: object) -> list[Times]:
     return [Times((1.0,), (2.0,))] * (len(requests) + 1)
 
 
 def made_up_case(
-    plan: Plan, request: Request, shared: object, results: Results, begin: Callable[[str], None], *_: object
+    plan: Plan,
+    request: BenchmarkRequest,
+    shared: object,
+    results: BenchmarkResults,
+    begin: Callable[[str], None],
+    *_: object,
 ) -> Case:
     begin("made up")
     return dataclasses.replace(some_case(request.shape, request.attention), attention=request.full_name)
@@ -61,7 +66,7 @@ def made_up_case(
 def some_case(shape: Shape, attention: str = "exact") -> Case:
     times = Times((1.0,), (2.0,))
     fidelity = {"relative_squared_error": 0.0, "cosine": 1.0}
-    return Case(Request(attention, shape), attention, times, times, fidelity, None, None)
+    return Case(BenchmarkRequest(attention, shape), attention, times, times, fidelity, None, None)
 
 
 def sweep_plan(name: str, length: int = 65536) -> Plan:
@@ -221,7 +226,7 @@ def test_grouped_heads_share_their_keys() -> None:
     assert torch.allclose(work.forward(sdpa), repeated.forward(sdpa), atol=1e-6)
 
 
-def markdown_report(results: Results, file_name: str = "t") -> str:
+def markdown_report(results: BenchmarkResults, file_name: str = "t") -> str:
     return as_markdown(bench_report(results, file_name)).replace("\\", "")
 
 
@@ -311,7 +316,7 @@ def test_the_report_says_which_operator_the_baseline_ran_through() -> None:
         ]
 
     def said(*backends: str | None) -> str:
-        return caption(Results({}, SETTINGS, cases=cases(*backends)))
+        return caption(BenchmarkResults({}, SETTINGS, cases=cases(*backends)))
 
     assert "SDPA ran through cuDNN. " in said("cuDNN", "cuDNN")
     assert "SDPA ran through cuDNN at 512, 700; FlashAttention at 600. " in said("cuDNN", "FlashAttention", "cuDNN")
@@ -326,10 +331,10 @@ def test_the_spread_is_between_the_quartiles() -> None:
     case = dataclasses.replace(some_case(SETTINGS.shape(512)), times=steady, sdpa_times=shaky)
     assert case.spread == shaky.spread
     quiet = dataclasses.replace(some_case(SETTINGS.shape(600)), times=steady, sdpa_times=steady)
-    (line,) = noise_lines(Results({}, SETTINGS, [], [case, quiet]))
+    (line,) = noise_lines(BenchmarkResults({}, SETTINGS, [], [case, quiet]))
     assert "too noisy: times at 512 have a spread of up to 33%, above the bound of 10%" in line
-    assert line in markdown_report(Results(describe_machine(), SETTINGS, [], [case])).replace("\\", "")
-    assert noise_lines(Results({}, SETTINGS, [], [quiet])) == []
+    assert line in markdown_report(BenchmarkResults(describe_machine(), SETTINGS, [], [case])).replace("\\", "")
+    assert noise_lines(BenchmarkResults({}, SETTINGS, [], [quiet])) == []
 
 
 def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
@@ -345,9 +350,9 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 
     results = start_results(PLAN, path)
     assert PLAN.missing(results) == [
-        Request("exact", SETTINGS.shape(512)),
-        Request(MUSE, SETTINGS.shape(600)),
-        Request("exact", SETTINGS.shape(600)),
+        BenchmarkRequest("exact", SETTINGS.shape(512)),
+        BenchmarkRequest(MUSE, SETTINGS.shape(600)),
+        BenchmarkRequest("exact", SETTINGS.shape(600)),
     ]
     run_plan(PLAN, results, path)
     assert PLAN.missing(read_results(path)) == []
@@ -356,7 +361,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 
 def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    write_results(Results(describe_machine(), SETTINGS), path)
+    write_results(BenchmarkResults(describe_machine(), SETTINGS), path)
     other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3, key_heads=3), PLAN.lengths, PLAN.attentions)
     with pytest.raises(
         ValueError, match=r" heads was 2, now 3, .*; choose another --name or --output, or .* --overwrite$"
@@ -364,7 +369,7 @@ def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> No
         start_results(other, path)
     assert start_results(other, path, overwrite=True).cases == []
 
-    write_results(Results(describe_machine() | {"torch": "1.0"}, SETTINGS), path)
+    write_results(BenchmarkResults(describe_machine() | {"torch": "1.0"}, SETTINGS), path)
     with pytest.raises(ValueError, match=r"torch was 1\.0, now "):
         start_results(PLAN, path)
 
@@ -417,7 +422,7 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
 
 def test_a_file_from_before_there_were_sweeps_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    results = Results(describe_machine(), SETTINGS, cases=[some_case(SETTINGS.shape(512))])
+    results = BenchmarkResults(describe_machine(), SETTINGS, cases=[some_case(SETTINGS.shape(512))])
     write_results(results, path)
     document = json.loads(path.read_text())
     del document["settings"]["sweep"], document["settings"]["key_heads"]
@@ -532,7 +537,9 @@ def test_a_sweep_over_lengths_keeps_the_number_of_tokens(name: str, config: str)
         (65536, 2),
         (131072, 1),
     ]
-    results = Results(describe_machine(), plan.settings, [], [some_case(request.shape) for request in plan.requests])
+    results = BenchmarkResults(
+        describe_machine(), plan.settings, [], [some_case(request.shape) for request in plan.requests]
+    )
     report = markdown_report(results)
     assert "causal attention, the batch that the table says, 2 heads of 8" in report
     assert "| exact | 32k, batch 4 |" in report
@@ -570,7 +577,7 @@ def test_a_sweep_over_heads_has_keys_for_each() -> None:
 
 def test_the_report_of_a_sweep_over_the_inputs_says_the_shape_of_each_case() -> None:
     settings = dataclasses.replace(SETTINGS, sweep="heads")
-    results = Results(
+    results = BenchmarkResults(
         describe_machine(), settings, cases=[some_case(Shape(65536, heads, heads, 8, 1)) for heads in (2, 4)]
     )
     report = markdown_report(results)
@@ -596,7 +603,9 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.M
 
 def test_the_pictures_of_speedups_are_drawn() -> None:
     pytest.importorskip("matplotlib")
-    results = Results(describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(length)) for length in (512, 600)])
+    results = BenchmarkResults(
+        describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(length)) for length in (512, 600)]
+    )
     pictures = {figure.name: figure.draw() for figure in bench_report(results, "t").figures}
     assert list(pictures) == ["forward", "forward-backward"]
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
@@ -622,5 +631,5 @@ def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
 
 
 def test_reports_of_earlier_results_have_no_table_of_what_was_retrieved() -> None:
-    results = Results(describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(512))])
+    results = BenchmarkResults(describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(512))])
     assert "retrieved" not in markdown_report(results)

@@ -8,9 +8,8 @@ import re
 
 import pytest
 
-from muse_attention.benchmark.request import Request
-from muse_attention.benchmark.results import Case, Settings
-from muse_attention.benchmark.results import Results as BenchmarkResults
+from muse_attention.benchmark.request import BenchmarkRequest
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.timing import Times
 from muse_attention.cli.bench_report import bench_report
 from muse_attention.machine import describe_machine
@@ -129,10 +128,10 @@ def test_lines_in_a_cell_of_csv_are_one_cell() -> None:
 
 
 def test_a_benchmark_shows_names_as_they_are() -> None:
-    settings = Settings("cpu", 1, 2, 2, 8, "float32", True, 1, False)
+    settings = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False)
     times = Times((1.0,), (1.0,))
     case = Case(
-        Request(HOSTILE, settings.shape(64)),
+        BenchmarkRequest(HOSTILE, settings.shape(64)),
         HOSTILE,
         times,
         times,

@@ -17,8 +17,8 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from muse_attention.benchmark.request import Request
-from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.request import BenchmarkRequest
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.timing import Times
 from muse_attention.cli.bench_report import bench_report
 from muse_attention.evaluation.attentions import names_table, short_names
@@ -85,14 +85,14 @@ def of_tuning(folder: Path) -> Report:
 
 
 def of_benchmark(folder: Path) -> Report:
-    settings, times = Settings("cpu", 1, 2, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
+    settings, times = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
     fidelity = {"relative_squared_error": 0.01, "cosine": 0.99, "keys_per_query": 12.0}
     cases = [
-        Case(Request(name, settings.shape(length)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
+        Case(BenchmarkRequest(name, settings.shape(length)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
         for length in (1024, 2048)
         for name in (LONG, "moba:L64B16R2")
     ]
-    return bench_report(Results(describe_machine(), settings, ["muse bench"], cases), "bench")
+    return bench_report(BenchmarkResults(describe_machine(), settings, ["muse bench"], cases), "bench")
 
 
 KINDS: dict[str, Callable[[Path], Report]] = {

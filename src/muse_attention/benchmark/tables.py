@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.sweeps import find_sweep, format_heads, format_shape
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS, NOISY
 from muse_attention.fidelity_columns import RETRIEVAL, TAIL, Column, known
 
 
-def caption(results: Results) -> str:
+def caption(results: BenchmarkResults) -> str:
     settings = results.settings
     warm_up = "one uncounted warm-up"
     if settings.device == "cpu":
@@ -27,7 +27,7 @@ def caption(results: Results) -> str:
     )
 
 
-def _backend_sentence(results: Results) -> str:
+def _backend_sentence(results: BenchmarkResults) -> str:
     """Which operator SDPA ran through, and at which shapes where there are several."""
     shapes: dict[str, dict[str, None]] = {}
     for case in sorted_cases(results):
@@ -44,7 +44,7 @@ def _listed(parts: Iterable[str]) -> str:
     return ", ".join(parts)
 
 
-def noise_lines(results: Results) -> list[str]:
+def noise_lines(results: BenchmarkResults) -> list[str]:
     """One that says which times vary by more than `NOISY`, if any do."""
     noisy = [case for case in sorted_cases(results) if case.spread is not None and case.spread > NOISY]
     if not noisy:
@@ -57,7 +57,7 @@ def noise_lines(results: Results) -> list[str]:
     ]
 
 
-def sorted_cases(results: Results) -> list[Case]:
+def sorted_cases(results: BenchmarkResults) -> list[Case]:
     """By shape, the length first; those that took turns together; attentions in the order they were asked for."""
     together = list(dict.fromkeys(case.sdpa_times for case in results.cases))
     return sorted(results.cases, key=lambda case: (case.shape, together.index(case.sdpa_times)))
@@ -101,7 +101,7 @@ def retrieval_columns(cases: Sequence[Case]) -> list[Column]:
     return known((*TAIL, *RETRIEVAL), [case.fidelity for case in cases])
 
 
-def settings_line(settings: Settings) -> str:
+def settings_line(settings: BenchmarkSettings) -> str:
     """What was measured on, and how."""
     kind = "clustered synthetic queries, keys and values"
     if settings.captures is not None:
@@ -113,15 +113,15 @@ def settings_line(settings: Settings) -> str:
     )
 
 
-def _batch(settings: Settings) -> str:
+def _batch(settings: BenchmarkSettings) -> str:
     return "the batch that the table says" if "batch" in _varied(settings) else f"batch {settings.batch}"
 
 
-def _heads(settings: Settings) -> str:
+def _heads(settings: BenchmarkSettings) -> str:
     varied = _varied(settings)
     heads = "as many heads as the table says" if "heads" in varied else format_heads(settings.heads, settings.key_heads)
     return f"{heads} of {'the dimension that the table says' if 'head_dim' in varied else settings.head_dim}"
 
 
-def _varied(settings: Settings) -> tuple[str, ...]:
+def _varied(settings: BenchmarkSettings) -> tuple[str, ...]:
     return () if settings.sweep is None else find_sweep(settings.sweep).varied_in_shape

@@ -13,7 +13,7 @@ from rich.table import Table
 from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.results import Results, Settings
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS, find_sweep, format_shape
 from muse_attention.benchmark.tables import (
@@ -136,7 +136,7 @@ def bench(
             heads = 8 if device == "cuda" else 1
         if head_dim is None:
             head_dim = file.head_dim if file is not None else 64
-        settings = Settings(
+        settings = BenchmarkSettings(
             device=device,
             batch=batch,
             heads=heads,
@@ -175,7 +175,7 @@ def bench(
 
 
 def _plan(
-    settings: Settings,
+    settings: BenchmarkSettings,
     asked_lengths: Sequence[str] | None,
     asked_for: Sequence[str] | None,
     captures: CapturesFile | None,
@@ -190,7 +190,7 @@ def _plan(
     return Plan.of_sweep(settings, lengths[0], captures)
 
 
-def _has_own_lengths(settings: Settings) -> bool:
+def _has_own_lengths(settings: BenchmarkSettings) -> bool:
     return settings.sweep is not None and "length" in find_sweep(settings.sweep).fields
 
 
@@ -203,13 +203,13 @@ def _default_name(plan: Plan) -> str:
     return "-".join(parts)
 
 
-def _how_to_continue(results: Results, path: Path, command: str) -> str:
+def _how_to_continue(results: BenchmarkResults, path: Path, command: str) -> str:
     if not results.cases:
         return "no case was finished, and nothing was written"
     return f"finished cases are in {path} ({len(results.cases)}); continue with: {command}"
 
 
-def _bench_table(results: Results) -> Table:
+def _bench_table(results: BenchmarkResults) -> Table:
     hardware, versions = machine_lines(results.machine)
     columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
     table = new_table(f"{hardware}\n{versions}", *columns)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 
 from muse_attention.benchmark.request import Shape
-from muse_attention.benchmark.results import Case, Results
+from muse_attention.benchmark.results import BenchmarkResults, Case
 from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_attention.benchmark.sweeps import axis_label, curve_and_size, format_shape
 from muse_attention.benchmark.tables import (
@@ -26,7 +25,8 @@ from muse_attention.evaluation.attentions import names_table, short_names
 from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.fidelity_columns import ERROR
 from muse_attention.markup import csv_text
-from muse_attention.plots import PALETTE, Axis, Line, Rule, draw_lines
+from muse_attention.plots import PALETTE, Axis, Line, Rule
+from muse_attention.report.figures import line_figure
 from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
 
 _STAGES = (
@@ -37,7 +37,7 @@ _STAGES = (
 _PASSES = {"forward": "speedup_forward", "forward + backward": "speedup_forward_backward"}
 
 
-def bench_report(results: Results, file_name: str) -> Report:
+def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     cases = sorted_cases(results)
     if not cases:
         raise ValueError("no case has been measured yet; run the command again to continue")
@@ -80,7 +80,7 @@ def bench_report(results: Results, file_name: str) -> Report:
     )  # fmt: skip
 
 
-def retrieval_table(results: Results) -> Table:
+def retrieval_table(results: BenchmarkResults) -> Table:
     """The tail of the error, and what was retrieved."""
     cases = sorted_cases(results)
     known = retrieval_columns(cases)
@@ -111,7 +111,9 @@ def _stages(milliseconds: dict[str, float]) -> list[str]:
     return [*(format_share(milliseconds[stage], whole) for stage in STAGES), format_seconds(whole / 1000)]
 
 
-def _table(results: Results, cases: Sequence[Case], columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Table:
+def _table(
+    results: BenchmarkResults, cases: Sequence[Case], columns: Sequence[Column], rows: Iterable[Sequence[str]]
+) -> Table:
     """A case in each row, which begins with its attention and its shape."""
     names = short_names(case.attention for case in results.cases)
     about = [(names[case.attention], format_shape(case.shape, results.settings.sweep)) for case in cases]
@@ -119,7 +121,7 @@ def _table(results: Results, cases: Sequence[Case], columns: Sequence[Column], r
     return Table((text("attention"), number("length"), *columns), cells)
 
 
-def _figure(results: Results, title: str, ratio: str) -> Figure:
+def _figure(results: BenchmarkResults, title: str, ratio: str) -> Figure:
     """Speed-up against the length, or against what a sweep varies: a line for each attention that was asked for."""
     sweep = results.settings.sweep
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -127,11 +129,9 @@ def _figure(results: Results, title: str, ratio: str) -> Figure:
         name, size = curve_and_size(case.request, sweep)
         curves.setdefault(name, []).append((size, getattr(case, ratio)))
     lines = [Line(name, curve, PALETTE[place % 7], "o") for place, (name, curve) in enumerate(curves.items())]
-    x = Axis(axis_label(sweep), log=2, is_size=True)
-    draw = functools.partial(
-        draw_lines, lines, x, Axis("speed-up over SDPA", log=2), rules=[Rule("SDPA", 1, "#999999")]
-    )
-    return Figure(title.replace(" + ", "-"), f"Speed-up, {title}", f"speed-up over SDPA against size, {title}", draw)
+    x, y = Axis(axis_label(sweep), log=2, is_size=True), Axis("speed-up over SDPA", log=2)
+    rules = [Rule("SDPA", 1, "#999999")]
+    return line_figure(title.replace(" + ", "-"), f"Speed-up, {title}", lines, x, y, rules=rules)
 
 
 def _csv(cases: Sequence[Case]) -> str:

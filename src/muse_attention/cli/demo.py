@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.results import Case, Settings
+from muse_attention.benchmark.results import BenchmarkSettings, Case
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import format_heads
 from muse_attention.benchmark.tables import (
@@ -44,8 +44,7 @@ from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.pretraining.data.corpus import MANIFEST, Corpus, read_corpus
 from muse_attention.pretraining.data.documents import Buckets
-from muse_attention.pretraining.data.prepare import Settings as CorpusSettings
-from muse_attention.pretraining.data.prepare import prepare, recorded_settings
+from muse_attention.pretraining.data.prepare import CorpusSettings, prepare, recorded_settings
 from muse_attention.pretraining.data.sources import standard_library
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import Recipe, differences, tiny
@@ -101,7 +100,7 @@ def demo_recipe(name: str) -> Recipe:
 def _attend(path: Path, place: Place, overwrite: bool) -> None:
     """What MuSe is for: one causal call on a long sequence."""
     heads = 8 if place.device == "cuda" else 1
-    settings = Settings(
+    settings = BenchmarkSettings(
         device=place.device,
         batch=1,
         heads=heads,

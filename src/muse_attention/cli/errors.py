@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +25,11 @@ from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.fidelity_columns import ERROR
 from muse_attention.machine import describe_machine, machine_lines
 from muse_attention.markup import csv_text
-from muse_attention.plots import GREY, PALETTE, ROUNDING, Axis, Line, Rule, draw_lines
+from muse_attention.plots import GREY, PALETTE, ROUNDING, Axis, Line, Rule
+from muse_attention.report.figures import line_figure
 from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size, parse_size
-from muse_attention.synthetic_errors import STEPS, Errors, Settings, measure_errors
+from muse_attention.synthetic_errors import STEPS, Errors, ErrorSettings, measure_errors
 
 _FUTURE = "Relative squared change of the outputs in the first three quarters when all tokens after them are replaced."
 
@@ -48,7 +48,7 @@ def errors(
     On synthetic data. Results that are there already are shown, not measured again.
     """
     with user_errors():
-        settings = Settings(parse_size(length), heads=heads, device=device or default_device())
+        settings = ErrorSettings(parse_size(length), heads=heads, device=device or default_device())
         path = output / "errors.json"
         wanted = Errors(describe_machine(), settings, [], []).conditions()
         earlier = find_earlier(path, Errors.read, Errors.conditions, wanted, overwrite=overwrite)
@@ -113,9 +113,7 @@ def _figure(found: Errors) -> Figure:
         for line, colour in zip(found.lines[1:], PALETTE, strict=False)
     ]
     blocks = range(settings.block_size, settings.length, settings.block_size)
-    draw = functools.partial(
-        draw_lines, lines, Axis("position of the query", is_size=True), Axis("relative squared error", log=10),
-        above=ROUNDING, rules=[Rule("", boundary, GREY, is_vertical=True) for boundary in blocks],
-    )  # fmt: skip
-    title = "Error by position; vertical lines are block boundaries"
-    return Figure("by-position", title, f"{title}. The first block is exact.", draw)
+    x, y = Axis("position of the query", is_size=True), Axis("relative squared error", log=10)
+    rules = [Rule("", boundary, GREY, is_vertical=True) for boundary in blocks]
+    title = "Error by position; vertical lines are block boundaries, and the first block is exact"
+    return line_figure("by-position", title, lines, x, y, above=ROUNDING, rules=rules)

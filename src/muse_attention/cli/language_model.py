@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from torch import Tensor
@@ -109,16 +109,18 @@ def open_subject(
     loaded, tokenizer = load_quietly(model, place, download=download)
     check_context(loaded, length)
     read = read_samples(tokenizer, texts, length, samples)
-    settings = TextSettings(
-        model=describe_model(name_of(model), loaded),
-        text=read.source,
-        length=length,
-        samples=samples,
-        device=place.device,
-        dtype=place.dtype,
-        fingerprint=take_fingerprint(loaded, read.tokens),
-    )
-    return Subject(loaded, read.tokens, settings)
+    about = settings_of_model(model, loaded, place, read.tokens)
+    return Subject(loaded, read.tokens, TextSettings(text=read.source, length=length, samples=samples, **about))
+
+
+def settings_of_model(name: str, model: PreTrainedModel, place: Place, tokens: Tensor) -> dict[str, Any]:
+    """What the settings of every measurement say of the model; `tokens` are part of its fingerprint."""
+    return {
+        "model": describe_model(name_of(name), model),
+        "device": place.device,
+        "dtype": place.dtype,
+        "fingerprint": take_fingerprint(model, tokens),
+    }
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import typer
 
 from muse_attention.cli.app import say, user_errors
 from muse_attention.cli.evaluate import evaluations
-from muse_attention.cli.language_model import Model, Text, load_quietly, name_of
+from muse_attention.cli.language_model import Model, Text, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun, show, write
 from muse_attention.cli.options import Words, attentions, listed, with_option_groups
 from muse_attention.evaluation.attentions import full_name
@@ -24,7 +24,7 @@ from muse_attention.evaluation.needles.comparison import have_same_questions, ne
 from muse_attention.evaluation.needles.report import needle_report, summary_table
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
 from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, check_kind
-from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
+from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.pretraining.data.corpus import HELD_OUT, read_corpus
@@ -183,15 +183,8 @@ def _open(
     samples = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids, seed=seed)
     # The words for a corpus have its fingerprint; those for texts do not say what is in them.
     looked_at = np.concatenate(haystack.files) if isinstance(haystack, TextHaystack) else np.empty(0, np.int64)
-    settings = NeedleSettings(
-        model=describe_model(name_of(model), loaded),
-        haystack=haystack.source,
-        seed=seed,
-        device=run.place.device,
-        dtype=run.place.dtype,
-        fingerprint=take_fingerprint(loaded, torch.from_numpy(looked_at)),
-        version=VERSION,
-    )
+    about = settings_of_model(model, loaded, run.place, torch.from_numpy(looked_at))
+    settings = NeedleSettings(haystack=haystack.source, seed=seed, version=VERSION, **about)
     return _Subject(loaded, tokenizer, samples, _with_room(samples, lengths, kinds), settings)
 
 

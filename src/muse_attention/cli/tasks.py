@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
+from torch import Tensor
 
 from muse_attention.by_name import full_name, has_settings_of_length
 from muse_attention.cli.app import console, new_table, phases_bar, say, user_errors
 from muse_attention.cli.evaluate import evaluations
-from muse_attention.cli.language_model import Model, fetch_if_asked, load_quietly, name_of
+from muse_attention.cli.language_model import Model, fetch_if_asked, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun
 from muse_attention.cli.options import Words, attentions, listed, with_option_groups
-from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
+from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.tasks.answers import Part, TaskNotOpenedError, TaskResults, TaskSettings, measure
 from muse_attention.evaluation.tasks.benchmarks import Benchmark, choose, read_rows, what_is_missing
 from muse_attention.evaluation.tasks.report import format_gap, format_score, tasks_report
@@ -23,7 +24,7 @@ from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_size_list
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 _RUN = ModelRun(output=Path("out/tasks"))
@@ -78,16 +79,9 @@ def tasks(
         loaded, tokenizer = load_quietly(model, place, download=run.download)
         if has_lengths:
             check_context(loaded, max(lengths))
-        settings = TaskSettings(
-            model=describe_model(name_of(model), loaded),
-            harness=harness_name,
-            limit=samples,
-            device=place.device,
-            dtype=place.dtype,
-            fingerprint=_fingerprint(loaded, tokenizer),
-        )
+        about = settings_of_model(model, loaded, place, _some_tokens(tokenizer))
         harness = Harness(loaded, tokenizer)
-        results = measurement.start(settings)
+        results = measurement.start(TaskSettings(harness=harness_name, limit=samples, **about))
         measurement.record(results)
         try:
             with phases_bar() as on_step:
@@ -144,10 +138,10 @@ def _checked(attention: str) -> str:
     return attention if has_settings_of_length(attention) else name
 
 
-def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the weights, and of how the tokenizer splits a text with all printable ASCII characters."""
-    ids = tokenizer("".join(map(chr, range(32, 127))) + " The quick brown fox\n\tjumps over 1234567890").input_ids
-    return take_fingerprint(model, torch.tensor(ids))
+def _some_tokens(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """How the tokenizer splits a text with all printable ASCII characters."""
+    text = "".join(map(chr, range(32, 127))) + " The quick brown fox\n\tjumps over 1234567890"
+    return torch.tensor(tokenizer(text).input_ids)
 
 
 def _show(results: TaskResults) -> None:

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from muse_attention.declared_types import check_types
 from muse_attention.earlier_results import WAY_OUT_BY_NAME, find_earlier
@@ -25,6 +25,9 @@ from muse_attention.evaluation.settings import describe_machine_and_versions
 from muse_attention.files import replace_file
 from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERSION = 2
 SECONDS_BETWEEN_WRITES = 2.0
@@ -122,6 +125,11 @@ class StoredResults:
         finally:
             if is_changed:
                 self.write(path)
+
+
+def rounded(numbers: Tensor, digits: int) -> list[float]:
+    """To so many significant digits: files stay small."""
+    return [float(f"{number:.{digits}g}") for number in numbers.tolist()]
 
 
 def entries(

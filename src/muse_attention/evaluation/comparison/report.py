@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,8 +28,9 @@ from muse_attention.evaluation.loss.report import LEAK, span
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.markup import csv_text
-from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Curve, Line, draw_lines, shades
+from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Curve, Line, shades
 from muse_attention.pretraining.schedule import EXACT
+from muse_attention.report.figures import line_figure
 from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
@@ -404,7 +404,7 @@ def _missing_sizes(results: ComparisonResults) -> list[str]:
 def _figure(name: str, title: str, lines: Iterable[Line], x: Axis, y: Axis, above: float | None = None) -> list[Figure]:
     """None if there is no line with a point."""
     drawn = [line for line in lines if line.points]
-    return [Figure(name, title, title, functools.partial(draw_lines, drawn, x, y, above=above))] if drawn else []
+    return [line_figure(name, title, drawn, x, y, above=above)] if drawn else []
 
 
 def _coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:

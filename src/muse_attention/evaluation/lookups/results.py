@@ -20,11 +20,14 @@ from muse_attention.evaluation.lookups.weight import Lookup, found_weight
 from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
 from muse_attention.evaluation.needles.samples import NeedleSamples, Sample, check_kind
 from muse_attention.evaluation.settings import OnStep
-from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.evaluation.stored import StoredResults, entries, rounded
 from muse_attention.recording import recorded_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,9 @@ def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask]
     results.layers = layers
     for task, of_task in zip(tasks, found, strict=True):
         results.lookups[task] = Found(
-            [_rounded(lookup.weight[0]) for lookup in of_task],
-            [_rounded(lookup.found[0]) for lookup in of_task],
-            [_rounded(lookup.exact[0]) for lookup in of_task],
+            [rounded(lookup.weight[0], _DIGITS) for lookup in of_task],
+            [rounded(lookup.found[0], _DIGITS) for lookup in of_task],
+            [rounded(lookup.exact[0], _DIGITS) for lookup in of_task],
             [lookup.pairs[0].tolist() for lookup in of_task],
         )
 
@@ -124,8 +127,3 @@ def _look_up_in_layer(
         query, key, call.clusters, call.selection, call.config, query.shape[2] - 1, sample.questions[0].definition,
         scale=scale,
     )  # fmt: skip
-
-
-def _rounded(numbers: Tensor) -> list[float]:
-    """To four digits: files stay small."""
-    return [float(f"{number:.4g}") for number in numbers.tolist()]

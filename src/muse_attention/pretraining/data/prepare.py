@@ -52,7 +52,7 @@ _BYTES_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
-class Settings:
+class CorpusSettings:
     vocabulary: int = 32768
     tokenizer: Path | None = None
     """to use; one is trained if it is None"""
@@ -78,7 +78,7 @@ class Settings:
 def prepare(
     repositories: Iterable[Repository],
     folder: Path,
-    settings: Settings,
+    settings: CorpusSettings,
     *,
     source: str,
     overwrite: bool = True,
@@ -97,7 +97,7 @@ def prepare(
         return _write_corpus(repositories, folder, settings, given, source, report)
 
 
-def recorded_settings(settings: Settings) -> dict[str, Any]:
+def recorded_settings(settings: CorpusSettings) -> dict[str, Any]:
     """As the manifest has them: a tokenizer by its name, without its folder."""
     return {**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)}
 
@@ -111,7 +111,7 @@ def hash_of(*parts: object) -> int:
 def _write_corpus(
     repositories: Iterable[Repository],
     folder: Path,
-    settings: Settings,
+    settings: CorpusSettings,
     given: Encoder | None,
     source: str,
     report: OnStep,
@@ -152,7 +152,7 @@ def _write_corpus(
 class _Reading:
     """Documents of repositories, and counts of everything that is left out on the way."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CorpusSettings) -> None:
         self._settings = settings
         self._buckets = settings.buckets
         self.counts: Counter[str] = Counter()
@@ -234,7 +234,7 @@ def _without_copies(documents: Sequence[Spooled], reading: _Reading) -> list[Spo
     return list(firsts.values())
 
 
-def _split(documents: Sequence[Spooled], settings: Settings) -> dict[str, list[Spooled]]:
+def _split(documents: Sequence[Spooled], settings: CorpusSettings) -> dict[str, list[Spooled]]:
     """By repository, in an order that only names and the seed decide.
 
     Should no hash fall below the share, the lowest one is held out.
@@ -256,7 +256,7 @@ def _split(documents: Sequence[Spooled], settings: Settings) -> dict[str, list[S
     }
 
 
-def _train(spool: Spool, documents: Sequence[Spooled], settings: Settings, report: OnStep) -> Encoder:
+def _train(spool: Spool, documents: Sequence[Spooled], settings: CorpusSettings, report: OnStep) -> Encoder:
     """On the first documents, in an order that is random already."""
 
     def texts() -> Iterator[str]:
@@ -285,7 +285,7 @@ def _write_streams(
     splits: dict[str, list[Spooled]],
     encoder: Encoder,
     folder: Path,
-    settings: Settings,
+    settings: CorpusSettings,
     report: OnStep,
 ) -> list[Stream]:
     streams = []
