@@ -21,6 +21,7 @@ from muse_attention.benchmark.request import BenchmarkRequest
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.timing import Times
 from muse_attention.cli.bench_report import bench_report
+from muse_attention.cli.errors import errors_report
 from muse_attention.evaluation.attentions import names_table, short_names
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.fidelity.presets import find_presets
@@ -37,6 +38,8 @@ from muse_attention.report.files import write_report
 from muse_attention.report.html import LARGEST_DOWNLOAD, as_html
 from muse_attention.report.markdown import as_markdown
 from muse_attention.report.tree import Card, Figure, Link, Provenance, Report, Section, Table, number, text
+from muse_attention.synthetic_errors import Errors, ErrorSettings
+from muse_attention.synthetic_errors import Line as ErrorLine
 from tests import (
     test_compare,
     test_fidelity_command,
@@ -95,6 +98,15 @@ def of_benchmark(folder: Path) -> Report:
     return bench_report(BenchmarkResults(describe_machine(), settings, ["muse bench"], cases), "bench")
 
 
+def of_errors(folder: Path) -> Report:
+    names = {"exact": "exact", "muse": LONG, "block_diagonal": "block_diagonal:256", "moba": "moba:L256B16R1"}
+    lines = [
+        ErrorLine(kind, name, 1.0 + place, 1.0, 0.1 * place, 0.9, 0.0, [0.0, 0.01 * place, 0.1 * place])
+        for place, (kind, name) in enumerate(names.items())
+    ]
+    return errors_report(Errors(describe_machine(), ErrorSettings(1024), [0.0, 300.0, 600.0], lines, ["muse errors"]))
+
+
 KINDS: dict[str, Callable[[Path], Report]] = {
     "fidelity": of_fidelity,
     "loss": of_loss,
@@ -105,6 +117,7 @@ KINDS: dict[str, Callable[[Path], Report]] = {
     "tasks": of_tasks,
     "tuning": of_tuning,
     "benchmark": of_benchmark,
+    "errors": of_errors,
 }
 
 
