@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -19,23 +18,16 @@ _INLINE = re.compile(r"`(muse [^`]+)`")
 
 @dataclass(frozen=True)
 class PythonBlock:
-    """A fenced block of Python. `<!-- test: skip, why -->` or `<!-- test: length = 2048 -->` may stand before it."""
+    """A fenced block of Python. `<!-- test: length = 2048; folder = "model" -->` may stand before it."""
 
     code: str
     line: int
     marker: str | None
 
-    @property
-    def is_skipped(self) -> bool:
-        return self.marker is not None and self.marker.startswith("skip, ")
-
     def for_tests(self) -> str:
-        """The code with the assignments of the marker in place of its own; of a skipped block, its imports."""
+        """The code with the assignments of the marker in place of its own."""
         if self.marker is None:
             return self.code
-        if self.is_skipped:
-            imports = (part for part in ast.parse(self.code).body if isinstance(part, ast.Import | ast.ImportFrom))
-            return "\n".join(map(ast.unparse, imports))
         code = self.code
         for assignment in self.marker.split("; "):
             name = assignment.partition(" = ")[0]

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.data.documents import Buckets
-from muse_attention.pretraining.data.prepare import Settings
+from muse_attention.pretraining.data.prepare import CorpusSettings
 from muse_attention.pretraining.data.tokenizer import tokenizer_files, train_tokenizer
 from muse_attention.pretraining.needles.haystacks import TextHaystack
 from muse_attention.pretraining.needles.writer import EVALUATION, TRAINING, NeedleWriter
@@ -49,7 +49,7 @@ def needle_corpus(tokenizer: Tokenizer, folder: Path) -> Corpus:
     """Its held-out split has more than one document, each shorter than a sample."""
     file = folder / "tokenizer.json"
     tokenizer.save(str(file))
-    settings = Settings(tokenizer=file, buckets=Buckets(64, 4096), held_out=0.3, tokens_per_shard=1000)
+    settings = CorpusSettings(tokenizer=file, buckets=Buckets(64, 4096), held_out=0.3, tokens_per_shard=1000)
     return make(folder / "corpus", settings, sources(30))
 
 

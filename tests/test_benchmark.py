@@ -21,20 +21,22 @@ from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.request import Request, Shape
-from muse_attention.benchmark.results import Case, Results, Settings, read_results, write_results
+from muse_attention.benchmark.request import BenchmarkRequest, Shape
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case, read_results, write_results
 from muse_attention.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS
-from muse_attention.benchmark.tables import caption, markdown_report, noise_lines
+from muse_attention.benchmark.tables import caption, noise_lines
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
 from muse_attention.captured_heads import Captures, Origin, save_captures
+from muse_attention.cli.bench_report import bench_report
 from muse_attention.machine import describe_machine
-from muse_attention.plots import MatplotlibMissingError, plot_speedup
+from muse_attention.plots import Axis, Line, MatplotlibMissingError, draw_lines
+from muse_attention.report.markdown import as_markdown
 from muse_attention.sizes import format_size, parse_size_list, parse_sizes
 
-SETTINGS = Settings(
+SETTINGS = BenchmarkSettings(
     device="cpu", batch=1, heads=2, key_heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False
 )
 MUSE = "muse:QK16R1B256"
@@ -45,12 +47,17 @@ def small_workload() -> Workload:
     return Workload.create(batch=1, heads=2, length=64, head_dim=8, dtype=torch.float32, device="cpu", is_causal=True)
 
 
-def made_up_times(settings: Settings, requests: Sequence[Request], *others: object) -> list[Times]:
+def made_up_times(settings: BenchmarkSettings, requests: Sequence[BenchmarkRequest], *others: object) -> list[Times]:
     return [Times((1.0,), (2.0,))] * (len(requests) + 1)
 
 
 def made_up_case(
-    plan: Plan, request: Request, shared: object, results: Results, begin: Callable[[str], None], *_: object
+    plan: Plan,
+    request: BenchmarkRequest,
+    shared: object,
+    results: BenchmarkResults,
+    begin: Callable[[str], None],
+    *_: object,
 ) -> Case:
     begin("made up")
     return dataclasses.replace(some_case(request.shape, request.attention), attention=request.full_name)
@@ -59,7 +66,7 @@ def made_up_case(
 def some_case(shape: Shape, attention: str = "exact") -> Case:
     times = Times((1.0,), (2.0,))
     fidelity = {"relative_squared_error": 0.0, "cosine": 1.0}
-    return Case(Request(attention, shape), attention, times, times, fidelity, None, None)
+    return Case(BenchmarkRequest(attention, shape), attention, times, times, fidelity, None, None)
 
 
 def sweep_plan(name: str, length: int = 65536) -> Plan:
@@ -201,9 +208,9 @@ def test_keys_can_have_fewer_heads(tmp_path: Path) -> None:
     assert exact.fidelity["relative_squared_error"] < 1e-9
     assert all(case.fidelity["relative_squared_error"] > 1e-4 for case in others)
     assert {case.shape for case in results.cases} == {Shape(512, heads=4, key_heads=2, head_dim=8, batch=1)}
-    report = markdown_report(results, title="t")
+    report = markdown_report(results)
     assert "batch 1, 4:2 heads of 8, float32" in report
-    assert "| 512, 4:2 heads | `exact` |" in report
+    assert "| exact | 512, 4:2 heads |" in report
     with pytest.raises(ValueError, match="key_heads was 2, now 4"):
         start_results(Plan.at_lengths(dataclasses.replace(plan.settings, key_heads=4), (512,), attentions), path)
 
@@ -217,6 +224,10 @@ def test_grouped_heads_share_their_keys() -> None:
         is_causal=True,
     )
     assert torch.allclose(work.forward(sdpa), repeated.forward(sdpa), atol=1e-6)
+
+
+def markdown_report(results: BenchmarkResults, file_name: str = "t") -> str:
+    return as_markdown(bench_report(results, file_name)).replace("\\", "")
 
 
 def captures_file(folder: Path, length: int = 300, samples: int = 3, repeat: bool = False) -> CapturesFile:
@@ -244,7 +255,7 @@ def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
     work = suite._create_workload(plan, SETTINGS.shape(400))
     for name in ("query", "key", "value"):
         assert torch.equal(getattr(work, name), getattr(expected, name)[:1])
-    report = markdown_report(results, title="t")
+    report = markdown_report(results)
     assert "queries, keys and values of a model, a text, laid end to end where they are shorter" in report
     assert "synthetic" not in report
 
@@ -305,7 +316,7 @@ def test_the_report_says_which_operator_the_baseline_ran_through() -> None:
         ]
 
     def said(*backends: str | None) -> str:
-        return caption(Results({}, SETTINGS, cases=cases(*backends)))
+        return caption(BenchmarkResults({}, SETTINGS, cases=cases(*backends)))
 
     assert "SDPA ran through cuDNN. " in said("cuDNN", "cuDNN")
     assert "SDPA ran through cuDNN at 512, 700; FlashAttention at 600. " in said("cuDNN", "FlashAttention", "cuDNN")
@@ -320,10 +331,10 @@ def test_the_spread_is_between_the_quartiles() -> None:
     case = dataclasses.replace(some_case(SETTINGS.shape(512)), times=steady, sdpa_times=shaky)
     assert case.spread == shaky.spread
     quiet = dataclasses.replace(some_case(SETTINGS.shape(600)), times=steady, sdpa_times=steady)
-    (line,) = noise_lines(Results({}, SETTINGS, [], [case, quiet]))
+    (line,) = noise_lines(BenchmarkResults({}, SETTINGS, [], [case, quiet]))
     assert "too noisy: times at 512 have a spread of up to 33%, above the bound of 10%" in line
-    assert line in markdown_report(Results(describe_machine(), SETTINGS, [], [case]), title="t").replace("\\", "")
-    assert noise_lines(Results({}, SETTINGS, [], [quiet])) == []
+    assert line in markdown_report(BenchmarkResults(describe_machine(), SETTINGS, [], [case])).replace("\\", "")
+    assert noise_lines(BenchmarkResults({}, SETTINGS, [], [quiet])) == []
 
 
 def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
@@ -339,9 +350,9 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 
     results = start_results(PLAN, path)
     assert PLAN.missing(results) == [
-        Request("exact", SETTINGS.shape(512)),
-        Request(MUSE, SETTINGS.shape(600)),
-        Request("exact", SETTINGS.shape(600)),
+        BenchmarkRequest("exact", SETTINGS.shape(512)),
+        BenchmarkRequest(MUSE, SETTINGS.shape(600)),
+        BenchmarkRequest("exact", SETTINGS.shape(600)),
     ]
     run_plan(PLAN, results, path)
     assert PLAN.missing(read_results(path)) == []
@@ -350,7 +361,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 
 def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    write_results(Results(describe_machine(), SETTINGS), path)
+    write_results(BenchmarkResults(describe_machine(), SETTINGS), path)
     other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3, key_heads=3), PLAN.lengths, PLAN.attentions)
     with pytest.raises(
         ValueError, match=r" heads was 2, now 3, .*; choose another --name or --output, or .* --overwrite$"
@@ -358,7 +369,7 @@ def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> No
         start_results(other, path)
     assert start_results(other, path, overwrite=True).cases == []
 
-    write_results(Results(describe_machine() | {"torch": "1.0"}, SETTINGS), path)
+    write_results(BenchmarkResults(describe_machine() | {"torch": "1.0"}, SETTINGS), path)
     with pytest.raises(ValueError, match=r"torch was 1\.0, now "):
         start_results(PLAN, path)
 
@@ -393,26 +404,25 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
     results = start_results(plan, path)
     results.commands.append("muse bench --lengths 512")
     run_plan(plan, results, path)
-    report = markdown_report(results, title="Benchmark: cpu")
+    report = markdown_report(results)
     for expected in (
         f"torch {torch.__version__}",
         str(results.machine["cpu"]),
         "muse bench --lengths 512",
-        f"| `muse:{MuSeConfig.for_length(512)}` |",
-        "| `block_diagonal:256` |",
-        "| `moba:L256B16R1` |",
+        f"| muse:{MuSeConfig.for_length(512)} |",
+        "| block_diagonal:256 |",
+        "| moba:L256B16R1 |",
         "without the inputs, with the output and the gradients",
     ):
         assert expected in report
     assert str(tmp_path) not in report
-    rows = [line for line in report.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 * (2 + 3), "times, and what was retrieved"
-    assert all(len({row.count("|") for row in table}) == 1 for table in (rows[:5], rows[5:]))
+    (times, retrieved) = (table for section in bench_report(results, "cpu").sections for table in section.tables)
+    assert len(times.rows) == len(retrieved.rows) == 3
 
 
 def test_a_file_from_before_there_were_sweeps_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    results = Results(describe_machine(), SETTINGS, cases=[some_case(SETTINGS.shape(512))])
+    results = BenchmarkResults(describe_machine(), SETTINGS, cases=[some_case(SETTINGS.shape(512))])
     write_results(results, path)
     document = json.loads(path.read_text())
     del document["settings"]["sweep"], document["settings"]["key_heads"]
@@ -489,11 +499,10 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
     assert steps == ["made up"] * 4 + ["stages"] * 4
     assert plan.steps(results) == 0
     assert read_results(path) == results
-    section = markdown_report(results, title="").partition("## Share of each stage")[2]
+    section = markdown_report(results).partition("## Share of each stage")[2].partition("## Names")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 4
-    assert all(len({row.count("|") for row in table}) == 1 for table in (rows[:5], rows[5:]))
-    assert "| 512 | `exact` | 3.00 ms (75%) | - | 1.00 ms (25%) |" in rows[3]
+    assert "| exact | 512 | 3.00 ms (75%) | - | 1.00 ms (25%) |" in rows[3]
     assert rows[3].endswith("| 4.00 ms |")
 
 
@@ -528,10 +537,12 @@ def test_a_sweep_over_lengths_keeps_the_number_of_tokens(name: str, config: str)
         (65536, 2),
         (131072, 1),
     ]
-    results = Results(describe_machine(), plan.settings, [], [some_case(request.shape) for request in plan.requests])
-    report = markdown_report(results, title="")
+    results = BenchmarkResults(
+        describe_machine(), plan.settings, [], [some_case(request.shape) for request in plan.requests]
+    )
+    report = markdown_report(results)
     assert "causal attention, the batch that the table says, 2 heads of 8" in report
-    assert "| 32k, batch 4 | `exact` |" in report
+    assert "| exact | 32k, batch 4 |" in report
     with pytest.raises(ValueError, match="has batches of its own; leave out --batch"):
         Plan.of_sweep(dataclasses.replace(SETTINGS, sweep=name, batch=2), 65536)
 
@@ -571,13 +582,13 @@ def test_a_sweep_over_heads_has_keys_for_each() -> None:
 
 def test_the_report_of_a_sweep_over_the_inputs_says_the_shape_of_each_case() -> None:
     settings = dataclasses.replace(SETTINGS, sweep="heads")
-    results = Results(
+    results = BenchmarkResults(
         describe_machine(), settings, cases=[some_case(Shape(65536, heads, heads, 8, 1)) for heads in (2, 4)]
     )
-    report = markdown_report(results, title="")
+    report = markdown_report(results)
     assert "as many heads as the table says of 8" in report
-    assert "| 64k, heads 2 | `exact` |" in report
-    assert "| 64k, heads 4 | `exact` |" in report
+    assert "| exact | 64k, heads 2 |" in report
+    assert "| exact | 64k, heads 4 |" in report
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak memory of Linux")
@@ -589,17 +600,20 @@ def test_extra_memory_counts_output_and_gradients_but_not_inputs() -> None:
     assert 3.5 * one_tensor < extra < 12 * one_tensor
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MatplotlibMissingError, match=r"pip install .muse-attention\[cli\]."):
-        plot_speedup({"forward": {"muse": [(512, 1.0)]}}, tmp_path / "speedup.png")
+        draw_lines([Line("muse", [(512, 1.0)], "#000000")], Axis("length"), Axis("speed-up"))
 
 
-def test_the_picture_of_speedups_is_drawn(tmp_path: Path) -> None:
+def test_the_pictures_of_speedups_are_drawn() -> None:
     pytest.importorskip("matplotlib")
-    curves = {"muse": [(512, 0.9), (1024, 1.4)], "muse:QK32R2B1k": [(1024, 1.1)]}
-    plot_speedup({"forward": curves, "forward + backward": curves}, tmp_path / "speedup.png")
-    assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    results = BenchmarkResults(
+        describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(length)) for length in (512, 600)]
+    )
+    pictures = {figure.name: figure.draw() for figure in bench_report(results, "t").figures}
+    assert list(pictures) == ["forward", "forward-backward"]
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
 
 
 def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
@@ -613,14 +627,14 @@ def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
     assert 0 < tolerant.fidelity["at_budget"] <= 1
     assert moba.fidelity["keys_per_query"] == pytest.approx(16 * 3 / 4)
     assert "pairs_per_query" not in exact.fidelity
-    report = markdown_report(results, title="t")
+    report = markdown_report(results)
     header = next(line for line in report.splitlines() if "| keys" in line)
-    assert header.startswith("| length | attention | RSE 99% | RSE 99.9% |")
+    assert header.startswith("| attention | length | RSE 99% | RSE 99.9% |")
     assert header.endswith("| pairs | keys | retrieving | at budget |")
     (line,) = [line for line in report.splitlines() if "moba:L128B16R1" in line and "| 12.0 |" in line]
     assert "| 0.75 | 12.0 | 75.0% |  |" in line
 
 
 def test_reports_of_earlier_results_have_no_table_of_what_was_retrieved() -> None:
-    results = Results(describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(512))])
-    assert "retrieved" not in markdown_report(results, title="t")
+    results = BenchmarkResults(describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(512))])
+    assert "retrieved" not in markdown_report(results)

@@ -109,6 +109,18 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     ]
 
 
+def test_without_a_terminal_a_long_run_is_estimated_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 0.0, 1.0, 2.0))
+    monkeypatch.setattr("muse_attention.cli.app.time.monotonic", lambda: next(clock))
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with progress_bar(540) as on_step:
+        on_step("single of 2048 tokens", 1)
+        on_step("single of 2048 tokens", 2)
+    assert capsys.readouterr().err == "muse: single of 2048 tokens: 1 of 540, ETA 0:08:59\n"
+
+
 def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In tables and in the bar of a terminal: documents and folders may have any names."""
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -162,7 +174,8 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
     code, out, err = run(*SHORT_BENCH, "--output", folder, "--name", "short")
     assert code == 0, err
-    assert sorted(file.name for file in folder.iterdir()) == ["short.json", "short.md", "short.png"]
+    endings = ("-forward-backward.png", "-forward.png", ".csv", ".html", ".json", ".md")
+    assert sorted(file.name for file in folder.iterdir()) == [f"short{ending}" for ending in endings]
     default = f"muse:{MuSeConfig.for_length(512)}".partition(",")[0]
     for expected in ("SDPA at 512", default, "block_diagonal:256", "moba:L256B16R1", "wrote"):
         assert expected in out
@@ -171,7 +184,7 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     (command,) = results["commands"]
     assert command.startswith("muse bench --device cpu --length 512 --heads 1 ")
     assert command in (folder / "short.md").read_text()
-    for file in ("short.json", "short.md"):
+    for file in ("short.json", "short.md", "short.html", "short.csv"):
         assert str(tmp_path) not in (folder / file).read_text()
 
 
@@ -224,7 +237,9 @@ def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     code, out, err = run(*asked)
     assert code == 0, err
     name = "cpu-sweep-block-size"
-    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{name}.json", f"{name}.md", f"{name}.png"]
+    assert {f"{name}.{ending}" for ending in ("csv", "html", "json", "md")} <= {
+        file.name for file in tmp_path.iterdir()
+    }
     assert "SDPA at 2100" in out
     results = json.loads((tmp_path / f"{name}.json").read_text())
     assert results["settings"]["sweep"] == "block-size"
@@ -306,17 +321,24 @@ def test_errors_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     code, out, err = run("errors", "--device", "cpu", "--length", "1k", "--heads", "1", "--output", tmp_path / "out")
     assert code == 0, err
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["error_by_position.png", "errors.json"]
-    assert "error_by_position.png" in out
+    files = ["errors-by-position.png", *(f"errors.{ending}" for ending in ("csv", "html", "json", "md"))]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == files
+    assert "errors-by-position.png" in out
     found = json.loads((tmp_path / "out" / "errors.json").read_text())
     lines = {line["kind"]: line for line in found["lines"]}
     assert list(lines) == ["exact", "muse", "block_diagonal", "moba"]
     for line in lines.values():
-        assert line["attention"].partition(",")[0] in out
+        assert line["attention"].removeprefix("muse:").partition(",")[0] in out
         assert len(line["error_by_position"]) == len(found["bin_centres"]) == 128
     assert lines["exact"]["relative_squared_error"] == lines["exact"]["future_influence"] == 0
     assert 0 < lines["muse"]["relative_squared_error"] < lines["block_diagonal"]["relative_squared_error"]
     assert max(lines["muse"]["error_by_position"][:32]) < 1e-9  # the first of four blocks is exact
+
+    assert found["commands"] == ["muse errors --length 1k --heads 1 --device cpu"]
+    page = (tmp_path / "out" / "errors.html").read_bytes()
+    assert run("report", tmp_path / "out")[0] == 0
+    assert (tmp_path / "out" / "errors.html").read_bytes() == page
+    assert "Errors on synthetic data" in (tmp_path / "out" / "index.html").read_text()
 
     before = (tmp_path / "out" / "errors.json").read_bytes()
     asked = ("errors", "--device", "cpu", "--length", "1k", "--output", tmp_path / "out", "--heads")

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.cli.compare_reports import write_comparison_reports
+from muse_attention.cli.measuring import write
 from muse_attention.evaluation.comparison import matrix
 from muse_attention.evaluation.comparison.findings import (
     difference,
@@ -207,7 +207,7 @@ def test_a_loss_that_is_no_number_is_refused(
     corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matrix, "token_losses", lambda *arguments: torch.full((64,), torch.nan))
-    with pytest.raises(ValueError, match=r"loss of muse under exact is not a finite number; use --precision float32"):
+    with pytest.raises(ValueError, match=r"loss of muse under exact is not a finite number; use --dtype float32"):
         measure(
             open_runs([trained / "muse"], corpus),
             corpus,
@@ -301,7 +301,7 @@ def test_what_was_learnt_of_answers_is_told_by_attention(corpus: Corpus, trained
     ]
     results.write(path)
     assert ComparisonResults.read(path) == results
-    write_comparison_reports(results, path)
+    write(comparison_report(results), path, path)
     text = path.with_suffix(".md").read_text()
     assert "## Learning to look needles up" in text
     assert "begins with the weights of" not in text

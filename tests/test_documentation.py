@@ -34,8 +34,23 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not broken
 
 
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and a corpus where `muse train` and `muse prepare` write them."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    from tests.models import write_model_folder
+    from tests.test_prepare import make
+
+    folder = tmp_path_factory.mktemp("workplace")
+    write_model_folder(folder / "out" / "train" / "model")
+    make(folder / "out" / "corpus")
+    return folder
+
+
 @pytest.mark.parametrize("path", [path for path in PAGES if python_blocks(path)], ids=name_of)
-def test_python_runs(path: Path) -> None:
+def test_python_runs(path: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in python_blocks(path):
         exec(compile("\n" * (block.line - 1) + block.for_tests(), str(path), "exec"), names)

@@ -146,7 +146,7 @@ def test_names_that_meant_something_else_are_not_continued(tmp_path: Path) -> No
 def test_a_model_with_windows_in_every_layer_is_refused(tmp_path: Path) -> None:
     config = transformers.MistralConfig(**SIZES, sliding_window=16)
     model = transformers.MistralForCausalLM(config).double().eval()
-    with pytest.raises(ValueError, match="every layer of this model has a window"):
+    with pytest.raises(ValueError, match="every layer of this model has a sliding window"):
         measure(model, token_ids(128, batch=2), REQUESTS, FidelityResults({}, SETTINGS), tmp_path / "results.json")
 
 
@@ -283,7 +283,7 @@ def test_text_that_is_not_utf8_is_read_as_far_as_it_is(folder: Path, tmp_path: P
 # Presets
 
 
-@pytest.mark.parametrize("length", [2048, 8192, 65536])
+@pytest.mark.parametrize("length", [2048, 5000, 8192, 65536])
 def test_presets_name_attentions_that_exist(length: int) -> None:
     presets = find_presets(["all"], length)
     assert [preset.name for preset in presets] == list(PRESETS)

@@ -387,7 +387,7 @@ def test_the_command_runs_tasks_of_every_kind(model_folder: Path, data: Path, tm
     finished = CliRunner().invoke(commands.app, [*map(str, arguments), "--output", str(tmp_path)])
     assert finished.exit_code == 0, finished.stderr
     assert all(line.startswith("muse: ") for line in finished.stderr.splitlines())
-    document = json.loads((tmp_path / "tasks.json").read_text())
+    document = json.loads((tmp_path / f"{model_folder.name}.json").read_text())
     assert [(entry["task"], entry["length"], entry["samples"]) for entry in document["tasks"]] == [
         ("arc_easy", None, 1),
         ("lcc", None, 1),
@@ -397,4 +397,4 @@ def test_the_command_runs_tasks_of_every_kind(model_folder: Path, data: Path, tm
     for entry in document["tasks"]:
         assert [named["attention"] for named in entry["attentions"]] == ["exact", "muse:Q2K2R1SP1B64,clustering=lloyd"]
         assert all(answer["error"] is None for named in entry["attentions"] for answer in named["answers"])
-    assert "1 of 2376 published" in (tmp_path / "tasks.md").read_text()
+    assert "1 of 2376 published" in (tmp_path / f"{model_folder.name}.md").read_text()

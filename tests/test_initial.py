@@ -22,7 +22,7 @@ from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.data.documents import Buckets
-from muse_attention.pretraining.data.prepare import Settings
+from muse_attention.pretraining.data.prepare import CorpusSettings
 from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.training import train
 from tests.models import tiny_llama
@@ -78,7 +78,7 @@ def test_a_run_without_a_checkpoint_still_needs_it(corpus: Corpus, model: Path, 
 
 
 def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:
-    other = make(tmp_path / "other", Settings(vocabulary=300, buckets=Buckets(64, 4096)))
+    other = make(tmp_path / "other", CorpusSettings(vocabulary=300, buckets=Buckets(64, 4096)))
     with pytest.raises(ValueError, match="must be a string, the path of a folder"):
         dataclasses.replace(SMALL, initial=model)  # type: ignore[arg-type]
     (tmp_path / "run").mkdir()

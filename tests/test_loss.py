@@ -394,7 +394,7 @@ def test_a_full_disk_leaves_what_was_whole(
         (("--length", "32"), "too short for a curve; choose at least 64"),
         (("--length", "512"), "too few for 2 samples of 512: give more text, fewer samples or a smaller length"),
         (("--length", "2k", "--text", "{long}"), "the model's context is 1024 tokens, less than 2048"),
-        (("--samples", "0"), "nothing to measure"),
+        (("--samples", "0"), "cannot measure 0 samples"),
         (("--text", "nowhere.txt"), "there is no text 'nowhere.txt'"),
         (("--device", "abacus"), "unknown device 'abacus'"),
         (("--dtype", "int8"), "unknown dtype 'int8'"),

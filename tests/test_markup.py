@@ -8,13 +8,13 @@ import re
 
 import pytest
 
-from muse_attention.benchmark.request import Request
-from muse_attention.benchmark.results import Case, Settings
-from muse_attention.benchmark.results import Results as BenchmarkResults
-from muse_attention.benchmark.tables import markdown_report
+from muse_attention.benchmark.request import BenchmarkRequest
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.timing import Times
+from muse_attention.cli.bench_report import bench_report
 from muse_attention.machine import describe_machine
 from muse_attention.markup import Code, csv_text, fenced, markdown_line, markdown_list, markdown_table
+from muse_attention.report.markdown import as_markdown
 
 HOSTILE = "=cmd|' /C calc'!A0 | `x` <img src=x onerror=alert(1)> [a](javascript:b) *b* _c_ $d$ ~~e~~ &lt; \\| # f\n## g"
 
@@ -128,10 +128,10 @@ def test_lines_in_a_cell_of_csv_are_one_cell() -> None:
 
 
 def test_a_benchmark_shows_names_as_they_are() -> None:
-    settings = Settings("cpu", 1, 2, 2, 8, "float32", True, 1, False)
+    settings = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False)
     times = Times((1.0,), (1.0,))
     case = Case(
-        Request(HOSTILE, settings.shape(64)),
+        BenchmarkRequest(HOSTILE, settings.shape(64)),
         HOSTILE,
         times,
         times,
@@ -140,10 +140,9 @@ def test_a_benchmark_shows_names_as_they_are() -> None:
         0,
     )
     results = BenchmarkResults(describe_machine(), settings, ["muse bench\n```\n# a"], [case])
-    report = markdown_report(results, title=HOSTILE)
-    assert [line for line in report.splitlines() if line.startswith("#")] == [
-        f"# {markdown_line(HOSTILE)}",
-        "# a",  # inside of a longer fence
-    ]
+    report = as_markdown(bench_report(results, HOSTILE))
+    first, *headings = [line for line in report.splitlines() if line.startswith("#")]
+    assert first == f"# {markdown_line(f'Benchmark: {HOSTILE}')}"
+    assert headings == ["## Time, error and memory", "## Names", "## Legend", "## Provenance", "# a"]  # that in a fence
     assert "````\nmuse bench\n```\n# a\n````" in report
-    assert len([line for line in report.splitlines() if line.startswith("|")]) == 3
+    assert len([line for line in report.splitlines() if line.startswith("|")]) == 3 + 3 + 3

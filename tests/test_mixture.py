@@ -196,7 +196,7 @@ def test_a_run_with_needles_goes_on_to_the_same_bits(
     with pytest.raises(ValueError, match="has mixture=niah, not none: it would not be the same run"):
         train(corpus, override(RECIPE, ["mixture=none"]), tmp_path / "whole", resume=True)
     monkeypatch.setattr(writer, "VERSION", writer.VERSION + 1)
-    with pytest.raises(ValueError, match="has learnt from needles that are not made any more; choose another output"):
+    with pytest.raises(ValueError, match="was trained on needles of an earlier version; choose another output"):
         train(corpus, RECIPE, tmp_path / "whole", resume=True)
 
 

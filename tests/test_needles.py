@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models
 from muse_attention.evaluation.needles.samples import BUCKETS, CANDIDATES, KINDS, NeedleSamples, Sample, depth_of
 from muse_attention.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus
 from muse_attention.pretraining.data.documents import Buckets
-from muse_attention.pretraining.data.prepare import Settings, prepare
+from muse_attention.pretraining.data.prepare import CorpusSettings, prepare
 from muse_attention.pretraining.data.sources import texts_in
 from muse_attention.pretraining.data.tokenizer import read_tokenizer, train_tokenizer
 from muse_attention.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, bury
@@ -347,7 +347,7 @@ def test_texts_without_files_are_files_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(8):
         (tmp_path / "texts" / f"{number}.txt").write_text(f"{number} " + source(number, 60))
-    settings = Settings(vocabulary=300, buckets=Buckets(4, 4096), held_out=0.3)
+    settings = CorpusSettings(vocabulary=300, buckets=Buckets(4, 4096), held_out=0.3)
     corpus = prepare(texts_in([tmp_path / "texts"]), tmp_path / "corpus", settings, source="made up")
     tokenizer = read_tokenizer(corpus.folder)
     haystacks = [CorpusHaystack(corpus, split) for split in (TRAIN, HELD_OUT)]

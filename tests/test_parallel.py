@@ -144,6 +144,6 @@ def test_ranks_that_find_other_checkpoints_do_not_go_on(
 
     monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
     world = World(torch.device("cpu"), ranks=2, mesh=cast(Any, object()))
-    with pytest.raises(TrainingError, match="some ranks would go on from step 6 and some from step 8"):
+    with pytest.raises(TrainingError, match="some ranks would continue from step 6 and some from step 8"):
         train(corpus, SMALL, output, resume=True, world=world)
     assert contents(output) == before

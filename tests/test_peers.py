@@ -17,12 +17,12 @@ from muse_attention import fidelity, get_attention
 from muse_attention.baselines import flex, nsa
 from muse_attention.benchmark.matched import at_matched_sparsity
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.results import Settings
+from muse_attention.benchmark.results import BenchmarkSettings
 from muse_attention.by_name import split_names
 from muse_attention.synthetic import clustered_qkv
 
 LENGTH = 300
-SETTINGS = Settings(
+SETTINGS = BenchmarkSettings(
     device="cuda", batch=1, heads=64, key_heads=4, head_dim=64, dtype="bfloat16", causal=True, repeats=1, memory=False
 )
 

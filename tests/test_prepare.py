@@ -34,13 +34,13 @@ from muse_attention.files import alone_in
 from muse_attention.pretraining.batches import Batches, Windows, shuffled
 from muse_attention.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus, Manifest, read_corpus
 from muse_attention.pretraining.data.documents import MARKS, Buckets, Document, Piece, cut_text, join_files
-from muse_attention.pretraining.data.prepare import UNFINISHED, Settings, prepare
+from muse_attention.pretraining.data.prepare import UNFINISHED, CorpusSettings, prepare
 from muse_attention.pretraining.data.repositories import File, Repository, broken
 from muse_attention.pretraining.data.sources import repositories_in
 from muse_attention.pretraining.data.tokenizer import Encoder, read_tokenizer, tokenizer_files, train_tokenizer
 from tests.test_sources import blob, stack_row, write_folder, write_lines, write_tar
 
-SMALL = Settings(vocabulary=400, buckets=Buckets(64, 4096), held_out=0.2, tokens_per_shard=1000)
+SMALL = CorpusSettings(vocabulary=400, buckets=Buckets(64, 4096), held_out=0.2, tokens_per_shard=1000)
 WORDS = ("import", "def", "return", "self", "value", "for", "in", "range", "print", "\n    ", "\n", "=", "(x)", "42")
 
 
@@ -61,7 +61,7 @@ def as_repositories(found: dict[str, dict[str, str]]) -> Iterator[Repository]:
         yield Repository(name, [File(path, len(text), lambda text=text: text.encode()) for path, text in files.items()])
 
 
-def make(folder: Path, settings: Settings = SMALL, found: dict[str, dict[str, str]] | None = None) -> Corpus:
+def make(folder: Path, settings: CorpusSettings = SMALL, found: dict[str, dict[str, str]] | None = None) -> Corpus:
     return prepare(as_repositories(found or sources()), folder, settings, source="made up")
 
 
@@ -214,11 +214,11 @@ def test_transformers_reads_the_tokenizer(corpus: Corpus) -> None:
 
 
 def test_a_tokenizer_from_elsewhere(tmp_path: Path, corpus: Corpus) -> None:
-    taken = make(tmp_path / "taken", Settings(buckets=SMALL.buckets, tokenizer=corpus.folder, held_out=0.2))
+    taken = make(tmp_path / "taken", CorpusSettings(buckets=SMALL.buckets, tokenizer=corpus.folder, held_out=0.2))
     assert (taken.folder / "tokenizer.json").read_bytes() == (corpus.folder / "tokenizer.json").read_bytes()
     Tokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "poor.json"))
     with pytest.raises(ValueError, match="the tokenizer has no token <reponame>"):
-        make(tmp_path / "poor", Settings(tokenizer=tmp_path / "poor.json"))
+        make(tmp_path / "poor", CorpusSettings(tokenizer=tmp_path / "poor.json"))
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match=r"bad\.json is no tokenizer"):
         read_tokenizer(tmp_path / "bad.json")
@@ -249,7 +249,7 @@ def test_tokens_are_those_of_the_documents(corpus: Corpus) -> None:
 
 
 def test_a_repository_is_held_out_as_a_whole(tmp_path: Path) -> None:
-    cut = make(tmp_path, Settings(vocabulary=300, buckets=Buckets(64, 1024), held_out=0.3))
+    cut = make(tmp_path, CorpusSettings(vocabulary=300, buckets=Buckets(64, 1024), held_out=0.3))
     names = {
         split: {document.repository for stream in cut.streams(split) for document in cut.documents(stream)}
         for split in (TRAIN, HELD_OUT)
@@ -262,12 +262,12 @@ def test_a_repository_is_held_out_as_a_whole(tmp_path: Path) -> None:
 
 def test_something_is_held_out_unless_nothing_should_be(tmp_path: Path) -> None:
     for share, number in ((1e-9, 1), (0.0, 0)):
-        made = make(tmp_path, Settings(vocabulary=300, buckets=SMALL.buckets, held_out=share))
+        made = make(tmp_path, CorpusSettings(vocabulary=300, buckets=SMALL.buckets, held_out=share))
         assert sum(stream.documents for stream in made.streams(HELD_OUT)) == number
     with pytest.raises(ValueError, match="all of 1 repositories are held out"):
         make(
             tmp_path,
-            Settings(vocabulary=300, buckets=SMALL.buckets, held_out=0.999999),
+            CorpusSettings(vocabulary=300, buckets=SMALL.buckets, held_out=0.999999),
             {"one": {"a.py": source(0, 200)}},
         )
 
@@ -279,7 +279,7 @@ def test_the_same_bytes_whatever_the_order_of_the_sources(tmp_path: Path, corpus
     again = make(tmp_path, found=shuffled_sources)
     assert contents(again.folder) == contents(corpus.folder)
     assert again.fingerprint == corpus.fingerprint
-    other = make(tmp_path, Settings(**{**vars(SMALL), "seed": 1}))
+    other = make(tmp_path, CorpusSettings(**{**vars(SMALL), "seed": 1}))
     assert other.fingerprint != corpus.fingerprint
 
 
@@ -347,7 +347,7 @@ def test_what_is_known_to_be_too_small_is_not_read(tmp_path: Path) -> None:
     made = prepare(
         [small, large, *as_repositories(sources())],
         tmp_path,
-        Settings(**{**vars(SMALL), "skip_large": True}),
+        CorpusSettings(**{**vars(SMALL), "skip_large": True}),
         source="made up",
     )
     assert made.manifest.skipped_documents == {"below 64 tokens": 1, "from 4k tokens on": 1}
@@ -384,7 +384,7 @@ def test_a_corpus_is_kept_until_the_next_is_whole(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left on device") as error:
-        make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
+        make(tmp_path, CorpusSettings(**{**vars(SMALL), "seed": 5}))
     assert error.value.filename
     assert contents(tmp_path) == before
 
@@ -400,7 +400,7 @@ def test_a_corpus_is_kept_until_the_last_file_of_the_next_is_on_the_disk(
 
     monkeypatch.setattr("muse_attention.pretraining.data.prepare.write_manifest", full)
     with pytest.raises(OSError, match="No space left on device"):
-        make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
+        make(tmp_path, CorpusSettings(**{**vars(SMALL), "seed": 5}))
     assert contents(tmp_path) == before
 
 
@@ -409,7 +409,7 @@ def test_one_corpus_at_a_time_is_written_to_a_folder(tmp_path: Path, corpus: Cor
 
     def start_another(description: str, finished: int, total: int | None) -> None:
         with pytest.raises(ValueError, match=r"another process is at work in .*; wait for it, or choose another outpu"):
-            make(tmp_path, Settings(**{**vars(SMALL), "seed": 5}))
+            make(tmp_path, CorpusSettings(**{**vars(SMALL), "seed": 5}))
         refused.append(description)
 
     prepare(as_repositories(sources()), tmp_path, SMALL, source="made up", on_step=start_another)

@@ -123,7 +123,10 @@ def test_a_model_of_the_hub_is_downloaded_on_request_alone(tmp_path: Path, monke
         return str(tmp_path / "empty")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert_refused(r"get its folder by hf download org/llama-9 --local-dir llama-9$", "org/llama-9")
+    assert_refused(
+        r"add --download \(.*\), or get its folder by hf download org/llama-9 --local-dir llama-9$",
+        "org/llama-9",
+    )
     assert asked == []
     with pytest.raises(ValueError, match=r"^cannot download nobody/nothing: 404 Client Error Repository Not Found$"):
         load_model("nobody/nothing", download=True)

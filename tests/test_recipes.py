@@ -96,7 +96,7 @@ def test_absurd_numbers_are_refused_before_anything_starts(name: str) -> None:
         ("length=9999999k", "length=10239998976 must be at least 1 and at most 1073741824"),
         ("batch=1025k", "batch=1049600 must be at least 1 and at most 1048576"),
         ("steps=2000000k", "steps=2048000000 must be at least 1 and at most 1000000000"),
-        ("weight_decay=500", "weight_decay=500.0 with peak_rate=0.003 would turn the sign of all weights"),
+        ("weight_decay=500", "weight_decay=500.0 with peak_rate=0.003 would flip the sign of all weights"),
     ],
 )
 def test_limits_of_a_recipe(change: str, message: str) -> None:

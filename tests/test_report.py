@@ -125,7 +125,10 @@ def test_other_json_files_of_a_folder_are_passed_over(good: Path, content: str) 
     code, _, lines = report(good, other)  # but not where they are asked for
     assert (code, lines) == (
         1,
-        [f"muse: {other} is left out: it holds no results of muse bench, fidelity, loss, compare, eval or tune"],
+        [
+            f"muse: {other} is left out: it holds no results of muse bench, errors, fidelity, loss, compare, eval "
+            "or tune"
+        ],
     )
     good.unlink()
     code, _, lines = report(good.parent)

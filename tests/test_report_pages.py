@@ -17,10 +17,11 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from muse_attention.benchmark.request import Request
-from muse_attention.benchmark.results import Case, Results, Settings
+from muse_attention.benchmark.request import BenchmarkRequest
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.timing import Times
 from muse_attention.cli.bench_report import bench_report
+from muse_attention.cli.errors import errors_report
 from muse_attention.evaluation.attentions import names_table, short_names
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.fidelity.presets import find_presets
@@ -37,6 +38,8 @@ from muse_attention.report.files import write_report
 from muse_attention.report.html import LARGEST_DOWNLOAD, as_html
 from muse_attention.report.markdown import as_markdown
 from muse_attention.report.tree import Card, Figure, Link, Provenance, Report, Section, Table, number, text
+from muse_attention.synthetic_errors import Errors, ErrorSettings
+from muse_attention.synthetic_errors import Line as ErrorLine
 from tests import (
     test_compare,
     test_fidelity_command,
@@ -85,14 +88,23 @@ def of_tuning(folder: Path) -> Report:
 
 
 def of_benchmark(folder: Path) -> Report:
-    settings, times = Settings("cpu", 1, 2, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
+    settings, times = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
     fidelity = {"relative_squared_error": 0.01, "cosine": 0.99, "keys_per_query": 12.0}
     cases = [
-        Case(Request(name, settings.shape(length)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
+        Case(BenchmarkRequest(name, settings.shape(length)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
         for length in (1024, 2048)
         for name in (LONG, "moba:L64B16R2")
     ]
-    return bench_report(Results(describe_machine(), settings, ["muse bench"], cases), "bench")
+    return bench_report(BenchmarkResults(describe_machine(), settings, ["muse bench"], cases), "bench")
+
+
+def of_errors(folder: Path) -> Report:
+    names = {"exact": "exact", "muse": LONG, "block_diagonal": "block_diagonal:256", "moba": "moba:L256B16R1"}
+    lines = [
+        ErrorLine(kind, name, 1.0 + place, 1.0, 0.1 * place, 0.9, 0.0, [0.0, 0.01 * place, 0.1 * place])
+        for place, (kind, name) in enumerate(names.items())
+    ]
+    return errors_report(Errors(describe_machine(), ErrorSettings(1024), [0.0, 300.0, 600.0], lines, ["muse errors"]))
 
 
 KINDS: dict[str, Callable[[Path], Report]] = {
@@ -105,6 +117,7 @@ KINDS: dict[str, Callable[[Path], Report]] = {
     "tasks": of_tasks,
     "tuning": of_tuning,
     "benchmark": of_benchmark,
+    "errors": of_errors,
 }
 
 

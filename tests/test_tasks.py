@@ -383,14 +383,14 @@ def test_the_command_writes_results_and_reports(asked: list[object], scripted: S
     code, out, err = run(*asked)
     assert (code, err) == (0, "")
     files = sorted((tmp_path / "out").iterdir())
-    assert [file.name for file in files] == ["tasks.csv", "tasks.html", "tasks.json", "tasks.md"]
+    assert [file.name for file in files] == ["tiny.csv", "tiny.html", "tiny.json", "tiny.md"]
     assert len(scripted.asked) == 2 * 2 * 2 * 2
-    for expected in ("niah_single_1 64", "muse:Q4K4", "2 of 500", "wrote", "tasks.html"):
+    for expected in ("niah_single_1 64", "muse:Q4K4", "2 of 500", "wrote", "tiny.html"):
         assert expected in out
-    document = json.loads((tmp_path / "out" / "tasks.json").read_text())
+    document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert document["commands"] == [
-        "muse eval tasks tiny --task niah_single_1,niah_multikey_2 --length 64,128 --attention muse:QK4R1B32 --limit 2 "
-        "--device cpu --dtype float32 --name tasks"
+        "muse eval tasks tiny --task niah_single_1,niah_multikey_2 --length 64,128 --attention muse:QK4R1B32 "
+        "--samples 2 --device cpu --dtype float32 --name tiny"
     ]
     for file in files:
         assert str(tmp_path).encode() not in file.read_bytes()
@@ -398,7 +398,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], scripted: S
     for file in files:
         if file.suffix != ".json":
             file.unlink()
-    assert CliRunner().invoke(commands.app, ["report", str(tmp_path / "out" / "tasks.json")]).exit_code == 0
+    assert CliRunner().invoke(commands.app, ["report", str(tmp_path / "out" / "tiny.json")]).exit_code == 0
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
@@ -499,7 +499,7 @@ def test_ruler_runs_what_has_data_and_says_what_has_not(
     assert line.startswith("muse: left out: niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue")
     assert "DIR/paul_graham_essays/train.jsonl" in line
     assert {task for task, *_ in scripted.asked} == {"niah_single_1", "niah_multikey_2", "niah_multikey_3"}
-    command = json.loads((tmp_path / "out" / "tasks.json").read_text())["commands"][0]
+    command = json.loads((tmp_path / "out" / "tiny.json").read_text())["commands"][0]
     assert "--task niah_single_1,niah_multikey_2,niah_multikey_3 " in command
 
 
@@ -514,7 +514,7 @@ def test_a_full_disk_leaves_what_was_whole(
 
     monkeypatch.setattr(os, "fsync", full)
     outcome = run(*asked, "--overwrite")
-    assert_refused(outcome, "tasks.json: No space left on device; the earlier results in ", code=1)
+    assert_refused(outcome, "tiny.json: No space left on device; the earlier results in ", code=1)
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
@@ -530,7 +530,7 @@ def test_a_full_disk_leaves_what_was_whole(
         (("--attention", "muse:X1"), "cannot read 'X1'"),
         (("--length", "many"), "cannot read the size 'many'"),
         (("--length", "2k"), "the model's context is 1024 tokens, less than 2048"),
-        (("--limit", "0"), "--limit 0 leaves nothing to answer"),
+        (("--samples", "0"), "--samples 0 leaves nothing to answer"),
         (("--device", "abacus"), "unknown device 'abacus'"),
         (("--name", "a/b"), "plain file name"),
         (("--name", "Index"), "--name Index would be overwritten by index.html of muse report"),

@@ -321,8 +321,8 @@ def test_the_command_measures_and_names_the_fastest(asked: list[object], tmp_pat
     assert "The fastest with an RSE of at most 1 is muse:Q4K" in out
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert document["commands"] == [
-        "muse tune tiny --text text.txt --samples 1 --length 128 --error 1 --heads 2 --repeats 1 "
-        f"--only {COARSE} --only {FINE} --device cpu --dtype float32 --name tiny"
+        f"muse tune tiny --text text.txt --length 128 --error 1.0 --heads 2 --samples 1 --only {COARSE} --only {FINE} "
+        "--repeats 1 --device cpu --dtype float32 --name tiny"
     ]
     assert document["settings"]["heads"] == ["layer 0, head 2", "layer 1, head 2"]
     for file in (tmp_path / "out").iterdir():
@@ -417,8 +417,8 @@ def test_needles_are_looked_up(tmp_path: Path) -> None:
     [
         (["--only", "muse:QQ"], "cannot read 'QQ'"),
         (["--error", "-1"], "--error -1.0 must be a number of at least 0"),
-        (["--heads", "0"], "0 heads are nothing to measure"),
-        (["--repeats", "0"], "0 repeats measure no time"),
+        (["--heads", "0"], "cannot measure 0 heads"),
+        (["--repeats", "0"], "cannot measure a time with 0 repeats"),
         (["--captures", "none.pt"], "there is no file 'none.pt' of captures"),
         (["--captures", "none.pt", "--save-captures", "x.pt"], "exclude each other"),
         (["--groups"], "--groups needs --save-captures FILE"),

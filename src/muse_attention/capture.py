@@ -65,6 +65,8 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
         _visitor.reset(visitor)
 
 
+NO_LAYERS = "every layer of this model has a sliding window, which no attention replaces; use another model"
+"""The message of a ValueError where no layer was visited."""
 _NAME = "muse-capture"
 _visitor: ContextVar[Callable[..., None]] = ContextVar("visitor")
 

@@ -163,7 +163,7 @@ class _Unit(NamedTuple):
 def spread(available: int, number: int) -> list[int]:
     """At most so many of the first numbers, evenly spaced and away from both ends."""
     if number < 1:
-        raise ValueError(f"{number} heads are nothing to measure: at least 1 is")
+        raise ValueError(f"cannot measure {number} heads; use at least 1")
     number = min(number, available)
     return [(2 * index + 1) * available // (2 * number) for index in range(number)]
 
@@ -176,7 +176,10 @@ def capture_heads(
     Each has keys of its own, though heads of the model may share them. `grouped`: whole groups of heads that share
     their keys, of at least so many heads.
     """
-    from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
+    from muse_attention.capture import (
+        NO_LAYERS,
+        visit_layers,
+    )  # here, for commands without a model to need no transformers
 
     found: list[_Unit] = []
 
@@ -186,7 +189,7 @@ def capture_heads(
 
     visit_layers(model, tokens[:1, :_FEW_TOKENS], list_units)
     if not found:
-        raise ValueError("every layer of this model has a window, so that no attention changes it")
+        raise ValueError(NO_LAYERS)
     if len({len(unit.heads) for unit in found}) > 1:
         raise ValueError("the layers of this model have groups of different sizes; capture without --groups")
     chosen = [found[index] for index in spread(len(found), -(-number // len(found[0].heads)))]
@@ -264,7 +267,7 @@ def _check(captures: Captures) -> None:
     if len(captures.origin.heads) != query[1]:
         raise ValueError("the heads are not those of the tensors")
     if not all(getattr(captures, name).is_floating_point() for name in _TENSORS):
-        raise ValueError("the tensors are no numbers")
+        raise ValueError("the tensors have no floating-point numbers")
     for at in captures.lookups:
         if not (0 <= at.sample < captures.samples and 0 <= at.position < captures.length and at.needle):
             raise ValueError("a lookup is outside of the samples")

@@ -1,19 +1,17 @@
-"""Pictures of results. matplotlib is asked for only when one is drawn.
+"""Pictures of results, as PNG files for reports: one panel each, readable on a phone.
 
-`draw_...` return a PNG file for a report: one panel each, readable on a phone. `plot_...` write theirs.
+matplotlib is imported when a picture is drawn.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from muse_attention.extras import how_to_install
-from muse_attention.files import replace_file
 from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
@@ -31,27 +29,12 @@ class MatplotlibMissingError(ImportError):
     """One line that says what to install."""
 
 
-class _Look(NamedTuple):
-    label: str
-    colour: str
-    marker: str
-
-
-_LOOKS = {
-    "muse": _Look("MuSe", "#0072B2", "o"),
-    "moba": _Look("MoBA", "#D55E00", "s"),
-    "block_diagonal": _Look("block-diagonal", "#7F7F7F", "^"),
-    "exact": _Look("exact", "#000000", "D"),
-}
-"""An attention named by its kind alone looks the same in every picture."""
-
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 BLACK, GREY = "#000000", "#BBBBBB"
 SIZES = ("#9ECAE1", "#6BAED6", "#3182BD", "#08306B", "#D55E00", "#E69F00", "#009E73", "#CC79A7")
 """Four sizes of one thing from light to dark, and what else there is."""
 
 _FONT_SIZE = 9
-_OTHER_COLOURS = PALETTE[2:6]
 _PANEL = (4.8, 3.5)
 """Inches."""
 _MOST_NUMBERS = 8
@@ -174,79 +157,12 @@ def shades(number: int) -> list[str]:
     ]
 
 
-def plot_speedup(panels: Mapping[str, Mapping[str, Curve]], path: Path, *, against: str = "sequence length") -> None:
-    """Speed-up over `scaled_dot_product_attention` against a size: one panel per pass, one curve per attention."""
-    figure = _new_figure(3.4 * len(panels), 3.2)
-    axes: list[Axes] = []
-    for column, (name, curves) in enumerate(panels.items()):
-        axis = figure.add_subplot(1, len(panels), column + 1, sharey=axes[0] if axes else None)
-        axes.append(axis)
-        axis.axhline(1, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-        for look, curve in _with_looks(curves):
-            sizes, ratios = zip(*curve, strict=True)
-            axis.plot(sizes, ratios, color=look.colour, marker=look.marker, markersize=4, label=look.label)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
-        ticks = sorted({int(size) for curve in curves.values() for size, _ in curve})
-        axis.set_xticks(ticks, [format_size(tick) for tick in ticks])
-        axis.minorticks_off()
-        axis.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
-        axis.set_xlabel(against)
-        axis.set_title(name)
-        _tidy(axis)
-    lowest, highest = axes[0].get_ylim()
-    axes[0].set_ylim(min(lowest, 0.5), max(highest, 2))  # so that there is more than one tick
-    axes[0].set_ylabel("speed-up over SDPA")
-    _save(figure, axes[0], path)
-
-
-def plot_error_by_position(curves: Mapping[str, Curve], path: Path, *, length: int, block_size: int) -> None:
-    """Relative squared error of each attention against position, with the boundaries of blocks.
-
-    The first block is attended to exactly by all of them.
-    """
-    figure = _new_figure(6.4, 3.2)
-    axis = figure.add_subplot()
-    for boundary in range(block_size, length, block_size):
-        axis.axvline(boundary, color="#DDDDDD", linewidth=0.7, zorder=0)
-    for look, curve in _with_looks(curves):
-        positions = [position for position, _ in curve]
-        errors = [error if error > ROUNDING else float("nan") for _, error in curve]
-        axis.plot(positions, errors, color=look.colour, label=look.label)
-    axis.set_yscale("log")
-    axis.set_xlim(0, length)
-    ticks = range(0, length + 1, -(-length // 8))
-    axis.set_xticks(ticks, [format_size(tick) for tick in ticks])
-    axis.text(
-        block_size / 2,
-        0.5,
-        "exact",
-        transform=axis.get_xaxis_transform(),
-        color="#999999",
-        fontsize=_FONT_SIZE,
-        horizontalalignment="center",
-        verticalalignment="center",
-    )
-    axis.set_xlabel("position of the query (vertical lines: block boundaries)")
-    axis.set_ylabel("relative squared error")
-    _tidy(axis)
-    _save(figure, axis, path)
-
-
 def _new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MatplotlibMissingError(f"a picture needs matplotlib: {how_to_install('cli')}") from error
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def _with_looks(curves: Mapping[str, Curve]) -> list[tuple[_Look, Curve]]:
-    others = [name for name in curves if name not in _LOOKS]
-    looks = _LOOKS | {
-        name: _Look(name, _OTHER_COLOURS[number % len(_OTHER_COLOURS)], "v") for number, name in enumerate(others)
-    }
-    return [(looks[name], curve) for name, curve in curves.items()]
 
 
 def _tidy(axis: Axes) -> None:
@@ -266,12 +182,6 @@ def _label_between_powers(own: Any, base: int) -> None:
 
     if base == 10:
         own.set_minor_formatter(label)
-
-
-def _save(figure: Figure, axis: Axes, path: Path) -> None:
-    """With one legend for all panels, outside of them, from the curves of one."""
-    _add_legend(figure, *axis.get_legend_handles_labels())
-    replace_file(path, _png(figure))
 
 
 def _add_legend(figure: Figure, curves: Sequence[Any], labels: Sequence[str]) -> None:

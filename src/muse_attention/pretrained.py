@@ -52,10 +52,7 @@ def load_model(
             f"language models need transformers 5.17 or newer: {how_to_install('huggingface')} "
             f"({' '.join(str(error).split())})"
         ) from None
-    folder = Path(name_or_folder).expanduser()
-    if not folder.is_dir():
-        name = str(name_or_folder)
-        folder = _smollm2_folder() if name == DEFAULT_MODEL else _hub_folder(name, download=download)
+    folder = find_folder(name_or_folder, download=download)
     register_auto_classes()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -74,6 +71,14 @@ def load_model(
     return model.eval().to(device), tokenizer
 
 
+def find_folder(name_or_folder: str | Path, *, download: bool = False) -> Path:
+    """The local folder of a model, after a download if that is asked for; a ValueError if there is none."""
+    folder, name = Path(name_or_folder).expanduser(), str(name_or_folder)
+    if folder.is_dir():
+        return folder
+    return _smollm2_folder() if name == DEFAULT_MODEL else _hub_folder(name, download=download)
+
+
 def _hub_folder(name: str, *, download: bool) -> Path:
     """Where a model of the hub lies after its download; a ValueError that says what else to do without."""
     missing = (
@@ -84,9 +89,14 @@ def _hub_folder(name: str, *, download: bool) -> Path:
         raise ValueError(missing)
     if not download:
         get_it = f"hf download {name} --local-dir {name.partition('/')[2]}"
-        raise ValueError(f"{missing}; if it is a model of the Hugging Face hub, get its folder by {get_it}")
-    from huggingface_hub import snapshot_download
-
+        raise ValueError(
+            f"{missing}; if it is a model of the Hugging Face hub, add --download (in Python, download=True), or get "
+            f"its folder by {get_it}"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ImportError(f"a download needs huggingface_hub: {how_to_install('huggingface')}") from None
     try:
         return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADED)))
     except Exception as error:  # of the network, the hub, or the disk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ STEPS = 1 + REPEATS + 1 + len(MATCHED_KINDS)
 
 
 @dataclass(frozen=True)
-class Settings:
+class ErrorSettings:
     length: int = 16384
     heads: int = 2
     head_dim: int = 64
@@ -77,9 +77,10 @@ class Line:
 @dataclass(frozen=True)
 class Errors:
     machine: dict[str, Any]
-    settings: Settings
+    settings: ErrorSettings
     bin_centres: list[float]
     lines: list[Line]
+    commands: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         replace_file(path, json.dumps(asdict(self), indent=2) + "\n")
@@ -91,9 +92,10 @@ class Errors:
             document = parse_json(path.read_bytes(), finite=False)
             return cls(
                 machine=dict(document["machine"]),
-                settings=Settings(**document["settings"]),
+                settings=ErrorSettings(**document["settings"]),
                 bin_centres=list(document["bin_centres"]),
                 lines=[Line(**line) for line in document["lines"]],
+                commands=list(document.get("commands", [])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} does not hold the results of muse errors") from error
@@ -104,7 +106,7 @@ class Errors:
 
 
 def measure_errors(
-    settings: Settings, *, on_step: Callable[[str, int], None] = lambda description, finished: None
+    settings: ErrorSettings, *, on_step: Callable[[str, int], None] = lambda description, finished: None
 ) -> Errors:
     """Compare causal attentions with exact attention on clustered synthetic data, in float32."""
     length = settings.length

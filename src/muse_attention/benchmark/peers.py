@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from muse_attention.baselines.flex import check_flex
 from muse_attention.baselines.nsa import check_nsa
-from muse_attention.benchmark.request import Request
+from muse_attention.benchmark.request import BenchmarkRequest
 
 
-def check_peer(request: Request, device: str, *, is_causal: bool) -> None:
+def check_peer(request: BenchmarkRequest, device: str, *, is_causal: bool) -> None:
     """Raise ValueError if an attention of another library cannot serve the request."""
     kind, _, _ = request.attention.partition(":")
     if kind == "flex_attention":

@@ -9,8 +9,8 @@ from typing import Self
 
 from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.peers import check_peer
-from muse_attention.benchmark.request import Request, Shape
-from muse_attention.benchmark.results import Results, Settings
+from muse_attention.benchmark.request import BenchmarkRequest, Shape
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_attention.benchmark.sweeps import sweep_requests
 from muse_attention.benchmark.workload import DTYPES, check_device
 from muse_attention.by_name import get_attention
@@ -20,26 +20,26 @@ from muse_attention.by_name import get_attention
 class Plan:
     """The cases to run under the same settings; those of one shape are next to each other."""
 
-    settings: Settings
-    requests: tuple[Request, ...]
+    settings: BenchmarkSettings
+    requests: tuple[BenchmarkRequest, ...]
     captures: CapturesFile | None = None
     """what the settings say all is measured on"""
 
     @classmethod
     def at_lengths(
         cls,
-        settings: Settings,
+        settings: BenchmarkSettings,
         lengths: Sequence[int],
         attentions: Sequence[str],
         captures: CapturesFile | None = None,
     ) -> Self:
         """Every attention at every length."""
         shapes = [settings.shape(length) for length in lengths]
-        requests = tuple(Request(attention, shape) for shape in shapes for attention in attentions)
+        requests = tuple(BenchmarkRequest(attention, shape) for shape in shapes for attention in attentions)
         return cls(settings, requests, captures)
 
     @classmethod
-    def of_sweep(cls, settings: Settings, length: int, captures: CapturesFile | None = None) -> Self:
+    def of_sweep(cls, settings: BenchmarkSettings, length: int, captures: CapturesFile | None = None) -> Self:
         """MuSe at one length, at every value of the sweep that the settings name."""
         return cls(settings, sweep_requests(settings, length), captures)
 
@@ -73,24 +73,24 @@ class Plan:
     def attentions(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(request.attention for request in self.requests))
 
-    def missing(self, results: Results) -> list[Request]:
+    def missing(self, results: BenchmarkResults) -> list[BenchmarkRequest]:
         """The cases that `results` does not have yet."""
         done = {case.request for case in results.cases}
         return [request for request in self.requests if request not in done]
 
-    def without_stages(self, results: Results) -> list[Request]:
+    def without_stages(self, results: BenchmarkResults) -> list[BenchmarkRequest]:
         """The cases whose stages `results` does not have yet; on a CPU they are not measured."""
         if self.settings.device != "cuda":
             return []
         done = {case.request for case in results.cases if case.stage_milliseconds is not None}
         return [request for request in self.requests if request not in done]
 
-    def steps(self, results: Results) -> int:
+    def steps(self, results: BenchmarkResults) -> int:
         """What is still to do: for each case warm-up, repeats, fidelity and memory, and for each case its stages."""
         steps_per_case = 1 + self.settings.repeats + 1 + int(self.settings.memory)
         return len(self.missing(results)) * steps_per_case + len(self.without_stages(results))
 
 
-def by_shape(requests: Sequence[Request]) -> itertools.groupby[Shape, Request]:
+def by_shape(requests: Sequence[BenchmarkRequest]) -> itertools.groupby[Shape, BenchmarkRequest]:
     """Requests in their order, those of one shape together."""
     return itertools.groupby(requests, key=lambda request: request.shape)

@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     batch: int
 
 
-class Request(NamedTuple):
+class BenchmarkRequest(NamedTuple):
     attention: str
     """as it was asked for: `moba`"""
     shape: Shape

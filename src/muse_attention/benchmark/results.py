@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muse_attention.benchmark.captured import CapturedData
-from muse_attention.benchmark.request import Request, Shape
+from muse_attention.benchmark.request import BenchmarkRequest, Shape
 from muse_attention.benchmark.timing import Times
 from muse_attention.files import replace_file
 from muse_attention.recorded_names import with_full_names
@@ -16,7 +16,7 @@ from muse_attention.strict_json import parse_json
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchmarkSettings:
     """What all cases of a file have in common, save what the sweep varies."""
 
     device: str
@@ -43,7 +43,7 @@ class Settings:
 class Case:
     """One attention on one shape, and the baseline, whose runs took turns with those of all attentions."""
 
-    request: Request
+    request: BenchmarkRequest
     attention: str
     """the name with the settings it had at this length: `moba:L4kB256R1`"""
     times: Times
@@ -79,14 +79,14 @@ class Case:
 
 
 @dataclass
-class Results:
+class BenchmarkResults:
     machine: dict[str, Any]
-    settings: Settings
+    settings: BenchmarkSettings
     commands: list[str] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
 
 
-def write_results(results: Results, path: Path) -> None:
+def write_results(results: BenchmarkResults, path: Path) -> None:
     """Replace the file in one step, so that it is whole at any moment."""
     entries = [_case_to_json(case) for case in results.cases]
     document = {
@@ -98,12 +98,12 @@ def write_results(results: Results, path: Path) -> None:
     replace_file(path, json.dumps(document, indent=2) + "\n")
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path) -> BenchmarkResults:
     """Read what `write_results` wrote; a ValueError if it is something else."""
     try:
         document = with_full_names(parse_json(path.read_bytes(), finite=False))
         settings = _settings_from_json(document["settings"])
-        return Results(
+        return BenchmarkResults(
             machine=document["machine"],
             settings=settings,
             commands=list(document["commands"]),
@@ -133,15 +133,15 @@ def _case_to_json(case: Case) -> dict[str, Any]:
     return entry
 
 
-def _settings_from_json(entry: dict[str, Any]) -> Settings:
+def _settings_from_json(entry: dict[str, Any]) -> BenchmarkSettings:
     """In files from before keys had a number of heads of their own it was that of the queries."""
     captures = entry.get("captures")
-    return Settings(
+    return BenchmarkSettings(
         **{"key_heads": entry["heads"], **entry, "captures": None if captures is None else CapturedData(**captures)}
     )
 
 
-def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:
+def _case_from_json(entry: dict[str, Any], settings: BenchmarkSettings) -> Case:
     """What a case of an earlier file does not say of its shape was the same for all."""
     heads = entry.get("heads", settings.heads)
     shape = Shape(
@@ -152,7 +152,7 @@ def _case_from_json(entry: dict[str, Any], settings: Settings) -> Case:
         batch=entry.get("batch", settings.batch),
     )
     return Case(
-        request=Request(entry["requested"], shape),
+        request=BenchmarkRequest(entry["requested"], shape),
         attention=entry["attention"],
         times=_times_from_json(entry["seconds"]),
         sdpa_times=_times_from_json(entry["sdpa_seconds"]),

@@ -15,8 +15,8 @@ from torch import Tensor
 from muse_attention.baselines import exact_attention
 from muse_attention.benchmark.memory import MemoryCase, extra_memory_on_cuda, measure_extra_memory
 from muse_attention.benchmark.plan import Plan, by_shape
-from muse_attention.benchmark.request import Request, Shape
-from muse_attention.benchmark.results import Case, Results, Settings, read_results, write_results
+from muse_attention.benchmark.request import BenchmarkRequest, Shape
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case, read_results, write_results
 from muse_attention.benchmark.stages import measure_stages
 from muse_attention.benchmark.sweeps import format_shape
 from muse_attention.benchmark.timing import Times, time_interleaved
@@ -30,13 +30,15 @@ OnStep = Callable[[str, int], None]
 """Told what begins, and how many steps are finished."""
 
 
-def start_results(plan: Plan, path: Path, *, overwrite: bool = False, way_out: str = WAY_OUT_BY_NAME) -> Results:
+def start_results(
+    plan: Plan, path: Path, *, overwrite: bool = False, way_out: str = WAY_OUT_BY_NAME
+) -> BenchmarkResults:
     """Those of the file if there is one, else empty ones; a ValueError if they cannot be continued."""
     machine = describe_machine()
     wanted = {**_comparable(machine), **vars(plan.settings)}
     earlier = find_earlier(path, read_results, _description, wanted, overwrite=overwrite, way_out=way_out)
     if earlier is None:
-        return Results(machine, plan.settings)
+        return BenchmarkResults(machine, plan.settings)
     for case in earlier.cases:
         check_same(
             path,
@@ -47,7 +49,7 @@ def start_results(plan: Plan, path: Path, *, overwrite: bool = False, way_out: s
     return earlier
 
 
-def _description(results: Results) -> dict[str, Any]:
+def _description(results: BenchmarkResults) -> dict[str, Any]:
     return {**_comparable(results.machine), **vars(results.settings)}
 
 
@@ -55,21 +57,25 @@ def _comparable(machine: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in machine.items() if name != "date"}
 
 
-def run_plan(plan: Plan, results: Results, path: Path, *, on_step: OnStep = lambda description, finished: None) -> None:
+def run_plan(
+    plan: Plan, results: BenchmarkResults, path: Path, *, on_step: OnStep = lambda description, finished: None
+) -> None:
     """Add each case that `results` does not have yet, then the stages of each, and write the file after each.
 
     The stages come last: nothing is timed in a process that was profiled.
     """
     steps = itertools.count()
 
-    def begin(request: Request, what: str) -> None:
+    def begin(request: BenchmarkRequest, what: str) -> None:
         on_step(f"{request.attention} at {format_shape(request.shape, plan.settings.sweep)}: {what}", next(steps))
 
     _measure_cases(plan, results, path, begin)
     _measure_stages(plan, results, path, begin)
 
 
-def _measure_cases(plan: Plan, results: Results, path: Path, begin: Callable[[Request, str], None]) -> None:
+def _measure_cases(
+    plan: Plan, results: BenchmarkResults, path: Path, begin: Callable[[BenchmarkRequest, str], None]
+) -> None:
     for shape, of_shape in by_shape(plan.missing(results)):
         requests = list(of_shape)
         shared = _SharedByShape(plan, shape)
@@ -83,7 +89,10 @@ def _measure_cases(plan: Plan, results: Results, path: Path, begin: Callable[[Re
 
 
 def _time_together(
-    settings: Settings, requests: Sequence[Request], workload: Workload, begin: Callable[[Request, str], None]
+    settings: BenchmarkSettings,
+    requests: Sequence[BenchmarkRequest],
+    workload: Workload,
+    begin: Callable[[BenchmarkRequest, str], None],
 ) -> list[Times]:
     """Of exact attention, and of each request: all of one shape take turns, so that their ratios are of one time."""
 
@@ -96,7 +105,9 @@ def _time_together(
     return time_interleaved(attentions, workload, settings.repeats, on_turn=begin_turn)
 
 
-def _measure_stages(plan: Plan, results: Results, path: Path, begin: Callable[[Request, str], None]) -> None:
+def _measure_stages(
+    plan: Plan, results: BenchmarkResults, path: Path, begin: Callable[[BenchmarkRequest, str], None]
+) -> None:
     for shape, requests in by_shape(plan.without_stages(results)):
         workload = _create_workload(plan, shape)
         for request in requests:
@@ -144,9 +155,9 @@ def _create_workload(plan: Plan, shape: Shape) -> Workload:
 
 def _finish_case(
     plan: Plan,
-    request: Request,
+    request: BenchmarkRequest,
     shared: _SharedByShape,
-    results: Results,
+    results: BenchmarkResults,
     begin: Callable[[str], None],
     times: Times,
     sdpa_times: Times,
@@ -192,7 +203,7 @@ def _extra_memory(plan: Plan, name: str, shape: Shape) -> int | None:
     )
 
 
-def _add_stages(results: Results, request: Request, stages: dict[str, float] | None) -> None:
+def _add_stages(results: BenchmarkResults, request: BenchmarkRequest, stages: dict[str, float] | None) -> None:
     results.cases[:] = [
         dataclasses.replace(case, stage_milliseconds=stages) if case.request == request else case
         for case in results.cases

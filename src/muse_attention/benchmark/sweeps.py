@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muse_attention.benchmark.request import Request, Shape
-from muse_attention.benchmark.results import Settings
+from muse_attention.benchmark.request import BenchmarkRequest, Shape
+from muse_attention.benchmark.results import BenchmarkSettings
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
 
@@ -49,13 +49,13 @@ class Sweep:
     base: MuSeConfig | None = BASE
     """what does not vary; None for the default of the length"""
 
-    def request(self, value: int, shape: Shape) -> Request:
+    def request(self, value: int, shape: Shape) -> BenchmarkRequest:
         changes: dict[str, Any] = {name: at(value) for name, at in self.fields.items()}
         of_shape = {name: changes.pop(name) for name in self.varied_in_shape}
         base = self.base or MuSeConfig.for_length(shape.length)
-        return Request(f"muse:{base.replace(**changes)}", shape._replace(**of_shape))
+        return BenchmarkRequest(f"muse:{base.replace(**changes)}", shape._replace(**of_shape))
 
-    def value_of(self, request: Request) -> int:
+    def value_of(self, request: BenchmarkRequest) -> int:
         name = next(iter(self.fields))
         value: int = getattr(request.shape if name in Shape._fields else _config(request), name)
         return value
@@ -113,7 +113,7 @@ def find_sweep(name: str) -> Sweep:
     return SWEEPS[name]
 
 
-def sweep_requests(settings: Settings, length: int) -> tuple[Request, ...]:
+def sweep_requests(settings: BenchmarkSettings, length: int) -> tuple[BenchmarkRequest, ...]:
     """MuSe at every value of the sweep, save where a single block holds the whole length: that is exact attention.
 
     `length` is that of the shapes unless the sweep varies it.
@@ -133,7 +133,7 @@ def sweep_requests(settings: Settings, length: int) -> tuple[Request, ...]:
     return approximate
 
 
-def _check_settings(settings: Settings, sweep: Sweep) -> None:
+def _check_settings(settings: BenchmarkSettings, sweep: Sweep) -> None:
     if "key_heads" in sweep.fields and settings.key_heads != settings.heads:
         raise ValueError(f"the sweep {settings.sweep} has as many key heads as heads; leave out --key-heads")
     if "batch" in sweep.fields and settings.batch != 1:
@@ -158,7 +158,7 @@ def format_heads(heads: int, key_heads: int) -> str:
     return "1 head" if heads == 1 else f"{heads} heads"
 
 
-def curve_and_size(request: Request, sweep_name: str | None) -> tuple[str, int]:
+def curve_and_size(request: BenchmarkRequest, sweep_name: str | None) -> tuple[str, int]:
     """The curve of a picture that a case belongs to, and where on its axis."""
     if sweep_name is None:
         return request.attention, request.shape.length
@@ -171,5 +171,5 @@ def axis_label(sweep_name: str | None) -> str:
     return "sequence length" if sweep_name is None else find_sweep(sweep_name).label
 
 
-def _config(request: Request) -> MuSeConfig:
+def _config(request: BenchmarkRequest) -> MuSeConfig:
     return MuSeConfig.parse(request.attention.removeprefix("muse:"))

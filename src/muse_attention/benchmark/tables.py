@@ -1,66 +1,23 @@
-"""Results for people: cells, and the Markdown file that is kept beside the JSON."""
+"""Results for people: cells of tables, and what is said of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muse_attention.benchmark.results import Case, Results, Settings
-from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.sweeps import find_sweep, format_heads, format_shape
 from muse_attention.benchmark.timing import LONG_RUN_SECONDS, NOISY
-from muse_attention.fidelity_columns import RETRIEVAL, TAIL, Column, known, meaning
-from muse_attention.machine import machine_lines
-from muse_attention.markup import Code, fenced, markdown_line, markdown_list, markdown_table
-
-_HEADER = (
-    "forward",
-    "SDPA",
-    "speed-up",
-    "forward + backward",
-    "SDPA",
-    "speed-up",
-    "spread",
-    "RSE",
-    "cosine",
-    "extra memory",
-    "SDPA",
-)
+from muse_attention.fidelity_columns import RETRIEVAL, TAIL, Column, known
 
 
-def markdown_report(results: Results, *, title: str, picture: str | None = None) -> str:
-    """Title, machine, versions, the commands that measured it, the tables, and what their columns mean. `picture` is a
-    file beside it."""
-    hardware, versions = machine_lines(results.machine)
-    return "\n".join(
-        [
-            f"# {markdown_line(title)}",
-            "",
-            markdown_list(
-                [f"Machine: {hardware}", f"Versions: {versions}", f"Data: {settings_line(results.settings)}"]
-            ),
-            "",
-            fenced(results.commands),
-            "",
-            *([] if picture is None else [f"![Speed-up]({picture})", ""]),
-            _markdown_table(results.settings, _HEADER, [(case, _cells(case)) for case in sorted_cases(results)]),
-            "",
-            caption(results),
-            "",
-            *(line for noise in noise_lines(results) for line in (markdown_line(noise), "")),
-            *_retrieval_section(results),
-            *_stages_section(results),
-        ]
-    )
-
-
-def caption(results: Results) -> str:
+def caption(results: BenchmarkResults) -> str:
     settings = results.settings
     warm_up = "one uncounted warm-up"
     if settings.device == "cpu":
         warm_up += f" (counted as a repeat where it took more than {LONG_RUN_SECONDS:g} s)"
     return (
         f"Times are medians of {settings.repeats} repeats after {warm_up}; all attentions of one length and "
-        "`torch.nn.functional.scaled_dot_product_attention` (SDPA) take turns in every repeat, and the speed-up is the "
+        "scaled_dot_product_attention (SDPA) take turns in every repeat, and the speed-up is the "
         "ratio of two medians. The spread is the distance between the quartiles of forward + backward as a share of "
         "the median, of the attention or of SDPA, whichever is larger. The forward pass is recorded by autograd; the "
         "backward pass gives the gradients of query, key and value. RSE and cosine compare outputs with exact "
@@ -70,7 +27,7 @@ def caption(results: Results) -> str:
     )
 
 
-def _backend_sentence(results: Results) -> str:
+def _backend_sentence(results: BenchmarkResults) -> str:
     """Which operator SDPA ran through, and at which shapes where there are several."""
     shapes: dict[str, dict[str, None]] = {}
     for case in sorted_cases(results):
@@ -87,7 +44,7 @@ def _listed(parts: Iterable[str]) -> str:
     return ", ".join(parts)
 
 
-def noise_lines(results: Results) -> list[str]:
+def noise_lines(results: BenchmarkResults) -> list[str]:
     """One that says which times vary by more than `NOISY`, if any do."""
     noisy = [case for case in sorted_cases(results) if case.spread is not None and case.spread > NOISY]
     if not noisy:
@@ -100,7 +57,7 @@ def noise_lines(results: Results) -> list[str]:
     ]
 
 
-def sorted_cases(results: Results) -> list[Case]:
+def sorted_cases(results: BenchmarkResults) -> list[Case]:
     """By shape, the length first; those that took turns together; attentions in the order they were asked for."""
     together = list(dict.fromkeys(case.sdpa_times for case in results.cases))
     return sorted(results.cases, key=lambda case: (case.shape, together.index(case.sdpa_times)))
@@ -144,67 +101,7 @@ def retrieval_columns(cases: Sequence[Case]) -> list[Column]:
     return known((*TAIL, *RETRIEVAL), [case.fidelity for case in cases])
 
 
-def _retrieval_section(results: Results) -> list[str]:
-    cases = sorted_cases(results)
-    columns = retrieval_columns(cases)
-    if not columns:
-        return []
-    rows = [(case, [column.cell(case.fidelity) for column in columns]) for case in cases]
-    return [
-        "## The tail of the error, and what was retrieved",
-        "",
-        _markdown_table(results.settings, [column.title for column in columns], rows),
-        "",
-        meaning(case.fidelity for case in cases),
-        "",
-    ]
-
-
-def _stages_section(results: Results) -> list[str]:
-    """Nothing where no stages were measured."""
-    measured = [(case, case.stage_milliseconds) for case in sorted_cases(results) if case.stage_milliseconds]
-    if not measured:
-        return []
-    rows = []
-    for case, milliseconds in measured:
-        whole = sum(milliseconds.values())
-        shares = [format_share(milliseconds[stage], whole) for stage in STAGES]
-        rows.append((case, (*shares, format_seconds(whole / 1000))))
-    return [
-        "## Share of each stage",
-        "",
-        _markdown_table(results.settings, (*STAGES, "sum"), rows),
-        "",
-        f"Times of the GPU's kernels in one forward and backward pass, the mean of {PROFILED_RUNS} runs under "
-        "`torch.profiler`, and their share of the sum, without the gaps between kernels. The own block is all that "
-        "cuDNN or FlashAttention does; what is no kernel of the library is other.",
-        "",
-    ]
-
-
-def _cells(case: Case) -> tuple[str, ...]:
-    return (
-        format_seconds(case.times.forward_median),
-        format_seconds(case.sdpa_times.forward_median),
-        format_ratio(case.speedup_forward),
-        format_seconds(case.times.forward_backward_median),
-        format_seconds(case.sdpa_times.forward_backward_median),
-        format_ratio(case.speedup_forward_backward),
-        format_spread(case.spread),
-        format_error(case.fidelity["relative_squared_error"]),
-        f"{case.fidelity['cosine']:.4f}",
-        format_memory(case.extra_memory_bytes),
-        format_memory(case.sdpa_extra_memory_bytes),
-    )
-
-
-def _markdown_table(settings: Settings, header: Sequence[str], rows: Sequence[tuple[Case, Sequence[str]]]) -> str:
-    """A case in each row, which begins with its shape and its attention."""
-    lines = [(format_shape(case.shape, settings.sweep), Code(case.attention), *cells) for case, cells in rows]
-    return markdown_table(("length", "attention", *header), lines, text_column=1)
-
-
-def settings_line(settings: Settings) -> str:
+def settings_line(settings: BenchmarkSettings) -> str:
     """What was measured on, and how."""
     kind = "clustered synthetic queries, keys and values"
     if settings.captures is not None:
@@ -216,15 +113,15 @@ def settings_line(settings: Settings) -> str:
     )
 
 
-def _batch(settings: Settings) -> str:
+def _batch(settings: BenchmarkSettings) -> str:
     return "the batch that the table says" if "batch" in _varied(settings) else f"batch {settings.batch}"
 
 
-def _heads(settings: Settings) -> str:
+def _heads(settings: BenchmarkSettings) -> str:
     varied = _varied(settings)
     heads = "as many heads as the table says" if "heads" in varied else format_heads(settings.heads, settings.key_heads)
     return f"{heads} of {'the dimension that the table says' if 'head_dim' in varied else settings.head_dim}"
 
 
-def _varied(settings: Settings) -> tuple[str, ...]:
+def _varied(settings: BenchmarkSettings) -> tuple[str, ...]:
     return () if settings.sweep is None else find_sweep(settings.sweep).varied_in_shape

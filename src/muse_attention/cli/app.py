@@ -22,7 +22,6 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from muse_attention import __version__
-from muse_attention.plots import MatplotlibMissingError
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own copy of click, or depends on it
 
@@ -63,8 +62,8 @@ _LISTED: dict[str, _Listed] = {}
 
 
 def list_command(name: str, summary: str, *modules: str) -> None:
-    """Have a command in `muse --help`. Its modules, in this folder, by default that of its name, are imported when it
-    is called: most of them need PyTorch, which takes seconds to import."""
+    """Add a command to `muse --help`. Its modules, by default the one of its name, are imported when it is called: most
+    of them need PyTorch, which takes seconds to import."""
     _LISTED[name] = _Listed(modules or (name,), summary)
 
 
@@ -97,24 +96,25 @@ app = typer.Typer(
     cls=_CommandsOnDemand, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
 )
 _AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}
-"""Names of users' files and documents are printed, and brackets in them mean nothing."""
+"""Brackets in names of files and documents are no markup."""
 console = Console(**_AS_IT_IS)
 
 SECONDS_BETWEEN_LINES = 30.0
 """Of progress, where there is no terminal."""
+_LONG_RUN_SECONDS = 60.0
+"""The time left is said at once if it is more than this."""
 
 CONTENTS = "index.html"
-"""What `muse report` writes beside the reports of a folder: what there is."""
+"""The list of reports that `muse report` writes into a folder."""
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace earlier results of the same name instead of continuing them.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier results; without it they are continued.")]
 """The policy is that of `earlier_results`."""
 RepeatCaptures = Annotated[
     bool,
     typer.Option(
-        "--repeat-captures", help="Lay captured samples end to end where they are shorter than --length: hard."
+        "--repeat-captures",
+        help="Lay captured samples end to end where they are shorter than --length, which is harder than a long text.",
     ),
 ]
 
@@ -126,7 +126,7 @@ def _say_not_needed(is_given: bool) -> bool:
 
 
 Resume = Annotated[bool, typer.Option("--resume", hidden=True, callback=_say_not_needed)]
-"""Does nothing: scripts from before the policy have it."""
+"""Accepted and ignored, for scripts that still pass it."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -185,25 +185,9 @@ def new_table(title: str, *headers: str) -> Table:
     return table
 
 
-def report_written(files: list[Path], picture: Path, draw: Callable[[Path], None]) -> None:
-    """Draw the picture if that is possible, and print what there is now."""
-    is_drawn = draw_picture(picture, draw)
-    typer.echo(f"wrote {', '.join(map(str, [*files, picture] if is_drawn else files))}")
-
-
-def draw_picture(picture: Path, draw: Callable[[Path], None]) -> bool:
-    """Whether it could be drawn; if not, a line says why."""
-    try:
-        draw(picture)
-    except MatplotlibMissingError as error:
-        say(f"{picture.name} was not drawn: {error}")
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
-    """The progress of work whose size is known, and the function that is told what begins and how much is finished."""
+    """Show the progress of work of a known size. Yields the function to call with a description and the steps done."""
     with phases_bar() as on_step:
         on_step("", 0, steps)
         yield lambda description, finished: on_step(description, finished, steps)
@@ -211,7 +195,7 @@ def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
 
 @contextlib.contextmanager
 def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
-    """The same for work whose size shows on the way: the function is told it, or None, with every step.
+    """The same for work whose total may change: every step passes the total, or None while it is unknown.
 
     On a terminal, a bar on stderr, gone when it is full. Elsewhere a line on stderr every `SECONDS_BETWEEN_LINES`,
     unless the command says its own.
@@ -238,34 +222,34 @@ def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int |
 
 
 class _Lines:
-    """Progress in lines, for output that is no terminal."""
+    """Progress in lines, where there is no terminal: the first as soon as a long run can be estimated."""
 
     def __init__(self) -> None:
         self._total: int | None = None
         self._began, self._first = time.monotonic(), 0
         self._said = self._began
+        self._is_estimated = False
 
     def on_step(self, description: str, finished: int, total: int | None) -> None:
         now = time.monotonic()
         if total != self._total:  # another phase, whose speed is not known yet
             self._total, self._began, self._first = total, now, finished
-        if now - self._said < SECONDS_BETWEEN_LINES:
+        left = None
+        if total is not None and finished > self._first:
+            left = (now - self._began) / (finished - self._first) * (total - finished)
+        is_first = left is not None and left > _LONG_RUN_SECONDS and not self._is_estimated
+        if now - self._said < SECONDS_BETWEEN_LINES and not is_first:
             return
-        self._said = now
-        line = f"{description}: {finished}"
-        if total is not None:
-            line += f" of {total}"
-            if finished > self._first:
-                left = (now - self._began) / (finished - self._first) * (total - finished)
-                line += f", ETA {datetime.timedelta(seconds=round(left))}"
-        say(line)
+        self._said, self._is_estimated = now, self._is_estimated or left is not None
+        line = f"{description}: {finished}" + ("" if total is None else f" of {total}")
+        say(line if left is None else f"{line}, ETA {datetime.timedelta(seconds=round(left))}")
 
 
 @contextlib.contextmanager
 def run_errors(
     how_to_continue: Callable[[], str], how_to_save_memory: Callable[[], str] | None = None
 ) -> Iterator[None]:
-    """While a run measures and writes: one line for Ctrl-C, a full disk and too little memory says how to go on."""
+    """Report Ctrl-C, a full disk and too little memory as one line that says how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -285,7 +269,7 @@ def run_errors(
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """While arguments are read: a ValueError is the user's to mend, and so is a package that is missing."""
+    """Report a ValueError and a missing package as one line, with exit code 2."""
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -294,6 +278,6 @@ def user_errors() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """One line, whatever a path or an error has in it."""
+    """Print one line on stderr; what is not printable in it is escaped."""
     shown = "".join(char if char.isprintable() else " " if char.isspace() else repr(char)[1:-1] for char in message)
     typer.echo(f"muse: {shown}", err=True)

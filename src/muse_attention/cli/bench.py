@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +13,9 @@ from rich.table import Table
 from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.results import Results, Settings
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_attention.benchmark.suite import run_plan, start_results
-from muse_attention.benchmark.sweeps import SWEEPS, axis_label, curve_and_size, find_sweep, format_shape
+from muse_attention.benchmark.sweeps import SWEEPS, find_sweep, format_shape
 from muse_attention.benchmark.tables import (
     caption,
     format_error,
@@ -24,12 +23,10 @@ from muse_attention.benchmark.tables import (
     format_ratio,
     format_seconds,
     format_spread,
-    markdown_report,
     noise_lines,
     retrieval_columns,
     sorted_cases,
 )
-from muse_attention.by_name import split_names
 from muse_attention.cli.app import (
     Device,
     Overwrite,
@@ -42,15 +39,15 @@ from muse_attention.cli.app import (
     make_folder,
     new_table,
     progress_bar,
-    report_written,
     run_errors,
     say,
     user_errors,
 )
+from muse_attention.cli.bench_report import bench_report, retrieval_table
+from muse_attention.cli.measuring import add_command, show, spell, write
+from muse_attention.cli.options import Words, attentions, listed
 from muse_attention.fidelity_columns import meaning
-from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
-from muse_attention.plots import plot_speedup
 from muse_attention.sizes import format_size, parse_size_list
 
 _DEFAULT_LENGTHS = "32k,64k"
@@ -58,15 +55,10 @@ _DEFAULT_LENGTHS = "32k,64k"
 
 @app.command()
 def bench(
+    context: typer.Context,
     device: Device = None,
     length: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--length",
-            "--lengths",
-            help="Sequence lengths, like 32k,64k,1m; may be repeated. k means 1024.",
-            show_default=_DEFAULT_LENGTHS,
-        ),
+        Words, listed("Sequence lengths; k means 1024.", _DEFAULT_LENGTHS, "--length", "--lengths")
     ] = None,
     heads: Annotated[
         int | None,
@@ -91,12 +83,12 @@ def bench(
         typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda"),
     ] = None,
     attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Attention to measure, by name, like muse,moba; may be repeated. muse is MuSeConfig.for_length, "
-            "muse:paper the paper's method at each length; block_diagonal, moba and flex_attention without "
-            "settings have the paper's sparsity; flex_attention and nsa need cuda.",
-            show_default=", ".join(MATCHED_KINDS),
+        Words,
+        attentions(
+            "Attention to measure (muse is MuSeConfig.for_length, muse:paper the paper's method at each length; "
+            "block_diagonal, moba and flex_attention without settings have the paper's sparsity; flex_attention and "
+            "nsa need cuda)",
+            ", ".join(MATCHED_KINDS),
         ),
     ] = None,
     sweep: Annotated[
@@ -130,7 +122,8 @@ def bench(
     one warm-up, which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On
     CUDA the share of each stage is measured too, when all times are known.
 
-    Writes NAME.json on the way, and NAME.md and NAME.png at the end. Run again, it adds what is missing.
+    Writes NAME.json on the way, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run again, it adds what is
+    missing.
     """
     with user_errors():
         device = device or default_device()
@@ -143,7 +136,7 @@ def bench(
             heads = 8 if device == "cuda" else 1
         if head_dim is None:
             head_dim = file.head_dim if file is not None else 64
-        settings = Settings(
+        settings = BenchmarkSettings(
             device=device,
             batch=batch,
             heads=heads,
@@ -161,39 +154,43 @@ def bench(
         make_folder(output)
         path = output / f"{stem}.json"
         results = start_results(plan, path, overwrite=overwrite)
-    command = _command_line(plan, stem, captures=lambda path: path.name)
-    if plan.steps(results) and command not in results.commands:
-        results.commands.append(command)
-    with run_errors(lambda: _how_to_continue(results, path, _command_line(plan, stem, captures=str))):
+    settled = {
+        **{name: getattr(settings, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")},
+        "length": None if _has_own_lengths(settings) else ",".join(map(format_size, plan.lengths)),
+        "attention": plan.attentions if sweep is None else None,
+        "name": stem,
+    }
+    if plan.steps(results):
+        add_command(results, spell(context, settled, is_recorded=True))
+    with run_errors(lambda: _how_to_continue(results, path, spell(context, settled))):
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
         console.print(_bench_table(results))
         if retrieval_columns(results.cases):
-            console.print(_retrieval_table(results))
+            retrieved = retrieval_table(results)
+            show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
         for line in noise_lines(results):
             say(line)
-        report = output / f"{stem}.md"
-        replace_file(report, markdown_report(results, title=f"Benchmark: {stem}", picture=f"{stem}.png"))
-        report_written([path, report], output / f"{stem}.png", lambda picture: _plot_speedup(results, picture))
+        write(bench_report(results, stem), path, path)
 
 
 def _plan(
-    settings: Settings,
+    settings: BenchmarkSettings,
     asked_lengths: Sequence[str] | None,
-    attentions: Sequence[str] | None,
+    asked_for: Sequence[str] | None,
     captures: CapturesFile | None,
 ) -> Plan:
     lengths = parse_size_list(asked_lengths or [_DEFAULT_LENGTHS])
     if settings.sweep is None:
-        return Plan.at_lengths(settings, lengths, tuple(split_names(attentions or MATCHED_KINDS)), captures)
-    if attentions:
+        return Plan.at_lengths(settings, lengths, tuple(asked_for or MATCHED_KINDS), captures)
+    if asked_for:
         raise ValueError("--sweep has attentions of its own; leave out --attention")
     if asked_lengths and _has_own_lengths(settings):
         raise ValueError(f"--sweep {settings.sweep} has lengths of its own; leave out --length")
     return Plan.of_sweep(settings, lengths[0], captures)
 
 
-def _has_own_lengths(settings: Settings) -> bool:
+def _has_own_lengths(settings: BenchmarkSettings) -> bool:
     return settings.sweep is not None and "length" in find_sweep(settings.sweep).fields
 
 
@@ -206,39 +203,17 @@ def _default_name(plan: Plan) -> str:
     return "-".join(parts)
 
 
-def _command_line(plan: Plan, name: str, *, captures: Callable[[Path], str]) -> str:
-    """The command with every setting spelled out, save the folder of the results; `captures` spells their path."""
-    settings = plan.settings
-    words = ["muse", "bench", "--device", settings.device]
-    if not _has_own_lengths(settings):
-        words += ["--length", ",".join(map(format_size, plan.lengths))]
-    for option in ("heads", "key_heads", "batch", "head_dim", "dtype", "repeats"):
-        words += [f"--{option.replace('_', '-')}", str(getattr(settings, option))]
-    if settings.sweep is None:
-        for attention in plan.attentions:
-            words += ["--attention", attention]
-    else:
-        words += ["--sweep", settings.sweep]
-    if plan.captures is not None:
-        words += ["--captures", captures(plan.captures.path)]
-        words += ["--repeat-captures"] if plan.captures.repeat else []
-    words.append("--causal" if settings.causal else "--no-causal")
-    words.append("--memory" if settings.memory else "--no-memory")
-    return shlex.join([*words, "--name", name])
-
-
-def _how_to_continue(results: Results, path: Path, command: str) -> str:
+def _how_to_continue(results: BenchmarkResults, path: Path, command: str) -> str:
     if not results.cases:
         return "no case was finished, and nothing was written"
-    continued = f"{command} --output {shlex.quote(str(path.parent))}"
-    return f"finished cases are in {path} ({len(results.cases)}); continue with: {continued}"
+    return f"finished cases are in {path} ({len(results.cases)}); continue with: {command}"
 
 
-def _bench_table(results: Results) -> Table:
+def _bench_table(results: BenchmarkResults) -> Table:
     hardware, versions = machine_lines(results.machine)
     columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
     table = new_table(f"{hardware}\n{versions}", *columns)
-    table.caption = caption(results).replace("`", "")
+    table.caption = caption(results)
     for (shape, sdpa), cases in itertools.groupby(
         sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
     ):
@@ -264,28 +239,5 @@ def _bench_table(results: Results) -> Table:
     return table
 
 
-def _retrieval_table(results: Results) -> Table:
-    """The tail of the error, and what was retrieved."""
-    cases = sorted_cases(results)
-    columns = retrieval_columns(cases)
-    table = new_table("", "length", *(column.narrow_title for column in columns))
-    table.caption = meaning(case.fidelity for case in cases)
-    for case in cases:
-        cells = [column.cell(case.fidelity) for column in columns]
-        shape = format_shape(case.shape, results.settings.sweep).replace(", ", ",\n")  # leaves room for the name
-        table.add_row(case.attention, shape, *cells)
-    return table
-
-
 def _time_cell(seconds: float, speedup: float | None = None) -> str:
     return f"{format_seconds(seconds)} {'' if speedup is None else format_ratio(speedup):>5}"
-
-
-def _plot_speedup(results: Results, path: Path) -> None:
-    sweep = results.settings.sweep
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {"forward": {}, "forward + backward": {}}
-    for case in sorted_cases(results):
-        curve, size = curve_and_size(case.request, sweep)
-        panels["forward"].setdefault(curve, []).append((size, case.speedup_forward))
-        panels["forward + backward"].setdefault(curve, []).append((size, case.speedup_forward_backward))
-    plot_speedup(panels, path, against=axis_label(sweep))

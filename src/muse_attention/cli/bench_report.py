@@ -1,13 +1,12 @@
-"""The report of `muse bench`, as `muse report` writes it."""
+"""The report of `muse bench`."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 
 from muse_attention.benchmark.request import Shape
-from muse_attention.benchmark.results import Case, Results
-from muse_attention.benchmark.stages import STAGES
+from muse_attention.benchmark.results import BenchmarkResults, Case
+from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
 from muse_attention.benchmark.sweeps import axis_label, curve_and_size, format_shape
 from muse_attention.benchmark.tables import (
     caption,
@@ -16,6 +15,8 @@ from muse_attention.benchmark.tables import (
     format_ratio,
     format_seconds,
     format_share,
+    format_spread,
+    noise_lines,
     retrieval_columns,
     settings_line,
     sorted_cases,
@@ -24,13 +25,19 @@ from muse_attention.evaluation.attentions import names_table, short_names
 from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.fidelity_columns import ERROR
 from muse_attention.markup import csv_text
-from muse_attention.plots import PALETTE, Axis, Line, Rule, draw_lines
+from muse_attention.plots import PALETTE, Axis, Line, Rule
+from muse_attention.report.figures import line_figure
 from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
 
+_STAGES = (
+    f"Times of the GPU's kernels in one forward and backward pass, the mean of {PROFILED_RUNS} runs under "
+    "torch.profiler, and their share of the sum, without the gaps between kernels. The own block is all that cuDNN or "
+    "FlashAttention does; what is no kernel of the library is other."
+)
 _PASSES = {"forward": "speedup_forward", "forward + backward": "speedup_forward_backward"}
 
 
-def bench_report(results: Results, file_name: str) -> Report:
+def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     cases = sorted_cases(results)
     if not cases:
         raise ValueError("no case has been measured yet; run the command again to continue")
@@ -44,18 +51,16 @@ def bench_report(results: Results, file_name: str) -> Report:
             "Time, error and memory",
             figures=[_figure(results, title, ratio) for title, ratio in _PASSES.items()],
             tables=[_table(results, cases, _measures(), map(_cells, cases))],
-            notes=[caption(results).replace("`", "")],
+            notes=[*noise_lines(results), caption(results)],
         )
     ]
-    if known := retrieval_columns(cases):
-        columns = [number(column.title, column.definition) for column in known]
-        rows = ([column.cell(case.fidelity) for column in known] for case in cases)
+    if retrieval_columns(cases):
         title = "The tail of the error, and what was retrieved"
-        sections.append(Section(title, tables=[_table(results, cases, columns, rows)]))
+        sections.append(Section(title, tables=[retrieval_table(results)]))
     if staged := [case for case in cases if case.stage_milliseconds]:
         rows = (_stages(case.stage_milliseconds or {}) for case in staged)
-        columns = list(map(number, (*STAGES, "sum")))
-        sections.append(Section("Share of each stage", tables=[_table(results, staged, columns, rows)]))
+        stages = _table(results, staged, list(map(number, (*STAGES, "sum"))), rows)
+        sections.append(Section("Share of each stage", tables=[stages], notes=[_STAGES]))
     return Report(
         f"Benchmark: {file_name}",
         verdict=[
@@ -70,18 +75,23 @@ def bench_report(results: Results, file_name: str) -> Report:
         ],
         sections=sections,
         names=names_table(case.attention for case in cases),
-        provenance=provenance_of(
-            results,
-            f"Data: {settings_line(settings)}",
-        ),
+        provenance=provenance_of(results, f"Data: {settings_line(settings)}"),
         csv=_csv(cases),
     )  # fmt: skip
+
+
+def retrieval_table(results: BenchmarkResults) -> Table:
+    """The tail of the error, and what was retrieved."""
+    cases = sorted_cases(results)
+    known = retrieval_columns(cases)
+    columns = [number(column.title, column.definition) for column in known]
+    return _table(results, cases, columns, ([column.cell(case.fidelity) for column in known] for case in cases))
 
 
 def _measures() -> list[Column]:
     titles = ("forward", "forward, SDPA", "forward, speed-up", "forward + backward", "SDPA", "speed-up")
     errors = [number(column.title, column.definition) for column in ERROR[:2]]
-    return [*map(number, titles), *errors, number("extra memory"), number("extra memory, SDPA")]
+    return [*map(number, (*titles, "spread")), *errors, number("extra memory"), number("extra memory, SDPA")]
 
 
 def _cells(case: Case) -> list[str]:
@@ -90,7 +100,7 @@ def _cells(case: Case) -> list[str]:
         *(format_seconds(times.forward_median), format_seconds(exact.forward_median)),
         format_ratio(case.speedup_forward),
         *(format_seconds(times.forward_backward_median), format_seconds(exact.forward_backward_median)),
-        format_ratio(case.speedup_forward_backward),
+        *(format_ratio(case.speedup_forward_backward), format_spread(case.spread)),
         *(format_error(case.fidelity["relative_squared_error"]), f"{case.fidelity['cosine']:.4f}"),
         *(format_memory(case.extra_memory_bytes), format_memory(case.sdpa_extra_memory_bytes)),
     ]
@@ -101,15 +111,17 @@ def _stages(milliseconds: dict[str, float]) -> list[str]:
     return [*(format_share(milliseconds[stage], whole) for stage in STAGES), format_seconds(whole / 1000)]
 
 
-def _table(results: Results, cases: Sequence[Case], columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Table:
-    """A case in each row, which begins with its shape and its attention."""
+def _table(
+    results: BenchmarkResults, cases: Sequence[Case], columns: Sequence[Column], rows: Iterable[Sequence[str]]
+) -> Table:
+    """A case in each row, which begins with its attention and its shape."""
     names = short_names(case.attention for case in results.cases)
-    about = [(format_shape(case.shape, results.settings.sweep), names[case.attention]) for case in cases]
+    about = [(names[case.attention], format_shape(case.shape, results.settings.sweep)) for case in cases]
     cells = [(*begin, *row) for begin, row in zip(about, rows, strict=True)]
-    return Table((number("length"), text("attention"), *columns), cells)
+    return Table((text("attention"), number("length"), *columns), cells)
 
 
-def _figure(results: Results, title: str, ratio: str) -> Figure:
+def _figure(results: BenchmarkResults, title: str, ratio: str) -> Figure:
     """Speed-up against the length, or against what a sweep varies: a line for each attention that was asked for."""
     sweep = results.settings.sweep
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -117,11 +129,9 @@ def _figure(results: Results, title: str, ratio: str) -> Figure:
         name, size = curve_and_size(case.request, sweep)
         curves.setdefault(name, []).append((size, getattr(case, ratio)))
     lines = [Line(name, curve, PALETTE[place % 7], "o") for place, (name, curve) in enumerate(curves.items())]
-    x = Axis(axis_label(sweep), log=2, is_size=True)
-    draw = functools.partial(
-        draw_lines, lines, x, Axis("speed-up over SDPA", log=2), rules=[Rule("SDPA", 1, "#999999")]
-    )
-    return Figure(title.replace(" + ", "-"), f"Speed-up, {title}", f"speed-up over SDPA against size, {title}", draw)
+    x, y = Axis(axis_label(sweep), log=2, is_size=True), Axis("speed-up over SDPA", log=2)
+    rules = [Rule("SDPA", 1, "#999999")]
+    return line_figure(title.replace(" + ", "-"), f"Speed-up, {title}", lines, x, y, rules=rules)
 
 
 def _csv(cases: Sequence[Case]) -> str:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from muse_attention.cli.app import Device, app, console, make_folder, new_table, progress_bar, say, user_errors
-from muse_attention.cli.compare_reports import write_comparison_reports
-from muse_attention.cli.language_model import Place, name_of, silence_transformers
-from muse_attention.cli.measuring import Output, add_command, measuring, spell
-from muse_attention.evaluation.attentions import forward_name
-from muse_attention.evaluation.comparison.report import (
-    headline,
-    matrix_table,
-    warnings,
+from muse_attention.cli.app import (
+    Device,
+    Overwrite,
+    app,
+    console,
+    make_folder,
+    new_table,
+    progress_bar,
+    say,
+    user_errors,
 )
+from muse_attention.cli.language_model import Place, silence_transformers
+from muse_attention.cli.measuring import Output, add_command, measuring, spell, write
+from muse_attention.cli.options import Words, attentions
+from muse_attention.evaluation.attentions import forward_name
+from muse_attention.evaluation.comparison.report import comparison_report, headline, matrix_table, warnings
 from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_attention.evaluation.loss.curves import SHORTEST
 from muse_attention.pretraining.data.corpus import read_corpus
@@ -34,16 +40,13 @@ RESULTS = "compare.json"
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that muse train wrote.")],
+    context: typer.Context,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders that muse train wrote.")],
     corpus: Annotated[Path, typer.Option(help="Folder that muse prepare wrote, and that the runs learnt from.")] = Path(
         "out/corpus"
     ),
     attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Attention to test with, by name, as muse:paper; may be repeated. Exact attention always is one.",
-            show_default="those that the runs were trained with",
-        ),
+        Words, attentions("Attention to test with, beside exact attention", "those that the runs were trained with")
     ] = None,
     samples: Annotated[int, typer.Option(help="Held-out windows, evenly spaced; all, if there are fewer.")] = 16,
     length: Annotated[
@@ -53,11 +56,14 @@ def compare(
         int, typer.Option(help="Earlier checkpoints of each run, at most, whose loss against position is measured.")
     ] = 3,
     device: Device = None,
-    precision: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16.", show_default="float32 on cpu, bfloat16 on cuda")
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", "--precision", help="float32 or bfloat16.", show_default="float32 on cpu, bfloat16 on cuda"
+        ),
     ] = None,
     output: Output = Path("out/compare"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure anew what the folder has already.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.
 
@@ -67,17 +73,21 @@ def compare(
         request = ComparisonRequest(
             runs,
             corpus,
-            Place.choose(device, precision),
+            Place.choose(device, dtype),
             attentions=attention or [],
             samples=samples,
             length=None if length is None else parse_size(length),
             checkpoints=checkpoints,
         )
-    path = output / RESULTS
-    with measuring(path, request.spell(map(str, runs), str(corpus), output=output), overwrite=overwrite):
-        results = compare_runs(request, output, overwrite=overwrite)
+    path, place = output / RESULTS, {"device": request.place.device, "dtype": request.place.dtype}
+
+    def command(names: Sequence[str]) -> str:
+        return spell(context, {**place, "runs": names}, is_recorded=True)
+
+    with measuring(path, spell(context, place), overwrite=overwrite):
+        results = compare_runs(request, output, command, overwrite=overwrite)
         show_comparison(results)
-        write_comparison_reports(results, path)
+        write(comparison_report(results), path, path)
 
 
 @dataclass(frozen=True)
@@ -96,34 +106,18 @@ class ComparisonRequest:
 
     def __post_init__(self) -> None:
         if self.place.dtype not in PRECISIONS:
-            raise ValueError(f"--precision {self.place.dtype} must be one of {', '.join(PRECISIONS)}")
+            raise ValueError(f"--dtype {self.place.dtype} must be one of {', '.join(PRECISIONS)}")
         if self.samples < 1 or self.checkpoints < 0:
             raise ValueError("--samples must be at least 1, and --checkpoints at least 0")
 
-    def spell(self, runs: Iterable[str], corpus: str, **others: object) -> str:
-        """The command that asks for it."""
-        return spell(
-            "compare", *runs, corpus=corpus, samples=self.samples,
-            length=None if self.length is None else format_size(self.length), attention=self.attentions,
-            checkpoints=self.checkpoints, device=self.place.device, precision=self.place.dtype, **others,
-        )  # fmt: skip
-
-
-Request = ComparisonRequest
-"""As `muse demo` calls it."""
-
 
 def compare_runs(
-    request: ComparisonRequest,
-    output: Path,
-    *,
-    overwrite: bool = False,
-    command: str | None = None,
+    request: ComparisonRequest, output: Path, command: Callable[[Sequence[str]], str], *, overwrite: bool = False
 ) -> ComparisonResults:
     """Measure what is missing, with a bar; a ValueError if something cannot be.
 
     Args:
-        command: what the user has called, if it is not `muse compare`
+        command: what was called to compare runs of these names, for the file of the results
     """
     import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
     from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
@@ -144,24 +138,24 @@ def compare_runs(
         precision=request.place.dtype,
     )
     asked_for = request.attentions or [run.recipe.attention for run in runs]
-    attentions = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
+    tested = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
     if request.samples > len(windows):
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
     make_folder(output)
     path = output / RESULTS
     results = ComparisonResults.start(settings, path, overwrite=overwrite)
     missing = sum(
-        len(results.missing(run.name, step, attentions_of(run, step, attentions)))
+        len(results.missing(run.name, step, attentions_of(run, step, tested)))
         for run in runs
         for step in weights_to_measure(run, request.checkpoints)
     )
     if missing:
-        add_command(results, command or request.spell((run.name for run in runs), name_of(str(request.corpus))))
+        add_command(results, command([run.name for run in runs]))
     with progress_bar(missing) as on_step:
         measure(
             runs,
             corpus,
-            attentions,
+            tested,
             results,
             path,
             checkpoints=request.checkpoints,

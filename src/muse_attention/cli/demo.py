@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.results import Case, Settings
+from muse_attention.benchmark.results import BenchmarkSettings, Case
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import format_heads
 from muse_attention.benchmark.tables import (
@@ -35,16 +35,16 @@ from muse_attention.cli.app import (
     say,
     user_errors,
 )
-from muse_attention.cli.compare import RESULTS, Request, compare_runs, show_comparison
-from muse_attention.cli.compare_reports import write_comparison_reports
+from muse_attention.cli.compare import RESULTS, ComparisonRequest, compare_runs, show_comparison
 from muse_attention.cli.language_model import Place, short_warnings
+from muse_attention.cli.measuring import write
 from muse_attention.cli.train import training_progress
 from muse_attention.earlier_results import WAY_OUT, check_same, find_earlier
+from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.pretraining.data.corpus import MANIFEST, Corpus, read_corpus
 from muse_attention.pretraining.data.documents import Buckets
-from muse_attention.pretraining.data.prepare import Settings as CorpusSettings
-from muse_attention.pretraining.data.prepare import prepare, recorded_settings
+from muse_attention.pretraining.data.prepare import CorpusSettings, prepare, recorded_settings
 from muse_attention.pretraining.data.sources import standard_library
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import Recipe, differences, tiny
@@ -100,7 +100,7 @@ def demo_recipe(name: str) -> Recipe:
 def _attend(path: Path, place: Place, overwrite: bool) -> None:
     """What MuSe is for: one causal call on a long sequence."""
     heads = 8 if place.device == "cuda" else 1
-    settings = Settings(
+    settings = BenchmarkSettings(
         device=place.device,
         batch=1,
         heads=heads,
@@ -205,13 +205,13 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
 
 def _compare(output: Path, place: Place, overwrite: bool) -> None:
     typer.echo(f"{_count(_PARTS)}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
-    request = Request([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
-    folder = output / "compare"
-    command = f"muse demo --device {place.device}"
-    results = compare_runs(request, folder, overwrite=overwrite, command=command)
+    request = ComparisonRequest([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
+    path = output / "compare" / RESULTS
+    results = compare_runs(
+        request, path.parent, lambda names: f"muse demo --device {place.device}", overwrite=overwrite
+    )
     show_comparison(results)
-    path = folder / RESULTS
-    write_comparison_reports(results, path)
+    write(comparison_report(results), path, path)
     for line in _conclusions(results, output):
         typer.echo(line)
     typer.echo(f"the report: {path.with_suffix('.html')}")

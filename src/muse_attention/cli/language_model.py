@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from torch import Tensor
@@ -16,13 +16,20 @@ from muse_attention.benchmark.workload import DTYPES, check_device
 from muse_attention.cli.app import default_device, say
 from muse_attention.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
-from muse_attention.pretrained import DEFAULT_MODEL, load_model
+from muse_attention.pretrained import DEFAULT_MODEL, find_folder, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Model = Annotated[
-    str, typer.Argument(help=f"Folder of a causal language model, or {DEFAULT_MODEL}.", show_default=DEFAULT_MODEL)
+    str,
+    typer.Argument(
+        help=f"Folder of a causal language model, {DEFAULT_MODEL}, or with --download a name of the Hugging Face hub.",
+        show_default=DEFAULT_MODEL,
+    ),
+]
+Download = Annotated[
+    bool, typer.Option("--download", help="Get a model that is named like org/model from the Hugging Face hub.")
 ]
 Text = Annotated[
     list[Path] | None,
@@ -31,6 +38,7 @@ Text = Annotated[
         show_default="the source of Python's standard library",
     ),
 ]
+Length = Annotated[str, typer.Option(help="Tokens of a sample; k means 1024.")]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda")
 ]
@@ -54,21 +62,29 @@ class Place:
         return cls(device, dtype)
 
 
-def name_of(model: str) -> str:
-    """The last part of a folder's path, of a run for the model in it: where it lies is nobody else's business."""
-    folder = Path(model).expanduser().resolve()
+def name_of(path: str | Path) -> str:
+    """The last part of a path; of the model in the folder of a run, the name of the run."""
+    folder = Path(path).expanduser().resolve()
     is_in_a_run = folder.name == "model" and (folder.parent / "run.json").is_file()
     return folder.parent.name if is_in_a_run else folder.name
 
 
-def load_quietly(model: str, place: Place) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Without the bars and remarks of transformers: a ValueError or ImportError says all."""
+def fetch_if_asked(model: str, download: bool) -> None:
+    """Before the hub is out of reach."""
+    if download:
+        find_folder(model, download=True)
+
+
+def load_quietly(
+    model: str, place: Place, *, download: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Without the progress bars and warnings of transformers; raises ValueError or ImportError."""
     silence_transformers()
-    return load_model(model, dtype=DTYPES[place.dtype], device=place.device)
+    return load_model(model, dtype=DTYPES[place.dtype], device=place.device, download=download)
 
 
 def silence_transformers() -> None:
-    """No bars and remarks of its own; it may be missing."""
+    """Switch off the progress bars and warnings of transformers, if it is installed."""
     with contextlib.suppress(ImportError):
         from transformers.utils import logging
 
@@ -86,21 +102,25 @@ class Subject:
     settings: TextSettings
 
 
-def open_subject(model: str, texts: Sequence[Path], length: int, samples: int, place: Place) -> Subject:
+def open_subject(
+    model: str, texts: Sequence[Path], length: int, samples: int, place: Place, *, download: bool = False
+) -> Subject:
     """Load a model and read its text; a ValueError or ImportError of one line if that is not possible."""
-    loaded, tokenizer = load_quietly(model, place)
+    loaded, tokenizer = load_quietly(model, place, download=download)
     check_context(loaded, length)
     read = read_samples(tokenizer, texts, length, samples)
-    settings = TextSettings(
-        model=describe_model(name_of(model), loaded),
-        text=read.source,
-        length=length,
-        samples=samples,
-        device=place.device,
-        dtype=place.dtype,
-        fingerprint=take_fingerprint(loaded, read.tokens),
-    )
-    return Subject(loaded, read.tokens, settings)
+    about = settings_of_model(model, loaded, place, read.tokens)
+    return Subject(loaded, read.tokens, TextSettings(text=read.source, length=length, samples=samples, **about))
+
+
+def settings_of_model(name: str, model: PreTrainedModel, place: Place, tokens: Tensor) -> dict[str, Any]:
+    """What the settings of every measurement say of the model; `tokens` are part of its fingerprint."""
+    return {
+        "model": describe_model(name_of(name), model),
+        "device": place.device,
+        "dtype": place.dtype,
+        "fingerprint": take_fingerprint(model, tokens),
+    }
 
 
 @contextlib.contextmanager

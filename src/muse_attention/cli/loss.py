@@ -8,92 +8,67 @@ from typing import Annotated
 
 import typer
 
-from muse_attention.cli.app import Device, Overwrite, Resume, app, make_folder, progress_bar, user_errors
-from muse_attention.cli.language_model import Dtype, Model, Place, Text, name_of, open_subject
-from muse_attention.cli.measuring import (
-    Name,
-    Output,
-    Samples,
-    add_command,
-    measuring,
-    results_file,
-    show,
-    spell,
-    write,
-)
+from muse_attention.cli.app import app, user_errors
+from muse_attention.cli.language_model import Length, Model, Text, open_subject
+from muse_attention.cli.measuring import Measurement, ModelRun, Samples, show
+from muse_attention.cli.options import Words, attentions, listed, with_option_groups
 from muse_attention.evaluation.attentions import figure_attentions, full_name
 from muse_attention.evaluation.fidelity.presets import PRESETS, find_presets
 from muse_attention.evaluation.loss.curves import SHORTEST, fit_exact
 from muse_attention.evaluation.loss.positions import LossResults, measure
 from muse_attention.evaluation.loss.report import loss_report, summary_table
 from muse_attention.pretrained import DEFAULT_MODEL
-from muse_attention.sizes import format_size, parse_size
+from muse_attention.sizes import parse_size
+
+_RUN = ModelRun(output=Path("out/loss"))
 
 
 @app.command()
+@with_option_groups
 def loss(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     text: Text = None,
-    length: Annotated[str, typer.Option(help="Tokens of a sample; k means 1024.")] = "8k",
+    length: Length = "8k",
     samples: Samples = 4,
     attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Attention to measure, by name, as muse:paper; may be repeated. Exact attention is always measured.",
-            show_default="those of the paper's figure, around the paper's sizes",
+        Words,
+        attentions(
+            "Attention to measure beside exact attention", "those of the paper's figure, around the paper's sizes"
         ),
     ] = None,
     preset: Annotated[
-        list[str] | None,
-        typer.Option(help=f"The attentions of a preset of muse fidelity; may be repeated. {', '.join(PRESETS)}."),
+        Words, listed(f"The attentions of a preset of muse fidelity: {', '.join(PRESETS)}.", "none")
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    output: Output = Path("out/loss"),
-    name: Name = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
+    run: ModelRun = _RUN,
 ) -> None:
     """Measure a language model's loss at every position of long texts, under one attention after another.
 
     Writes NAME.json after every sample of every attention, and NAME.md, NAME.csv, NAME.png and NAME.html at the end.
     Run again, it adds what is missing.
     """
-    texts = text or []
     with user_errors():
-        place = Place.choose(device, dtype)
         tokens_each = parse_size(length)
         if tokens_each < SHORTEST:
             raise ValueError(f"--length {tokens_each} is too short for a curve; choose at least {SHORTEST}")
         attentions = _attentions(attention or [], preset or [], tokens_each)
-        stem = name if name is not None else name_of(model)
-        path = results_file(LossResults, output, stem, overwrite=overwrite)
-
-    def spelled(model: str, texts: Sequence[object], **others: object) -> str:
-        return spell(
-            "loss", model, text=texts, length=format_size(tokens_each), samples=samples, attention=attentions,
-            device=place.device, dtype=place.dtype, name=stem, **others,
-        )  # fmt: skip
-
-    with measuring(path, spelled(model, texts, output=output), overwrite=overwrite):
-        subject = open_subject(model, texts, tokens_each, samples, place)
-        make_folder(output)
-        results = LossResults.start(subject.settings, path, overwrite=overwrite)
-        missing = results.missing(attentions)
-        if missing:
-            add_command(results, spelled(name_of(model), [file.name for file in texts]))
-        with progress_bar(len(missing)) as on_step:
-            measure(subject.model, subject.tokens, attentions, results, path, on_step=on_step)
-        report = loss_report(results, path.stem)
-        settings, table = results.settings, summary_table(results)
+        name = run.name_for(model)
+        measurement = Measurement(context, LossResults, run, name, settled={"attention": attentions, "preset": None})
+    with measurement.errors():
+        subject = open_subject(model, text or [], tokens_each, samples, run.place, download=run.download)
+        results = measurement.start(subject.settings)
+        with measurement.progress(results, len(results.missing(attentions))) as on_step:
+            measure(subject.model, subject.tokens, attentions, results, measurement.path, on_step=on_step)
+        report = loss_report(results, measurement.path.stem)
+        table = summary_table(results)
         show(
             table,
-            f"{settings.model}\n{settings.text}, {settings.samples} x {format_size(settings.length)} tokens",
+            results.settings.title,
             table.titles[1:4],
             f"In nats; irreducible loss: {fit_exact(results).irreducible:.2f}. "
             "MuSe's clustering sees the whole sequence, and its loss is measured with that.",
         )
-        write(report, path, path)
+        measurement.write(report)
 
 
 def _attentions(named: Sequence[str], presets: Sequence[str], length: int) -> list[str]:

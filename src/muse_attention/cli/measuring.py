@@ -1,32 +1,115 @@
-"""What commands that measure share: their options, the file of their results, tables on the terminal, and reports."""
+"""What commands that measure share: where results go, how a run goes on, tables on the terminal, and reports."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import typer
 
-from muse_attention.cli.app import console, file_stem, new_table, run_errors, say, user_errors
-from muse_attention.cli.language_model import short_warnings
+from muse_attention.cli.app import (
+    Device,
+    Overwrite,
+    Resume,
+    console,
+    file_stem,
+    make_folder,
+    new_table,
+    progress_bar,
+    run_errors,
+    say,
+    user_errors,
+)
+from muse_attention.cli.language_model import Download, Dtype, Place, name_of, short_warnings
 from muse_attention.evaluation.stored import StoredResults
 from muse_attention.report.files import write_report
 from muse_attention.report.tree import Report, Table
 
 Samples = Annotated[int, typer.Option(help="Samples, one after another in the text.")]
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
-Name = Annotated[str | None, typer.Option(help="File name, without ending.", show_default="the name of the model")]
+_NOT_SPELLED = ("overwrite", "resume")
+_PATHS = ("model", "text", "corpus", "data", "captures", "saved")
+"""Options whose folders are in no file of results."""
 
 
-def results_file(kind: type[StoredResults], output: Path, name: str, *, overwrite: bool) -> Path:
-    """Where results go; a ValueError if they cannot, or if what is there is broken: before a model is loaded."""
-    path = output / f"{name}.json"
-    file_stem(name)
-    kind.check_readable(path, overwrite=overwrite)
-    return path
+@dataclass(frozen=True, kw_only=True)
+class ModelRun:
+    """Options of every command that measures a language model."""
+
+    device: Device = None
+    dtype: Dtype = None
+    download: Download = False
+    name: Annotated[
+        str | None, typer.Option(help="File name, without ending.", show_default="the name of the model")
+    ] = None
+    output: Output
+    overwrite: Overwrite = False
+    resume: Resume = False
+
+    @cached_property
+    def place(self) -> Place:
+        return Place.choose(self.device, self.dtype)
+
+    def name_for(self, model: str) -> str:
+        """Of the files."""
+        return name_of(model) if self.name is None else self.name
+
+
+Results = TypeVar("Results", bound=StoredResults)
+
+
+class Measurement(Generic[Results]):
+    """One call of a command: the file of its results, and the command that continues it."""
+
+    def __init__(
+        self,
+        context: typer.Context,
+        kind: type[Results],
+        options: ModelRun,
+        name: str,
+        *,
+        ending: str = "",
+        settled: Mapping[str, object] | None = None,
+    ) -> None:
+        """Raises ValueError, before a model is loaded, if results cannot go there, or if what is there is broken.
+
+        Args:
+            name: of the files
+            ending: that they have after it, before that of a file
+            settled: values of options that the command was called without, or with in another form
+        """
+        self.path = options.output / f"{file_stem(name)}{ending}.json"
+        self._kind = kind
+        self._overwrite = options.overwrite
+        kind.check_readable(self.path, overwrite=options.overwrite)
+        place = {"device": options.place.device, "dtype": options.place.dtype}
+        self.again = spell(context, {**place, "name": name, **(settled or {})})
+        self._recorded = spell(context, {**place, "name": name, **(settled or {})}, is_recorded=True)
+
+    def start(self, settings: Any) -> Results:
+        """The results so far; a ValueError if those in the file are of something else."""
+        make_folder(self.path.parent)
+        return self._kind.start(settings, self.path, overwrite=self._overwrite)
+
+    def record(self, results: Results) -> None:
+        add_command(results, self._recorded)
+
+    def progress(self, results: Results, steps: int) -> contextlib.AbstractContextManager[Callable[[str, int], None]]:
+        """A bar for the steps that are missing. If there are any, the results record the command."""
+        if steps:
+            self.record(results)
+        return progress_bar(steps)
+
+    def errors(self) -> contextlib.AbstractContextManager[Callable[[], str]]:
+        return measuring(self.path, self.again, overwrite=self._overwrite)
+
+    def write(self, report: Report) -> None:
+        write(report, self.path, self.path)
 
 
 @contextlib.contextmanager
@@ -57,20 +140,35 @@ def _file_number(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def spell(*words: object, **options: Any) -> str:
-    """A command with its options in order: lists are repeated, a truth is a flag, and what is None is left out."""
-    found = ["muse", *map(str, words)]
-    for name, given in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if given is True:
-            found.append(option)
-        elif given is not None and given is not False:
-            for value in given if isinstance(given, list | tuple) else [given]:
-                found += [option, str(value)]
-    return shlex.join(found)
+def spell(context: typer.Context, settled: Mapping[str, object], *, is_recorded: bool = False) -> str:
+    """The command that was called, with every option that has a value, in order.
+
+    Args:
+        settled: values in place of those it was called with; None leaves an option out
+        is_recorded: for the file of the results: without their folder, and with the last part of each path alone
+    """
+    words = ["muse", *context.command_path.split()[1:]]
+    parameter: Any
+    for parameter in context.command.params:
+        name = parameter.name
+        value: Any = settled.get(name, context.params.get(name))
+        if value is None or name in _NOT_SPELLED or (is_recorded and name == "output"):
+            continue
+        if isinstance(value, bool):
+            words += (parameter.opts if value else parameter.secondary_opts)[:1]
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += parameter.opts[:1] if parameter.param_type_name == "option" else []
+            is_short = is_recorded and name in _PATHS and name not in settled
+            words.append(name_of(one) if is_short else str(one))
+    return shlex.join(words)
 
 
-def add_command(results: StoredResults, command: str) -> None:
+class _Recorded(Protocol):
+    commands: list[str]
+
+
+def add_command(results: _Recorded, command: str) -> None:
     if command not in results.commands:
         results.commands.append(command)
 

@@ -11,19 +11,11 @@ import numpy as np
 import torch
 import typer
 
-from muse_attention.cli.app import Device, Overwrite, Resume, make_folder, progress_bar, say, user_errors
+from muse_attention.cli.app import say, user_errors
 from muse_attention.cli.evaluate import evaluations
-from muse_attention.cli.language_model import Dtype, Model, Place, Text, load_quietly, name_of
-from muse_attention.cli.measuring import (
-    Name,
-    Output,
-    add_command,
-    measuring,
-    results_file,
-    show,
-    spell,
-    write,
-)
+from muse_attention.cli.language_model import Model, Text, load_quietly, settings_of_model
+from muse_attention.cli.measuring import Measurement, ModelRun, show, write
+from muse_attention.cli.options import Words, attentions, listed, with_option_groups
 from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.lookups import report as lookup_reports
 from muse_attention.evaluation.lookups import results as lookups_found
@@ -32,14 +24,14 @@ from muse_attention.evaluation.needles.comparison import have_same_questions, ne
 from muse_attention.evaluation.needles.report import needle_report, summary_table
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
 from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, check_kind
-from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
+from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.pretraining.data.corpus import HELD_OUT, read_corpus
 from muse_attention.pretraining.data.tokenizer import read_tokenizer
 from muse_attention.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
 from muse_attention.pretraining.needles.writer import VERSION
-from muse_attention.sizes import format_size, parse_sizes
+from muse_attention.sizes import format_size, parse_size_list
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,26 +43,26 @@ _TEXT_TOKENS = 2**20
 """Of a haystack of texts, unless four times the longest context is more."""
 
 
+_RUN = ModelRun(output=Path("out/needles"))
+_LENGTHS = "2k,4k,8k"
+
+
 @evaluations.command()
+@with_option_groups
 def needles(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     corpus: Annotated[
         Path | None,
         typer.Option(help="Folder that muse prepare wrote: its held-out repositories are the haystack."),
     ] = None,
     text: Text = None,
-    length: Annotated[
-        str, typer.Option(help="Tokens of a sample, one or several by commas; k means 1024.")
-    ] = "2k,4k,8k",
-    kind: Annotated[str, typer.Option(help="Kinds of samples, by commas.")] = ",".join(KINDS),
+    length: Annotated[Words, listed("Tokens of a sample; k means 1024.", _LENGTHS)] = None,
+    kind: Annotated[Words, listed("Kinds of samples.", ",".join(KINDS))] = None,
     attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Attention that reads the prompt, by name, as muse:paper; may be repeated. Exact always does.",
-            show_default="MuSeConfig.for_length",
-        ),
+        Words, attentions("Attention that reads the prompt, beside exact attention", "MuSeConfig.for_length")
     ] = None,
-    samples_per_depth: Annotated[int, typer.Option(help="Of each kind and length, in each of nine depths.")] = 10,
+    samples_per_depth: Annotated[int, typer.Option(help="Of each kind and length, in each of nine depths.")] = 2,
     lookups: Annotated[
         bool,
         typer.Option(
@@ -80,73 +72,59 @@ def needles(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
-    device: Device = None,
-    dtype: Dtype = None,
-    output: Output = Path("out/needles"),
-    name: Name = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
+    run: ModelRun = _RUN,
 ) -> None:
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
 
     Writes NAME.json on the way, and NAME.md, NAME.csv, pictures and NAME.html at the end. Run again, it adds what is
     missing, and tries failed samples again.
     """
-    texts = text or []
-    asked_for = list(dict.fromkeys(attention or ["muse"]))
+    texts, asked_for, kinds = text or [], attention or ["muse"], kind or list(KINDS)
     with user_errors():
-        place = Place.choose(device, dtype)
-        lengths = parse_sizes(length)
-        kinds = _kinds(kind)
+        lengths = parse_size_list(length or [_LENGTHS])
+        for one in kinds:
+            check_kind(one)
         others = [] if lookups else ["exact"]  # first, as the others are compared with it
-        attentions = {
+        names = {
             tokens: list(dict.fromkeys([*others, *(full_name(one, tokens) for one in asked_for)])) for tokens in lengths
         }
         if samples_per_depth < 1:
             raise ValueError(f"--samples-per-depth {samples_per_depth} measures nothing; choose at least 1")
         if corpus is not None and texts:
             raise ValueError("a haystack is either a corpus or texts; leave out --corpus or --text")
-        stem = name if name is not None else name_of(model)
+        stem = run.name_for(model)
         if stem == COMPARED:
             raise ValueError(f"--name {COMPARED} is that of the comparison of several models; choose another")
-        stored: type[NeedleResults | LookupResults] = LookupResults if lookups else NeedleResults
-        path = results_file(stored, output, f"{stem}{'-lookups' if lookups else ''}", overwrite=overwrite)
-
-    def spelled(model: str, corpus: object, texts: Sequence[object], **others: object) -> str:
-        return spell(
-            "eval", "needles", model, corpus=corpus, text=texts, length=",".join(map(format_size, lengths)),
-            kind=",".join(kinds), attention=attention or ["muse"], samples_per_depth=samples_per_depth,
-            lookups=lookups, seed=seed, device=place.device, dtype=place.dtype, name=stem, **others,
-        )  # fmt: skip
-
-    again = spelled(model, corpus, texts, output=output)
-    with measuring(path, again, overwrite=overwrite):
-        subject = _open(model, corpus, texts, lengths, kinds, seed, place)
-        make_folder(output)
-        results = stored.start(subject.settings, path, overwrite=overwrite)
-        tasks = plan(attentions, subject.kinds, samples_per_depth)
-        missing = results.missing(tasks)
-        if missing:
-            add_command(results, spelled(name_of(model), corpus and corpus.name, [file.name for file in texts]))
-        with progress_bar(len(missing)) as on_step:
+        kind_of_results: type[NeedleResults | LookupResults] = LookupResults if lookups else NeedleResults
+        measurement = Measurement(
+            *(context, kind_of_results, run, stem),
+            ending="-lookups" if lookups else "",
+            settled={"length": ",".join(map(format_size, lengths)), "kind": ",".join(kinds), "attention": asked_for},
+        )
+    with measurement.errors():
+        subject = _open(model, corpus, texts, lengths, kinds, seed, run)
+        results = measurement.start(subject.settings)
+        tasks = plan(names, subject.kinds, samples_per_depth)
+        with measurement.progress(results, len(results.missing(tasks))) as on_step:
             if isinstance(results, LookupResults):
-                lookups_found.measure(subject.model, subject.samples, tasks, results, path, on_step=on_step)
+                lookups_found.measure(subject.model, subject.samples, tasks, results, measurement.path, on_step=on_step)
             else:
-                measure(subject.model, subject.tokenizer, subject.samples, tasks, results, path, on_step=on_step)
+                asked = (subject.model, subject.tokenizer, subject.samples, tasks)
+                measure(*asked, results, measurement.path, on_step=on_step)
         if isinstance(results, LookupResults):
             _show_lookups(results)
-            write(lookup_reports.lookup_report(results, path.stem), path, path)
+            measurement.write(lookup_reports.lookup_report(results, measurement.path.stem))
             return
-        failed = _tell_failures(results, tasks, again)
+        failed = _tell_failures(results, tasks, measurement.again)
         if any(not outcome.error for outcome in results.outcomes.values()):
             _show_needles(results)
-            write(needle_report(results, path.stem), path, path)
+            measurement.write(needle_report(results, measurement.path.stem))
         if failed:
             raise typer.Exit(1)
 
 
 def write_needle_comparisons(found: Mapping[str, NeedleResults], folder: Path) -> dict[Path, str]:
-    """The pages that compare the models of a folder, and their headlines: one for several that were asked the same."""
+    """The pages that compare models of a folder, and their headlines: a page for models that had the same questions."""
     if COMPARED in found:
         say(f"{folder / COMPARED}.json has the name of a comparison; rename it, and the models are compared")
         return {}
@@ -186,10 +164,10 @@ def _open(
     lengths: Sequence[int],
     kinds: Sequence[str],
     seed: int,
-    place: Place,
+    run: ModelRun,
 ) -> _Subject:
     """Load a model and its haystack; a ValueError or ImportError of one line if samples cannot be made of them."""
-    loaded, tokenizer = load_quietly(model, place)
+    loaded, tokenizer = load_quietly(model, run.place, download=run.download)
     check_context(loaded, max(lengths))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -205,20 +183,13 @@ def _open(
     samples = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids, seed=seed)
     # The words for a corpus have its fingerprint; those for texts do not say what is in them.
     looked_at = np.concatenate(haystack.files) if isinstance(haystack, TextHaystack) else np.empty(0, np.int64)
-    settings = NeedleSettings(
-        model=describe_model(name_of(model), loaded),
-        haystack=haystack.source,
-        seed=seed,
-        device=place.device,
-        dtype=place.dtype,
-        fingerprint=take_fingerprint(loaded, torch.from_numpy(looked_at)),
-        version=VERSION,
-    )
+    about = settings_of_model(model, loaded, run.place, torch.from_numpy(looked_at))
+    settings = NeedleSettings(haystack=haystack.source, seed=seed, version=VERSION, **about)
     return _Subject(loaded, tokenizer, samples, _with_room(samples, lengths, kinds), settings)
 
 
 def _with_room(samples: NeedleSamples, lengths: Sequence[int], kinds: Sequence[str]) -> dict[int, list[str]]:
-    """The kinds that can be made at each length. The others are told; a ValueError if there are no other ones."""
+    """The kinds that fit into each length; a line names those that do not. Raises ValueError if none fits."""
     shortest = {kind: samples.shortest(kind) for kind in kinds}
     found = {length: [kind for kind in kinds if shortest[kind] <= length] for length in lengths}
     if not any(found.values()):
@@ -243,13 +214,6 @@ def _corpus_haystack(tokenizer: Tokenizer, folder: Path) -> Haystack:
     return CorpusHaystack(corpus, HELD_OUT)
 
 
-def _kinds(text: str) -> list[str]:
-    kinds = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for kind in kinds:
-        check_kind(kind)
-    return kinds
-
-
 def _show_needles(results: NeedleResults) -> None:
     title = f"{results.settings.model}\n{results.settings.haystack}"
     columns = {name: name for name in ("length", "kind", "n")}
@@ -270,7 +234,7 @@ def _show_lookups(results: LookupResults) -> None:
 
 
 def _tell_failures(results: NeedleResults, tasks: Sequence[NeedleTask], again: str) -> bool:
-    """Whether there are any among the samples that were asked for."""
+    """Report failures among the requested samples; whether there are any."""
     failed = [task for task in tasks if results.outcomes[task].error]
     if failed:
         task, error = failed[0], results.outcomes[failed[0]].error

@@ -18,7 +18,7 @@ from muse_attention.pretraining.data.corpus import HELD_OUT, MANIFEST, TRAIN, Ma
 from muse_attention.pretraining.data.datasets import dolma_documents, stack_repositories
 from muse_attention.pretraining.data.documents import Buckets
 from muse_attention.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT
-from muse_attention.pretraining.data.prepare import Settings, recorded_settings
+from muse_attention.pretraining.data.prepare import CorpusSettings, recorded_settings
 from muse_attention.pretraining.data.prepare import prepare as prepare_corpus
 from muse_attention.pretraining.data.repositories import Repository, printable
 from muse_attention.pretraining.data.sources import python_libraries, repositories_in, texts_in
@@ -73,7 +73,7 @@ def prepare(
     with user_errors():
         kind = _kind(kind, paths)
         largest_bytes = None if largest_file is None else parse_size(largest_file)
-        settings = Settings(
+        settings = CorpusSettings(
             vocabulary=parse_size(vocabulary),
             tokenizer=tokenizer,
             buckets=Buckets(parse_size(smallest), parse_size(largest)),
@@ -122,7 +122,9 @@ def _kind(kind: str | None, paths: Sequence[Path]) -> str:
     return kind
 
 
-def _repositories(kind: str, paths: Sequence[Path], contents: str | None, settings: Settings) -> Iterable[Repository]:
+def _repositories(
+    kind: str, paths: Sequence[Path], contents: str | None, settings: CorpusSettings
+) -> Iterable[Repository]:
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise ValueError(f"there is no source {str(missing[0])!r}; give files or folders that exist")

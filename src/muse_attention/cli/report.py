@@ -12,6 +12,7 @@ import typer
 from muse_attention.benchmark.results import read_results as read_benchmark
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.bench_report import bench_report
+from muse_attention.cli.errors import errors_report
 from muse_attention.cli.measuring import write
 from muse_attention.cli.needles import write_needle_comparisons
 from muse_attention.evaluation.comparison.report import comparison_report
@@ -33,6 +34,7 @@ from muse_attention.machine import machine_lines
 from muse_attention.report.html import as_html
 from muse_attention.report.tree import Link, Provenance, Report, Section
 from muse_attention.strict_json import parse_json
+from muse_attention.synthetic_errors import Errors
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,11 @@ _KINDS = (
     _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
     _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
     _Kind("Benchmarks", "cases", read_benchmark, bench_report),
+    _Kind("Errors on synthetic data", "bin_centres", Errors.read, errors_report),
 )
+
+
+_COMMANDS = "muse bench, errors, fidelity, loss, compare, eval or tune"
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class _Reported:
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(help="Result files of muse bench, fidelity, loss, compare, eval and tune, or their folder."),
+        typer.Argument(help=f"Result files of {_COMMANDS}, or their folder."),
     ],
 ) -> None:
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
@@ -94,12 +100,12 @@ def report(
                     write(described, path, path)
                     reported.append(_Reported(kind, path, found, described.headline))
                 elif path in results:
-                    raise ValueError("it holds no results of muse bench, fidelity, loss, compare, eval or tune")
+                    raise ValueError(f"it holds no results of {_COMMANDS}")
             except ValueError as error:
                 say(f"{path} is left out: {_reason(error)}")
                 are_left_out = True
             except ArithmeticError as error:
-                say(f"{path} is left out: its numbers are none that were measured: {error}")
+                say(f"{path} is left out: it has numbers that no measurement gives: {error}")
                 are_left_out = True
         for folder in filter(Path.is_dir, results):
             inside = [done for done in reported if done.path.is_relative_to(folder)]
@@ -107,9 +113,7 @@ def report(
                 replace_file(folder / CONTENTS, _contents(folder, inside, _compare_needles(inside)))
                 typer.echo(f"wrote {folder / CONTENTS}")
         if not reported and not are_left_out:
-            raise ValueError(
-                "none of these are results of muse bench, fidelity, loss, compare, eval or tune; give their .json files"
-            )
+            raise ValueError(f"none of these are results of {_COMMANDS}; give their .json files")
     if are_left_out:
         raise typer.Exit(1 if reported else 2)
 
@@ -125,7 +129,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _find_kind(path: Path) -> _Kind | None:
-    """None for what else ends in .json: data, recipes. A ValueError for results that are torn."""
+    """None for other JSON files, such as data and recipes; raises ValueError for results that are cut off."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         document = parse_json(text, finite=False)
@@ -139,7 +143,7 @@ def _find_kind(path: Path) -> _Kind | None:
 
 
 def _reason(error: ValueError) -> str:
-    """Without what to do about it: that is for who measures."""
+    """The message without its advice, which is for the command that measures."""
     return str(error).partition(";")[0]
 
 

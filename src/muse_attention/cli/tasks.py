@@ -8,127 +8,95 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
+from torch import Tensor
 
 from muse_attention.by_name import full_name, has_settings_of_length
-from muse_attention.cli.app import (
-    Device,
-    Overwrite,
-    Resume,
-    console,
-    make_folder,
-    new_table,
-    phases_bar,
-    say,
-    user_errors,
-)
+from muse_attention.cli.app import console, new_table, phases_bar, say, user_errors
 from muse_attention.cli.evaluate import evaluations
-from muse_attention.cli.language_model import Dtype, Model, Place, load_quietly, name_of
-from muse_attention.cli.measuring import (
-    Output,
-    add_command,
-    measuring,
-    results_file,
-    spell,
-    write,
-)
-from muse_attention.evaluation.settings import check_context, describe_model, take_fingerprint
+from muse_attention.cli.language_model import Model, fetch_if_asked, load_quietly, settings_of_model
+from muse_attention.cli.measuring import Measurement, ModelRun
+from muse_attention.cli.options import Words, attentions, listed, with_option_groups
+from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.tasks.answers import Part, TaskNotOpenedError, TaskResults, TaskSettings, measure
 from muse_attention.evaluation.tasks.benchmarks import Benchmark, choose, read_rows, what_is_missing
 from muse_attention.evaluation.tasks.report import format_gap, format_score, tasks_report
 from muse_attention.pretrained import DEFAULT_MODEL
-from muse_attention.sizes import format_size, parse_sizes
+from muse_attention.sizes import format_size, parse_size_list
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
+
+
+_RUN = ModelRun(output=Path("out/tasks"))
+_TASKS = "ruler"
+_LENGTHS = "4k"
 
 
 @evaluations.command()
+@with_option_groups
 def tasks(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="arc_easy, sciq, lcc, repobench-p, ruler or one of its niah_ tasks; several with commas, or repeated.",
-            show_default="ruler",
-        ),
-    ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of RULER's samples; several with commas; k means 1024.")] = "4k",
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Attention in prefill, by name, as muse:paper; may be repeated. Exact attention is always measured.",
-            show_default="exact",
-        ),
-    ] = None,
+    task: Annotated[Words, listed("arc_easy, sciq, lcc, repobench-p, ruler or one of its niah_ tasks.", _TASKS)] = None,
+    length: Annotated[Words, listed("Tokens of RULER's samples; k means 1024.", _LENGTHS)] = None,
+    attention: Annotated[Words, attentions("Attention in prefill, beside exact attention", "exact alone")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of data sets, laid out as in docs/evaluation.md.", show_default="none")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Samples of every task, at most.", show_default="all")] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    output: Output = Path("out/tasks"),
-    name: Annotated[str, typer.Option(help="File name, without ending.")] = "tasks",
-    overwrite: Overwrite = False,
-    resume: Resume = False,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", "--limit", help="Samples of every task, at most.", show_default="all"),
+    ] = None,
+    run: ModelRun = _RUN,
 ) -> None:
     """Run standard tasks on a language model, under one attention after another, through lm-eval.
 
     Writes NAME.json while samples are answered, and NAME.md, NAME.csv and NAME.html at the end. Run again, it
-    adds what is missing, and asks failed samples again. Nothing is downloaded.
+    adds what is missing, and asks failed samples again. No data are downloaded.
     """
     with user_errors():
-        place = Place.choose(device, dtype)
-        asked_for = [word.strip() for words in task or ["ruler"] for word in words.split(",")]
+        place, asked_for = run.place, task or [_TASKS]
         benchmarks = _with_data(choose(asked_for), data, needed=[word for word in asked_for if word != "ruler"])
         _check_data(benchmarks, data)
-        lengths = parse_sizes(length)
+        lengths = parse_size_list(length or [_LENGTHS])
         parts = [part for benchmark in benchmarks for part in _parts(benchmark, lengths, attention or [])]
-        if limit is not None and limit < 1:
-            raise ValueError(f"--limit {limit} leaves nothing to answer; give at least 1, or leave it out for all")
-        path = results_file(TaskResults, output, name, overwrite=overwrite)
-    has_lengths = any(benchmark.is_ruler for benchmark in benchmarks)
-
-    def spelled(model: str, **others: object) -> str:
-        return spell(
-            "eval", "tasks", model, task=",".join(benchmark.name for benchmark in benchmarks),
-            length=",".join(map(format_size, lengths)) if has_lengths else None, attention=attention or ["exact"],
-            limit=limit, device=place.device, dtype=place.dtype, name=name, **others,
-        )  # fmt: skip
-
-    again = spelled(model, data=data, output=output)
-    with measuring(path, again, overwrite=overwrite) as how_to_continue:
+        if samples is not None and samples < 1:
+            raise ValueError(f"--samples {samples} leaves nothing to answer; give at least 1, or leave it out for all")
+        has_lengths = any(benchmark.is_ruler for benchmark in benchmarks)
+        measurement = Measurement(
+            *(context, TaskResults, run, run.name_for(model)),
+            settled={
+                "task": ",".join(benchmark.name for benchmark in benchmarks),
+                "length": ",".join(map(format_size, lengths)) if has_lengths else None,
+                "attention": attention or ["exact"],
+            },
+        )
+    with measurement.errors() as how_to_continue:
         from muse_attention.evaluation.tasks.harness import Harness, import_harness
 
-        harness_name = import_harness()
-        loaded, tokenizer = load_quietly(model, place)
+        fetch_if_asked(model, run.download)
+        harness_name = import_harness()  # from here on the hub is out of reach
+        loaded, tokenizer = load_quietly(model, place, download=run.download)
         if has_lengths:
             check_context(loaded, max(lengths))
-        settings = TaskSettings(
-            model=describe_model(name_of(model), loaded),
-            harness=harness_name,
-            limit=limit,
-            device=place.device,
-            dtype=place.dtype,
-            fingerprint=_fingerprint(loaded, tokenizer),
-        )
+        about = settings_of_model(model, loaded, place, _some_tokens(tokenizer))
         harness = Harness(loaded, tokenizer)
-        make_folder(output)
-        results = TaskResults.start(settings, path, overwrite=overwrite)
-        add_command(results, spelled(name_of(model)))
+        results = measurement.start(TaskSettings(harness=harness_name, limit=samples, **about))
+        measurement.record(results)
         try:
             with phases_bar() as on_step:
-                measure(harness, parts, data, results, path, on_step=on_step, on_failure=say)
+                measure(harness, parts, data, results, measurement.path, on_step=on_step, on_failure=say)
         except TaskNotOpenedError as error:
             raise ValueError(f"{error}; {how_to_continue()}") from error
         _show(results)
-        write(tasks_report(results, path.stem), path, path)
+        measurement.write(tasks_report(results, measurement.path.stem))
         if failed := results.failed_in(parts):
-            say(f"{failed} samples failed, and count in no score; ask them again with: {again}")
+            say(f"{failed} samples failed, and count in no score; ask them again with: {measurement.again}")
             raise typer.Exit(1)
 
 
 def _with_data(benchmarks: Sequence[Benchmark], folder: Path | None, *, needed: Sequence[str]) -> list[Benchmark]:
-    """Those that can run; a ValueError if one of the `needed` cannot, and if none can. The others are told."""
+    """Those that can run; a ValueError if one of the `needed` cannot, and if none can. A line names the others."""
     if folder is not None and not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}; --data is the folder of data sets")
     missing = {benchmark: what_is_missing(benchmark, folder) for benchmark in benchmarks}
@@ -143,7 +111,7 @@ def _with_data(benchmarks: Sequence[Benchmark], folder: Path | None, *, needed: 
 
 
 def _check_data(benchmarks: Sequence[Benchmark], folder: Path | None) -> None:
-    """Read all data once: what is broken should be known before a model is loaded, or other tasks were answered."""
+    """Read all data once, so that broken data are reported before a model is loaded or a task is answered."""
     for data in dict.fromkeys(benchmark.data for benchmark in benchmarks):
         if data is not None:
             assert folder is not None
@@ -170,10 +138,10 @@ def _checked(attention: str) -> str:
     return attention if has_settings_of_length(attention) else name
 
 
-def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the weights, and of how the tokenizer splits something of everything."""
-    ids = tokenizer("".join(map(chr, range(32, 127))) + " The quick brown fox\n\tjumps over 1234567890").input_ids
-    return take_fingerprint(model, torch.tensor(ids))
+def _some_tokens(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """How the tokenizer splits a text with all printable ASCII characters."""
+    text = "".join(map(chr, range(32, 127))) + " The quick brown fox\n\tjumps over 1234567890"
+    return torch.tensor(tokenizer(text).input_ids)
 
 
 def _show(results: TaskResults) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import shlex
 import time
@@ -25,6 +26,7 @@ from muse_attention.cli.app import (
     user_errors,
 )
 from muse_attention.cli.language_model import short_warnings
+from muse_attention.cli.options import with_option_groups
 from muse_attention.pretraining.data.corpus import Corpus, read_corpus
 from muse_attention.pretraining.recipes import RECIPES, Recipe, field_meanings, get_recipe, override
 from muse_attention.sizes import format_size
@@ -49,34 +51,39 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("attention", "steps", "length", "batch", "micro_batch"), ()),
+    "peak_rate": ("--learning-rate", "--peak-rate"),
+    "warmup": (),
+    "precision": ("--precision", "--dtype"),
+    **dict.fromkeys(("seed", "initial"), ()),
+    "mixture": ("--mixture", "--train-mixture"),
+}
+"""Fields of a recipe that have an option, and what it is called, if not as the field."""
+_FIELDS: Any = dataclasses.make_dataclass(
+    "Fields", [(name, Annotated[str | None, _field(name, *flags)], None) for name, flags in _OPTIONS.items()]
+)()
+
+
 @app.command(
     epilog=f"The fields of a recipe, for KEY=VALUE: {', '.join(field_meanings())}. "
     "`muse recipes` lists what they mean and their values in each recipe."
 )
+@with_option_groups
 def train(
     corpus: Annotated[Path, typer.Argument(help="Folder that muse prepare wrote.")],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Other values of any field of the recipe, like clip=0.5."),
+        typer.Argument(metavar="KEY=VALUE", help="Other values of any field of the recipe, like clip=0.5."),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(RECIPES)}.", show_default="that of the run in the folder, or tiny"),
     ] = None,
-    attention: Annotated[str | None, _field("attention")] = None,
-    steps: Annotated[str | None, _field("steps")] = None,
-    length: Annotated[str | None, _field("length")] = None,
-    batch: Annotated[str | None, _field("batch")] = None,
-    micro_batch: Annotated[str | None, _field("micro_batch")] = None,
-    peak_rate: Annotated[str | None, _field("peak_rate", "--learning-rate", "--peak-rate")] = None,
-    warmup: Annotated[str | None, _field("warmup")] = None,
-    precision: Annotated[str | None, _field("precision")] = None,
-    seed: Annotated[str | None, _field("seed")] = None,
-    initial: Annotated[str | None, _field("initial")] = None,
-    mixture: Annotated[str | None, _field("mixture", "--mixture", "--train-mixture")] = None,
+    fields: Any = _FIELDS,
     output: Annotated[Path, typer.Option(help="Folder of checkpoints, metrics and the model.")] = Path("out/train"),
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in the folder instead of continuing it.")
+        bool, typer.Option("--overwrite", help="Replace the run in the folder; without it the run is continued.")
     ] = False,
     resume: Annotated[
         bool,
@@ -91,19 +98,7 @@ def train(
 
     On several GPUs: torchrun --nproc-per-node 2 -m muse_attention.cli train ...
     """
-    options = {
-        "attention": attention,
-        "steps": steps,
-        "length": length,
-        "batch": batch,
-        "micro_batch": micro_batch,
-        "peak_rate": peak_rate,
-        "warmup": warmup,
-        "precision": precision,
-        "seed": seed,
-        "initial": initial,
-        "mixture": mixture,
-    }
+    options = vars(fields)
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
         from muse_attention.pretraining.parallel import has_launcher, open_world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,18 +14,10 @@ from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import DTYPES, Workload, sdpa
 from muse_attention.by_name import get_attention
 from muse_attention.captured_heads import Captures, LookupAt, capture_heads, load_captures, save_captures
-from muse_attention.cli.app import (
-    Device,
-    Overwrite,
-    RepeatCaptures,
-    Resume,
-    app,
-    make_folder,
-    progress_bar,
-    user_errors,
-)
-from muse_attention.cli.language_model import Dtype, Model, Place, Text, load_quietly, name_of
-from muse_attention.cli.measuring import Output, add_command, measuring, results_file, show, spell, write
+from muse_attention.cli.app import RepeatCaptures, app, user_errors
+from muse_attention.cli.language_model import Model, Text, load_quietly, name_of
+from muse_attention.cli.measuring import Measurement, ModelRun, show
+from muse_attention.cli.options import Words, attentions, with_option_groups
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.evaluation.tuning.candidates import (
@@ -40,13 +32,16 @@ from muse_attention.evaluation.tuning.report import shown, table_of, tuning_repo
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_size
 
+_RUN = ModelRun(output=Path("out/tune"))
 _DEFAULT_LENGTH = 8192
 _SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "lookup")
 """Columns that fit a terminal; the reports have all."""
 
 
 @app.command()
+@with_option_groups
 def tune(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     text: Text = None,
     length: Annotated[
@@ -55,12 +50,8 @@ def tune(
     error: Annotated[float, typer.Option(help="Largest relative squared error, pooled over heads.")] = 0.005,
     heads: Annotated[int, typer.Option(help="Heads to measure on, spread over the layers.")] = 12,
     samples: Annotated[int, typer.Option(help="Samples to capture, one after another in the text.")] = 1,
-    attention: Annotated[
-        list[str] | None, typer.Option(help="Attention to measure too, by name, as muse:QK64R4B1k; may be repeated.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Attention to measure in place of the grid, by name; may be repeated.")
-    ] = None,
+    attention: Annotated[Words, attentions("Attention to measure too", "none")] = None,
+    only: Annotated[Words, attentions("Attention to measure in place of the grid", "none")] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each; medians are reported.")] = 3,
     captures: Annotated[
         Path | None, typer.Option(help="Measure on what --save-captures wrote, without the model and its text.")
@@ -82,15 +73,7 @@ def tune(
         ),
     ] = False,
     repeat: RepeatCaptures = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    output: Output = Path("out/tune"),
-    name: Annotated[
-        str | None,
-        typer.Option(help="File name, without ending.", show_default="the name of the model or of the captures"),
-    ] = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
+    run: ModelRun = _RUN,
 ) -> None:
     """Find the fastest configuration below an error, on a model's own queries, keys and values and on this device.
 
@@ -107,85 +90,64 @@ def tune(
         for named in [*(attention or []), *(only or [])]:
             get_attention(named)
         asked = _Asked(
-            model=model,
-            captures=captures,
-            texts=tuple(text or ()),
-            length=None if length is None else parse_size(length),
-            error=error,
-            heads=heads,
-            samples=samples,
-            needles=needles,
-            added=tuple(attention or ()),
-            only=tuple(only or ()),
-            repeats=repeats,
-            repeat=repeat,
-            place=Place.choose(device, dtype),
-            name=name if name is not None else name_of(model) if captures is None else captures.stem,
+            model,
+            captures,
+            text or [],
+            None if length is None else parse_size(length),
+            heads,
+            samples,
+            needles,
+            repeat,
+            run,
         )
-        path = results_file(TuningResults, output, asked.name, overwrite=overwrite or saved is not None)
-    with measuring(path, asked.spell(str, model, output=output), overwrite=overwrite):
+        unused = () if captures is None else ("model", "text", "samples", "needles")
+        writes = replace(run, overwrite=run.overwrite or saved is not None)
+        name = captures.stem if captures is not None and run.name is None else run.name_for(model)
+        measurement = Measurement(context, TuningResults, writes, name, settled=dict.fromkeys(unused))
+    with measurement.errors():
         if saved is not None:
             save_captures(_capture(asked, grouped=groups), saved)
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
             return
         found = _open(asked)
-        attentions = candidates(found.length, added=asked.added, only=asked.only)
-        settings = TuningSettings.of(found, device=asked.place.device, dtype=asked.place.dtype, repeats=repeats)
-        make_folder(output)
-        results = TuningResults.start(settings, path, overwrite=overwrite)
+        chosen = candidates(found.length, added=attention or (), only=only or ())
+        settings = TuningSettings.of(found, device=run.place.device, dtype=run.place.dtype, repeats=repeats)
+        results = measurement.start(settings)
         results.error = error
-        missing = results.missing(attentions)
-        if missing:
-            add_command(results, asked.spell(lambda path: path.name, name_of(model)))
-        with progress_bar(len(missing) + (results.exact is None)) as on_step:
-            measure(found, attentions, results, path, _clock(found, repeats), on_step=on_step)
+        steps = len(results.missing(chosen)) + (results.exact is None)
+        with measurement.progress(results, steps) as on_step:
+            measure(found, chosen, results, measurement.path, _clock(found, repeats), on_step=on_step)
         _show(results)
         for line in verdict(results):
             typer.echo(line)
-        write(tuning_report(results, path.stem), path, path)
+        measurement.write(tuning_report(results, measurement.path.stem))
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the user has asked for."""
+    """What is to be measured on."""
 
     model: str
     captures: Path | None
-    texts: tuple[Path, ...]
+    texts: Sequence[Path]
     length: int | None
-    error: float
     heads: int
     samples: int
     needles: bool
-    added: tuple[str, ...]
-    only: tuple[str, ...]
-    repeats: int
     repeat: bool
-    place: Place
-    name: str
-
-    def spell(self, path: Callable[[Path], str], model: str, **others: object) -> str:
-        """The command with every setting spelled out; `path` says how a path is."""
-        of_model = {"text": list(map(path, self.texts)), "samples": self.samples, "needles": self.needles}
-        return spell(
-            *("tune", *([] if self.captures is not None else [model])),
-            **({"captures": path(self.captures)} if self.captures is not None else of_model),
-            length=None if self.length is None else format_size(self.length), error=f"{self.error:g}",
-            heads=self.heads, repeats=self.repeats, attention=self.added, only=self.only,
-            repeat_captures=self.repeat, device=self.place.device, dtype=self.place.dtype, name=self.name, **others,
-        )  # fmt: skip
+    run: ModelRun
 
 
 def _open(asked: _Asked) -> Captures:
     """What is measured on, on its device."""
     found = _capture(asked) if asked.captures is None else load_captures(asked.captures).with_heads(asked.heads)
-    found = found.to(asked.place.device, DTYPES[asked.place.dtype])
+    found = found.to(asked.run.place.device, DTYPES[asked.run.place.dtype])
     return found if asked.length is None else found.with_length(asked.length, repeat=asked.repeat)
 
 
 def _capture(asked: _Asked, *, grouped: bool = False) -> Captures:
     """Samples of the length, or of the model's context where that is shorter and they may be repeated."""
-    model, tokenizer = load_quietly(asked.model, asked.place)
+    model, tokenizer = load_quietly(asked.model, asked.run.place, download=asked.run.download)
     length = asked.length or _DEFAULT_LENGTH
     if asked.repeat:
         length = min(length, longest_context(model) or length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -24,8 +25,13 @@ __all__ = [
     "short_names",
 ]
 
+_OTHERS = {
+    "exact": "exact attention",
+    "block_diagonal": "block-diagonal attention, blocks of {}",
+    "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
+}
 _LENGTHS = (1024, 4096, 16384, 65536, 262144)
-"""At which a name that follows the length is looked at, to see whether it still means the same."""
+"""At these, the settings of a name that follows the length are recorded."""
 
 
 def figure_attentions(length: int) -> tuple[str, ...]:
@@ -68,9 +74,9 @@ def settings_of(attention: str) -> dict[str, Any] | None:
 
 
 def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
-    """A ValueError if the name meant something else to who wrote it beside these settings: defaults can change.
+    """Raise ValueError if a recorded name had other settings when it was written: defaults can change.
 
-    A field that was not there yet has its default, which means what was done before there was a choice.
+    A field that is newer than the record has its default, which is what was done before the field existed.
     """
     if settings is not None and not has_settings_of_length(attention):
         settings = {**asdict(MuSeConfig()), **settings}
@@ -81,7 +87,9 @@ def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
 def in_words(attention: str) -> str:
     config = muse_config(attention)
     if config is None:
-        return "exact attention" if attention == "exact" else attention
+        kind, _, settings = attention.partition(":")
+        sizes = re.findall(r"\d+[km]?", settings)
+        return _OTHERS[kind].format(*sizes) if kind == "exact" or (kind in _OTHERS and sizes) else attention
     if not config.tilt:
         clusters = f"{config.key_clusters} key clusters, no tilt"
     elif config.query_clusters == config.key_clusters:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Mean(NamedTuple):
     mean: float
     standard_error: float | None
-    """over samples; None where there is but one"""
+    """over samples; None for a single sample"""
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Mean:
@@ -21,7 +21,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def of_differences(cls, samples: Sequence[float], others: Sequence[float]) -> Mean:
-        """Of each sample less its other: what the two have in common is in no standard error."""
+        """Of paired differences: variation that both samples share is not in the standard error."""
         return cls.of([sample - other for sample, other in zip(samples, others, strict=True)])
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Mean(NamedTuple):
         return "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
 
 
-WILSON = "In parentheses, the 95% Wilson interval of so many questions, which takes them for independent."
+WILSON = "In parentheses: the 95% Wilson interval, for independent questions."
 
 
 class Share(NamedTuple):

@@ -9,8 +9,10 @@ from muse_attention.report.tree import Provenance
 
 
 class _Measured(Protocol):
-    machine: dict[str, Any]
-    commands: list[str]
+    @property
+    def machine(self) -> dict[str, Any]: ...
+    @property
+    def commands(self) -> list[str]: ...
 
 
 def provenance_of(results: _Measured, *facts: str) -> Provenance:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.machine import describe_machine
+from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +36,11 @@ class TextSettings:
     dtype: str
     fingerprint: str = ""
     """of the weights and the tokens: models and texts that words do not tell apart"""
+
+    @property
+    def title(self) -> str:
+        """Of a table on the terminal."""
+        return f"{self.model}\n{self.text}, {self.samples} x {format_size(self.length)} tokens"
 
 
 OnStep = Callable[[str, int], None]

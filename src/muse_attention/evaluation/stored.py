@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from muse_attention.declared_types import check_types
 from muse_attention.earlier_results import WAY_OUT_BY_NAME, find_earlier
@@ -26,9 +26,12 @@ from muse_attention.files import replace_file
 from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 VERSION = 2
 SECONDS_BETWEEN_WRITES = 2.0
-"""Of work that is lost at most. (To write a large file after every step can take longer than the step.)"""
+"""At most this much work is lost. (Writing a large file after every step can take longer than the step.)"""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class StoredResults:
     way_out: ClassVar[str] = WAY_OUT_BY_NAME
     """what a user can do with a file that cannot be continued"""
     is_finite: ClassVar[bool] = False
-    """whether a number that is none makes a file unreadable"""
+    """whether a NaN or an infinity makes a file unreadable"""
     readers: ClassVar[Mapping[type, Callable[[Any], Any]]] = {}
     """of structures that have one of their own"""
 
@@ -122,6 +125,11 @@ class StoredResults:
         finally:
             if is_changed:
                 self.write(path)
+
+
+def rounded(numbers: Tensor, digits: int) -> list[float]:
+    """To so many significant digits: files stay small."""
+    return [float(f"{number:.{digits}g}") for number in numbers.tolist()]
 
 
 def entries(

@@ -35,7 +35,7 @@ def read_samples(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], leng
     begins a text.
     """
     if length < 2 or number < 1:
-        raise ValueError(f"{number} samples of {length} tokens are nothing to measure: at least 1 of 2 is")
+        raise ValueError(f"cannot measure {number} samples of {length} tokens; use at least 1 sample of 2 tokens")
     begin: list[int] = tokenizer("").input_ids
     fresh = length - len(begin)
     tokens: list[int] = []

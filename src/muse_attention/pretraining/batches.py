@@ -27,7 +27,7 @@ class Windows:
         self, corpus: Corpus, length: int, *, split: str = TRAIN, buckets: Sequence[int] | None = None
     ) -> None:
         if length < 1:
-            raise ValueError(f"samples of {length} tokens are nothing to learn from: length must be at least 1")
+            raise ValueError(f"cannot train on samples of {length} tokens; length must be at least 1")
         self.corpus = corpus
         self.length = length
         self._streams = corpus.streams(split, buckets)
@@ -65,7 +65,7 @@ class Batches:
     seed: int = 0
     ranks: int = 1
     mixture: NeedleDocuments | None = None
-    """what stands in the place of some windows"""
+    """documents that replace some windows"""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.batch < 1 or self.batch % self.ranks:

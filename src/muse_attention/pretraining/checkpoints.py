@@ -4,8 +4,8 @@
         manifest.json                    hash of every file, and of itself
         rank-00000-00000.safetensors     tensors, sharded along their first dimension; each rank writes its own
 
-While it is written, a checkpoint is `step-00000500.tmp`, and so is an old one while it is removed: what has that name
-is nobody's, and the next run clears it away. Nothing is pickled. Shards of any number of ranks are read by any other.
+While it is written, a checkpoint is `step-00000500.tmp`, and so is an old one while it is removed: such
+folders are removed by the next run. Nothing is pickled. Shards of any number of ranks are read by any other.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def write_shard(folder: Path, step: int, rank: int, tensors: Mapping[str, Tensor
 
 
 def finish(folder: Path, step: int, about: dict[str, Any], *, ranks: int = 1) -> Path:
-    """Give a checkpoint that all ranks have written its manifest and its name."""
+    """Add the manifest to a checkpoint that all ranks have written, and rename it to its final name."""
     unfinished, finished = _aside(folder, step), folder_of(folder, step)
     files = []
     for rank in range(ranks):
@@ -138,7 +138,7 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
 
 def clear_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints after `step`, where a run goes on: they were refused, and must not count as kept."""
+    """Remove the checkpoints after `step`, from which a run continues: they were refused and must not be kept."""
     for found in steps_in(folder):
         if found > step:
             remove_folder(folder_of(folder, found))
@@ -153,7 +153,7 @@ def clear_unfinished(folder: Path) -> None:
 
 
 def verify(folder: Path, step: int) -> Checkpoint:
-    """A CheckpointError if anything is not as it was written, or is nothing that a run can go on from."""
+    """Raise CheckpointError if a file was changed, or if no run can continue from the checkpoint."""
     path = folder_of(folder, step)
     about, files = _read_manifest(path, step)
     for file in files:
@@ -212,7 +212,7 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> Non
 
 
 def read_tensors(checkpoint: Checkpoint, beginning: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor whose name begins so, once, its shards joined; a CheckpointError if they cannot be read."""
+    """Every tensor whose name has this prefix, shards joined; a CheckpointError if they cannot be read."""
     from safetensors import safe_open
 
     places: dict[str, list[str]] = {}
@@ -233,7 +233,7 @@ def read_tensors(checkpoint: Checkpoint, beginning: str = "") -> Iterator[tuple[
 
 @contextlib.contextmanager
 def _reading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
-    """An error in here is one of a file of the checkpoint, and says so."""
+    """Turn errors in this block into a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:
@@ -268,7 +268,7 @@ def _read_manifest(path: Path, step: int) -> tuple[dict[str, Any], list[_File]]:
 
 
 def _check_is_inside(folder: Path, name: str) -> None:
-    """A CheckpointError for a link that leads out of the folder, and for what is no file: a pipe would never end."""
+    """Raise CheckpointError for a link out of the folder, and for anything but a regular file: a pipe never ends."""
     path = os.path.realpath(folder / name, strict=True)
     if os.path.dirname(path) != os.path.realpath(folder) or not os.path.isfile(path):
         raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not a file of its own")

@@ -109,7 +109,7 @@ def check_tensorboard() -> None:
 
 
 def _read_lines(path: Path, on_broken: Callable[[str], None]) -> dict[int, str]:
-    """By step, in order. A last line without an end is that of a run that was killed, and nothing to speak of."""
+    """By step, in order. An incomplete last line is left by a run that was killed, and is ignored."""
     if not path.exists():
         return {}
     found: dict[int, str] = {}

@@ -37,7 +37,7 @@ def learnt(model: nn.Module, optimiser: torch.optim.AdamW) -> dict[str, Tensor]:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all numbers are. The device is asked once."""
+    """Whether all numbers are finite, with one synchronisation of the device."""
     return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
@@ -60,7 +60,7 @@ def restore_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, beginning: str = "") -> None:
-    """With all tensors of a checkpoint, or with those whose names begin so."""
+    """With all tensors of a checkpoint, or with those whose names have this prefix."""
     for name, tensor in read_tensors(checkpoint, beginning):
         target = targets.pop(name, None)
         if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:

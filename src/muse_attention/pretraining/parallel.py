@@ -42,7 +42,7 @@ class World:
         return total / self.ranks
 
     def all_succeed(self, success: bool) -> bool:
-        """Whether all ranks did. Nobody goes on before everybody is here."""
+        """Whether all ranks succeeded. Collective: every rank must call it."""
         if self.mesh is None:
             return success
         flag = torch.tensor(int(success), device=self.device)
@@ -50,7 +50,7 @@ class World:
         return bool(flag)
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """The least and the greatest of all ranks' numbers. Nobody goes on before everybody is here."""
+        """The smallest and the largest of all ranks' numbers. Collective: every rank must call it."""
         if self.mesh is None:
             return number, number
         least, greatest = (torch.tensor(number, device=self.device) for _ in range(2))
@@ -66,7 +66,7 @@ def has_launcher() -> bool:
 
 @contextlib.contextmanager
 def open_world(device: str) -> Iterator[World]:
-    """The processes of `torchrun`, which says by environment variables who this one is; this one alone without it."""
+    """The processes of `torchrun`, from its environment variables; one process without them."""
     if not has_launcher():
         yield World(torch.device(device))
         return
@@ -114,7 +114,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathered from all ranks, which must all ask for it."""
+    """Gathered from all ranks. Collective: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

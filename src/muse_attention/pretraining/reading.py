@@ -29,11 +29,11 @@ class ReadingError(RuntimeError):
 
 
 class ReaderError(RuntimeError):
-    """A process that reads cannot be had any more, whatever there is to read."""
+    """A reading process cannot be started or has died."""
 
 
 def can_read_ahead() -> bool:
-    """A process that is forked needs nothing of the script that runs; elsewhere than on Linux to fork is not safe."""
+    """Forked processes do not import the running script again; forking is safe on Linux only."""
     return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
@@ -91,7 +91,7 @@ class _Reader:
 
 def _send(batches: Batches, steps: range, rank: int, here: Connection, there: Connection) -> None:
     """In the other process. It waits when it is ahead by what a pipe holds, or by one batch if that is more."""
-    here.close()  # so that the end of the run is the end of this process, which has nobody to send to
+    here.close()  # so that this process ends with the run, when there is no reader left
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)  # threads do not survive a fork

@@ -26,7 +26,7 @@ MOST_STEPS, MOST_TOKENS, MOST_SEQUENCES = 10**9, 2**30, 2**20
 MOST_CLIP, LEAST_EPSILON = 1e9, 1e-30
 """The square of a clipped gradient is far from overflow in float32, and epsilon far from 0."""
 FREE = ("checkpoint_every", "keep", "probe_every")
-"""Fields that do not change what is learnt: a run may go on with others."""
+"""Fields that do not change what is learned: a run may continue with other values."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Recipe:
         clip: largest norm of all gradients together
         precision: precision of products, by autocast: float32 or bfloat16; weights and optimiser are always float32
         compile: compile each layer with torch.compile
-        recompute: compute activations of a layer again in the backward pass instead of keeping them
+        recompute: compute activations of a layer again in the backward pass, which saves memory
         deterministic: on CUDA, use only algorithms whose results are bitwise reproducible
         seed: seed of the initial weights and of the order of samples
         initial: folder of a model to take the initial weights from, in place of the seed's
@@ -116,7 +116,7 @@ class Recipe:
             raise ValueError(f"scale={self.scale} must be 0 or one of the paper's: {', '.join(map(str, PAPER_TOKENS))}")
         if self.peak_rate * self.weight_decay > 1:
             raise ValueError(
-                f"weight_decay={self.weight_decay} with peak_rate={self.peak_rate} would turn the sign of all weights; "
+                f"weight_decay={self.weight_decay} with peak_rate={self.peak_rate} would flip the sign of all weights; "
                 "choose a product of at most 1"
             )
         if self.warmup > self.steps:

@@ -1,11 +1,11 @@
-"""The folder of a training run: what is in it, what may be done there, and who has it.
+"""The folder of a training run: its files, what may be done there, and the lock on it.
 
     run.json         recipe and corpus, written first
     checkpoints/     see checkpoints.py
     metrics.jsonl    see metrics.py
     model/           written last: the model, as transformers reads it, with its tokenizer
 
-`run.json` alone is a run that has learnt nothing, and may become another.
+A folder with `run.json` alone has no checkpoint yet, and may be used for another run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
 
 @contextlib.contextmanager
 def claimed(output: Path, world: World, *, overwrite: bool = False) -> Iterator[None]:
-    """In here no other run works in a folder, which is made if need be. All ranks leave if the first cannot have it.
+    """Lock a folder, made if it is missing, against other runs. If the first rank cannot lock it, every rank raises.
 
     Args:
         overwrite: remove the run that is in the folder
@@ -116,7 +116,7 @@ def with_full_name(recipe: Recipe, output: Path, device: torch.device) -> Recipe
 def find_checkpoint(
     output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
 ) -> checkpoints.Checkpoint | None:
-    """Where the run in a folder goes on; None is its beginning."""
+    """The checkpoint from which the run in a folder continues; None to start from the beginning."""
     if has_run(output):
         document = _read_run(output)
         if has_learnt(output):
@@ -240,4 +240,4 @@ def _check_same(document: dict[str, Any], where: Path, recipe: Recipe, corpus: C
             "the run"
         )
     if document.get("needles") not in (None, writer.VERSION):
-        raise ValueError(f"{where} has learnt from needles that are not made any more; choose another output")
+        raise ValueError(f"{where} was trained on needles of an earlier version; choose another output")

@@ -5,8 +5,8 @@
 
     train(read_corpus(Path("out/corpus")), override(tiny(), ["steps=100"]), Path("out/train"))
 
-What is learnt lies in checkpoints, and nothing else is to be remembered: a run that was killed at any moment goes on
-from its newest checkpoint that is whole, and computes the same bits as if nothing had happened.
+Checkpoints have the whole state: a run that was killed at any moment continues from its newest complete checkpoint,
+and is bitwise equal to an uninterrupted run.
 
 The folder of a run is that of run_folder.py.
 """
@@ -58,7 +58,7 @@ from muse_attention.pretraining.schedule import EXACT, attention_at, learning_ra
 
 
 class TrainingError(RuntimeError):
-    """A run cannot go on; what it has learnt so far is in its checkpoints."""
+    """A run cannot continue; its state so far is in its checkpoints."""
 
 
 def train(
@@ -79,11 +79,11 @@ def train(
     Raises ValueError for bad arguments, TrainingError if the run cannot continue.
 
     Args:
-        resume: go on with the run in `output`, or start it if there is none
+        resume: continue the run in `output`, or start one if there is none
         overwrite: remove the run in `output` first
         on_step: called after every update, on the first rank
         on_refused: told why a checkpoint is not used
-        on_note: told what a run that goes on should know: lines of its metrics that are lost, other versions
+        on_note: told of lost lines of metrics and of changed versions when a run continues
     """
     world = world or World(torch.device("cpu"))
     batches = make_batches(corpus, recipe, world.ranks)
@@ -109,7 +109,7 @@ def train(
         lowest, highest = world.range_of(step)  # all have looked before the first one writes
         if lowest != highest:
             raise TrainingError(
-                f"some ranks would go on from step {lowest} and some from step {highest}: not all of them see all "
+                f"some ranks would continue from step {lowest} and some from step {highest}: not all of them see all "
                 f"files in {folder} yet; resume again in a minute"
             )
         if world.is_first:
@@ -251,7 +251,7 @@ class _Run:
         return total
 
     def _read(self, steps: range) -> Generator[Tensor]:
-        """Windows are there at once, but documents must be written."""
+        """Windows are read at once, but needle documents take time to write."""
         read = read_ahead if can_read_ahead() and self.batches.mixture is not None else read_batches
         try:
             with contextlib.closing(read(self.batches, steps, self.world.rank)) as batches:
@@ -368,7 +368,7 @@ def _write_model(
 
 @contextlib.contextmanager
 def determinism(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """On CUDA: the same bits twice. PyTorch's attention gives them only where all else must, so nothing is let pass."""
+    """Make a run on CUDA bitwise reproducible: every operator must be, as PyTorch's attention knows no other way."""
     if not (recipe.deterministic and device.type == "cuda"):
         yield
         return
@@ -386,9 +386,7 @@ def determinism(recipe: Recipe, device: torch.device) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         first_line = str(error).partition("\n")[0]
-        raise TrainingError(
-            f"{first_line}; with deterministic=false the run need not have the same bits twice"
-        ) from error
+        raise TrainingError(f"{first_line}; with deterministic=false the run is not bitwise reproducible") from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = fill

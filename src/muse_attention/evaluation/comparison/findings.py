@@ -85,7 +85,7 @@ def unlike(results: ComparisonResults, run: Run) -> list[str]:
 
 
 def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
-    """Those of them that have a share in its speed-up."""
+    """Those of them that change the speed."""
     return [name for name in unlike(results, run) if name in _OF_THE_SPEED]
 
 

@@ -88,7 +88,7 @@ def measure(
                 losses = _sample_losses(model, samples[sample], attention, settings)
                 if not math.isfinite(float(losses.sum())):
                     raise ValueError(
-                        f"the loss of {run.name} under {attention} is not a finite number; use --precision float32"
+                        f"the loss of {run.name} under {attention} is not a finite number; use --dtype float32"
                     )
                 _add(results, run.name, step, fingerprint, attention, losses)
                 results.write(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,8 +28,9 @@ from muse_attention.evaluation.loss.report import LEAK, span
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.markup import csv_text
-from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Curve, Line, draw_lines, shades
+from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Curve, Line, shades
 from muse_attention.pretraining.schedule import EXACT
+from muse_attention.report.figures import line_figure
 from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
@@ -39,12 +39,12 @@ _LOSS = (
     "which is what the texts differ by."
 )
 _DIFFERENCE = (
-    "Loss less that of the reference on the same samples, ± the standard error of the difference. Seed-to-seed "
+    "Loss minus that of the reference on the same samples, ± the standard error of the difference. Seed-to-seed "
     "variance is not included."
 )
 _SWITCHING = (
-    "The loss of one and the same model under an attention, less its loss under exact attention: what a user gains or "
-    "loses who trains with one and deploys the other."
+    "The loss of one and the same model under an attention, minus its loss under exact attention: what is gained or "
+    "lost by training with one and deploying with the other."
 )
 _TOKENS = (
     "The paper trains on 20 tokens for each parameter. Differences between runs that saw far fewer say how models "
@@ -130,7 +130,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
             results,
             f"Held-out text: {settings.corpus}; {settings.samples} windows of {format_size(settings.length)} tokens, "
             f"evenly spaced among {settings.windows:,}; {settings.precision}, on {settings.device}",
-            "The machine is that which measured these losses.",
+            "The machine below measured these losses; the runs may have been trained on another.",
         ),
         csv=as_csv(results),
     )
@@ -404,7 +404,7 @@ def _missing_sizes(results: ComparisonResults) -> list[str]:
 def _figure(name: str, title: str, lines: Iterable[Line], x: Axis, y: Axis, above: float | None = None) -> list[Figure]:
     """None if there is no line with a point."""
     drawn = [line for line in lines if line.points]
-    return [Figure(name, title, title, functools.partial(draw_lines, drawn, x, y, above=above))] if drawn else []
+    return [line_figure(name, title, drawn, x, y, above=above)] if drawn else []
 
 
 def _coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
 from muse_attention.evaluation.settings import OnStep, TextSettings
-from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.evaluation.stored import StoredResults, entries, rounded
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.gradient_fidelity import ExactGradients, measure_gradients
 from muse_attention.markup import csv_text
@@ -34,6 +34,8 @@ MEASURES = (
 )
 """Those of `fidelity.Fidelity`, each a number for every head, and of gradients. Earlier files have the first four, and
 an attention that retrieves nothing has nothing to tell of it."""
+
+_DIGITS = 6
 
 Heads = dict[str, list[float]]
 """Some of `MEASURES`, of every head of a layer."""
@@ -131,7 +133,10 @@ def measure(
 
     Shorter requests are measured on the beginning of each sample. If `gradients`, their errors are measured too.
     """
-    from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
+    from muse_attention.capture import (
+        NO_LAYERS,
+        visit_layers,
+    )  # here, for commands without a model to need no transformers
 
     finished = 0
     with results.saving(path) as save:
@@ -147,7 +152,7 @@ def measure(
 
                     visit_layers(model, ids[None, :length], visit)
                     if not results.layers:
-                        raise ValueError("every layer of this model has a window, so that no attention changes it")
+                        raise ValueError(NO_LAYERS)
                     results.has_all_layers = True
                 finished += number_of_layers(model)
                 on_step(f"{length} tokens", finished)
@@ -179,21 +184,16 @@ def _measure_layer(
         if len(found[sample]) <= place:
             exact = exact or exact_attention(query, key, value, return_lse=True, **call)
             fidelity = measure_fidelity(attention, query, key, value, exact=exact, **call)
-            found[sample].append({name: _rounded(tensor[0]) for name, tensor in fidelity.by_head().items()})
+            found[sample].append({name: rounded(tensor[0], _DIGITS) for name, tensor in fidelity.by_head().items()})
         if gradients and not _has_gradients(found[sample][place]):
             exact_gradients = exact_gradients or ExactGradients.of(query, key, value, **call)
             errors = measure_gradients(attention, query, key, value, exact=exact_gradients, **call)
-            found[sample][place].update({name: _rounded(tensor[0]) for name, tensor in vars(errors).items()})
+            found[sample][place].update({name: rounded(tensor[0], _DIGITS) for name, tensor in vars(errors).items()})
         save()
 
 
 def _has_gradients(heads: Heads) -> bool:
     return all(name in heads for name in GRADIENTS)
-
-
-def _rounded(numbers: Tensor) -> list[float]:
-    """To six digits: files stay small."""
-    return [float(f"{number:.6g}") for number in numbers.tolist()]
 
 
 def _csv_cell(numbers: list[float] | None, head: int, heads: int) -> str:

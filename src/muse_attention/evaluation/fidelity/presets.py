@@ -6,7 +6,7 @@ varies is varied around that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,13 +73,27 @@ class _Base:
             counts.append(2 * counts[-1])
         return counts
 
+    @property
+    def words(self) -> dict[str, object]:
+        """That a question may have in it."""
+        retrieved, block = self.config.retrieved_clusters, format_size(self.eighth)
+        return {"clusters": self.clusters, "most": 4 * self.clusters, "retrieved": retrieved, "eighth": block}
+
+    @property
+    def eighth(self) -> int:
+        """A block of about an eighth of the length, in sixteen equal parts, whatever the base has."""
+        return max(RETRIEVED_PART, self.length // 128 * RETRIEVED_PART)
+
     def row(self, *labels: object, **changes: object) -> Row:
         """The base with these changes. `joint` changes both cluster counts, and retrieval with them."""
         if "joint" in changes:
             joint = int(str(changes.pop("joint")))
             changes = {"query_clusters": joint, "key_clusters": joint, "retrieved_clusters": _part(joint)} | changes
-        config = self.config.replace(**changes)
-        return Row(tuple(map(str, labels)), FidelityRequest(f"muse:{config}", self.length))
+        return self.named(f"muse:{self.config.replace(**changes)}", *labels)
+
+    def named(self, attention: str, *labels: object) -> Row:
+        """An attention by its name."""
+        return Row(tuple(map(str, labels)), FidelityRequest(full_name(attention, self.length), self.length))
 
     def tilted_and_not(self, count: int, *labels: object, **changes: object) -> list[Row]:
         return [
@@ -92,270 +106,236 @@ def _part(clusters: int) -> int:
     return max(1, clusters // RETRIEVED_PART)
 
 
-def _methods(base: _Base) -> Preset:
-    config = base.config
+PRESETS: dict[str, Callable[[_Base], Preset]] = {}
+
+_Rows = Callable[[_Base], Iterable[Row]]
+
+
+def _preset(
+    name: str, columns: tuple[str, ...], title: str, question: str, *tables: PaperTable
+) -> Callable[[_Rows], _Rows]:
+    """The rows that a function gives for a base are a preset. The question may name the `words` of the base."""
+
+    def add(rows: _Rows) -> _Rows:
+        PRESETS[name] = lambda base: Preset(
+            name, title, question.format(**base.words), columns, tuple(rows(base)), tables
+        )
+        return rows
+
+    return add
+
+
+@_preset(
+    "methods",
+    ("attention",),
+    "MuSe, MoBA and block-diagonal attention at equal sparsity",
+    "All three attend exactly to the same own block; MoBA retrieves one block of as many keys as MuSe retrieves.",
+    paper.METHODS,
+)
+def _methods(base: _Base) -> Iterable[Row]:
+    config, block = base.config, format_size(base.config.block_size)
     # As many keys are retrieved by MoBA as by MuSe, on average.
     retrieved = config.retrieved_clusters * config.retrieved_blocks * config.block_size // config.key_clusters
-    moba = f"moba:L{format_size(config.block_size)}B{format_size(retrieved)}R1"
-    return Preset(
-        "methods",
-        "MuSe, MoBA and block-diagonal attention at equal sparsity",
-        "All three attend exactly to the same own block; MoBA retrieves one block of as many keys as MuSe retrieves.",
-        ("attention",),
-        (
-            base.row("MuSe"),
-            Row(("MoBA",), FidelityRequest(moba, base.length)),
-            Row(("block-diagonal",), FidelityRequest(f"block_diagonal:{format_size(config.block_size)}", base.length)),
-        ),
-        (paper.METHODS,),
-    )
+    yield base.row("MuSe")
+    yield base.named(f"moba:L{block}B{format_size(retrieved)}R1", "MoBA")
+    yield base.named(f"block_diagonal:{block}", "block-diagonal")
 
 
-def _joint(base: _Base) -> Preset:
-    rows = [row for count in base.counts for row in base.tilted_and_not(count, count, _part(count))]
-    return Preset(
-        "joint",
-        "Clusters of queries and keys together, with and without the tilt",
-        "Retrieval grows with the clusters (one in 16). Without the tilt all queries see the same summaries.",
-        ("clusters", "retrieved", "summaries"),
-        tuple(rows),
-        (paper.JOINT_1B, paper.JOINT_1B_NO_TILT, paper.JOINT_96M),
-    )
+@_preset(
+    "joint",
+    ("clusters", "retrieved", "summaries"),
+    "Clusters of queries and keys together, with and without the tilt",
+    "Retrieval grows with the clusters (one in 16). Without the tilt all queries see the same summaries.",
+    *(paper.JOINT_1B, paper.JOINT_1B_NO_TILT, paper.JOINT_96M),
+)
+def _joint(base: _Base) -> Iterable[Row]:
+    for count in base.counts:
+        yield from base.tilted_and_not(count, count, _part(count))
 
 
-def _query_clusters(base: _Base) -> Preset:
-    counts = [4 * base.clusters >> step for step in range((4 * base.clusters).bit_length())]
-    rows = [base.row(count, query_clusters=count) for count in counts]
-    return Preset(
-        "query-clusters",
-        "Clusters of queries alone",
-        f"{base.clusters} clusters of keys. One cluster of queries still tilts summaries by the mean query; without "
-        "the tilt they are plain means (the paper's Q = 1).",
-        ("query clusters",),
-        (*rows, base.row(NO_TILT, tilt=False)),
-        (paper.QUERY_CLUSTERS,),
-    )
+@_preset(
+    "query-clusters",
+    ("query clusters",),
+    "Clusters of queries alone",
+    "{clusters} clusters of keys. One cluster of queries still tilts summaries by the mean query; without the tilt "
+    "they are plain means (the paper's Q = 1).",
+    paper.QUERY_CLUSTERS,
+)
+def _query_clusters(base: _Base) -> Iterable[Row]:
+    for step in range((4 * base.clusters).bit_length()):
+        yield base.row(4 * base.clusters >> step, query_clusters=4 * base.clusters >> step)
+    yield base.row(NO_TILT, tilt=False)
 
 
-def _key_clusters(base: _Base) -> Preset:
-    rows = [base.row(count, _part(count), key_clusters=count, retrieved_clusters=_part(count)) for count in base.counts]
-    return Preset(
-        "key-clusters",
-        "Clusters of keys alone",
-        f"{base.clusters} clusters of queries; one in 16 clusters of keys is retrieved.",
-        ("key clusters", "retrieved"),
-        tuple(rows),
-        (paper.KEY_CLUSTERS,),
-    )
+@_preset(
+    "key-clusters",
+    ("key clusters", "retrieved"),
+    "Clusters of keys alone",
+    "{clusters} clusters of queries; one in 16 clusters of keys is retrieved.",
+    paper.KEY_CLUSTERS,
+)
+def _key_clusters(base: _Base) -> Iterable[Row]:
+    for count in base.counts:
+        yield base.row(count, _part(count), key_clusters=count, retrieved_clusters=_part(count))
 
 
-def _monopole(base: _Base) -> Preset:
-    rows = [row for count in base.counts for row in base.tilted_and_not(count, count, retrieved_clusters=0)]
-    return Preset(
-        "monopole",
-        "Summaries alone: nothing is retrieved",
-        "What the summaries of the far field are worth by themselves.",
-        ("clusters", "summaries"),
-        tuple(rows),
-        (paper.MONOPOLE_96M, paper.DECOMPOSITION),
-    )
+@_preset(
+    "monopole",
+    ("clusters", "summaries"),
+    "Summaries alone: nothing is retrieved",
+    "What the summaries of the far field are worth by themselves.",
+    *(paper.MONOPOLE_96M, paper.DECOMPOSITION),
+)
+def _monopole(base: _Base) -> Iterable[Row]:
+    for count in base.counts:
+        yield from base.tilted_and_not(count, count, retrieved_clusters=0)
 
 
-def _retrieval_only(base: _Base) -> Preset:
-    counts = dict.fromkeys((base.clusters, 4 * base.clusters))
-    rows = [row for count in counts for row in base.tilted_and_not(count, count, _part(count), monopole=False)]
-    return Preset(
-        "retrieval-only",
-        "Retrieval alone: summaries choose, but are not attended to",
-        "Whether the tilt helps by choosing better, or by approximating better.",
-        ("clusters", "retrieved", "summaries"),
-        tuple(rows),
-        (paper.RETRIEVAL_ONLY, paper.DECOMPOSITION),
-    )
+@_preset(
+    "retrieval-only",
+    ("clusters", "retrieved", "summaries"),
+    "Retrieval alone: summaries choose, but are not attended to",
+    "Whether the tilt helps by choosing better, or by approximating better.",
+    *(paper.RETRIEVAL_ONLY, paper.DECOMPOSITION),
+)
+def _retrieval_only(base: _Base) -> Iterable[Row]:
+    for count in (base.clusters, 4 * base.clusters):
+        yield from base.tilted_and_not(count, count, _part(count), monopole=False)
 
 
-def _fixed_retrieval(base: _Base) -> Preset:
+@_preset(
+    "fixed-retrieval",
+    ("clusters", "keys retrieved"),
+    "More clusters, as many retrieved",
+    "{retrieved} clusters are retrieved at any count, so that more clusters retrieve fewer keys.",
+    *(paper.FIXED_RETRIEVAL_96M, paper.FIXED_RETRIEVAL_1B),
+)
+def _fixed_retrieval(base: _Base) -> Iterable[Row]:
     retrieved = base.config.retrieved_clusters
-    rows = [
-        base.row(count, retrieved * base.config.block_size // count, joint=count, retrieved_clusters=retrieved)
-        for count in base.counts
-    ]
-    return Preset(
-        "fixed-retrieval",
-        "More clusters, as many retrieved",
-        f"{retrieved} clusters are retrieved at any count, so that more clusters retrieve fewer keys.",
-        ("clusters", "keys retrieved"),
-        tuple(rows),
-        (paper.FIXED_RETRIEVAL_96M, paper.FIXED_RETRIEVAL_1B),
-    )
+    for count in base.counts:
+        keys = retrieved * base.config.block_size // count
+        yield base.row(count, keys, joint=count, retrieved_clusters=retrieved)
 
 
-def _retrieval_count(base: _Base) -> Preset:
-    counts = [0, *(1 << step for step in range(base.clusters.bit_length() - 1))]
-    return Preset(
-        "retrieval-count",
-        "Retrieved clusters",
-        f"{base.clusters} clusters of queries and of keys, one block of each retrieved cluster.",
-        ("retrieved",),
-        tuple(base.row(count, retrieved_clusters=count) for count in counts),
-        (paper.RETRIEVAL_COUNT,),
-    )
+@_preset(
+    "retrieval-count",
+    ("retrieved",),
+    "Retrieved clusters",
+    "{clusters} clusters of queries and of keys, one block of each retrieved cluster.",
+    paper.RETRIEVAL_COUNT,
+)
+def _retrieval_count(base: _Base) -> Iterable[Row]:
+    for count in (0, *(1 << step for step in range(base.clusters.bit_length() - 1))):
+        yield base.row(count, retrieved_clusters=count)
 
 
-def _block_size(base: _Base) -> Preset:
-    rows = [
-        base.row(format_size(size), blocks, block_size=size, retrieved_blocks=blocks)
-        for blocks, size in ((1 << step, 2 * base.config.block_size >> step) for step in range(4))
-        if size >= base.clusters
-    ]
-    return Preset(
-        "block-size",
-        "Block size, with retrieval over an equal span",
-        "Smaller blocks leave more to be approximated; retrieved blocks times their size is constant.",
-        ("block", "blocks retrieved"),
-        tuple(rows),
-        (paper.BLOCK_SIZE,),
-    )
+@_preset(
+    "block-size",
+    ("block", "blocks retrieved"),
+    "Block size, with retrieval over an equal span",
+    "Smaller blocks leave more to be approximated; retrieved blocks times their size is constant.",
+    paper.BLOCK_SIZE,
+)
+def _block_size(base: _Base) -> Iterable[Row]:
+    for blocks in (1, 2, 4, 8):
+        size = 2 * base.config.block_size // blocks
+        if size >= base.clusters:
+            yield base.row(format_size(size), blocks, block_size=size, retrieved_blocks=blocks)
 
 
-def _clusters_or_blocks(base: _Base) -> Preset:
-    count, budget = 4 * base.clusters, 8
-    rows = [
-        base.row(budget // blocks, blocks, joint=count, retrieved_clusters=budget // blocks, retrieved_blocks=blocks)
-        for blocks in (1, 2, 4, 8)
-    ]
-    return Preset(
-        "clusters-or-blocks",
-        "Retrieving more clusters, or more blocks of each",
-        f"{count} clusters of queries and of keys; always {budget} pairs of cluster and block.",
-        ("clusters retrieved", "blocks of each"),
-        tuple(rows),
-        (paper.CLUSTERS_OR_BLOCKS,),
-    )
+@_preset(
+    "clusters-or-blocks",
+    ("clusters retrieved", "blocks of each"),
+    "Retrieving more clusters, or more blocks of each",
+    "{most} clusters of queries and of keys; always 8 pairs of cluster and block.",
+    paper.CLUSTERS_OR_BLOCKS,
+)
+def _clusters_or_blocks(base: _Base) -> Iterable[Row]:
+    for blocks in (1, 2, 4, 8):
+        retrieved = {"retrieved_clusters": 8 // blocks, "retrieved_blocks": blocks}
+        yield base.row(8 // blocks, blocks, joint=4 * base.clusters, **retrieved)
 
 
-def _dipole(base: _Base) -> Preset:
-    rows = []
-    for count in dict.fromkeys((base.clusters, 4 * base.clusters)):
-        rows.append(base.row(count, "nothing", joint=count, retrieved_clusters=0))
-        rows += [
-            base.row(count, f"{kind} dipole", joint=count, retrieved_clusters=0, dipole=kind)
-            for kind in ("shared", "centred", "tilted")
-        ]
-        rows.append(base.row(count, f"{_part(count)} retrieved", joint=count))
-    return Preset(
-        "dipole",
-        "Dipoles against retrieval",
-        "What is added to the summaries: a first-order correction of their values, or retrieval.",
-        ("clusters", "added"),
-        tuple(rows),
-        (paper.DIPOLE,),
-    )
+@_preset(
+    "dipole",
+    ("clusters", "added"),
+    "Dipoles against retrieval",
+    "What is added to the summaries: a first-order correction of their values, or retrieval.",
+    paper.DIPOLE,
+)
+def _dipole(base: _Base) -> Iterable[Row]:
+    for count in (base.clusters, 4 * base.clusters):
+        yield base.row(count, "nothing", joint=count, retrieved_clusters=0)
+        for kind in ("shared", "centred", "tilted"):
+            yield base.row(count, f"{kind} dipole", joint=count, retrieved_clusters=0, dipole=kind)
+        yield base.row(count, f"{_part(count)} retrieved", joint=count)
 
 
-def _length(base: _Base) -> Preset:
-    rows = []
-    length = base.length
-    while length >= 2048:
+@_preset(
+    "length",
+    ("length", "clusters", "block"),
+    "Length, with the sizes that go with it",
+    "The paper's sizes for each length, on the beginning of each sample. Where clusters cannot grow by the square root "
+    "of two they stay, so compare every other line.",
+    paper.LENGTH,
+)
+def _length(base: _Base) -> Iterable[Row]:
+    lengths = [base.length >> step for step in range(base.length.bit_length()) if base.length >> step >= 2048]
+    for length in reversed(lengths):
         config = MuSeConfig.paper_sizes(length).replace(clustering=base.config.clustering)
-        labels = (format_size(length), str(config.key_clusters), format_size(config.block_size))
-        rows.append(Row(labels, FidelityRequest(f"muse:{config}", length)))
-        length //= 2
-    return Preset(
-        "length",
-        "Length, with the sizes that go with it",
-        "The paper's sizes for each length, on the beginning of each sample. Where clusters cannot grow by the "
-        "square root of two they stay, so compare every other line.",
-        ("length", "clusters", "block"),
-        tuple(reversed(rows)),
-        (paper.LENGTH,),
-    )
+        sizes = (length, config.key_clusters, format_size(config.block_size))
+        yield _Base(config, length).row(format_size(length), *sizes[1:])
 
 
-def _clustering(base: _Base) -> Preset:
-    rows = [base.row("streaming, one pass", clustering="streaming")]
+@_preset(
+    "clustering",
+    ("centroids",),
+    "How centroids are found",
+    "Streaming K-means of the paper, and Lloyd's iterations from the same start. The default is Lloyd, with 4 "
+    "iterations on 64 vectors a cluster.",
+)
+def _clustering(base: _Base) -> Iterable[Row]:
+    yield base.row("streaming, one pass", clustering="streaming")
     for sample, words in ((64, "64 vectors a cluster"), (base.length, "all vectors")):
-        rows += [
-            base.row(f"Lloyd on {words}, {number} iterations", clustering="lloyd", lloyd_iterations=number,
-                     lloyd_sample=sample)
-            for number in (1, 2, 4, 8)
-        ]  # fmt: skip
-    return Preset(
-        "clustering",
-        "How centroids are found",
-        "Streaming K-means of the paper, and Lloyd's iterations from the same start. The default is Lloyd, with 4 "
-        "iterations on 64 vectors a cluster.",
-        ("centroids",),
-        tuple(rows),
-    )
+        for number in (1, 2, 4, 8):
+            lloyd = {"clustering": "lloyd", "lloyd_iterations": number, "lloyd_sample": sample}
+            yield base.row(f"Lloyd on {words}, {number} iterations", **lloyd)
 
 
-def _caps(base: _Base) -> Preset:
-    rows = [
-        base.row(count, of_queries or "none", of_keys or "none", joint=count, query_cap_factor=of_queries,
-                 cap_factor=of_keys)
-        for count in (base.clusters, 2 * base.clusters)
-        for of_queries, of_keys in ((4, 4), (None, 4), (None, None))
-    ]  # fmt: skip
-    return Preset(
-        "caps",
-        "Limits on the size of a cluster",
-        "In units of the mean size in a block. Overflow goes to another cluster, whose centroid it is far from. The "
-        "paper caps both at 4; the default here caps keys alone.",
-        ("clusters", "cap of queries", "cap of keys"),
-        tuple(rows),
-    )
+@_preset(
+    "caps",
+    ("clusters", "cap of queries", "cap of keys"),
+    "Limits on the size of a cluster",
+    "In units of the mean size in a block. Overflow goes to another cluster, whose centroid it is far from. The paper "
+    "caps both at 4; the default here caps keys alone.",
+)
+def _caps(base: _Base) -> Iterable[Row]:
+    for count in (base.clusters, 2 * base.clusters):
+        for of_queries, of_keys in ((4, 4), (None, 4), (None, None)):
+            labels, caps = (
+                (of_queries or "none", of_keys or "none"),
+                {"query_cap_factor": of_queries, "cap_factor": of_keys},
+            )
+            yield base.row(count, *labels, joint=count, **caps)
 
 
-def _error_control(base: _Base) -> Preset:
-    """In blocks of an eighth of the length, whatever the base has."""
-    block = max(16, base.length // 8)
-    rows = [
-        _named_row("paper", f"Q{clusters}K{clusters}", f"R{clusters // 16}", base.length,
-                   f"muse:QK{clusters}R{clusters // 16}B{block}")
-        for clusters in (32, 64, 128)
-    ]  # fmt: skip
-    part = block // RETRIEVED_PART
-    rows += [
-        _named_row("MoBA", "", f"{count} x {part} keys", base.length,
-                   f"moba:L{format_size(block)}B{format_size(part)}R{count}")
-        for count in (1, 2, 4)
-    ]  # fmt: skip
-    for clusters in ("Q32K32", "Q64K64", "Q128K128", "Q32K128", "Q16K256", "Q32K256"):
-        rows += [
-            _named_row(f"tolerance, {clusters}", clusters, f"T{tolerance} R{budget}", base.length,
-                       f"muse:{clusters}R{budget}T{tolerance}B{block}")
-            for tolerance, budget in (("0.03", 8), ("0.01", 8), ("0.003", 16))
-        ]  # fmt: skip
-    return Preset(
-        ERROR_CONTROL,
-        "Retrieval by expected error, against the paper's rule and MoBA",
-        f"Blocks of {format_size(block)}. The paper's rule retrieves R buckets for every query, {part} keys if all "
-        "buckets had the mean size; MoBA as many keys, twice and four times as many; a tolerance T retrieves what is "
-        "expected to be wrong by more, R buckets per query of a head at most.",
-        ("family", "clusters", "rule"),
-        tuple(rows),
-    )
-
-
-def _named_row(family: str, clusters: str, rule: str, length: int, attention: str) -> Row:
-    return Row((family, clusters, rule), FidelityRequest(full_name(attention, length), length))
-
-
-PRESETS: dict[str, Callable[[_Base], Preset]] = {
-    "methods": _methods,
-    "joint": _joint,
-    "query-clusters": _query_clusters,
-    "key-clusters": _key_clusters,
-    "monopole": _monopole,
-    "retrieval-only": _retrieval_only,
-    "fixed-retrieval": _fixed_retrieval,
-    "retrieval-count": _retrieval_count,
-    "block-size": _block_size,
-    "clusters-or-blocks": _clusters_or_blocks,
-    "dipole": _dipole,
-    "length": _length,
-    "clustering": _clustering,
-    "caps": _caps,
-    ERROR_CONTROL: _error_control,
-}
+@_preset(
+    ERROR_CONTROL,
+    ("family", "clusters", "rule"),
+    "Retrieval by expected error, against the paper's rule and MoBA",
+    "Blocks of {eighth}. The paper's rule retrieves R buckets for every query, a sixteenth of a block if all buckets "
+    "had the mean size; MoBA as many keys, twice and four times as many; a tolerance T retrieves what is expected to "
+    "be wrong by more, R buckets per query of a head at most.",
+)
+def _error_control(base: _Base) -> Iterable[Row]:
+    block, part = base.eighth, base.eighth // RETRIEVED_PART
+    for clusters in (32, 64, 128):
+        retrieved = f"R{clusters // RETRIEVED_PART}"
+        yield base.named(f"muse:QK{clusters}{retrieved}B{block}", "paper", f"Q{clusters}K{clusters}", retrieved)
+    for count in (1, 2, 4):
+        moba = f"moba:L{format_size(block)}B{format_size(part)}R{count}"
+        yield base.named(moba, "MoBA", "", f"{count} x {part} keys")
+    for sizes in ("Q32K32", "Q64K64", "Q128K128", "Q32K128", "Q16K256", "Q32K256"):
+        for tolerance, budget in (("0.03", 8), ("0.01", 8), ("0.003", 16)):
+            muse = f"muse:{sizes}R{budget}T{tolerance}B{block}"
+            yield base.named(muse, f"tolerance, {sizes}", sizes, f"T{tolerance} R{budget}")

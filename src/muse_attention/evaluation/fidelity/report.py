@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 from muse_attention import fidelity_columns
@@ -13,7 +12,8 @@ from muse_attention.evaluation.fidelity.paper import JOINT_1B, JOINT_1B_NO_TILT
 from muse_attention.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.provenance import count, provenance_of
-from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Line, draw_heat_map, draw_lines
+from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Line
+from muse_attention.report.figures import heat_map, line_figure
 from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
@@ -45,19 +45,13 @@ def fidelity_report(results: FidelityResults, file_name: str) -> Report:
     worst = max(zip(results.layers, errors.mean(1).tolist(), strict=True), key=lambda layer: layer[1])
     pooled = results.pooled(first)
     shown = fidelity_columns.known((*fidelity_columns.ERROR[:2], *fidelity_columns.TAIL), [pooled])
-    heat_map = Figure(
-        "error-of-every-head",
-        f"Relative squared error of {name} in every head",
-        f"{_ERROR} of every head of every layer",
-        functools.partial(
-            draw_heat_map,
-            errors.tolist(),
-            [str(layer) for layer in results.layers],
-            [str(head) for head in range(errors.shape[1])],
-            x="head",
-            y="layer",
-            label=_ERROR,
-        ),
+    heads = heat_map(
+        *("error-of-every-head", f"Relative squared error of {name} in every head", errors.tolist()),
+        *([str(layer) for layer in results.layers], [str(head) for head in range(errors.shape[1])]),
+        description=f"{_ERROR} of every head of every layer",
+        x="head",
+        y="layer",
+        label=_ERROR,
     )
     named = _named(results, presets)
     return Report(
@@ -71,7 +65,7 @@ def fidelity_report(results: FidelityResults, file_name: str) -> Report:
         sections=[
             *([Section("Attentions", tables=[table_of_requests(results, named)])] if named else []),
             *(_preset_section(results, preset) for preset in presets),
-            Section("Every head", figures=[heat_map], tables=[table], notes=[MEANING]),
+            Section("Every head", figures=[heads], tables=[table], notes=[MEANING]),
         ],
         names=names_table(request.attention for request in results.measured),
         provenance=provenance_of(results, subject(results)),
@@ -105,8 +99,7 @@ def _cluster_figure(place: str, curves: dict[str, list[tuple[float, float]]]) ->
     ]
     x, y = Axis("clusters of queries and of keys", log=2), Axis(_ERROR, log=10)
     name = f"error-against-clusters{'' if place == 'here' else '-paper'}"
-    return Figure(name, f"Error against clusters: {place}", f"{_ERROR} against clusters, {place}",
-                  functools.partial(draw_lines, lines, x, y))  # fmt: skip
+    return line_figure(name, f"Error against clusters: {place}", lines, x, y)
 
 
 def _key_figure(curves: dict[str, list[tuple[float, float]]]) -> Figure:
@@ -116,8 +109,7 @@ def _key_figure(curves: dict[str, list[tuple[float, float]]]) -> Figure:
         for place, (name, curve) in enumerate(curves.items())
     ]
     x, y = Axis("retrieved keys per query", log=2), Axis(_ERROR, log=10)
-    return Figure("error-against-retrieved-keys", "Error against retrieved keys", "error against retrieved keys",
-                  functools.partial(draw_lines, lines, x, y, above=ROUNDING))  # fmt: skip
+    return line_figure("error-against-retrieved-keys", "Error against retrieved keys", lines, x, y, above=ROUNDING)
 
 
 def shown_presets(results: FidelityResults) -> list[Preset]:

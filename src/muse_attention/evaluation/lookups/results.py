@@ -20,11 +20,14 @@ from muse_attention.evaluation.lookups.weight import Lookup, found_weight
 from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
 from muse_attention.evaluation.needles.samples import NeedleSamples, Sample, check_kind
 from muse_attention.evaluation.settings import OnStep
-from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.evaluation.stored import StoredResults, entries, rounded
 from muse_attention.recording import recorded_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,10 @@ def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
 
 
 def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask], results: LookupResults) -> None:
-    from muse_attention.capture import visit_layers  # here, for commands without a model to need no transformers
+    from muse_attention.capture import (
+        NO_LAYERS,
+        visit_layers,
+    )  # here, for commands without a model to need no transformers
 
     found: list[list[Lookup]] = [[] for _ in tasks]
     layers: list[int] = []
@@ -100,13 +106,13 @@ def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask]
 
     visit_layers(model, torch.from_numpy(sample.prompt)[None], visit)
     if not layers:
-        raise ValueError("every layer of this model has a window, so that no attention changes it; use another model")
+        raise ValueError(NO_LAYERS)
     results.layers = layers
     for task, of_task in zip(tasks, found, strict=True):
         results.lookups[task] = Found(
-            [_rounded(lookup.weight[0]) for lookup in of_task],
-            [_rounded(lookup.found[0]) for lookup in of_task],
-            [_rounded(lookup.exact[0]) for lookup in of_task],
+            [rounded(lookup.weight[0], _DIGITS) for lookup in of_task],
+            [rounded(lookup.found[0], _DIGITS) for lookup in of_task],
+            [rounded(lookup.exact[0], _DIGITS) for lookup in of_task],
             [lookup.pairs[0].tolist() for lookup in of_task],
         )
 
@@ -121,8 +127,3 @@ def _look_up_in_layer(
         query, key, call.clusters, call.selection, call.config, query.shape[2] - 1, sample.questions[0].definition,
         scale=scale,
     )  # fmt: skip
-
-
-def _rounded(numbers: Tensor) -> list[float]:
-    """To four digits: files stay small."""
-    return [float(f"{number:.4g}") for number in numbers.tolist()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from muse_attention.evaluation.attentions import in_words, names_table, short_names
 from muse_attention.evaluation.loss.curves import (
     binned,
@@ -17,7 +15,8 @@ from muse_attention.evaluation.loss.curves import (
 from muse_attention.evaluation.loss.positions import LossResults
 from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.markup import csv_text
-from muse_attention.plots import BLACK, SIZES, Axis, Line, draw_lines
+from muse_attention.plots import BLACK, SIZES, Axis, Line
+from muse_attention.report.figures import line_figure
 from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
@@ -163,12 +162,7 @@ def _figure(results: LossResults) -> Figure:
     ]
     lines.append(Line(EXACT, reducible_curve(results, EXACT, irreducible), BLACK))
     x, y = Axis("position", log=2, is_size=True), Axis("loss less irreducible loss (nats)", log=10)
-    return Figure(
-        "",
-        "Cumulative mean loss less irreducible loss",
-        "Cumulative mean loss less irreducible loss against position, one curve per attention",
-        functools.partial(draw_lines, lines, x, y, above=0.0),
-    )
+    return line_figure("", "Cumulative mean loss minus irreducible loss, by position", lines, x, y, above=0.0)
 
 
 def _fit_in_words(results: LossResults) -> str:

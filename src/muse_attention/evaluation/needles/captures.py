@@ -26,7 +26,7 @@ def read_needle_samples(
 ) -> tuple[Samples, tuple[LookupAt, ...]]:
     """Samples with one needle each, at one depth after another, and what is looked up in them."""
     if number < 1:
-        raise ValueError(f"{number} samples are nothing to measure: at least 1 is")
+        raise ValueError(f"cannot measure {number} samples; use at least 1")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are; use a fast tokenizer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from muse_attention.evaluation.needles.statistics import (
     is_preferred,
     share,
 )
-from muse_attention.plots import draw_heat_map
+from muse_attention.report.figures import heat_map
 from muse_attention.report.tree import Card, Figure, Section, Table, number
 from muse_attention.sizes import format_size
 
@@ -64,7 +63,7 @@ def depth_section(columns: Columns, measure: str) -> Section:
 
 
 def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
-    """Of what all columns were asked together, if that is of several lengths; of each length; and of each kind."""
+    """Over all lengths and kinds that every column was asked, if there are several lengths; then by length and kind."""
     found = groups_of(columns)
     lengths = sorted({length for length, _ in found})
     shared = [group for group in found if all(asked.answers([group]) for asked in columns.values())]
@@ -104,21 +103,19 @@ def heat_maps(columns: Columns, measure: str) -> list[Figure]:
         else:
             across = {kind: [(length, kind)] for length, kind in found}
         shares = [by_depth(asked.answers(together), MEASURES[measure]) for together in across.values()]
-        draw = functools.partial(
-            draw_heat_map,
-            [
-                [None if (one := column[bucket]) is None else one.value for column in shares]
-                for bucket in range(BUCKETS)
-            ],
-            [f"{depth_of(bucket):.2f}" for bucket in range(BUCKETS)],
-            list(across),
-            x="length" if len(lengths) > 1 else "kind",
-            y="depth of the definition",
-            label=measure,
-            is_share=True,
+        title, against = f"{measure.capitalize()}: {name}", "length" if len(lengths) > 1 else "kind"
+        values = [[None if one is None else one.value for one in of_depth] for of_depth in zip(*shares, strict=True)]
+        depths = [f"{depth_of(bucket):.2f}" for bucket in range(BUCKETS)]
+        figures.append(
+            heat_map(
+                *(f"{measure.replace(' ', '-')}-{place}", title, values, depths, list(across)),
+                description=f"{title}, depth against {against}",
+                x=against,
+                y="depth of the definition",
+                label=measure,
+                is_share=True,
+            )
         )
-        title = f"{measure.capitalize()}: {name}"
-        figures.append(Figure(f"{measure.replace(' ', '-')}-{place}", title, f"{title}, depth against length", draw))
     return figures
 
 

@@ -37,7 +37,7 @@ class Kind:
     asked: int
     """needles, one question each"""
     distractors: int
-    """definitions that nobody asks for"""
+    """definitions that are not asked for"""
 
 
 KINDS = {

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from muse_attention.extras import how_to_install
+
 
 @dataclass(frozen=True)
 class DataSet:
@@ -43,7 +45,7 @@ class Benchmark:
     published: int
     """samples, of each length where there are lengths"""
     data: DataSet | None = None
-    """None if the samples are made from nothing"""
+    """None if samples are generated without data"""
     is_ruler: bool = False
     """whether samples are made, at any length"""
 
@@ -180,7 +182,7 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import read_table
     except ImportError:
-        raise ImportError(f"reading {path} needs pyarrow: pip install 'muse-attention[evaluation]'") from None
+        raise ImportError(f"reading {path} needs pyarrow: {how_to_install('evaluation')}") from None
     try:
         rows: list[dict[str, Any]] = read_table(path).to_pylist()
     except (ArrowInvalid, OSError) as error:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from muse_attention.evaluation.tasks.answers import Answer
 from muse_attention.evaluation.tasks.benchmarks import Benchmark, Data, describe_made, read_rows, what_is_missing
 from muse_attention.evaluation.tasks.edit_similarity import edit_similarity
+from muse_attention.extras import how_to_install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_INSTALL = "pip install 'muse-attention[evaluation]'"
+_INSTALL = how_to_install("evaluation")
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _SEED = 0
 """lm-eval's own: a task of RULER that is run alone there has these samples."""
@@ -182,7 +183,7 @@ def _new_task(config: dict[str, Any]) -> Any:
 
 
 def _check_finite(responses: list[str] | list[tuple[float, bool]]) -> None:
-    """Of choices: the largest of some numbers of which one is none would be any of them."""
+    """Refuse a NaN among the log-probabilities of choices: which is the largest would be undefined."""
     for response in responses:
         if not isinstance(response, str) and not math.isfinite(response[0]):
             raise ValueError("the log-probability of a choice is not a finite number; use another dtype")
@@ -194,7 +195,7 @@ def _generated(options: str | dict[str, Any]) -> int:
 
 
 def _read_ruler_config(benchmark: Benchmark) -> dict[str, Any]:
-    """Reading it imports the code that makes samples, which would at once look for nltk's sentences on the network."""
+    """Reading it imports the code that makes samples, which would look for nltk's sentences on the network."""
     try:
         import nltk
         import wonderwords  # noqa: F401
@@ -211,8 +212,8 @@ def _ruler_made_here(
 ) -> Iterator[None]:
     """lm-eval makes RULER's samples in here: as many as are asked for, always the same, from these essays, silently.
 
-    By itself it makes 500 whatever is asked for, goes on from whatever random numbers were drawn before, and looks for
-    essays on the network. `module` has the functions that make them.
+    On its own it always makes 500, depends on the random numbers drawn before, and looks for essays on the network.
+    `module` has the functions that make them.
     """
     import datasets
     import nltk

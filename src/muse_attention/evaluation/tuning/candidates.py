@@ -63,7 +63,7 @@ class TuningSettings:
     @classmethod
     def of(cls, captures: Captures, *, device: str, dtype: str, repeats: int) -> TuningSettings:
         if repeats < 1:
-            raise ValueError(f"{repeats} repeats measure no time: at least 1 does")
+            raise ValueError(f"cannot measure a time with {repeats} repeats; use at least 1")
         origin = captures.origin
         return cls(
             model=origin.model,
@@ -210,7 +210,7 @@ def _each_once(attentions: Sequence[str], length: int) -> list[str]:
 
 
 def front(measured: Sequence[Candidate]) -> list[Candidate]:
-    """Those that nothing else is both as fast as and more accurate than, from the fastest on."""
+    """The Pareto front of time and error, from the fastest on: no other is both as fast and more accurate."""
     best: list[Candidate] = []
     for candidate in sorted(measured, key=lambda candidate: (candidate.time, candidate.error)):
         if not best or candidate.error < best[-1].error:

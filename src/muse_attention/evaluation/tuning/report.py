@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from muse_attention.config import MuSeConfig
@@ -11,7 +10,8 @@ from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.evaluation.tuning.candidates import Candidate, TuningResults, choose, front
 from muse_attention.fidelity_columns import ERROR, RETRIEVAL, TAIL, known
 from muse_attention.markup import csv_text
-from muse_attention.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule, draw_lines
+from muse_attention.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule
+from muse_attention.report.figures import line_figure
 from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
@@ -152,12 +152,7 @@ def _figure(results: TuningResults) -> Figure:
     if results.exact is not None:
         rules.append(Rule("exact attention", 1000 * results.exact.median, BLACK, is_vertical=True))
     x, y = Axis("forward + backward (ms)", log=10), Axis("relative squared error", log=10)
-    return Figure(
-        "",
-        "Error against time",
-        "Relative squared error against time, the front as a line",
-        functools.partial(draw_lines, lines, x, y, above=ROUNDING, rules=rules),
-    )
+    return line_figure("", "Error against time, with the front as a line", lines, x, y, above=ROUNDING, rules=rules)
 
 
 def _points(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:

@@ -38,7 +38,7 @@ _ZIP_HEADER_MARK, _ZIP_END_MARK = b"PK\3\4", b"PK\5\6"
 _ENCRYPTED, _SIZES_FOLLOW, _UTF8 = 1, 8, 0x800
 """Flags of a zip's member."""
 _LARGE_SIZE, _LARGE_NUMBER = 2**32 - 1, 2**16 - 1
-"""What stands for a size or a number that is elsewhere, as it does not fit."""
+"""Marks a size or a number that is stored elsewhere because it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Bounded(io.BufferedReader):
-    """Lets nobody ask for too much at once: the headers of a tar and the directory of a zip say how long they are."""
+    """Bounds a single read: the headers of a tar and the directory of a zip declare their own lengths."""
 
     def __init__(self, stream: io.RawIOBase, most: int, what: str) -> None:
         super().__init__(stream)

@@ -58,7 +58,7 @@ class _Unpacked(io.RawIOBase):
         return count
 
     def _unpack(self) -> bool:
-        """Whether there was anything more to unpack."""
+        """Whether there was more to unpack."""
         packed = self._file.read(_PACKED_AT_ONCE)
         if not packed and self._frame is not None:
             raise EOFError("it ends in the middle")

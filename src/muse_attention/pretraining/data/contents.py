@@ -23,7 +23,7 @@ _HEADROOM = 2**16
 
 
 def open_contents(place: str, *, largest: int) -> Fetch:
-    """From `place/content/ID`, where the place is a folder or a URL that begins with http; ValueError if it is none."""
+    """From `place/content/ID`, where the place is a folder or a URL that begins with http; else a ValueError."""
     if re.match(r"https?://", place):
         return lambda blob_id: _fetch(f"{place.rstrip('/')}/content/{_checked(blob_id)}", largest)
     folder = Path(place).expanduser() / "content"
@@ -51,7 +51,7 @@ def _checked(blob_id: str) -> str:
 
 
 def _fetch(url: str, largest: int) -> bytes:
-    """Again after a pause, should the server or the network fail; a ValueError if that does not help."""
+    """Retry after a pause if the server or the network fails; raises ValueError if all attempts fail."""
     for attempt in range(_ATTEMPTS):
         try:
             with urllib.request.urlopen(url, timeout=60) as response:
@@ -75,7 +75,7 @@ def _fetch(url: str, largest: int) -> bytes:
 
 
 def _unpack(packed: bytes, largest: int) -> bytes:
-    """What is larger is cut off just behind `largest`: enough to see that it is."""
+    """Stops just after `largest` bytes, which is enough to see that the content is too large."""
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
         content = unpacker.decompress(packed, largest + 1)

@@ -77,7 +77,7 @@ class Corpus:
     folder: Path
     manifest: Manifest
     fingerprint: str
-    """sixteen hexadecimal digits: of other data they are others"""
+    """sixteen hexadecimal digits that identify the data"""
     stamps: dict[str, Stamp]
     """of all files, by name"""
 

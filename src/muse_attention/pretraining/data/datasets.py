@@ -1,6 +1,6 @@
 """Datasets of JSON lines: rows of ids of The Stack v2, and documents of Dolma (LongMino among them).
 
-The lines may be plain or packed by gzip or Zstandard. A row that makes no sense is counted, and the next one is read.
+The lines may be plain or packed by gzip or Zstandard. An invalid row is counted and skipped.
 """
 
 from __future__ import annotations

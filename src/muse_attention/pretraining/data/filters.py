@@ -77,7 +77,7 @@ def _decode(content: bytes, *, is_code: bool) -> str:
 
 
 def _decode_as_declared(content: bytes) -> str:
-    """By the encoding that a Python file names in its first lines; nothing if that is none."""
+    """By the encoding that a Python file declares in its first lines; empty if that fails."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         text = content.decode(encoding)

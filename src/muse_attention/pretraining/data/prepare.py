@@ -45,20 +45,20 @@ from muse_attention.sizes import format_size
 
 UNFINISHED = "unfinished"
 OnStep = Callable[[str, int, int | None], None]
-"""What is done, how many of it, and of how many, if that is known."""
+"""Called with the current phase, the number done, and the total if it is known."""
 _BROKEN_NAMED = 100
 _BYTES_AT_ONCE = 2**22
 """Of text that is encoded together."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class CorpusSettings:
     vocabulary: int = 32768
     tokenizer: Path | None = None
-    """taken instead of training one"""
+    """to use; one is trained if it is None"""
     buckets: Buckets = field(default_factory=Buckets)
     skip_large: bool = False
-    """leave out what is larger than the largest bucket, as the paper does, instead of cutting it into parts"""
+    """leave out what is larger than the largest bucket, as the paper does; otherwise it is cut into parts"""
     held_out: float = 0.01
     """share of the repositories, by a hash of their names"""
     seed: int = 0
@@ -78,13 +78,13 @@ class Settings:
 def prepare(
     repositories: Iterable[Repository],
     folder: Path,
-    settings: Settings,
+    settings: CorpusSettings,
     *,
     source: str,
     overwrite: bool = True,
     on_step: OnStep | None = None,
 ) -> Corpus:
-    """Write a corpus to `folder`, in place of the one that is there unless that is not to be overwritten.
+    """Write a corpus to `folder`, and with `overwrite` replace the one that is there.
 
     Raises ValueError if nothing is left to write, or if another process is at work in the folder.
     """
@@ -97,8 +97,8 @@ def prepare(
         return _write_corpus(repositories, folder, settings, given, source, report)
 
 
-def recorded_settings(settings: Settings) -> dict[str, Any]:
-    """As the manifest has them: a tokenizer by its name, as where it lies is nobody else's business."""
+def recorded_settings(settings: CorpusSettings) -> dict[str, Any]:
+    """As the manifest has them: a tokenizer by its name, without its folder."""
     return {**asdict(settings), "tokenizer": settings.tokenizer and printable(settings.tokenizer.name)}
 
 
@@ -111,7 +111,7 @@ def hash_of(*parts: object) -> int:
 def _write_corpus(
     repositories: Iterable[Repository],
     folder: Path,
-    settings: Settings,
+    settings: CorpusSettings,
     given: Encoder | None,
     source: str,
     report: OnStep,
@@ -152,7 +152,7 @@ def _write_corpus(
 class _Reading:
     """Documents of repositories, and counts of everything that is left out on the way."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CorpusSettings) -> None:
         self._settings = settings
         self._buckets = settings.buckets
         self.counts: Counter[str] = Counter()
@@ -209,7 +209,7 @@ class _Reading:
         return join_files(name, texts, most)
 
     def _misfit(self, size: int, *, is_whole: bool = True) -> str:
-        """Why no bucket takes so many bytes; nothing if one does, or if a whole repository can be cut into parts."""
+        """Why no bucket takes this many bytes; empty if one does, or if a whole repository can be cut into parts."""
         if self._buckets.is_too_small(size):
             return f"below {format_size(self._buckets.smallest)} tokens"
         if self._buckets.is_too_large(size) and (self._settings.skip_large or not is_whole):
@@ -234,7 +234,7 @@ def _without_copies(documents: Sequence[Spooled], reading: _Reading) -> list[Spo
     return list(firsts.values())
 
 
-def _split(documents: Sequence[Spooled], settings: Settings) -> dict[str, list[Spooled]]:
+def _split(documents: Sequence[Spooled], settings: CorpusSettings) -> dict[str, list[Spooled]]:
     """By repository, in an order that only names and the seed decide.
 
     Should no hash fall below the share, the lowest one is held out.
@@ -256,7 +256,7 @@ def _split(documents: Sequence[Spooled], settings: Settings) -> dict[str, list[S
     }
 
 
-def _train(spool: Spool, documents: Sequence[Spooled], settings: Settings, report: OnStep) -> Encoder:
+def _train(spool: Spool, documents: Sequence[Spooled], settings: CorpusSettings, report: OnStep) -> Encoder:
     """On the first documents, in an order that is random already."""
 
     def texts() -> Iterator[str]:
@@ -285,7 +285,7 @@ def _write_streams(
     splits: dict[str, list[Spooled]],
     encoder: Encoder,
     folder: Path,
-    settings: Settings,
+    settings: CorpusSettings,
     report: OnStep,
 ) -> list[Stream]:
     streams = []
@@ -322,7 +322,7 @@ def _groups(documents: Sequence[Spooled]) -> Iterator[list[Spooled]]:
 
 
 def _publish(manifest: Manifest, unfinished: Path, folder: Path) -> None:
-    """Move everything to where it belongs. Nothing is left to write, which could fail, once the old corpus is gone."""
+    """Move everything into place. When the old corpus is removed, all files are written already."""
     write_manifest(manifest, unfinished)
     (folder / MANIFEST).unlink(missing_ok=True)
     for split in (TRAIN, HELD_OUT):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class SkippedFileError(Exception):
-    """A file is left out, and the text of this is the reason it is counted under."""
+    """A file is left out; the message is the reason under which it is counted."""
 
 
 class BrokenSourceError(Exception):
@@ -38,7 +38,7 @@ class Repository:
 
 
 def broken(name: str, reason: str) -> Repository:
-    """A repository of which no more is known than that it cannot be read."""
+    """A repository that cannot be read."""
 
     def files() -> Iterator[File]:
         raise BrokenSourceError(reason)

@@ -63,7 +63,7 @@ class Stream:
 
 
 class Stamp(NamedTuple):
-    """What changes when a file is written again. Not its inode: some network file systems number a file anew."""
+    """Changes when a file is rewritten. Inodes are not used: some network file systems renumber files."""
 
     size: int
     changed: int
@@ -157,7 +157,7 @@ def read_index(folder: Path, stream: Stream) -> Iterator[Indexed]:
 
 
 def check_file(path: Path, sha256: str, size: int | None = None, *, hashes: bool = True) -> Stamp:
-    """A ValueError if it is not there, not as long as it should be, or, unless that is spared, has another content."""
+    """A ValueError if it is not there, not as long as it should be, or, unless `hashes` is False, has other content."""
     try:
         stamp = Stamp.of(path.stat())
         if size is not None and stamp.size != size:

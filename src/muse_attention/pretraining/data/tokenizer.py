@@ -27,7 +27,7 @@ _OTHER_END_MARK = "<|endoftext|>"
 _WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 """What the byte-level pre-tokenizer does to ASCII."""
 _LINES = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
-"""Where no word goes across: ends of lines that have no other white space beside them."""
+"""No word crosses these: line ends without other white space beside them."""
 _LONGEST_TRAINED_WORD = 256
 """Bytes; what is longer is cut in training, whose time would grow with the square of them. No token is longer."""
 _LONGEST_KNOWN_WORD = 64

@@ -32,7 +32,7 @@ _END = 1 / 10
 _NEAREST = 64
 """Tokens, about, from a definition to its question."""
 _PROBED = 8192
-"""Tokens of the documents that a rank measures what was learnt by, at least: a hundred or more are answers."""
+"""Minimum tokens of the documents on which a rank measures answers: at least a hundred of them are answers."""
 _ASKED_TOGETHER = {1: 6, 2: 1, 4: 1}
 """Needles that a file asks for, and how often. A single call is always as far behind its import."""
 
@@ -59,7 +59,7 @@ class NeedleDocuments:
         longest = self._writer.longest
         self._definition = len(self._writer.definition(longest))
         self._questions = {number: len(self._writer.questions([longest] * number).tokens) for number in _ASKED_TOGETHER}
-        """the most tokens of a file that asks for so many"""
+        """the most tokens of a file that asks for this many needles"""
         shortest = len(self._writer.opening()) + self._definition + self._questions[1]
         if length < shortest:
             raise ValueError(

@@ -90,7 +90,7 @@ class NeedleWriter:
         """the needle that has the most tokens"""
 
     def draw(self, rng: random.Random, purpose: str, number: int) -> list[Needle]:
-        """So many with different names and uids. While there are enough words, none is in two names.
+        """`number` needles with different names and uids. While there are enough words, none is in two names.
 
         Those of another `purpose` are never drawn.
         """
@@ -111,7 +111,7 @@ class NeedleWriter:
         return [Needle(name, uid) for name, uid in zip(names, uids, strict=True)]
 
     def draw_uids(self, rng: random.Random, purpose: str, number: int, *, but: Collection[str] = ()) -> list[str]:
-        """So many different ones, and none of `but`. First tokens differ while there are enough."""
+        """`number` different uids, none of them in `but`. First tokens differ while there are enough."""
         found: dict[str, None] = {}
         firsts: list[_Piece] = []
         while len(found) < number:
