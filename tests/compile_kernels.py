@@ -1,7 +1,8 @@
 """Compile the kernels of one call for a GPU, on a machine that has none.
 
 Triton's interpreter does not check types, and what it runs may not compile. Run as a script: the tests' own process
-interprets kernels. Nothing is launched, so what comes out is meaningless.
+interprets kernels. Nothing is launched, so what comes out is meaningless. Prints each kernel and the most bytes of
+shared memory that a program of it needs.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ class _Hopper:
         return 0
 
 
-def main(dtype: str, config: str) -> None:
+def main(dtype: str, config: str, head_dim: str) -> None:
     driver.set_active(_Hopper())
-    run, compiled = JITFunction.run, set()
+    run, shared = JITFunction.run, {}
 
     def compile_only(self: JITFunction, *arguments: object, **options: object) -> None:
-        compiled.add(self.__name__)
-        run(self, *arguments, **{**options, "warmup": True})
+        compiled = run(self, *arguments, **{**options, "warmup": True})
+        shared[self.__name__] = max(compiled.metadata.shared, shared.get(self.__name__, 0))
 
     JITFunction.run = compile_only
     backends._why_not_triton = lambda *_: None
     query, key, value = (
-        torch.randn(1, heads, 300, 64, dtype=getattr(torch, dtype), requires_grad=True) for heads in (4, 2, 2)
+        torch.randn(1, heads, 300, int(head_dim), dtype=getattr(torch, dtype), requires_grad=True)
+        for heads in (4, 2, 2)
     )
     out = muse_attention(query, key, value, is_causal=True, enable_gqa=True, config=config, backend="triton")
     torch.autograd.grad(out.sum(), (query, key, value))
-    sys.stdout.write(" ".join(sorted(compiled)))
+    sys.stdout.writelines(f"{name} {size}\n" for name, size in sorted(shared.items()))
 
 
 if __name__ == "__main__":

@@ -465,6 +465,29 @@ class OperatorConformance(Conformance):
         return merged.out, merged.lse, clusters, selection
 
 
+def assert_out_of_range_is_clamped(wrong: int, config: str) -> None:
+    """`muse_attention` refuses clusters out of range, on a GPU without waiting for the answer. Below it the kernels
+    take the nearest number that is a cluster, and never leave their memory."""
+    parsed = MuSeConfig.parse(config)
+    inputs = Shape("", config, length=70, heads=1, key_heads=1).tensors(torch.float32)
+    clusters = find_clusters(*inputs[:2], config=parsed, backend="triton")
+    query_assignment, key_assignment = clusters.query_assignment.clone(), clusters.key_assignment.clone()
+    query_assignment[0, 0, ::9] = wrong
+    key_assignment[0, 0, ::8] = wrong
+    outside = replace(clusters, query_assignment=query_assignment, key_assignment=key_assignment)
+    clamped = replace(
+        clusters,
+        query_assignment=query_assignment.clamp(0, parsed.query_clusters - 1),
+        key_assignment=key_assignment.clamp(0, parsed.key_clusters - 1),
+    )
+    results = []
+    for given in (outside, clamped):
+        merged, _ = operator.attend(*inputs, given, parsed, is_causal=True, scale=0.25, backend="triton")
+        results.append([merged.out, *torch.autograd.grad(merged.out.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
 def _exact_logits(query: Tensor, key: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)

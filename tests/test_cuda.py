@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,13 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
-from muse_attention import MuSeConfig, get_attention, muse_attention, operator
+from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention, operator
 from muse_attention.fidelity import compare
 from muse_attention.kernels import launching, replaying, schedule
 from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from muse_attention.reference import reference_attention
 from muse_attention.synthetic import clustered_qkv
-from tests.conformance import OperatorConformance
+from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
 from tests.layouts import LAYOUTS
 from tests.shapes import Shape
 from tests.test_torch_backend import TestTorchBackend as _TorchBackend
@@ -57,6 +59,21 @@ class TestTritonBackend:
     def test_variants(self, variant: str) -> None:
         text = variant.replace("B32", "B256") + ",differentiable_aggregation=false"
         self._check(Shape(variant, text, length=1000, head_dim=64, value_dim=64), torch.bfloat16)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize(
+        ("config", "head_dim"),
+        [
+            ("Q16K600R4SP2B256", 128),
+            ("Q600K16R2B256", 128),
+            ("Q16K1024R4T0.01B256", 128),
+            ("QK300R4B256", 256),
+            ("Q8K2048R4B512", 64),
+        ],
+    )
+    def test_more_clusters_than_the_chip_holds(self, config: str, head_dim: int, dtype: torch.dtype) -> None:
+        shape = Shape(config, config, length=1000, heads=1, key_heads=1, head_dim=head_dim, value_dim=head_dim)
+        self._check(shape, dtype)
 
     def _check(self, shape: Shape, dtype: torch.dtype) -> None:
         config = MuSeConfig.parse(shape.config)
@@ -309,6 +326,59 @@ def test_more_programs_than_most_axes_of_a_grid_hold() -> None:
     for exact, of_stages, of_kernels in zip(*results, strict=True):
         of_torch, of_triton = ((some - exact).float().square().sum() for some in (of_stages, of_kernels))
         assert of_triton < 1.5 * of_torch + 1e-4 * exact.float().square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("clustering", ["lloyd", "streaming"])
+def test_finds_more_clusters_than_the_chip_holds(clustering: str, dtype: torch.dtype) -> None:
+    """As tight as those of the stages in PyTorch, and none beyond the cap."""
+    query, key, _ = clustered_qkv(1, 2, 8192, 128, dtype=dtype, device="cuda")
+    objectives = []
+    for backend in ("torch", "triton"):
+        config = f"QK1024R1B1k,clustering={clustering},cap_factor=2.0"
+        found = find_clusters(query, key, config=config, backend=backend)
+        centroids = found.key_centroids.gather(2, found.key_assignment.long()[..., None].expand(-1, -1, -1, 128))
+        objectives.append(float((key.float() - centroids).square().sum()))
+        of_blocks = torch.nn.functional.one_hot(found.key_assignment.long(), 1024).unflatten(2, (8, 1024)).sum(3)
+        assert of_blocks.max() <= 2
+    assert objectives[1] < 1.02 * objectives[0]
+
+
+@pytest.mark.parametrize("config", ["Q3K5R2SP2B32", "Q3K5R1T0.001B32,caution=2"])
+@pytest.mark.parametrize("wrong", [-7, 1 << 30])
+def test_an_assignment_out_of_range_stays_in_memory(wrong: int, config: str) -> None:
+    with torch.device("cuda"):
+        assert_out_of_range_is_clamped(wrong, config)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_clusters_handed_in_are_checked_without_waiting() -> None:
+    data, _ = _long_inputs()
+    clusters = find_clusters(*data[:2], config="QK64R4B1k")
+    expected = muse_attention(*data, is_causal=True, config="QK64R4B1k")
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        found = muse_attention(*data, is_causal=True, config="QK64R4B1k", clusters=clusters)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_clusters_out_of_range_are_refused_by_the_device(backend: str) -> None:
+    """In a process of its own, which can do nothing with its GPU afterwards."""
+    script = f"""
+import torch
+from muse_attention import find_clusters, muse_attention
+data = torch.randn(1, 1, 300, 64, device="cuda")
+clusters = find_clusters(data, data, config="QK4R1B64")
+clusters.key_assignment[0, 0, 7] = 4
+muse_attention(data, data, data, config="QK4R1B64", clusters=clusters, backend={backend!r})
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "device-side assert" in done.stderr
 
 
 def test_later_launches_go_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,24 @@ import torch
 pytest.importorskip("triton")
 
 
+MOST_SHARED = 227 * 1024
+"""Bytes of shared memory that a program may have on a Hopper GPU."""
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, test_cuda.py compiles them")
-@pytest.mark.parametrize("config", ["Q4K40R2T0.01B64", "QK4R2SP2B64,clustering=streaming"])
-def test_kernels_compile_for_a_gpu(config: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "head_dim"),
+    [
+        ("Q4K40R2T0.01B64", 64),
+        ("QK4R2SP2B64,clustering=streaming", 64),
+        ("Q16K1024R2SP2B64,clustering=lloyd", 128),
+        ("Q16K600R2T0.01B64,clustering=streaming", 256),
+    ],
+)
+def test_kernels_compile_for_a_gpu(config: str, head_dim: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compile_kernels", "bfloat16", config],
+        [sys.executable, "-m", "tests.compile_kernels", "bfloat16", config, str(head_dim)],
         check=False,
         env=environment,
         capture_output=True,
@@ -25,4 +37,6 @@ def test_kernels_compile_for_a_gpu(config: str) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) > 30
+    shared = {name: int(size) for name, size in map(str.split, done.stdout.splitlines())}
+    assert len(shared) > 30
+    assert not {name: size for name, size in shared.items() if size > MOST_SHARED}

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import find_clusters, get_attention, muse_attention
+from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
 from muse_attention.kernels.plan import Plan
+from muse_attention.reference import reference_attention
 from tests.closeness import assert_equal_to_rounding
-from tests.conformance import OperatorConformance
+from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
 from tests.shapes import Shape
 
 pytest.importorskip("triton")
@@ -196,33 +197,67 @@ def test_compiles_into_one_graph() -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param("Q1K520R3SP2B24", id="the paper's rule"),
-        pytest.param("Q1K520R1T0.001B24,caution=2", id="tolerance"),
-        pytest.param("Q520K2R1B24", id="of queries"),
-    ],
-)
-def test_more_clusters_than_the_chip_holds(config: str) -> None:
-    shape = Shape("", config, length=40, heads=1, key_heads=1, head_dim=128)
+@pytest.fixture
+def small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Centroids come in chunks of 16, and means in slices of 16 dimensions, where there are more."""
+    from muse_attention.kernels import nearest, schedule, selection
+
+    monkeypatch.setattr(schedule, "_schedules", {})
+    for module in (nearest, selection):
+        monkeypatch.setattr(module, "_MOST_NUMBERS", 512)
+    monkeypatch.setattr(nearest, "_NUMBERS_OF_CHUNK", 512)
+    monkeypatch.setattr(selection, "_MOST_LOGITS", 1024)
+
+
+@pytest.mark.usefixtures("small_chip")
+@pytest.mark.parametrize("variant", ["Q2K20R3SP2B32", "Q2K20R3B32,second_order=true"])
+def test_more_clusters_than_the_chip_holds(variant: str) -> None:
+    is_causal = "second_order" not in variant
+    shape = Shape("", variant, length=70, heads=1, key_heads=1, head_dim=20, is_causal=is_causal)
     TestTritonBackend()._check_against_reference(shape, torch.float64)
 
 
-@pytest.mark.parametrize("clustering", ["lloyd", "streaming"])
-def test_finds_more_clusters_than_the_chip_holds(clustering: str) -> None:
-    """As the reference does; with a cap of 1, some tokens move on to centroids of other chunks."""
-    _, key, _ = Shape("", "", length=600, heads=1, key_heads=1, head_dim=128).tensors(torch.float64)
-    config = f"QK520R1B300,clustering={clustering},cap_factor=1.0,tilt=false"
-    found, expected = (find_clusters(key, key, config=config, backend=name) for name in ("triton", "reference"))
-    assert_equal_to_rounding(found.key_centroids, expected.key_centroids)
-    assert torch.equal(found.key_assignment, expected.key_assignment)
+@pytest.mark.usefixtures("small_chip")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "Q20K40R1B64,clustering=streaming,cap_factor=1.0,query_cap_factor=1.2",
+        "QK36R1B64,clustering=lloyd,lloyd_sample=2,cap_factor=1.2",
+    ],
+)
+def test_finds_the_clusters_of_the_reference_in_chunks(variant: str) -> None:
+    query, key, _ = Shape("", "", length=150, heads=1, key_heads=1, head_dim=20).tensors(torch.float64)
+    found, expected = (
+        vars(find_clusters(query, key, config=variant, backend=name)) for name in ("triton", "reference")
+    )
+    for side in ("query", "key"):
+        assert_equal_to_rounding(found[f"{side}_centroids"], expected[f"{side}_centroids"], side)
+        assert torch.equal(found[f"{side}_assignment"], expected[f"{side}_assignment"])
 
 
+@pytest.mark.usefixtures("small_chip")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_of_equally_near_centroids_the_first_with_room_counts(dtype: torch.dtype) -> None:
     """Also of those in different chunks: with zeros, all are equally near."""
-    zeros = torch.zeros(1, 1, 36, 256, dtype=dtype)
-    found = find_clusters(zeros, zeros, config="QK130R1B36,cap_factor=3.0", backend="triton")
+    zeros = torch.zeros(1, 1, 40, 32, dtype=dtype)
+    found = find_clusters(zeros, zeros, config="QK50R1B20,cap_factor=1.0", backend="triton")
     assert (found.query_assignment == 0).all()
-    assert found.key_assignment.flatten().tolist() == list(range(36))
+    assert found.key_assignment.flatten().tolist() == 2 * list(range(20))
+
+
+def test_hundreds_of_clusters_of_wide_heads() -> None:
+    """What no chip holds: 520 of 128 dimensions. Given these clusters, all is as in the reference."""
+    shape = Shape("", "Q1K520R3SP2B16,cap_factor=1.0", length=24, heads=1, key_heads=1, head_dim=128)
+    inputs = shape.tensors(torch.float64, requires_grad=False)
+    config = MuSeConfig.parse(shape.config)
+    out, lse, clusters, selection = TestTritonBackend().attend(*inputs, config, is_causal=True)
+    expected = reference_attention(*inputs, config, is_causal=True, clusters=clusters)
+    assert torch.equal(selection.opened, expected.selection.opened)
+    assert torch.equal(selection.retrieved, expected.selection.retrieved)
+    assert_equal_to_rounding(out, expected.out)
+    assert_equal_to_rounding(lse, expected.lse)
+
+
+@pytest.mark.parametrize(("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1T0.001B32,caution=2")])
+def test_an_assignment_out_of_range_stays_in_memory(wrong: int, config: str) -> None:
+    assert_out_of_range_is_clamped(wrong, config)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import cdiv, power_of_two
+from muse_attention.kernels.numbers import cdiv, in_range, power_of_two
 
 _TOKENS = 128
 """Tokens of a block ranked together."""
@@ -165,7 +165,9 @@ def _count_clusters(assignment, counts, length, block_size, clusters, TILE: tl.c
     tile, block, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place = tile * TILE + tl.arange(0, TILE)
     row = block * block_size + place
-    cluster = tl.load(assignment + sequence * length + row, mask=(place < block_size) & (row < length), other=clusters)
+    inside = (place < block_size) & (row < length)
+    cluster = in_range(tl.load(assignment + sequence * length + row, mask=inside, other=0), clusters)
+    cluster = tl.where(inside, cluster, clusters)
     number = tl.arange(0, BINS)
     tiles = tl.num_programs(0) * tl.num_programs(1)
     at = (sequence * clusters + number) * tiles + block * tl.num_programs(0) + tile
@@ -210,12 +212,14 @@ def _place_by_cluster(
     place = tile * TILE + tl.arange(0, TILE)
     row = block * block_size + place
     inside = (place < block_size) & (row < length)
-    cluster = tl.load(assignment + row, mask=inside, other=-1)
+    cluster = in_range(tl.load(assignment + row, mask=inside, other=0), clusters)
     rank = tl.zeros([TILE], tl.int32)
     for begin in range(0, TILE, STEP):
         other_place = tile * TILE + begin + tl.arange(0, STEP)
         other_row = block * block_size + other_place
-        other = tl.load(assignment + other_row, mask=(other_place < block_size) & (other_row < length), other=-1)
+        # (Those outside of the block come after all that are inside.)
+        other = tl.load(assignment + other_row, mask=(other_place < block_size) & (other_row < length), other=0)
+        other = in_range(other, clusters)
         earlier = (other[None, :] == cluster[:, None]) & (other_row[None, :] < row[:, None])
         rank += tl.sum(earlier.to(tl.int32), 1)
     start = tl.load(cluster_starts + cluster, mask=inside, other=0)

@@ -88,6 +88,12 @@ def store_rows(table, first, offset, is_row, rows, X: tl.constexpr, XP: tl.const
 
 
 @triton.jit
+def in_range(number, size):
+    """The nearest of `0 .. size - 1`: an assignment that was handed in must not lead outside of memory."""
+    return tl.minimum(tl.maximum(number, 0), size - 1)
+
+
+@triton.jit
 def count_bits(words):
     """Of int32: how many bits are set."""
     rest = words.to(tl.uint32, bitcast=True)

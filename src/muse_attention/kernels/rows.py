@@ -8,7 +8,7 @@ from torch import Tensor
 
 from muse_attention.kernels.grouping import Groups
 from muse_attention.kernels.launching import kernel
-from muse_attention.kernels.numbers import arithmetic, cdiv, load_rows, padded
+from muse_attention.kernels.numbers import arithmetic, cdiv, in_range, load_rows, padded
 from muse_attention.precision import compute_dtype
 
 _TILE = 64
@@ -88,7 +88,8 @@ def _take_residuals(
     place, dim = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
     inside = (place < length)[:, None] & (dim < D)[None, :]
     row = tl.load(order + head * length + place, mask=place < length, other=0)
-    cluster = head * clusters + tl.load(assignment + head * length + row, mask=place < length, other=0)
+    cluster = in_range(tl.load(assignment + head * length + row, mask=place < length, other=0), clusters)
+    cluster = head * clusters + cluster
     scaled = tl.load(queries + (head * length + row)[:, None] * D + dim[None, :], mask=inside, other=0.0).to(ACC)
     centroid = tl.load(centroids + cluster[:, None] * D + dim[None, :], mask=inside, other=0.0).to(ACC)
     residual = scaled * SCALE - centroid
@@ -111,7 +112,8 @@ def _square_distances(
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = place < length
     row = tl.load(order + head * length + place, mask=inside, other=0)
-    bucket = tl.load(assignment + head * length + row, mask=inside, other=0) * blocks + row // block_size
+    cluster = in_range(tl.load(assignment + head * length + row, mask=inside, other=0), buckets // blocks)
+    bucket = cluster * blocks + row // block_size
     first = tl.load(starts + head * (buckets + 1) + bucket, mask=inside, other=0)
     point = load_rows(keys, head * length, first, inside, D, DP).to(ACC)
     # A key that is not finite must poison what attends to it, not the spread of its bucket.
