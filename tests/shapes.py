@@ -19,6 +19,8 @@ class Shape:
     head_dim: int = 16
     value_dim: int = 16
     is_causal: bool = True
+    key_offset: float = 0.0
+    """how far from 0 the keys of a head lie together, in their standard deviations and in each dimension, about"""
 
     def __str__(self) -> str:
         return self.name
@@ -28,6 +30,8 @@ class Shape:
         query = torch.randn(self.batch, self.heads, self.length, self.head_dim, dtype=torch.float64) + 0.5
         key = torch.randn(self.batch, self.key_heads, self.length, self.head_dim, dtype=torch.float64)
         value = torch.randn(self.batch, self.key_heads, self.length, self.value_dim, dtype=torch.float64)
+        if self.key_offset:
+            key += self.key_offset * torch.randn(self.key_heads, 1, self.head_dim, dtype=torch.float64)
         query, key, value = (tensor.to(dtype).requires_grad_(requires_grad) for tensor in (query, key, value))
         return query, key, value
 

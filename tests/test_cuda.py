@@ -13,12 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention, operator
+from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
 from muse_attention.fidelity import compare
 from muse_attention.kernels import launching, replaying, schedule
 from muse_attention.pretraining.model.sliding_window import sliding_window_attention
-from muse_attention.reference import reference_attention
 from muse_attention.synthetic import clustered_qkv
+from tests.against_torch import assert_at_most_twice_the_error_of_torch
 from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
 from tests.layouts import LAYOUTS
 from tests.shapes import Shape
@@ -75,41 +75,15 @@ class TestTritonBackend:
         shape = Shape(config, config, length=1000, heads=1, key_heads=1, head_dim=head_dim, value_dim=head_dim)
         self._check(shape, dtype)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("aggregation", ["", ",differentiable_aggregation=false"], ids=["", "frozen"])
+    @pytest.mark.parametrize("shape", [replace(shape, head_dim=64, value_dim=64) for shape in SHAPES[1:]], ids=str)
+    def test_keys_with_a_large_common_offset(self, shape: Shape, aggregation: str, dtype: torch.dtype) -> None:
+        self._check(replace(shape, config=shape.config + aggregation, key_offset=10.0), dtype)
+
     def _check(self, shape: Shape, dtype: torch.dtype) -> None:
-        config = MuSeConfig.parse(shape.config)
         with torch.device("cuda"):
-            inputs = shape.tensors(dtype)
-            scale = shape.head_dim**-0.5
-            clusters = operator.cluster(*inputs[:2], config, scale=scale, backend="triton")
-            arguments = {"is_causal": shape.is_causal, "scale": scale}
-            _poison_memory()
-            merged, selection = operator.attend(*inputs, clusters, config, **arguments, backend="triton")
-            weights = [torch.randn_like(merged.out), torch.randn_like(merged.lse)]
-            _poison_memory()
-            found = [merged.out, merged.lse, *torch.autograd.grad(list(vars(merged).values()), inputs, weights)]
-            other, _ = operator.attend(*inputs, clusters, config, **arguments, backend="torch", selection=selection)
-            theirs = [other.out, other.lse, *torch.autograd.grad(list(vars(other).values()), inputs, weights)]
-            wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-            exact = reference_attention(
-                *wide,
-                config,
-                **arguments,
-                clusters=replace(clusters, query_centroids=clusters.query_centroids.double()),
-                selection=selection,
-            )
-            gradients = torch.autograd.grad([exact.out, exact.lse], wide, [weight.double() for weight in weights])
-        for name, ours, torchs, expected in zip(
-            ("out", "lse", "grad query", "grad key", "grad value"),
-            found,
-            theirs,
-            [exact.out, exact.lse, *gradients],
-            strict=True,
-        ):
-            error, allowed = _error(ours, expected), 2 * _error(torchs, expected)
-            if name == "lse":
-                # The `torch` backend has it in float32. Here logits are products of numbers in `dtype`.
-                allowed = max(allowed, torch.finfo(dtype).eps / 4)
-            assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+            assert_at_most_twice_the_error_of_torch(shape, dtype, poison_memory=_poison_memory)
 
 
 class TestTritonConformance(OperatorConformance):
@@ -229,10 +203,6 @@ def _poison_memory() -> None:
     torch.cuda.empty_cache()
     block = torch.full((1 << 28,), float("nan"), device="cuda")
     del block
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach().double() - expected.detach()).square().mean().sqrt())
 
 
 def _whole(data: tuple[Tensor, ...], grad_out: Tensor, config: str) -> list[Tensor]:

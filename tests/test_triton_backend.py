@@ -14,6 +14,7 @@ from torch import Tensor
 from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
 from muse_attention.kernels.plan import Plan
 from muse_attention.reference import reference_attention
+from tests.against_torch import assert_at_most_twice_the_error_of_torch
 from tests.closeness import assert_equal_to_rounding
 from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
 from tests.shapes import Shape
@@ -45,6 +46,12 @@ VARIANTS = [
     "Q3K5R2SP2B32,second_order=true",
     "Q3K5R9T0.03B32,caution=2",
     "Q2K33R1T0.003B32",
+]
+OFFSET = [
+    ("Q3K5R2SP2B32", True),
+    ("Q3K5R1T0.003B32,caution=2", False),
+    ("Q3K5R0B32,differentiable_aggregation=false", True),
+    ("Q3K5R2B32,monopole=false", False),
 ]
 FOUND = [
     "Q4K5R2B32,clustering=streaming",
@@ -80,6 +87,19 @@ class TestTritonBackend(OperatorConformance):
         text = f"{variant},differentiable_aggregation={str(not frozen).lower()}"
         shape = Shape(variant, text, length=80, heads=2, key_heads=1, value_dim=8, is_causal=is_causal)
         self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize(("variant", "is_causal"), OFFSET)
+    def test_keys_with_a_large_common_offset_equal_reference(self, variant: str, is_causal: bool) -> None:
+        shape = Shape(variant, variant, length=70, key_heads=1, value_dim=8, is_causal=is_causal, key_offset=10.0)
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize(
+        ("variant", "dtype"),
+        [("Q3K5R1B32", torch.float32), ("Q3K5R1B32", torch.float16), ("Q3K5R1T0.003B32", torch.float16)],
+    )
+    def test_keys_with_a_large_common_offset(self, variant: str, dtype: torch.dtype) -> None:
+        shape = Shape(variant, variant, length=100, heads=1, key_heads=1, key_offset=10.0)
+        assert_at_most_twice_the_error_of_torch(shape, dtype)
 
     @pytest.mark.parametrize("variant", FOUND)
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:

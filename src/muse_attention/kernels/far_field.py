@@ -256,11 +256,15 @@ class _Heads:
     """(G, N) int32"""
     key_spread: Tensor | None
     """(G, D)"""
+    key_offset: Tensor
+    """(G, D): the point from which the means of keys are stored"""
 
     @classmethod
     def of(cls, *tensors: Tensor | None) -> _Heads:
-        """From the same with the axes batch and heads."""
-        return cls(*(None if tensor is None else tensor.flatten(0, 1) for tensor in tensors))  # type: ignore[arg-type]
+        """From the same with the axes batch and heads, less the offset of keys."""
+        flat: list[Any] = [None if tensor is None else tensor.flatten(0, 1) for tensor in tensors]
+        flat.append(find_key_offset(flat[1]))
+        return cls(*flat)
 
     @property
     def shared_by(self) -> int:
@@ -276,6 +280,7 @@ class _Heads:
             self.query_assignment[of_queries],
             self.key_assignment[group],
             None if self.key_spread is None else self.key_spread[group],
+            self.key_offset[group],
         )
 
     def slice_of_queries(self, group: slice) -> slice:
@@ -328,7 +333,6 @@ class _FarField:
     keys: Tensor
     values: Tensor
     key_offset: Tensor
-    """(G, D): the point from which the means of keys are stored"""
     squares: Tensor | None
     """`square_distances` of the keys, if anyone asks how far they are apart"""
     centroids: Tensor
@@ -340,10 +344,9 @@ class _FarField:
             Groups(plan.segment_order, plan.segment_starts),
             Groups(plan.bucket_order, plan.bucket_starts),
         )
-        key_offset = find_key_offset(heads.keys)
         residuals, shift, width = take_residuals(
-            heads.queries, heads.query_centroids, heads.query_assignment, key_offset, heads.key_spread, in_segments,
-            scale=scale,
+            heads.queries, heads.query_centroids, heads.query_assignment, heads.key_offset, heads.key_spread,
+            in_segments, scale=scale,
         )  # fmt: skip
         keys, squares = take_rows(heads.keys, buckets), None
         if width is not None:
@@ -364,7 +367,7 @@ class _FarField:
             buckets,
             keys,
             take_rows(heads.values, buckets),
-            key_offset,
+            heads.key_offset,
             squares,
             heads.query_centroids,
         )

@@ -39,7 +39,9 @@ class QueryGradients:
 def find_key_offset(keys: Tensor) -> Tensor:
     """(G, D): in each dimension, halfway between the quartiles of a sample of (G, N, D) keys.
 
-    A few gigantic keys move it no further than any others do. (They would move the mean.)
+    A few gigantic keys move it no further than any others do. (They would move the mean.) It is 0 where the quartiles
+    lie on both sides of 0: there is little to gain, and a mean of one key is exact as it is. It is a number of the
+    keys' dtype: less such a number, a key not far from it needs no rounding.
     """
     heads, length, head_dim = keys.shape
     offset = keys.new_empty(heads, head_dim, dtype=compute_dtype(keys.dtype))
@@ -72,4 +74,5 @@ def _find_middle(
     rank = tl.sum(comes_first.to(tl.int32), 1)
     lower = tl.sum(tl.where(rank == SAMPLE // 4, sample, 0.0), 0)
     upper = tl.sum(tl.where(rank == SAMPLE - 1 - SAMPLE // 4, sample, 0.0), 0)
-    tl.store(offset + head * D + dim, 0.5 * lower + 0.5 * upper, mask=is_dim)
+    middle = (0.5 * lower + 0.5 * upper).to(keys.dtype.element_ty).to(ACC)
+    tl.store(offset + head * D + dim, tl.where((lower > 0) | (upper < 0), middle, 0.0), mask=is_dim)

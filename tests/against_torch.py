@@ -1,0 +1,56 @@
+"""The Triton backend against the `torch` backend: the same clusters and selection, at most twice the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from muse_attention import MuSeConfig, operator
+from muse_attention.reference import reference_attention
+from tests.shapes import Shape
+
+
+def assert_at_most_twice_the_error_of_torch(
+    shape: Shape, dtype: torch.dtype, *, poison_memory: Callable[[], None] = lambda: None
+) -> None:
+    """Output, lse and all gradients, against the reference in float64. `poison_memory` comes before either pass."""
+    config = MuSeConfig.parse(shape.config)
+    inputs = shape.tensors(dtype)
+    scale = shape.head_dim**-0.5
+    clusters = operator.cluster(*inputs[:2], config, scale=scale, backend="triton")
+    arguments = {"is_causal": shape.is_causal, "scale": scale}
+    poison_memory()
+    merged, selection = operator.attend(*inputs, clusters, config, **arguments, backend="triton")
+    weights = [torch.randn_like(merged.out), torch.randn_like(merged.lse)]
+    poison_memory()
+    found = [merged.out, merged.lse, *torch.autograd.grad(list(vars(merged).values()), inputs, weights)]
+    other, _ = operator.attend(*inputs, clusters, config, **arguments, backend="torch", selection=selection)
+    theirs = [other.out, other.lse, *torch.autograd.grad(list(vars(other).values()), inputs, weights)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact = reference_attention(
+        *wide,
+        config,
+        **arguments,
+        clusters=replace(clusters, query_centroids=clusters.query_centroids.double()),
+        selection=selection,
+    )
+    gradients = torch.autograd.grad([exact.out, exact.lse], wide, [weight.double() for weight in weights])
+    for name, ours, torchs, expected in zip(
+        ("out", "lse", "grad query", "grad key", "grad value"),
+        found,
+        theirs,
+        [exact.out, exact.lse, *gradients],
+        strict=True,
+    ):
+        error, allowed = _error(ours, expected), 2 * _error(torchs, expected)
+        if name == "lse":
+            # The `torch` backend has it in float32. Here logits are products of numbers in `dtype`.
+            allowed = max(allowed, torch.finfo(dtype).eps / 4)
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected.detach()).square().mean().sqrt())
