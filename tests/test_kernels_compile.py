@@ -23,7 +23,7 @@ MOST_SHARED = 227 * 1024
         ("Q4K40R2T0.01B64", 64),
         ("QK4R2SP2B64,clustering=streaming", 64),
         ("Q16K1024R2SP2B64,clustering=lloyd", 128),
-        ("Q16K600R2T0.01B64,clustering=streaming", 256),
+        ("Q16K600R2T0.01B64,clustering=streaming", 128),
     ],
 )
 def test_kernels_compile_for_a_gpu(config: str, head_dim: int) -> None:
