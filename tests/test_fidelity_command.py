@@ -453,7 +453,7 @@ def test_the_preset_of_error_control_draws_error_against_keys(tmp_path: Path) ->
     write(fidelity_report(results, "tiny"), tmp_path / "tiny.json")
     assert (tmp_path / "tiny-error-against-retrieved-keys.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "tiny.html").read_text()
-    assert 'alt="error against retrieved keys"' in page
+    assert 'alt="Error against retrieved keys"' in page
     assert "tolerance, Q16K256" in page
 
 

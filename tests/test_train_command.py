@@ -55,6 +55,16 @@ def test_the_command_trains_and_says_how_it_went(asked: list[object], whole_run:
     assert_same_run(tmp_path / "out", whole_run)
 
 
+def test_few_steps_shorten_the_warmup_unless_it_is_set(tmp_path: Path) -> None:
+    asked = ("train", tmp_path / "nowhere", "--device", "cpu", "--output", tmp_path / "out", "--steps", "4")
+    code, _, err = run(*asked)
+    assert code == 2
+    shortened, refused = err.splitlines()
+    assert shortened == "muse: the warm-up is shortened from 16 updates to 4; --warmup sets another"
+    assert "there is no corpus" in refused
+    assert run(*asked, "--warmup", "16")[2] == "muse: warmup=16 is longer than steps=4; choose fewer\n"
+
+
 def test_the_same_run_is_continued_another_is_refused_and_overwritten_on_request(
     asked: list[object], whole_run: Path, tmp_path: Path
 ) -> None:

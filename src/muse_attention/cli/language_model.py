@@ -16,7 +16,7 @@ from muse_attention.benchmark.workload import DTYPES, check_device
 from muse_attention.cli.app import default_device, say
 from muse_attention.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
-from muse_attention.pretrained import DEFAULT_MODEL, find_folder, load_model
+from muse_attention.pretrained import DEFAULT_MODEL, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,12 +67,6 @@ def name_of(path: str | Path) -> str:
     folder = Path(path).expanduser().resolve()
     is_in_a_run = folder.name == "model" and (folder.parent / "run.json").is_file()
     return folder.parent.name if is_in_a_run else folder.name
-
-
-def fetch_if_asked(model: str, download: bool) -> None:
-    """Before the hub is out of reach."""
-    if download:
-        find_folder(model, download=True)
 
 
 def load_quietly(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,14 +14,14 @@ from torch import Tensor
 from muse_attention.by_name import full_name, has_settings_of_length
 from muse_attention.cli.app import console, new_table, phases_bar, say, user_errors
 from muse_attention.cli.evaluate import evaluations
-from muse_attention.cli.language_model import Model, fetch_if_asked, load_quietly, settings_of_model
+from muse_attention.cli.language_model import Model, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun
 from muse_attention.cli.options import Words, attentions, listed, with_option_groups
 from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.tasks.answers import Part, TaskNotOpenedError, TaskResults, TaskSettings, measure
 from muse_attention.evaluation.tasks.benchmarks import Benchmark, choose, read_rows, what_is_missing
 from muse_attention.evaluation.tasks.report import format_gap, format_score, tasks_report
-from muse_attention.pretrained import DEFAULT_MODEL
+from muse_attention.pretrained import DEFAULT_MODEL, find_folder
 from muse_attention.sizes import format_size, parse_size_list
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def tasks(
     with measurement.errors() as how_to_continue:
         from muse_attention.evaluation.tasks.harness import Harness, import_harness
 
-        fetch_if_asked(model, run.download)
+        if run.download and importlib.util.find_spec("lm_eval") is not None:
+            find_folder(model, download=True)
         harness_name = import_harness()  # from here on the hub is out of reach
         loaded, tokenizer = load_quietly(model, place, download=run.download)
         if has_lengths:

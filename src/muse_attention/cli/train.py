@@ -124,7 +124,8 @@ def train(
         if resume and recipe is None and not has_run(output):
             raise ValueError(f"there is no run in {output} to go on with; name a --recipe to start one")
         continues = recipe is None and has_run(output) and not overwrite
-        chosen = override(run_recipe(output) if continues else get_recipe(recipe or "tiny"), wanted)
+        base = run_recipe(output) if continues else get_recipe(recipe or "tiny")
+        chosen = override(base, _with_short_warmup(base, wanted))
         data = read_corpus(corpus)
         if place == "cpu":
             _warn_of_long_run(chosen, data)
@@ -172,6 +173,16 @@ def train(
     except TrainingError as error:
         say(str(error))
         raise typer.Exit(1) from None
+
+
+def _with_short_warmup(recipe: Recipe, changes: list[str]) -> list[str]:
+    """Fewer steps than the recipe's warm-up shorten it, unless the user sets both."""
+    keys = {change.partition("=")[0] for change in changes}
+    steps = override(recipe, [*changes, "warmup=0"]).steps if "steps" in keys and "warmup" not in keys else None
+    if steps is None or steps >= recipe.warmup:
+        return changes
+    say(f"the warm-up is shortened from {recipe.warmup:,} updates to {steps:,}; --warmup sets another")
+    return [*changes, f"warmup={steps}"]
 
 
 def _warn_of_long_run(recipe: Recipe, corpus: Corpus) -> None:

@@ -119,18 +119,20 @@ def heat_maps(columns: Columns, measure: str) -> list[Figure]:
     return figures
 
 
+def _found(columns: Columns) -> dict[str, Share]:
+    """Needles that each finds, of all it was asked."""
+    shares = {name: share(asked.answers(groups_of(columns)), is_exact) for name, asked in columns.items()}
+    return {name: found for name, found in shares.items() if found is not None}
+
+
 def found_in_words(columns: Columns) -> str:
-    """How many needles each finds, of all it was asked."""
-    shares = ((name, share(asked.answers(groups_of(columns)), is_exact)) for name, asked in columns.items())
-    return "; ".join(f"{name} finds {found}" for name, found in shares if found is not None) + " of the needles."
+    return "; ".join(f"{name} finds {found}" for name, found in _found(columns).items()) + " of the needles."
 
 
 def cards(columns: Columns) -> list[Card]:
-    shares = ((name, share(asked.answers(groups_of(columns)), is_exact)) for name, asked in columns.items())
     return [
         Card(f"{EXACT_MATCH}, {name}", f"{100 * found.value:.1f}%", f"{_interval(found)}, n = {found.number}")
-        for name, found in shares
-        if found is not None
+        for name, found in _found(columns).items()
     ][:6]
 
 
