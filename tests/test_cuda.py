@@ -76,7 +76,7 @@ class TestTritonBackend:
         self._check(shape, dtype)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-    @pytest.mark.parametrize("aggregation", ["", ",differentiable_aggregation=false"], ids=["", "frozen"])
+    @pytest.mark.parametrize("aggregation", ["", ",differentiable_aggregation=false"], ids=["differentiable", "frozen"])
     @pytest.mark.parametrize("shape", [replace(shape, head_dim=64, value_dim=64) for shape in SHAPES[1:]], ids=str)
     def test_keys_with_a_large_common_offset(self, shape: Shape, aggregation: str, dtype: torch.dtype) -> None:
         self._check(replace(shape, config=shape.config + aggregation, key_offset=10.0), dtype)
