@@ -60,15 +60,14 @@ class TestTritonBackend:
         text = variant.replace("B32", "B256") + ",differentiable_aggregation=false"
         self._check(Shape(variant, text, length=1000, head_dim=64, value_dim=64), torch.bfloat16)
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     @pytest.mark.parametrize(
-        ("config", "head_dim"),
+        ("config", "head_dim", "dtype"),
         [
-            ("Q16K600R4SP2B256", 128),
-            ("Q600K16R2B256", 128),
-            ("Q16K1024R4T0.01B256", 128),
-            ("QK300R4B256", 256),
-            ("Q8K2048R4B512", 64),
+            ("Q16K600R4SP2B256", 128, torch.bfloat16),
+            ("Q600K16R2B256", 128, torch.bfloat16),
+            ("Q16K1024R4T0.01B256", 128, torch.bfloat16),
+            ("QK300R4B256", 256, torch.float32),
+            ("Q8K2048R4B512", 64, torch.bfloat16),
         ],
     )
     def test_more_clusters_than_the_chip_holds(self, config: str, head_dim: int, dtype: torch.dtype) -> None:
@@ -348,7 +347,7 @@ torch.cuda.synchronize()
 """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
-    assert "device-side assert" in done.stderr
+    assert "_assert_async" in done.stderr  # (What the host then finds first is any error of CUDA.)
 
 
 def test_later_launches_go_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from muse_attention import MuSeConfig, get_attention, muse_attention, operator
@@ -47,6 +49,54 @@ def test_opcheck(config: str, backend: str, request: pytest.FixtureRequest) -> N
     saved = (*plain, *parts, opened, retrieved, out, lse, memory)
     torch.library.opcheck(operator.BACKWARD, (torch.randn_like(out), None, *saved, *settings))
     torch.library.opcheck(operator.BACKWARD, (torch.randn_like(out), torch.randn_like(lse), *saved, *settings))
+
+
+class _Names(TorchDispatchMode):
+    """The operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _whole(inputs: list[Tensor]) -> list[Tensor]:
+    out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
+    return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+def test_what_listens_to_operators_hears_of_them() -> None:
+    inputs = SHAPE.tensors(torch.float32)
+    expected = _whole(inputs)
+    with _Names() as listener:
+        found = _whole(inputs)
+    assert {f"muse_attention.{name}.default" for name in ("cluster", "forward", "backward")} <= set(listener.names)
+    with torch.profiler.profile() as profiler:
+        _whole(inputs)
+    names = {event.name for event in profiler.events() or ()}
+    assert {"muse_attention::cluster", "muse_attention::forward", "muse_attention::backward"} <= names
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_where_nothing_listens_the_dispatcher_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = SHAPE.tensors(torch.float32)
+    expected = _whole(inputs)
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("went through the dispatcher")
+
+    for name in ("CLUSTER", "FORWARD", "BACKWARD"):
+        monkeypatch.setattr(operator, name, refuse)
+    for a, b in zip(_whole(inputs), expected, strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
+    assert torch.equal(out, expected[0])
+    assert not out.requires_grad
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

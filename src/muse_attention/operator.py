@@ -5,7 +5,8 @@ selection are outputs of the forward operators, so that a backward pass never de
 
 They are registered with the dispatcher key by key, not through `torch.library.custom_op`: what that does for every call
 (default arguments, a check for aliases, a guard against the compiler) takes longer on the host than short sequences
-take on the GPU. `torch.library.opcheck` tests shapes, aliases and gradients, and `_opaque` is the guard.
+take on the GPU. `torch.library.opcheck` tests shapes, aliases and gradients, and `_opaque` is the guard. Where nothing
+listens to operators (`_is_plain`), a call leaves the dispatcher out altogether.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from muse_attention.recording import Call, record
 from muse_attention.structures import Clusters, Partial, Selection
 
 NAMESPACE = "muse_attention"
+_watcher = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+"""Whether the compiler watches this thread. To ask is cheaper than to switch it off and on."""
 
 
 def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -36,9 +39,13 @@ def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
-    centroids, assignment, key_centroids, key_assignment, spread = CLUSTER(
-        query.detach(), key.detach(), _text(config), scale, backend
-    )
+    query, key = query.detach(), key.detach()
+    if _is_plain(query, key):
+        query, key = cast_for_autocast(query, key)
+        found = _cluster(query, key, _text(config), scale, backend)
+    else:
+        found = CLUSTER(query, key, _text(config), scale, backend)
+    centroids, assignment, key_centroids, key_assignment, spread = found
     is_found = spread.dim() == 3  # what the configuration says, which the compiler cannot ask for a property
     return Clusters(centroids, assignment, key_centroids, key_assignment, spread if is_found else None)
 
@@ -76,10 +83,7 @@ def attend(
     """Output and lse, differentiable, and the selection behind them."""
     _refuse_other_derivatives(query, key, value)
     query, key, value = as_contiguous(query, key, value)
-    out, lse, opened, retrieved, _ = FORWARD(
-        query,
-        key,
-        value,
+    rest: tuple[Any, ...] = (
         clusters.query_centroids,
         clusters.query_assignment,
         clusters.key_assignment,
@@ -91,10 +95,35 @@ def attend(
         scale,
         backend,
     )
+    outputs: tuple[Tensor, ...]
+    if not _is_plain(query, key, value):
+        outputs = FORWARD(query, key, value, *rest)
+    elif torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
+        outputs = _Attention.apply(None, *cast_for_autocast(query, key, value), *rest)
+    else:
+        outputs = _forward(*cast_for_autocast(query, key, value), *rest)
+    out, lse, opened, retrieved, _ = outputs
     selected = Selection(opened, retrieved)
     if not torch.compiler.is_compiling():
         record(Call(query, key, value, clusters, config, is_causal, scale, backend, selected))
-    return Partial(out, lse.to(compute_dtype(query.dtype))), selected
+    wide = compute_dtype(query.dtype)
+    return Partial(out, lse if lse.dtype == wide else lse.to(wide)), selected
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether a call of an operator would do no more than call its implementation.
+
+    Not so for the compiler, modes and subclasses that see operators (checkpointing by policy, fake tensors, DTensor),
+    `torch.func`, and profilers, which name them.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and (_watcher is not None and _watcher() is None)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._autograd._profiler_enabled()
+        and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    )
 
 
 def _cluster(
@@ -222,7 +251,9 @@ def _backward(
             scale=scale,
             backend=backend,
         )
-    grad_query, grad_key, grad_value = (gradient.to(query.dtype) for gradient in gradients)
+    grad_query, grad_key, grad_value = (
+        gradient if gradient.dtype == query.dtype else gradient.to(query.dtype) for gradient in gradients
+    )
     return grad_query, grad_key, grad_value
 
 
@@ -251,12 +282,16 @@ def _clusters(
 
 
 class _Attention(torch.autograd.Function):
-    """`FORWARD`, differentiable."""
+    """`FORWARD`, differentiable; without keys of the dispatcher, its implementation."""
 
     @staticmethod
-    def forward(ctx: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            outputs: tuple[Tensor, ...] = FORWARD.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+    def forward(ctx: Any, keys: torch._C.DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...]
+        if keys is None:
+            outputs = _forward(*inputs)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = FORWARD.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
         *tensors, _, _, config, is_causal, scale, backend = inputs
         out, lse, opened, retrieved, memory = outputs
         ctx.mark_non_differentiable(opened, retrieved, memory)
@@ -272,7 +307,9 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(saved[-3])
         (grad_out,) = as_contiguous(grad_out)
-        return None, *BACKWARD(grad_out, grad_lse, *saved, *ctx.settings), *([None] * 10)
+        is_plain = not torch.is_grad_enabled() and _is_plain(grad_out, *saved[:3])
+        found = (_backward if is_plain else BACKWARD)(grad_out, grad_lse, *saved, *ctx.settings)
+        return None, *found, *([None] * 10)
 
 
 class _OnceOnly(torch.autograd.Function):
@@ -295,15 +332,18 @@ def _refuse_other_derivatives(*tensors: Tensor) -> None:
     """PyTorch would take the tangent of an operator it knows no forward derivative of for zero."""
     if torch.compiler.is_compiling():
         return
+    has_tangents = forward_ad._current_level >= 0  # (To ask a tensor takes the host microseconds.)
     for tensor in tensors:
-        if torch._C._functorch.is_gradtrackingtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None:
+        if torch._C._functorch.is_gradtrackingtensor(tensor) or (
+            has_tangents and forward_ad.unpack_dual(tensor).tangent is not None
+        ):
             raise NotImplementedError(
                 "MuSe attention has no forward-mode or torch.func derivative: "
                 "use backward() or torch.autograd.grad, or backend='reference'"
             )
 
 
-def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_for_autocast(*tensors: Tensor) -> tuple[Any, ...]:
     """What autocast makes of the inputs of attention: floating point, except float64, in the autocast dtype."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
@@ -313,8 +353,6 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_watcher = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-"""Whether the compiler watches this thread. To ask is cheaper than to switch it off and on."""
 
 
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
@@ -110,14 +111,14 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, clusters: Clusters) -> tu
         schedule.aligned(query),
         schedule.aligned(key),
         schedule.aligned(value),
-        schedule.aligned(clusters.query_centroids.to(compute_dtype(query.dtype))),
+        schedule.aligned(clusters.query_centroids, compute_dtype(query.dtype)),
         *_as_integers(clusters.query_assignment, clusters.key_assignment),
         None if clusters.key_spread is None else schedule.aligned(clusters.key_spread),
     )
 
 
 def _as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    return schedule.aligned(first.int()), schedule.aligned(second.int())
+    return schedule.aligned(first, torch.int32), schedule.aligned(second, torch.int32)
 
 
 def _find_clusters(order: Tensor, *tensors_and_settings: Any) -> tuple[Tensor, ...]:

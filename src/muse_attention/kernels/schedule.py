@@ -58,9 +58,11 @@ def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Ha
         return schedule.run(tensors)
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Contiguous, and where kernels expect memory to begin: for other addresses Triton compiles other kernels, which
     may sum in another order."""
+    if dtype is not None and tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
