@@ -137,12 +137,15 @@ class Schedule:
     def run(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         device = _device(tensors)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        memories = [*tensors, *outputs, torch.empty(self.workspace, dtype=torch.uint8, device=device)]
         if self._direct is None or _is_listened_to():
+            memories = [*tensors, *outputs, torch.empty(self.workspace, dtype=torch.uint8, device=device)]
             compiled = [_with_tensors(launch, memories).now() for launch in self._launches]
             self._direct = self._direct or _direct(self._launches, compiled)
         else:
-            addresses = tuple([0 if memory is None else memory.data_ptr() for memory in memories])
+            # (Not a tensor, which PyTorch would fill under deterministic algorithms.)
+            workspace = torch.UntypedStorage(self.workspace, device=device)
+            known = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *outputs)]
+            addresses = (*known, workspace.data_ptr())
             self._replays.run(addresses, functools.partial(_launch_directly, self._direct, addresses, device))
         return tuple(outputs)
 
