@@ -66,7 +66,7 @@ class TestTritonBackend:
             ("Q16K600R4SP2B256", 128, torch.bfloat16),
             ("Q600K16R2B256", 128, torch.bfloat16),
             ("Q16K1024R4T0.01B256", 128, torch.bfloat16),
-            ("QK300R4B256", 256, torch.float32),
+            ("QK300R4B256", 256, torch.bfloat16),
             ("Q8K2048R4B512", 64, torch.bfloat16),
         ],
     )
