@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from muse_attention import MuSeConfig, get_attention, muse_attention, operator
+from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention, operator
 from tests.shapes import Shape
 
 CONFIG = "Q4K5R2B32"
@@ -97,6 +97,30 @@ def test_where_nothing_listens_the_dispatcher_is_left_out(monkeypatch: pytest.Mo
         out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
     assert torch.equal(out, expected[0])
     assert not out.requires_grad
+
+
+def test_tensors_without_data_have_a_shape() -> None:
+    inputs = [tensor.detach().to("meta").requires_grad_() for tensor in SHAPE.tensors(torch.float32)]
+    out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    assert out.shape == inputs[0].shape
+    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in inputs]
+
+
+def test_clusters_carry_no_gradient() -> None:
+    inputs = SHAPE.tensors(torch.float32, requires_grad=False)
+    clusters = find_clusters(*inputs[:2], config=CONFIG)
+    clusters.query_centroids.requires_grad_()
+    out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG, clusters=clusters)
+    assert not out.requires_grad
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    inputs = SHAPE.tensors(torch.float32)
+    with torch.no_grad():
+        out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
+    expected = 2 * out
+    assert torch.equal(out.mul_(2), expected)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

@@ -30,7 +30,7 @@ from muse_attention.structures import Clusters, Partial, Selection
 
 NAMESPACE = "muse_attention"
 _watcher = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-"""Whether the compiler watches this thread. To ask is cheaper than to switch it off and on."""
+"""Says whether the compiler watches this thread. To ask is cheaper than to switch it off and on."""
 
 
 def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -101,7 +101,8 @@ def attend(
     elif torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
         outputs = _Attention.apply(None, *cast_for_autocast(query, key, value), *rest)
     else:
-        outputs = _forward(*cast_for_autocast(query, key, value), *rest)
+        with torch.no_grad():
+            outputs = _forward(*cast_for_autocast(query, key, value), *rest)
     out, lse, opened, retrieved, _ = outputs
     selected = Selection(opened, retrieved)
     if not torch.compiler.is_compiling():
@@ -113,16 +114,19 @@ def attend(
 def _is_plain(*tensors: Tensor) -> bool:
     """Whether a call of an operator would do no more than call its implementation.
 
-    Not so for the compiler, modes and subclasses that see operators (checkpointing by policy, fake tensors, DTensor),
-    `torch.func`, and profilers, which name them.
+    Not so for the compiler and tracing, modes and subclasses that see operators (checkpointing by policy, fake tensors,
+    DTensor), `torch.func`, profilers, which name them, and tensors without data or with a sign yet to be applied.
     """
     return (
         not torch.compiler.is_compiling()
         and (_watcher is not None and _watcher() is None)
+        and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._autograd._profiler_enabled()
         and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        and not any(tensor.is_meta or tensor.is_neg() for tensor in tensors)
     )
 
 
@@ -180,7 +184,15 @@ def _forward(
         )
     if chosen is not None:  # an operator's output may not be its input
         selected = Selection(chosen.opened.clone(), chosen.retrieved.clone())
-    return merged.out, merged.lse, selected.opened, selected.retrieved, memory
+    return _no_view(merged.out), _no_view(merged.lse), selected.opened, selected.retrieved, memory
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: autograd lets nobody change the view that a function returns."""
+    if not tensor._is_view():
+        return tensor
+    place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), *place)
 
 
 def _shapes_of_forward(
@@ -282,7 +294,7 @@ def _clusters(
 
 
 class _Attention(torch.autograd.Function):
-    """`FORWARD`, differentiable; without keys of the dispatcher, its implementation."""
+    """`FORWARD`, differentiable. It calls the implementation if it is handed None as the dispatcher's keys."""
 
     @staticmethod
     def forward(ctx: Any, keys: torch._C.DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, ...]:

@@ -213,7 +213,7 @@ def _take(
 
 @triton.jit
 def _decayed(nearest, place, LOG2_DECAY: tl.constexpr, ACC: tl.constexpr):
-    """What is left of the vectors of a minibatch when those after it have come to the same centroid."""
+    """What is left of the vectors of a minibatch when those after them have come to the same centroid."""
     follows = (nearest[:, None] == nearest[None, :]) & (place[:, None] < place[None, :])
     followers = tl.sum(follows.to(tl.int32), 1).to(ACC)
     return tl.exp2(followers * LOG2_DECAY)

@@ -124,7 +124,7 @@ def _select_and_attend(
     of_cluster = line * blocks * key_clusters
     of_sizes = head * blocks * key_clusters
     lists += tile * key_clusters
-    # What all logits lack: the estimate goes without it, the lse of the result does not.
+    # What the offset of keys adds to every logit. It is added to the lse of the result, at the end.
     shift = tl.load(shifts + first_place + place, mask=is_row, other=0.0)
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)

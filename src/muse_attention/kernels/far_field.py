@@ -262,7 +262,7 @@ class _Heads:
 
     @classmethod
     def of(cls, *tensors: Tensor | None) -> _Heads:
-        """From the same with the axes batch and heads, less the offset of keys."""
+        """From the same with the axes batch and heads, without `key_offset`, which it finds."""
         flat: list[Any] = [None if tensor is None else tensor.flatten(0, 1) for tensor in tensors]
         flat.append(find_key_offset(flat[1]))
         return cls(*flat)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,9 +46,12 @@ def find_key_offset(keys: Tensor) -> Tensor:
     """
     heads, length, head_dim = keys.shape
     offset = keys.new_empty(heads, head_dim, dtype=compute_dtype(keys.dtype))
+    # (What is further away than that could not be stored less the offset.)
+    largest = torch.finfo(keys.dtype).max / 4
     _find_middle[(cdiv(head_dim, _DIMS), heads)](
-        keys, offset, length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, ACC=arithmetic(keys.dtype)["ACC"]
-    )
+        keys, offset, length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, LARGEST=largest,
+        ACC=arithmetic(keys.dtype)["ACC"],
+    )  # fmt: skip
     return offset
 
 
@@ -60,14 +64,16 @@ def _load_finite(at, mask, ACC: tl.constexpr):
 
 @kernel(do_not_specialize=["length"])
 def _find_middle(
-    keys, offset, length, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, ACC: tl.constexpr
+    keys, offset, length, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, LARGEST: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     number, dim = tl.arange(0, SAMPLE), tl.program_id(0) * DIMS + tl.arange(0, DIMS)
     is_dim = dim < D
     # (Of fewer keys than that, each is there several times.)
-    row = head * length + number * length // SAMPLE
-    sample = _load_finite(keys + row[:, None] * D + dim[None, :], is_dim[None, :] & (row >= 0)[:, None], ACC)
+    row = head * length + number.to(tl.int64) * length // SAMPLE
+    inside = is_dim[None, :] & (number >= 0)[:, None]
+    sample = _load_finite(keys + row[:, None] * D + dim[None, :], inside, ACC)
     # How many of the sample come before each, in each dimension.
     own, other = sample[:, None, :], sample[None, :, :]
     comes_first = (other < own) | ((other == own) & (number[None, :] < number[:, None])[:, :, None])
@@ -75,4 +81,5 @@ def _find_middle(
     lower = tl.sum(tl.where(rank == SAMPLE // 4, sample, 0.0), 0)
     upper = tl.sum(tl.where(rank == SAMPLE - 1 - SAMPLE // 4, sample, 0.0), 0)
     middle = (0.5 * lower + 0.5 * upper).to(keys.dtype.element_ty).to(ACC)
-    tl.store(offset + head * D + dim, tl.where((lower > 0) | (upper < 0), middle, 0.0), mask=is_dim)
+    is_common = ((lower > 0) | (upper < 0)) & (tl.abs(middle) < LARGEST)
+    tl.store(offset + head * D + dim, tl.where(is_common, middle, 0.0), mask=is_dim)

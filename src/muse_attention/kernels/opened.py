@@ -74,7 +74,7 @@ def _mark_opened(
     tile_group, tile_begin, tile_end, order, opened, is_opened, length, blocks, query_clusters, key_clusters,
     WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A 1 for each cluster that any query of a query cluster opens. (Many write it, but all the same.)"""
+    """A 1 for each cluster that any query of a query cluster opens. Benign race: every write stores the same value."""
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
     segment = tl.load(tile_group + tile)
@@ -124,7 +124,7 @@ def _list_opened(
             opened + row[:, None] * OPENED + number[None, :], mask=(place < end)[:, None] & (number < OPENED)[None, :],
             other=-1,
         )  # fmt: skip
-        # (Many write here, but all the same.)
+        # Benign race: every write stores the same value.
         tl.store(listed_place + own, tl.zeros([ROWS, OP], tl.int16), mask=own >= 0)
     tl.debug_barrier()
     is_listed = tl.load(listed_place + cluster, mask=cluster < key_clusters, other=-1) >= 0

@@ -4,24 +4,30 @@ With short sequences the host needs longer to launch the kernels of a call than 
 allocator gives a training step the memory that it gave the step before, so a list of launches soon comes again with
 every address the same. The second time it is captured, and from then on it is replayed: one call of the driver.
 
-Such a graph owns no memory and reserves none. It is replayed only if all tensors of a call lie at its addresses, and
-then it is what that call would have launched. While someone captures a graph of their own, launches go into it one by
-one.
+Such a graph owns no tensor and keeps no memory of PyTorch's. (The driver needs some 200 kB for it.) It is replayed only
+if all tensors of a call lie at its addresses, and then it is what that call would have launched. While someone captures
+a graph of their own, launches go into it one by one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 MOST_KEPT = 128
-"""Graphs of one list: one for each layer of a model."""
+"""Graphs of one list, at most: enough for one in each layer of a model."""
 _MOST_REMEMBERED = 1024
 """Addresses of a list that came once."""
 _LONG_UNUSED = 8 * MOST_KEPT
-"""Calls of a list after which a graph that was not replayed makes room. To make one takes as long as some launches."""
+"""Calls of a list after which a graph that was not replayed makes room for another."""
+_NON_BLOCKING = 1
+"""A stream that does not wait for the default stream (`CU_STREAM_NON_BLOCKING`)."""
 
 Launch = Callable[[], None]
 
@@ -42,6 +48,7 @@ class Replays:
         self._graphs: dict[tuple[int, ...], _Graph] = {}
         self._remembered: dict[tuple[int, ...], None] = {}
         self._calls = 0
+        self._full_until = 0
         self._may_capture = torch.version.hip is None
 
     def run(self, addresses: tuple[int, ...], launch: Launch) -> None:
@@ -49,6 +56,14 @@ class Replays:
         if not self._may_capture or torch.cuda.is_current_stream_capturing():
             launch()
             return
+        with _lock:
+            graph = self._find(addresses, launch)
+        if graph is None:
+            launch()
+        else:
+            graph.replay()
+
+    def _find(self, addresses: tuple[int, ...], launch: Launch) -> _Graph | None:
         self._calls += 1
         graph = self._graphs.get(addresses)
         if graph is None and self._comes_again(addresses) and self._has_room():
@@ -57,41 +72,65 @@ class Replays:
                 self._may_capture = False
             else:
                 graph = self._graphs[addresses] = _Graph(replay, self._calls)
-        if graph is None:
-            launch()
-        else:
+        if graph is not None:
             graph.last = self._calls
-            graph.replay()
+        return graph
 
     def _comes_again(self, addresses: tuple[int, ...]) -> bool:
         if addresses in self._remembered:
             return True
         while len(self._remembered) >= _MOST_REMEMBERED:
-            self._remembered.pop(next(iter(self._remembered)), None)
+            del self._remembered[next(iter(self._remembered))]
         self._remembered[addresses] = None
         return False
 
     def _has_room(self) -> bool:
         if len(self._graphs) < MOST_KEPT:
             return True
+        if self._calls <= self._full_until:
+            return False
         oldest = min(self._graphs, key=lambda addresses: self._graphs[addresses].last)
-        if self._calls - self._graphs[oldest].last <= _LONG_UNUSED:
+        self._full_until = self._graphs[oldest].last + _LONG_UNUSED
+        if self._calls <= self._full_until:
             return False
         del self._graphs[oldest]
         return True
 
 
+_lock = threading.Lock()
+"""One thread captures at a time."""
+_failed: list[torch.cuda.CUDAGraph] = []
+"""PyTorch's allocator may still refer to them."""
+
+
 def _captured(launch: Launch) -> Launch | None:
-    """PyTorch captures on a stream of its own. Other threads may go on: what they do is no part of it."""
+    stream = _stream_of_captures(torch.cuda.current_device())
+    if stream is None:
+        return None
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 launch()
             finally:
                 graph.capture_end()
     except RuntimeError:  # of CUDA: nothing was launched
+        _failed.append(graph)
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
         return None
     replay: Launch = graph.replay
     return replay
+
+
+@functools.cache
+def _stream_of_captures(device: int) -> torch.cuda.Stream | None:
+    """A stream that nobody else has. (What another thread does on it meanwhile would become a part of the graph, and
+    PyTorch hands its own streams to everyone in turn.)"""
+    handle = ctypes.c_void_p()
+    try:
+        error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+        return torch.cuda.ExternalStream(handle.value, device) if error == 0 and handle.value else None
+    except (OSError, AttributeError, RuntimeError):
+        return None
