@@ -22,7 +22,6 @@ MOST_SHARED = 227 * 1024
     [
         ("Q4K40R2T0.01B64", 64),
         ("QK4R2SP2B64,clustering=streaming", 64),
-        ("Q16K1024R2SP2B64,clustering=lloyd", 128),
         ("Q16K600R2T0.01B64,clustering=streaming", 128),
     ],
 )

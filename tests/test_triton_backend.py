@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
+from muse_attention import find_clusters, get_attention, muse_attention
 from muse_attention.kernels.plan import Plan
-from muse_attention.reference import reference_attention
 from tests.against_torch import assert_at_most_twice_the_error_of_torch
 from tests.closeness import assert_equal_to_rounding
 from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
@@ -50,8 +49,6 @@ VARIANTS = [
 OFFSET = [
     ("Q3K5R2SP2B32", True),
     ("Q3K5R1T0.003B32,caution=2", False),
-    ("Q3K5R0B32,differentiable_aggregation=false", True),
-    ("Q3K5R2B32,monopole=false", False),
 ]
 FOUND = [
     "Q4K5R2B32,clustering=streaming",
@@ -93,13 +90,9 @@ class TestTritonBackend(OperatorConformance):
         shape = Shape(variant, variant, length=70, key_heads=1, value_dim=8, is_causal=is_causal, key_offset=10.0)
         self._check_against_reference(shape, torch.float64)
 
-    @pytest.mark.parametrize(
-        ("variant", "dtype"),
-        [("Q3K5R1B32", torch.float32), ("Q3K5R1B32", torch.float16), ("Q3K5R1T0.003B32", torch.float16)],
-    )
-    def test_keys_with_a_large_common_offset(self, variant: str, dtype: torch.dtype) -> None:
-        shape = Shape(variant, variant, length=100, heads=1, key_heads=1, key_offset=10.0)
-        assert_at_most_twice_the_error_of_torch(shape, dtype)
+    def test_keys_with_a_large_common_offset(self) -> None:
+        shape = Shape("", "Q3K5R1T0.003B32", length=100, heads=1, key_heads=1, key_offset=10.0)
+        assert_at_most_twice_the_error_of_torch(shape, torch.float16)
 
     @pytest.mark.parametrize("variant", FOUND)
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
@@ -263,19 +256,6 @@ def test_of_equally_near_centroids_the_first_with_room_counts(dtype: torch.dtype
     found = find_clusters(zeros, zeros, config="QK50R1B20,cap_factor=1.0", backend="triton")
     assert (found.query_assignment == 0).all()
     assert found.key_assignment.flatten().tolist() == 2 * list(range(20))
-
-
-def test_hundreds_of_clusters_of_wide_heads() -> None:
-    """What no chip holds: 520 of 128 dimensions. Given these clusters, all is as in the reference."""
-    shape = Shape("", "Q1K520R3SP2B16,cap_factor=1.0", length=24, heads=1, key_heads=1, head_dim=128)
-    inputs = shape.tensors(torch.float64, requires_grad=False)
-    config = MuSeConfig.parse(shape.config)
-    out, lse, clusters, selection = TestTritonBackend().attend(*inputs, config, is_causal=True)
-    expected = reference_attention(*inputs, config, is_causal=True, clusters=clusters)
-    assert torch.equal(selection.opened, expected.selection.opened)
-    assert torch.equal(selection.retrieved, expected.selection.retrieved)
-    assert_equal_to_rounding(out, expected.out)
-    assert_equal_to_rounding(lse, expected.lse)
 
 
 @pytest.mark.parametrize(("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1T0.001B32,caution=2")])
