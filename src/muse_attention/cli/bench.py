@@ -86,8 +86,8 @@ def bench(
         Words,
         attentions(
             "Attention to measure (muse is MuSeConfig.for_length, muse:paper the paper's method at each length; "
-            "block_diagonal, moba and flex_attention without settings have the paper's sparsity; flex_attention and "
-            "nsa need cuda)",
+            "block_diagonal, moba and flex_attention without settings have the paper's sparsity; flex_attention, "
+            "nsa and flash_sparse_attn need cuda)",
             ", ".join(MATCHED_KINDS),
         ),
     ] = None,
