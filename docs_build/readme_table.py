@@ -59,7 +59,7 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
     short, path = _compared("speed-64k")
     speeds = {run["name"]: max(speed for speed, _ in run["curves"]["speeds"].values()) for run in short["runs"]}
     training = (
-        "Training a 96M model, 64k tokens",
+        "Speed of training a 96M model, 64k tokens, 12 updates",
         "default",
         *(f"{round(speeds[run], -3):,.0f} tokens/s" for run in ("exact", "muse")),
         f"**{speeds['muse'] / speeds['exact']:.2f}x** as fast",
@@ -73,7 +73,7 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
         "Held-out loss of two 96M models, read with exact attention",
         PAPERS,
         *(f"{mean(losses[run]):.3f}" for run in ("exact", "muse")),
-        f"{100 * abs(difference) / mean(losses['exact']):.1f}% {'lower' if difference < 0 else 'higher'}, one seed",
+        f"{100 * abs(difference) / mean(losses['exact']):.1f}% {'lower' if difference < 0 else 'higher'}, one seed, short runs",
         "",
         path,
     )
