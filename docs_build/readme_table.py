@@ -69,11 +69,12 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
     longer, path = _compared("64k")
     losses = {cell["run"]: _losses(cell) for cell in longer["cells"] if _is_final(cell, longer["runs"])}
     difference = mean(muse - exact for muse, exact in zip(losses["muse"], losses["exact"], strict=True))
+    percent = 100 * difference / mean(losses["exact"])
     loss = (
         "Held-out loss of two 96M models, read with exact attention",
         PAPERS,
         *(f"{mean(losses[run]):.3f}" for run in ("exact", "muse")),
-        f"{100 * abs(difference) / mean(losses['exact']):.1f}% {'lower' if difference < 0 else 'higher'}, one seed, short runs",
+        f"{abs(percent):.1f}% {'lower' if percent < 0 else 'higher'}, one seed, short runs",
         "",
         path,
     )
