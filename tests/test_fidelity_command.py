@@ -19,11 +19,11 @@ import transformers
 from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, get_attention
+from muse_attention import stored_results as stored
+from muse_attention.by_name import full_name
 from muse_attention.capture import capture
 from muse_attention.cli import commands
 from muse_attention.cli.measuring import write
-from muse_attention.evaluation import stored
-from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.fidelity import layers, paper
 from muse_attention.evaluation.fidelity.layers import FidelityRequest, FidelityResults, measure
 from muse_attention.evaluation.fidelity.presets import PRESETS, find_presets

@@ -17,12 +17,14 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from muse_attention.attention_names import short_names
+from muse_attention.benchmark.errors_report import errors_report
+from muse_attention.benchmark.report import bench_report
 from muse_attention.benchmark.request import BenchmarkRequest
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
+from muse_attention.benchmark.synthetic_errors import Errors, ErrorSettings
+from muse_attention.benchmark.synthetic_errors import Line as ErrorLine
 from muse_attention.benchmark.timing import Times
-from muse_attention.cli.bench_report import bench_report
-from muse_attention.cli.errors import errors_report
-from muse_attention.evaluation.attentions import names_table, short_names
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.fidelity.presets import find_presets
 from muse_attention.evaluation.fidelity.report import fidelity_report
@@ -37,9 +39,8 @@ from muse_attention.machine import describe_machine
 from muse_attention.report.files import write_report
 from muse_attention.report.html import LARGEST_DOWNLOAD, as_html
 from muse_attention.report.markdown import as_markdown
+from muse_attention.report.provenance import names_table
 from muse_attention.report.tree import Card, Figure, Link, Provenance, Report, Section, Table, number, text
-from muse_attention.synthetic_errors import Errors, ErrorSettings
-from muse_attention.synthetic_errors import Line as ErrorLine
 from tests import (
     test_compare,
     test_fidelity_command,
@@ -104,7 +105,7 @@ def of_errors(folder: Path) -> Report:
         ErrorLine(kind, name, 1.0 + place, 1.0, 0.1 * place, 0.9, 0.0, [0.0, 0.01 * place, 0.1 * place])
         for place, (kind, name) in enumerate(names.items())
     ]
-    return errors_report(Errors(describe_machine(), ErrorSettings(1024), [0.0, 300.0, 600.0], lines, ["muse errors"]))
+    return errors_report(Errors(describe_machine(), ErrorSettings(1024), ["muse errors"], [0.0, 300.0, 600.0], lines))
 
 
 KINDS: dict[str, Callable[[Path], Report]] = {

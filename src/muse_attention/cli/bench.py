@@ -13,6 +13,7 @@ from rich.table import Table
 from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
+from muse_attention.benchmark.report import bench_report, retrieval_table
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS, find_sweep, format_shape
@@ -43,7 +44,6 @@ from muse_attention.cli.app import (
     say,
     user_errors,
 )
-from muse_attention.cli.bench_report import bench_report, retrieval_table
 from muse_attention.cli.measuring import add_command, show, spell, write
 from muse_attention.cli.options import Words, attentions, listed
 from muse_attention.fidelity_columns import meaning

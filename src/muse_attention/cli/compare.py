@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from muse_attention.attention_names import forward_name
 from muse_attention.cli.app import (
     Device,
     Overwrite,
@@ -23,7 +24,6 @@ from muse_attention.cli.app import (
 from muse_attention.cli.language_model import Place, silence_transformers
 from muse_attention.cli.measuring import Output, add_command, measuring, spell, write
 from muse_attention.cli.options import Words, attentions
-from muse_attention.evaluation.attentions import forward_name
 from muse_attention.evaluation.comparison.report import comparison_report, headline, matrix_table, warnings
 from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_attention.evaluation.loss.curves import SHORTEST

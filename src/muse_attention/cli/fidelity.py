@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from muse_attention.by_name import full_name
 from muse_attention.cli.app import app, console, new_table, user_errors
 from muse_attention.cli.language_model import Length, Model, Text, open_subject
 from muse_attention.cli.measuring import Measurement, ModelRun, Samples
 from muse_attention.cli.options import Words, attentions, listed, with_option_groups
-from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.fidelity.layers import FidelityRequest, FidelityResults, measure, steps
 from muse_attention.evaluation.fidelity.presets import PRESETS, Preset, find_presets
 from muse_attention.evaluation.fidelity.report import fidelity_report

@@ -26,9 +26,9 @@ from muse_attention.cli.app import (
     user_errors,
 )
 from muse_attention.cli.language_model import Download, Dtype, Place, name_of, short_warnings
-from muse_attention.evaluation.stored import StoredResults
 from muse_attention.report.files import write_report
 from muse_attention.report.tree import Report, Table
+from muse_attention.stored_results import StoredResults
 
 Samples = Annotated[int, typer.Option(help="Samples, one after another in the text.")]
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]

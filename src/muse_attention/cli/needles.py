@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import typer
 
+from muse_attention.by_name import full_name
 from muse_attention.cli.app import say, user_errors
 from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Model, Text, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun, show, write
 from muse_attention.cli.options import Words, attentions, listed, with_option_groups
-from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.lookups import report as lookup_reports
 from muse_attention.evaluation.lookups import results as lookups_found
 from muse_attention.evaluation.lookups.results import LookupResults

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from muse_attention.by_name import full_name
 from muse_attention.config import Clustering, MuSeConfig
-from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.fidelity import paper
 from muse_attention.evaluation.fidelity.layers import FidelityRequest
 from muse_attention.evaluation.fidelity.paper import PaperTable

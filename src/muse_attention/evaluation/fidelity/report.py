@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from muse_attention import fidelity_columns
+from muse_attention.attention_names import muse_config, short_names
 from muse_attention.config import Clustering, MuSeConfig
-from muse_attention.evaluation.attentions import muse_config, names_table, short_names
 from muse_attention.evaluation.fidelity.layers import FidelityRequest, FidelityResults
 from muse_attention.evaluation.fidelity.paper import JOINT_1B, JOINT_1B_NO_TILT
 from muse_attention.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
 from muse_attention.evaluation.fits import PowerLaw
-from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Line
 from muse_attention.report.figures import heat_map, line_figure
+from muse_attention.report.provenance import count, names_table, provenance_of
 from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.attention_names import short_names
 from muse_attention.evaluation.lookups.results import LookupResults
-from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.markup import csv_text
-from muse_attention.report.tree import Card, Report, Section, Table, number, text
+from muse_attention.report.provenance import names_table, provenance_of
+from muse_attention.report.tree import Card, Column, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
 STRONG = 0.1
@@ -34,6 +35,7 @@ _EXACT = (
 )
 _STRONG = f"Heads of a sample with a weight of at least {STRONG:g} on the needle, the mean over samples."
 _STRONG_FOUND = "Strong heads of which more than half of the weight is found."
+_STRONG_PAIRS = "Buckets that the query retrieves in a strong head."
 _WEIGHT = "Exact attention's weight on the needle, the mean over samples."
 
 
@@ -107,6 +109,7 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
     lengths = sorted({task.length for task in results.lookups})
     longest = _pools(results, lengths[-1])
     best, found = max(longest.items(), key=lambda item: item[1].share or 0)
+    most = "Heads with most weight on the needle"
     among = "" if len(longest) == 1 else f", most of {len(longest)} attentions"
     return Report(
         f"Lookups: {file_name}",
@@ -120,14 +123,9 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
             for name, of_name in longest.items()
         ][:6],
         sections=[
-            Section("Attentions", [_QUERY], tables=[summary_table(results)]),
-            *(Section(f"By layer, {format_size(length)}", tables=[layer_table(results, length)]) for length in lengths),
-            *(
-                Section(
-                    f"Heads with most weight on the needle, {format_size(length)}", tables=[head_table(results, length)]
-                )
-                for length in lengths
-            ),
+            Section.of("Attentions", _QUERY, summary_table(results)),
+            *(Section.of(f"By layer, {format_size(length)}", layer_table(results, length)) for length in lengths),
+            *(Section.of(f"{most}, {format_size(length)}", head_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
         provenance=provenance_of(
@@ -142,53 +140,61 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
 def summary_table(results: LookupResults) -> Table:
     """Of every length, kind and attention."""
     names = short_names(results.named)
-    groups = [(group, pool(results, *group)) for group in _groups(results)]
     return Table.of(
-        groups,
-        (text("attention"), lambda row: names[row[0][2]]),
-        (number("length"), lambda row: format_size(row[0][0])),
-        (text("kind"), lambda row: row[0][1]),
-        (number("samples"), lambda row: str(row[1].samples)),
-        (number("found", _FOUND), lambda row: _percent(row[1].share)),
-        (number("exact", _EXACT), lambda row: _percent(row[1].exact_share)),
-        (number("pairs", "Buckets that the query retrieves, the mean over heads."), lambda row: _pairs(row[1])),
-        (number("strong heads", _STRONG), lambda row: f"{row[1].strong_heads:.1f}"),
-        (number("of them found", _STRONG_FOUND), lambda row: f"{row[1].strong_heads_found:.1f}"),
-        (number("found, strong", f"In strong heads. {_FOUND}"), lambda row: _percent(row[1].strong.share)),
-        (number("exact, strong", f"In strong heads. {_EXACT}"), lambda row: _percent(row[1].strong.exact_share)),
-        (number("pairs, strong", "Buckets that the query retrieves in a strong head."),
-         lambda row: _pairs(row[1].strong)),
-    )  # fmt: skip
+        [(length, kind, names[name], pool(results, length, kind, name)) for length, kind, name in _groups(results)],
+        (text("attention"), lambda row: row[2]),
+        (number("length"), lambda row: format_size(row[0])),
+        (text("kind"), lambda row: row[1]),
+        (number("samples"), lambda row: row[3].samples),
+        (number("found", _FOUND), lambda row: _percent(row[3].share)),
+        (number("exact", _EXACT), lambda row: _percent(row[3].exact_share)),
+        (number("pairs", "Buckets that the query retrieves, the mean over heads."), lambda row: _pairs(row[3])),
+        (number("strong heads", _STRONG), lambda row: f"{row[3].strong_heads:.1f}"),
+        (number("of them found", _STRONG_FOUND), lambda row: f"{row[3].strong_heads_found:.1f}"),
+        (number("found, strong", f"In strong heads. {_FOUND}"), lambda row: _percent(row[3].strong.share)),
+        (number("exact, strong", f"In strong heads. {_EXACT}"), lambda row: _percent(row[3].strong.exact_share)),
+        (number("pairs, strong", _STRONG_PAIRS), lambda row: _pairs(row[3].strong)),
+    )
 
 
 def layer_table(results: LookupResults, length: int) -> Table:
     """The mean weight of a head on the needle, and what share of it each attention finds, by layer."""
-    pools, names = _pools(results, length), short_names(results.named)
+    pools = _pools(results, length)
     first = next(iter(pools.values()))
-    rows = [
-        (
-            str(layer),
-            f"{float(first.weight[:, place].mean()):.3f}",
-            f"{float(first.is_strong[:, place].sum()) / first.samples:.1f}",
-            *(_percent(found.in_layer(place).share) for found in pools.values()),
-        )
-        for place, layer in enumerate(results.layers)
-    ]
-    shares = (number(names[name], _FOUND) for name in pools)
-    return Table((number("layer"), number("weight", _WEIGHT), number("strong", _STRONG), *shares), rows)
+    return Table.of(
+        enumerate(results.layers),
+        (number("layer"), lambda row: row[1]),
+        (number("weight", _WEIGHT), lambda row: f"{float(first.weight[:, row[0]].mean()):.3f}"),
+        (number("strong", _STRONG), lambda row: f"{first.in_layer(row[0]).strong_heads:.1f}"),
+        *_share_columns(results, pools, lambda found, row: found.in_layer(row[0])),
+    )
 
 
 def head_table(results: LookupResults, length: int) -> Table:
     """Likewise by head, those with most weight on the needle first."""
-    pools, names = _pools(results, length), short_names(results.named)
+    pools = _pools(results, length)
     weight = next(iter(pools.values())).weight.mean(0)
     order = weight.flatten().argsort(descending=True)[:_SHOWN_HEADS].tolist()
-    rows = []
-    for place, head in (divmod(index, weight.shape[1]) for index in order):
-        shares = (_percent(found.in_head(place, head).share) for found in pools.values())
-        rows.append((str(results.layers[place]), str(head), f"{float(weight[place, head]):.3f}", *shares))
-    columns = (number("layer"), number("head"), number("weight", _WEIGHT))
-    return Table((*columns, *(number(names[name], _FOUND) for name in pools)), rows)
+    return Table.of(
+        [divmod(index, weight.shape[1]) for index in order],
+        (number("layer"), lambda row: results.layers[row[0]]),
+        (number("head"), lambda row: row[1]),
+        (number("weight", _WEIGHT), lambda row: f"{float(weight[row]):.3f}"),
+        *_share_columns(results, pools, lambda found, row: found.in_head(*row)),
+    )
+
+
+def _share_columns(
+    results: LookupResults, pools: dict[str, Pool], part: Callable[[Pool, Any], Pool]
+) -> Iterator[tuple[Column, Callable[[Any], str]]]:
+    """What share each attention finds of the weight in the part of a pool that a row is about."""
+    names = short_names(results.named)
+    for name, found in pools.items():
+
+        def share(row: Any, found: Pool = found) -> str:
+            return _percent(part(found, row).share)
+
+        yield number(names[name], _FOUND), share
 
 
 def as_csv(results: LookupResults) -> str:

@@ -20,8 +20,8 @@ from muse_attention.evaluation.lookups.weight import Lookup, found_weight
 from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
 from muse_attention.evaluation.needles.samples import NeedleSamples, Sample, check_kind
 from muse_attention.evaluation.settings import OnStep
-from muse_attention.evaluation.stored import StoredResults, entries, rounded
 from muse_attention.recording import recorded_calls
+from muse_attention.stored_results import StoredResults, entries, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

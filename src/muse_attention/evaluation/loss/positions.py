@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from muse_attention.evaluation.settings import OnStep, TextSettings
-from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.stored_results import StoredResults, entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

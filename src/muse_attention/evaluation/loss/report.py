@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muse_attention.evaluation.attentions import in_words, names_table, short_names
+from muse_attention.attention_names import in_words, short_names
 from muse_attention.evaluation.loss.curves import (
     binned,
     cumulative_mean,
@@ -13,15 +13,15 @@ from muse_attention.evaluation.loss.curves import (
     reducible_curve,
 )
 from muse_attention.evaluation.loss.positions import LossResults
-from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.markup import csv_text
 from muse_attention.plots import BLACK, SIZES, Axis, Line
 from muse_attention.report.figures import line_figure
-from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
+from muse_attention.report.provenance import count, names_table, provenance_of
+from muse_attention.report.tree import Card, Figure, Note, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
 EXACT = "exact"
-LEAK = (
+LEAK = Note(
     "MuSe clusters the whole sequence, so a later token can move a centroid, and with it the approximation error of an "
     "earlier output. No value passes that way, but it is a path from the future, and every loss under MuSe is measured "
     "with that leak. Exact attention has none."

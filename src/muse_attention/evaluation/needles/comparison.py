@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.attention_names import short_names
 from muse_attention.evaluation.means import WILSON
 from muse_attention.evaluation.needles.panels import (
     DEFINITIONS,
@@ -37,6 +37,7 @@ from muse_attention.evaluation.needles.statistics import (
 )
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
+from muse_attention.report.provenance import names_table
 from muse_attention.report.tree import Provenance, Report, Section, Table, number, text
 
 Models = Mapping[str, NeedleResults]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from muse_attention.evaluation.attentions import muse_config, names_table, short_names
+from muse_attention.attention_names import muse_config, short_names
 from muse_attention.evaluation.means import WILSON, Mean
 from muse_attention.evaluation.needles.panels import (
     ALL_KINDS,
@@ -31,8 +31,8 @@ from muse_attention.evaluation.needles.statistics import (
     share,
     token_means,
 )
-from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.markup import csv_text
+from muse_attention.report.provenance import names_table, provenance_of
 from muse_attention.report.tree import Column, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 

@@ -15,7 +15,7 @@ import torch
 from muse_attention.evaluation.needles.samples import BUCKETS, KINDS, NeedleSamples
 from muse_attention.evaluation.needles.scores import Answer, answer
 from muse_attention.evaluation.settings import OnStep
-from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.stored_results import StoredResults, entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

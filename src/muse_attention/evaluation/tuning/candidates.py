@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muse_attention.attention_names import settings_of
 from muse_attention.baselines import exact_attention
-from muse_attention.by_name import get_attention
+from muse_attention.by_name import full_name, get_attention
 from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
-from muse_attention.evaluation.attentions import full_name, settings_of
 from muse_attention.evaluation.lookups.weight import found_weight
 from muse_attention.evaluation.settings import OnStep
-from muse_attention.evaluation.stored import StoredResults
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.recording import recorded_calls
+from muse_attention.stored_results import StoredResults
 
 EXACT = "exact"
 RULES = ((0.03, 0), (0.01, 0), (0.1, 2), (0.03, 2), (0.01, 2))

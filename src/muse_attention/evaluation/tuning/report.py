@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from muse_attention.attention_names import short_names
 from muse_attention.config import MuSeConfig
-from muse_attention.evaluation.attentions import names_table, short_names
-from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.evaluation.tuning.candidates import Candidate, TuningResults, choose, front
 from muse_attention.fidelity_columns import ERROR, RETRIEVAL, TAIL, known
 from muse_attention.markup import csv_text
 from muse_attention.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule
 from muse_attention.report.figures import line_figure
+from muse_attention.report.provenance import count, names_table, provenance_of
 from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 

@@ -1,4 +1,4 @@
-"""Which attentions a model's loss is measured under, by their full names, and what the names say."""
+"""What the full names of attentions say: the settings behind them, in words, and in short."""
 
 from __future__ import annotations
 
@@ -10,20 +10,7 @@ from typing import Any
 
 from muse_attention.by_name import config_at, full_name, has_settings_of_length
 from muse_attention.config import MuSeConfig
-from muse_attention.report.tree import Table, text
 from muse_attention.sizes import format_size
-
-__all__ = [
-    "check_meaning",
-    "figure_attentions",
-    "forward_name",
-    "full_name",
-    "in_words",
-    "muse_config",
-    "names_table",
-    "settings_of",
-    "short_names",
-]
 
 _OTHERS = {
     "exact": "exact attention",
@@ -32,22 +19,6 @@ _OTHERS = {
 }
 _LENGTHS = (1024, 4096, 16384, 65536, 262144)
 """At these, the settings of a name that follows the length are recorded."""
-
-
-def figure_attentions(length: int) -> tuple[str, ...]:
-    """Those of the paper's Llama figure, around `MuSeConfig.paper_sizes`.
-
-    Exact attention; MuSe with half, all, twice and four times the clusters, a sixteenth of them opened; one query
-    cluster, tilted; and no tilt.
-    """
-    base = MuSeConfig.paper_sizes(length)
-    clusters = base.key_clusters
-    configs = [
-        base.replace(query_clusters=number, key_clusters=number, retrieved_clusters=max(1, number // 16))
-        for number in (clusters // 2, clusters, 2 * clusters, 4 * clusters)
-    ]
-    configs += [base.replace(query_clusters=1), base.replace(tilt=False)]
-    return ("exact", *(f"muse:{config}" for config in configs))
 
 
 def forward_name(attention: str, length: int) -> str:
@@ -122,9 +93,3 @@ def short_names(attentions: Iterable[str]) -> dict[str, str]:
     }
     taken = Counter(short.values())
     return {name: short[name] if name in short and taken[short[name]] == 1 else name for name in names}
-
-
-def names_table(attentions: Iterable[str]) -> Table:
-    """What the short names of attentions stand for."""
-    columns = (text("name"), text("attention"), text("in words"))
-    return Table(columns, [(short, name, in_words(name)) for name, short in short_names(attentions).items()])
