@@ -36,9 +36,9 @@ from muse_attention.evaluation.lookups.results import (
     LookupResults,
     measure,
 )
-from muse_attention.evaluation.lookups.weight import found_weight
 from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask, plan
-from muse_attention.evaluation.needles.samples import NeedleSamples
+from muse_attention.found_weight import found_weight
+from muse_attention.pretraining.needles.samples import NeedleSamples
 from muse_attention.recording import recorded_calls
 from muse_attention.report.markdown import as_markdown
 from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer, write_needle_model, write_texts

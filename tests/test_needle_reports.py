@@ -33,7 +33,6 @@ from muse_attention.evaluation.needles.report import (
     summary_table,
 )
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, Outcome
-from muse_attention.evaluation.needles.samples import KINDS
 from muse_attention.evaluation.needles.scores import Answer
 from muse_attention.evaluation.needles.statistics import (
     against_exact,
@@ -45,6 +44,7 @@ from muse_attention.evaluation.needles.statistics import (
     token_means,
 )
 from muse_attention.machine import describe_machine
+from muse_attention.pretraining.needles.samples import KINDS
 from muse_attention.report.html import as_html
 from muse_attention.report.markdown import as_markdown
 from muse_attention.report.tree import Table

@@ -23,13 +23,13 @@ from muse_attention.evaluation.lookups.results import LookupResults
 from muse_attention.evaluation.needles.comparison import have_same_questions, needle_comparison
 from muse_attention.evaluation.needles.report import needle_report, summary_table
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
-from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.pretraining.data.corpus import HELD_OUT, read_corpus
 from muse_attention.pretraining.data.tokenizer import read_tokenizer
 from muse_attention.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
+from muse_attention.pretraining.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_attention.pretraining.needles.writer import VERSION
 from muse_attention.sizes import format_size, parse_size_list
 

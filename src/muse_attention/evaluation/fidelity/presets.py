@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from muse_attention.by_name import full_name
 from muse_attention.config import Clustering, MuSeConfig
-from muse_attention.evaluation.fidelity import paper
 from muse_attention.evaluation.fidelity.layers import FidelityRequest
-from muse_attention.evaluation.fidelity.paper import PaperTable
+from muse_attention.evaluation.fidelity.paper import TABLES, PaperTable
 from muse_attention.sizes import format_size
 
 RETRIEVED_PART = 16
@@ -111,14 +110,16 @@ PRESETS: dict[str, Callable[[_Base], Preset]] = {}
 _Rows = Callable[[_Base], Iterable[Row]]
 
 
-def _preset(
-    name: str, columns: tuple[str, ...], title: str, question: str, *tables: PaperTable
-) -> Callable[[_Rows], _Rows]:
-    """The rows that a function gives for a base are a preset. The question may name the `words` of the base."""
+def _preset(name: str, columns: tuple[str, ...], title: str, question: str, *tables: str) -> Callable[[_Rows], _Rows]:
+    """The rows that a function gives for a base are a preset, beside the paper's `tables`, by number.
+
+    The question may name the `words` of the base.
+    """
+    printed = tuple(TABLES[table] for table in tables)
 
     def add(rows: _Rows) -> _Rows:
         PRESETS[name] = lambda base: Preset(
-            name, title, question.format(**base.words), columns, tuple(rows(base)), tables
+            name, title, question.format(**base.words), columns, tuple(rows(base)), printed
         )
         return rows
 
@@ -130,7 +131,7 @@ def _preset(
     ("attention",),
     "MuSe, MoBA and block-diagonal attention at equal sparsity",
     "All three attend exactly to the same own block; MoBA retrieves one block of as many keys as MuSe retrieves.",
-    paper.METHODS,
+    "Table 1",
 )
 def _methods(base: _Base) -> Iterable[Row]:
     config, block = base.config, format_size(base.config.block_size)
@@ -146,7 +147,7 @@ def _methods(base: _Base) -> Iterable[Row]:
     ("clusters", "retrieved", "summaries"),
     "Clusters of queries and keys together, with and without the tilt",
     "Retrieval grows with the clusters (one in 16). Without the tilt all queries see the same summaries.",
-    *(paper.JOINT_1B, paper.JOINT_1B_NO_TILT, paper.JOINT_96M),
+    *("Table 2", "Table 29", "Table 15"),
 )
 def _joint(base: _Base) -> Iterable[Row]:
     for count in base.counts:
@@ -159,7 +160,7 @@ def _joint(base: _Base) -> Iterable[Row]:
     "Clusters of queries alone",
     "{clusters} clusters of keys. One cluster of queries still tilts summaries by the mean query; without the tilt "
     "they are plain means (the paper's Q = 1).",
-    paper.QUERY_CLUSTERS,
+    "Table 13",
 )
 def _query_clusters(base: _Base) -> Iterable[Row]:
     for step in range((4 * base.clusters).bit_length()):
@@ -172,7 +173,7 @@ def _query_clusters(base: _Base) -> Iterable[Row]:
     ("key clusters", "retrieved"),
     "Clusters of keys alone",
     "{clusters} clusters of queries; one in 16 clusters of keys is retrieved.",
-    paper.KEY_CLUSTERS,
+    "Table 14",
 )
 def _key_clusters(base: _Base) -> Iterable[Row]:
     for count in base.counts:
@@ -184,7 +185,7 @@ def _key_clusters(base: _Base) -> Iterable[Row]:
     ("clusters", "summaries"),
     "Summaries alone: nothing is retrieved",
     "What the summaries of the far field are worth by themselves.",
-    *(paper.MONOPOLE_96M, paper.DECOMPOSITION),
+    *("Table 16", "Table 3"),
 )
 def _monopole(base: _Base) -> Iterable[Row]:
     for count in base.counts:
@@ -196,7 +197,7 @@ def _monopole(base: _Base) -> Iterable[Row]:
     ("clusters", "retrieved", "summaries"),
     "Retrieval alone: summaries choose, but are not attended to",
     "Whether the tilt helps by choosing better, or by approximating better.",
-    *(paper.RETRIEVAL_ONLY, paper.DECOMPOSITION),
+    *("Table 19", "Table 3"),
 )
 def _retrieval_only(base: _Base) -> Iterable[Row]:
     for count in (base.clusters, 4 * base.clusters):
@@ -208,7 +209,7 @@ def _retrieval_only(base: _Base) -> Iterable[Row]:
     ("clusters", "keys retrieved"),
     "More clusters, as many retrieved",
     "{retrieved} clusters are retrieved at any count, so that more clusters retrieve fewer keys.",
-    *(paper.FIXED_RETRIEVAL_96M, paper.FIXED_RETRIEVAL_1B),
+    *("Table 17", "Table 22"),
 )
 def _fixed_retrieval(base: _Base) -> Iterable[Row]:
     retrieved = base.config.retrieved_clusters
@@ -222,7 +223,7 @@ def _fixed_retrieval(base: _Base) -> Iterable[Row]:
     ("retrieved",),
     "Retrieved clusters",
     "{clusters} clusters of queries and of keys, one block of each retrieved cluster.",
-    paper.RETRIEVAL_COUNT,
+    "Table 18",
 )
 def _retrieval_count(base: _Base) -> Iterable[Row]:
     for count in (0, *(1 << step for step in range(base.clusters.bit_length() - 1))):
@@ -234,7 +235,7 @@ def _retrieval_count(base: _Base) -> Iterable[Row]:
     ("block", "blocks retrieved"),
     "Block size, with retrieval over an equal span",
     "Smaller blocks leave more to be approximated; retrieved blocks times their size is constant.",
-    paper.BLOCK_SIZE,
+    "Table 20",
 )
 def _block_size(base: _Base) -> Iterable[Row]:
     for blocks in (1, 2, 4, 8):
@@ -248,7 +249,7 @@ def _block_size(base: _Base) -> Iterable[Row]:
     ("clusters retrieved", "blocks of each"),
     "Retrieving more clusters, or more blocks of each",
     "{most} clusters of queries and of keys; always 8 pairs of cluster and block.",
-    paper.CLUSTERS_OR_BLOCKS,
+    "Table 21",
 )
 def _clusters_or_blocks(base: _Base) -> Iterable[Row]:
     for blocks in (1, 2, 4, 8):
@@ -261,7 +262,7 @@ def _clusters_or_blocks(base: _Base) -> Iterable[Row]:
     ("clusters", "added"),
     "Dipoles against retrieval",
     "What is added to the summaries: a first-order correction of their values, or retrieval.",
-    paper.DIPOLE,
+    "Appendix B",
 )
 def _dipole(base: _Base) -> Iterable[Row]:
     for count in (base.clusters, 4 * base.clusters):
@@ -277,7 +278,7 @@ def _dipole(base: _Base) -> Iterable[Row]:
     "Length, with the sizes that go with it",
     "The paper's sizes for each length, on the beginning of each sample. Where clusters cannot grow by the square root "
     "of two they stay, so compare every other line.",
-    paper.LENGTH,
+    "Table 27",
 )
 def _length(base: _Base) -> Iterable[Row]:
     lengths = [base.length >> step for step in range(base.length.bit_length()) if base.length >> step >= 2048]

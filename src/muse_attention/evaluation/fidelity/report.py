@@ -8,7 +8,7 @@ from muse_attention import fidelity_columns
 from muse_attention.attention_names import muse_config, short_names
 from muse_attention.config import Clustering, MuSeConfig
 from muse_attention.evaluation.fidelity.layers import FidelityRequest, FidelityResults
-from muse_attention.evaluation.fidelity.paper import JOINT_1B, JOINT_1B_NO_TILT
+from muse_attention.evaluation.fidelity.paper import TABLES
 from muse_attention.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Line
@@ -211,7 +211,7 @@ def key_curves(results: FidelityResults, preset: Preset) -> dict[str, list[tuple
 
 def paper_curves() -> dict[str, list[tuple[float, float]]]:
     """The same of the paper's 1B model."""
-    tables = {"tilt": JOINT_1B, NO_TILT: JOINT_1B_NO_TILT}
+    tables = {"tilt": TABLES["Table 2"], NO_TILT: TABLES["Table 29"]}
     return {name: [(float(row[0]), float(row[1])) for row in table.rows] for name, table in tables.items()}
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from muse_attention.by_name import get_attention
-from muse_attention.evaluation.lookups.weight import Lookup, found_weight
 from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
-from muse_attention.evaluation.needles.samples import NeedleSamples, Sample, check_kind
 from muse_attention.evaluation.settings import OnStep
+from muse_attention.found_weight import Lookup, found_weight
+from muse_attention.pretraining.needles.samples import NeedleSamples, Sample, check_kind
 from muse_attention.recording import recorded_calls
 from muse_attention.stored_results import StoredResults, entries, rounded
 

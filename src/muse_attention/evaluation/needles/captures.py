@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from muse_attention.captured_heads import LookupAt
-from muse_attention.evaluation.needles.samples import BUCKETS, NeedleSamples
 from muse_attention.evaluation.texts import Samples, describe_texts, read_texts
 from muse_attention.pretraining.needles.haystacks import TextHaystack
+from muse_attention.pretraining.needles.samples import BUCKETS, NeedleSamples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

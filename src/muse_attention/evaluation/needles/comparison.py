@@ -24,7 +24,6 @@ from muse_attention.evaluation.needles.panels import (
 )
 from muse_attention.evaluation.needles.report import EXACT, PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.needles.samples import KINDS, depth_of
 from muse_attention.evaluation.needles.statistics import (
     answers,
     attentions,
@@ -37,6 +36,7 @@ from muse_attention.evaluation.needles.statistics import (
 )
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
+from muse_attention.pretraining.needles.samples import KINDS, depth_of
 from muse_attention.report.provenance import names_table
 from muse_attention.report.tree import Provenance, Report, Section, Table, number, text
 

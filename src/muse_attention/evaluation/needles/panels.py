@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from muse_attention.evaluation.means import WILSON, Share
 from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.needles.samples import BUCKETS, CANDIDATES, KINDS, depth_of
 from muse_attention.evaluation.needles.scores import Answer
 from muse_attention.evaluation.needles.statistics import (
     Measure,
@@ -18,6 +17,7 @@ from muse_attention.evaluation.needles.statistics import (
     is_preferred,
     share,
 )
+from muse_attention.pretraining.needles.samples import BUCKETS, CANDIDATES, KINDS, depth_of
 from muse_attention.report.figures import heat_map
 from muse_attention.report.tree import Card, Figure, Section, Table, number
 from muse_attention.sizes import format_size

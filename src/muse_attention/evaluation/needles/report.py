@@ -19,7 +19,6 @@ from muse_attention.evaluation.needles.panels import (
     with_number,
 )
 from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.needles.samples import depth_of
 from muse_attention.evaluation.needles.statistics import (
     against_exact,
     answers,
@@ -32,6 +31,7 @@ from muse_attention.evaluation.needles.statistics import (
     token_means,
 )
 from muse_attention.markup import csv_text
+from muse_attention.pretraining.needles.samples import depth_of
 from muse_attention.report.provenance import names_table, provenance_of
 from muse_attention.report.tree import Column, Report, Section, Table, number, text
 from muse_attention.sizes import format_size

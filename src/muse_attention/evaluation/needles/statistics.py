@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from muse_attention.evaluation.means import Mean, Share
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleTask, Outcome
-from muse_attention.evaluation.needles.samples import BUCKETS, KINDS
 from muse_attention.evaluation.needles.scores import Answer
+from muse_attention.pretraining.needles.samples import BUCKETS, KINDS
 
 Measure = Callable[[Answer], bool]
 

@@ -21,9 +21,9 @@ from muse_attention.baselines import exact_attention
 from muse_attention.by_name import full_name, get_attention
 from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
-from muse_attention.evaluation.lookups.weight import found_weight
 from muse_attention.evaluation.settings import OnStep
 from muse_attention.fidelity import measure as measure_fidelity
+from muse_attention.found_weight import found_weight
 from muse_attention.recording import recorded_calls
 from muse_attention.stored_results import StoredResults
 
