@@ -35,7 +35,6 @@ from muse_attention.cli.app import (
     Resume,
     app,
     console,
-    default_device,
     file_stem,
     make_folder,
     new_table,
@@ -44,44 +43,36 @@ from muse_attention.cli.app import (
     say,
     user_errors,
 )
-from muse_attention.cli.measuring import add_command, show, spell, write
-from muse_attention.cli.options import Words, attentions, listed
+from muse_attention.cli.language_model import Dtype, Place
+from muse_attention.cli.measuring import Output, add_command, show, spell, write
+from muse_attention.cli.options import Words, attentions, listed, option
 from muse_attention.fidelity_columns import meaning
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size, parse_size_list
 
-_DEFAULT_LENGTHS = "32k,64k"
+_LENGTHS = "32k,64k"
+_SWEEP = f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}."
 
 
 @app.command()
 def bench(
     context: typer.Context,
     device: Device = None,
-    length: Annotated[
-        Words, listed("Sequence lengths; k means 1024.", _DEFAULT_LENGTHS, "--length", "--lengths")
-    ] = None,
+    length: Annotated[Words, listed("Sequence lengths; k means 1024.", _LENGTHS, "--length", "--lengths")] = None,
     heads: Annotated[
         int | None,
-        typer.Option(
-            help="Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
-            show_default="1 on cpu, 8 on cuda, or all that were captured",
+        option(
+            "Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
+            "1 on cpu, 8 on cuda, or all that were captured",
         ),
     ] = None,
     key_heads: Annotated[
         int | None,
-        typer.Option(
-            help="Heads of keys and values, shared by equal groups of heads (GQA).",
-            show_default="as many as heads, or as captured",
-        ),
+        option("Heads of keys and values, shared by equal groups of heads (GQA).", "as many as heads, or as captured"),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    head_dim: Annotated[
-        int | None, typer.Option(help="Dimension of a head.", show_default="64, or that of the captured heads")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda"),
-    ] = None,
+    batch: Annotated[int, option("Batch size.")] = 1,
+    head_dim: Annotated[int | None, option("Dimension of a head.", "64, or that of the captured heads")] = None,
+    dtype: Dtype = None,
     attention: Annotated[
         Words,
         attentions(
@@ -91,28 +82,17 @@ def bench(
             ", ".join(MATCHED_KINDS),
         ),
     ] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}.",
-            show_default="no sweep",
-        ),
-    ] = None,
+    sweep: Annotated[str | None, option(_SWEEP, "no sweep")] = None,
     captures: Annotated[
         Path | None,
-        typer.Option(
-            help="Measure on heads of a model that muse tune --save-captures wrote.", show_default="synthetic data"
-        ),
+        option("Measure on heads of a model that muse tune --save-captures wrote.", "synthetic data"),
     ] = None,
     repeat_captures: RepeatCaptures = False,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each pass; medians are reported.")] = 3,
-    causal: Annotated[bool, typer.Option(help="Causal attention.")] = True,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory; on a CPU, with one head.")] = True,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/bench"),
-    name: Annotated[
-        str | None,
-        typer.Option(help="File name, without ending.", show_default="the device, the captures and the sweep"),
-    ] = None,
+    repeats: Annotated[int, option("Timed runs of each pass; medians are reported.")] = 3,
+    causal: Annotated[bool, option("Causal attention.")] = True,
+    memory: Annotated[bool, option("Measure peak memory; on a CPU, with one head.")] = True,
+    output: Output = Path("out/bench"),
+    name: Annotated[str | None, option("File name, without ending.", "the device, the captures and the sweep")] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
@@ -126,23 +106,20 @@ def bench(
     missing.
     """
     with user_errors():
-        device = device or default_device()
+        place = Place.choose(device, dtype)
         if repeat_captures and captures is None:
             raise ValueError("--repeat-captures needs --captures FILE")
         file = None if captures is None else CapturesFile(captures, repeat_captures)
         if heads is None and file is not None:
             heads, key_heads = file.heads, file.key_heads if key_heads is None else key_heads
-        if heads is None:
-            heads = 8 if device == "cuda" else 1
-        if head_dim is None:
-            head_dim = file.head_dim if file is not None else 64
+        heads = heads if heads is not None else 8 if place.device == "cuda" else 1
         settings = BenchmarkSettings(
-            device=device,
+            device=place.device,
             batch=batch,
             heads=heads,
             key_heads=heads if key_heads is None else key_heads,
-            head_dim=head_dim,
-            dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
+            head_dim=head_dim if head_dim is not None else 64 if file is None else file.head_dim,
+            dtype=place.dtype,
             causal=causal,
             repeats=repeats,
             memory=memory,
@@ -180,7 +157,7 @@ def _plan(
     asked_for: Sequence[str] | None,
     captures: CapturesFile | None,
 ) -> Plan:
-    lengths = parse_size_list(asked_lengths or [_DEFAULT_LENGTHS])
+    lengths = parse_size_list(asked_lengths or [_LENGTHS])
     if settings.sweep is None:
         return Plan.at_lengths(settings, lengths, tuple(asked_for or MATCHED_KINDS), captures)
     if asked_for:

@@ -23,7 +23,7 @@ from muse_attention.cli.app import (
 )
 from muse_attention.cli.language_model import Place, silence_transformers
 from muse_attention.cli.measuring import Output, add_command, measuring, spell, write
-from muse_attention.cli.options import Words, attentions
+from muse_attention.cli.options import Words, attentions, option
 from muse_attention.evaluation.comparison.report import comparison_report, headline, matrix_table, warnings
 from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_attention.evaluation.loss.curves import SHORTEST
@@ -36,31 +36,26 @@ if TYPE_CHECKING:
     from muse_attention.evaluation.comparison.runs import StoredRun
 
 RESULTS = "compare.json"
+_CORPUS = Path("out/corpus")
 
 
 @app.command()
 def compare(
     context: typer.Context,
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders that muse train wrote.")],
-    corpus: Annotated[Path, typer.Option(help="Folder that muse prepare wrote, and that the runs learnt from.")] = Path(
-        "out/corpus"
-    ),
+    corpus: Annotated[Path, option("Folder that muse prepare wrote, and that the runs learnt from.")] = _CORPUS,
     attention: Annotated[
         Words, attentions("Attention to test with, beside exact attention", "those that the runs were trained with")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Held-out windows, evenly spaced; all, if there are fewer.")] = 16,
-    length: Annotated[
-        str | None, typer.Option(help="Tokens of a window; k means 1024.", show_default="that of the runs")
-    ] = None,
+    samples: Annotated[int, option("Held-out windows, evenly spaced; all, if there are fewer.")] = 16,
+    length: Annotated[str | None, option("Tokens of a window; k means 1024.", "that of the runs")] = None,
     checkpoints: Annotated[
-        int, typer.Option(help="Earlier checkpoints of each run, at most, whose loss against position is measured.")
+        int, option("Earlier checkpoints of each run, at most, whose loss against position is measured.")
     ] = 3,
     device: Device = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype", "--precision", help="float32 or bfloat16.", show_default="float32 on cpu, bfloat16 on cuda"
-        ),
+        option("float32 or bfloat16.", "float32 on cpu, bfloat16 on cuda", "--dtype", "--precision"),
     ] = None,
     output: Output = Path("out/compare"),
     overwrite: Overwrite = False,

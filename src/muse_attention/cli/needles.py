@@ -16,7 +16,7 @@ from muse_attention.cli.app import say, user_errors
 from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Model, Text, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun, show, write
-from muse_attention.cli.options import Words, attentions, listed, with_option_groups
+from muse_attention.cli.options import Words, attentions, flag, listed, option, with_option_groups
 from muse_attention.evaluation.lookups import report as lookup_reports
 from muse_attention.evaluation.lookups import results as lookups_found
 from muse_attention.evaluation.lookups.results import LookupResults
@@ -41,8 +41,10 @@ COMPARED = "needles-compared"
 """Name of the files that compare the models in a folder."""
 _TEXT_TOKENS = 2**20
 """Of a haystack of texts, unless four times the longest context is more."""
-
-
+_LOOKUPS = (
+    "Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in every head. "
+    "Writes NAME-lookups.json, .md, .csv and .html."
+)
 _RUN = ModelRun(output=Path("out/needles"))
 _LENGTHS = "2k,4k,8k"
 
@@ -53,8 +55,7 @@ def needles(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
     corpus: Annotated[
-        Path | None,
-        typer.Option(help="Folder that muse prepare wrote: its held-out repositories are the haystack."),
+        Path | None, option("Folder that muse prepare wrote: its held-out repositories are the haystack.")
     ] = None,
     text: Text = None,
     length: Annotated[Words, listed("Tokens of a sample; k means 1024.", _LENGTHS)] = None,
@@ -62,16 +63,9 @@ def needles(
     attention: Annotated[
         Words, attentions("Attention that reads the prompt, beside exact attention", "MuSeConfig.for_length")
     ] = None,
-    samples_per_depth: Annotated[int, typer.Option(help="Of each kind and length, in each of nine depths.")] = 2,
-    lookups: Annotated[
-        bool,
-        typer.Option(
-            "--lookups",
-            help="Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in "
-            "every head. Writes NAME-lookups.json, .md, .csv and .html.",
-        ),
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    samples_per_depth: Annotated[int, option("Of each kind and length, in each of nine depths.")] = 2,
+    lookups: Annotated[bool, flag("--lookups", _LOOKUPS)] = False,
+    seed: Annotated[int, option("Of the samples.")] = 0,
     run: ModelRun = _RUN,
 ) -> None:
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
