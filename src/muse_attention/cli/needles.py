@@ -20,6 +20,7 @@ from muse_attention.cli.options import Words, attentions, flag, listed, option, 
 from muse_attention.evaluation.lookups import report as lookup_reports
 from muse_attention.evaluation.lookups import results as lookups_found
 from muse_attention.evaluation.lookups.results import LookupResults
+from muse_attention.evaluation.needles.captures import fast_tokenizer
 from muse_attention.evaluation.needles.comparison import have_same_questions, needle_comparison
 from muse_attention.evaluation.needles.report import needle_report, summary_table
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
@@ -163,9 +164,7 @@ def _open(
     """Load a model and its haystack; a ValueError or ImportError of one line if samples cannot be made of them."""
     loaded, tokenizer = load_quietly(model, run.place, download=run.download)
     check_context(loaded, max(lengths))
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are; use a fast tokenizer")
+    backend = fast_tokenizer(tokenizer)
     haystack: Haystack
     if corpus is None:
         enough = max(_TEXT_TOKENS, 4 * max(lengths))

@@ -133,10 +133,7 @@ def measure(
 
     Shorter requests are measured on the beginning of each sample. If `gradients`, their errors are measured too.
     """
-    from muse_attention.capture import (
-        NO_LAYERS,
-        visit_layers,
-    )  # here, for commands without a model to need no transformers
+    from muse_attention.capture import NO_LAYERS, visit_layers  # here: only commands with a model need transformers
 
     finished = 0
     with results.saving(path) as save:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from muse_attention.attention_names import short_names
 from muse_attention.evaluation.lookups.results import LookupResults
 from muse_attention.markup import csv_text
 from muse_attention.report.provenance import names_table, provenance_of
-from muse_attention.report.tree import Card, Column, Report, Section, Table, number, text
+from muse_attention.report.tree import Card, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
 STRONG = 0.1
@@ -159,42 +158,28 @@ def summary_table(results: LookupResults) -> Table:
 
 def layer_table(results: LookupResults, length: int) -> Table:
     """The mean weight of a head on the needle, and what share of it each attention finds, by layer."""
-    pools = _pools(results, length)
+    pools, names = _pools(results, length), short_names(results.named)
     first = next(iter(pools.values()))
-    return Table.of(
-        enumerate(results.layers),
-        (number("layer"), lambda row: row[1]),
-        (number("weight", _WEIGHT), lambda row: f"{float(first.weight[:, row[0]].mean()):.3f}"),
-        (number("strong", _STRONG), lambda row: f"{first.in_layer(row[0]).strong_heads:.1f}"),
-        *_share_columns(results, pools, lambda found, row: found.in_layer(row[0])),
-    )
+    rows = []
+    for place, layer in enumerate(results.layers):
+        of_layer = first.in_layer(place)
+        shares = (_percent(found.in_layer(place).share) for found in pools.values())
+        rows.append((str(layer), f"{float(of_layer.weight.mean()):.3f}", f"{of_layer.strong_heads:.1f}", *shares))
+    found = (number(names[name], _FOUND) for name in pools)
+    return Table((number("layer"), number("weight", _WEIGHT), number("strong", _STRONG), *found), rows)
 
 
 def head_table(results: LookupResults, length: int) -> Table:
     """Likewise by head, those with most weight on the needle first."""
-    pools = _pools(results, length)
+    pools, names = _pools(results, length), short_names(results.named)
     weight = next(iter(pools.values())).weight.mean(0)
     order = weight.flatten().argsort(descending=True)[:_SHOWN_HEADS].tolist()
-    return Table.of(
-        [divmod(index, weight.shape[1]) for index in order],
-        (number("layer"), lambda row: results.layers[row[0]]),
-        (number("head"), lambda row: row[1]),
-        (number("weight", _WEIGHT), lambda row: f"{float(weight[row]):.3f}"),
-        *_share_columns(results, pools, lambda found, row: found.in_head(*row)),
-    )
-
-
-def _share_columns(
-    results: LookupResults, pools: dict[str, Pool], part: Callable[[Pool, Any], Pool]
-) -> Iterator[tuple[Column, Callable[[Any], str]]]:
-    """What share each attention finds of the weight in the part of a pool that a row is about."""
-    names = short_names(results.named)
-    for name, found in pools.items():
-
-        def share(row: Any, found: Pool = found) -> str:
-            return _percent(part(found, row).share)
-
-        yield number(names[name], _FOUND), share
+    rows = []
+    for place, head in (divmod(index, weight.shape[1]) for index in order):
+        shares = (_percent(found.in_head(place, head).share) for found in pools.values())
+        rows.append((str(results.layers[place]), str(head), f"{float(weight[place, head]):.3f}", *shares))
+    columns = (number("layer"), number("head"), number("weight", _WEIGHT))
+    return Table((*columns, *(number(names[name], _FOUND) for name in pools)), rows)
 
 
 def as_csv(results: LookupResults) -> str:

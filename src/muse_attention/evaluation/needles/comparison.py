@@ -13,7 +13,6 @@ from muse_attention.evaluation.means import WILSON
 from muse_attention.evaluation.needles.panels import (
     DEFINITIONS,
     MEASURES,
-    Asked,
     cards,
     depth_section,
     found_in_words,
@@ -24,26 +23,17 @@ from muse_attention.evaluation.needles.panels import (
 )
 from muse_attention.evaluation.needles.report import EXACT, PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.needles.statistics import (
-    answers,
-    attentions,
-    by_depth,
-    by_sample,
-    difference,
-    failures,
-    groups,
-    share,
-)
+from muse_attention.evaluation.needles.statistics import Asked, by_depth, difference, failures, in_order, share
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
-from muse_attention.pretraining.needles.samples import KINDS, depth_of
+from muse_attention.pretraining.needles.samples import depth_of
 from muse_attention.report.provenance import names_table
-from muse_attention.report.tree import Provenance, Report, Section, Table, number, text
+from muse_attention.report.tree import Note, Provenance, Report, Section, Table, number, text
 
 Models = Mapping[str, NeedleResults]
 """Their results by their names. The first one is what the others are compared with."""
 
-_DIFFERENCES = (
+_DIFFERENCES = Note(
     "Differences are in percentage points on the samples that both models have answered, ± their standard error over "
     "samples. Seed-to-seed variance of training is not included."
 )
@@ -83,13 +73,8 @@ def needle_comparison(models: Models) -> Report:
         cards=cards(first_read),
         sections=[
             *(
-                Section(
-                    name.capitalize(),
-                    [TASK] if place == 0 else [],
-                    tables=list(summary_tables(models, name)),
-                    notes=[_DIFFERENCES, PREFILL] if place == 0 else [],
-                )
-                for place, name in enumerate(MEASURES)
+                Section.of(name.capitalize(), *summary_tables(models, name), *words)
+                for name, words in zip(MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
             *(depth_section(columns, measure) for measure in MEASURES),
             paper_section(),
@@ -114,10 +99,8 @@ def summary_tables(models: Models, name: str) -> Iterator[Table]:
                 shares = (with_number(share(one.answers(together), MEASURES[name])) for one in asked.values())
                 gaps = [""] * len(others)  # samples of several kinds have not as many questions each
                 if len(together) == 1:
-                    samples = {model: by_sample(models[model], *together[0], attention) for model in models}
-                    gaps = [
-                        format_difference(difference(samples[one], samples[first], MEASURES[name])) for one in others
-                    ]
+                    found_by = ((asked[one], asked[first], together[0], MEASURES[name]) for one in others)
+                    gaps = [format_difference(difference(*both)) for both in found_by]
                 rows.append((title_of(length, kind), *shares, *gaps))
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
 
@@ -137,7 +120,7 @@ def as_csv(models: Models) -> str:
     rows = []
     for length, kind, attention in _cells(models):
         for name, results in models.items():
-            found = answers(results, length, kind, attention)
+            found = Asked(results, attention).answers([(length, kind)])
             for measured, measure in MEASURES.items():
                 for bucket, of_depth in enumerate(by_depth(found, measure)):
                     if of_depth is not None:
@@ -154,14 +137,9 @@ def _named(models: Models) -> list[str]:
 
 def _cells(models: Models) -> list[tuple[int, str, str]]:
     """Every length, kind and attention that some model has; exact attention first."""
-    found = {
-        (length, kind, attention)
-        for results in models.values()
-        for length, kind in groups(results)
-        for attention in attentions(results, length, kind)
-    }
-    kinds = list(KINDS)
-    return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2], cell[0], kinds.index(cell[1])))
+    tasks = [task for results in models.values() for task in results.outcomes]
+    found = in_order({(task.length, task.kind, task.attention) for task in tasks})
+    return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2]))
 
 
 def _uids(results: NeedleResults) -> dict[tuple[int, str, int, int], list[str]]:

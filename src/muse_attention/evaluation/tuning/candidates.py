@@ -23,8 +23,7 @@ from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
 from muse_attention.evaluation.settings import OnStep
 from muse_attention.fidelity import measure as measure_fidelity
-from muse_attention.found_weight import found_weight
-from muse_attention.recording import recorded_calls
+from muse_attention.found_weight import look_up
 from muse_attention.stored_results import StoredResults
 
 EXACT = "exact"
@@ -272,27 +271,18 @@ def _exact_outputs(captures: Captures) -> list[tuple[Tensor, Tensor]]:
 
 def _samples(captures: Captures) -> list[tuple[Tensor, Tensor, Tensor]]:
     """One at a time: (1, heads, length, head_dim) each."""
-    return list(
-        zip(captures.query.split(1), captures.key.split(1), captures.value.split(1), strict=True),
-    )
+    return list(zip(captures.query.split(1), captures.key.split(1), captures.value.split(1), strict=True))
 
 
 def _look_up(captures: Captures, attention: str) -> Found | None:
     """None for attentions without a selection, and for captures without lookups."""
+    if settings_of(attention) is None:
+        return None
     weight, found, exact = 0.0, 0.0, 0.0
     for number, sample in enumerate(_samples(captures)):
-        lookups = [lookup for lookup in captures.lookups if lookup.sample == number]
-        if not lookups or settings_of(attention) is None:
-            continue
-        with recorded_calls() as calls, torch.no_grad():
-            get_attention(attention)(*sample, is_causal=True)
-        (call,) = calls
-        for at in lookups:
-            looked_up = found_weight(
-                call.query, call.key, call.clusters, call.selection, call.config, at.position, at.needle,
-                scale=call.scale,
-            )  # fmt: skip
-            weight += float(looked_up.weight.sum())
-            found += float(looked_up.found.sum())
-            exact += float(looked_up.exact.sum())
+        places = [(lookup.position, lookup.needle) for lookup in captures.lookups if lookup.sample == number]
+        for one in look_up(get_attention(attention), *sample, places) if places else ():
+            weight += float(one.weight.sum())
+            found += float(one.found.sum())
+            exact += float(one.exact.sum())
     return Found(weight, found, exact) if weight else None
