@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from muse_attention.benchmark import tables
 from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
@@ -17,17 +18,6 @@ from muse_attention.benchmark.report import bench_report, retrieval_table
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS, find_sweep, format_shape
-from muse_attention.benchmark.tables import (
-    caption,
-    format_error,
-    format_memory,
-    format_ratio,
-    format_seconds,
-    format_spread,
-    noise_lines,
-    retrieval_columns,
-    sorted_cases,
-)
 from muse_attention.cli.app import (
     Device,
     Overwrite,
@@ -143,10 +133,10 @@ def bench(
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
         console.print(_bench_table(results))
-        if retrieval_columns(results.cases):
+        if tables.retrieval_columns(results.cases):
             retrieved = retrieval_table(results)
             show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
-        for line in noise_lines(results):
+        for line in tables.noise_lines(results):
             say(line)
         write(bench_report(results, stem), path, path)
 
@@ -190,9 +180,9 @@ def _bench_table(results: BenchmarkResults) -> Table:
     hardware, versions = machine_lines(results.machine)
     columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
     table = new_table(f"{hardware}\n{versions}", *columns)
-    table.caption = caption(results)
+    table.caption = tables.caption(results)
     for (shape, sdpa), cases in itertools.groupby(
-        sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
+        tables.sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
     ):
         together = list(cases)
         table.add_section()
@@ -200,21 +190,21 @@ def _bench_table(results: BenchmarkResults) -> Table:
             f"SDPA at {format_shape(shape, results.settings.sweep)}",
             _time_cell(sdpa.forward_median),
             _time_cell(sdpa.forward_backward_median),
-            format_spread(sdpa.spread),
+            tables.format_spread(sdpa.spread),
             "",
-            format_memory(together[0].sdpa_extra_memory_bytes),
+            tables.format_memory(together[0].sdpa_extra_memory_bytes),
         )
         for case in together:
             table.add_row(
                 case.attention,
                 _time_cell(case.times.forward_median, case.speedup_forward),
                 _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
-                format_spread(case.spread),
-                format_error(case.fidelity["relative_squared_error"]),
-                format_memory(case.extra_memory_bytes),
+                tables.format_spread(case.spread),
+                tables.format_error(case.fidelity["relative_squared_error"]),
+                tables.format_memory(case.extra_memory_bytes),
             )
     return table
 
 
 def _time_cell(seconds: float, speedup: float | None = None) -> str:
-    return f"{format_seconds(seconds)} {'' if speedup is None else format_ratio(speedup):>5}"
+    return f"{tables.format_seconds(seconds)} {'' if speedup is None else tables.format_ratio(speedup):>5}"

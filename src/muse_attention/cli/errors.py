@@ -9,16 +9,8 @@ import typer
 
 from muse_attention.benchmark.errors_report import about, errors_report, errors_table
 from muse_attention.benchmark.synthetic_errors import STEPS, Errors, ErrorSettings, measure_errors
-from muse_attention.cli.app import (
-    Device,
-    Overwrite,
-    app,
-    default_device,
-    make_folder,
-    progress_bar,
-    run_errors,
-    user_errors,
-)
+from muse_attention.cli.app import Device, Overwrite, app, make_folder, progress_bar, run_errors, user_errors
+from muse_attention.cli.language_model import Place
 from muse_attention.cli.measuring import Output, show, spell, write
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import parse_size
@@ -38,7 +30,7 @@ def errors(
     On synthetic data. Results that are there already are shown, not measured again.
     """
     with user_errors():
-        settings = ErrorSettings(parse_size(length), heads=heads, device=device or default_device())
+        settings = ErrorSettings(parse_size(length), heads=heads, device=Place.choose(device, None).device)
         path = output / "errors.json"
         results = Errors.start(settings, path, overwrite=overwrite)
         make_folder(output)

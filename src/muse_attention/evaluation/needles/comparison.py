@@ -10,17 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from muse_attention.attention_names import short_names
 from muse_attention.evaluation.means import WILSON
-from muse_attention.evaluation.needles.panels import (
-    DEFINITIONS,
-    MEASURES,
-    cards,
-    depth_section,
-    found_in_words,
-    groups_of,
-    panels,
-    title_of,
-    with_number,
-)
+from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.report import EXACT, PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.needles.statistics import Asked, by_depth, difference, failures, in_order, share
@@ -62,7 +52,7 @@ def needle_comparison(models: Models) -> Report:
     return Report(
         f"Needles compared: {', '.join(models)}",
         verdict=[
-            found_in_words(first_read),
+            panels.found_in_words(first_read),
             f"The prompt is read by {short[read_by]}. {WILSON}",
             *(
                 f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
@@ -70,13 +60,13 @@ def needle_comparison(models: Models) -> Report:
                 if (failed := failures(results))
             ),
         ],
-        cards=cards(first_read),
+        cards=panels.cards(first_read),
         sections=[
             *(
                 Section.of(name.capitalize(), *summary_tables(models, name), *words)
-                for name, words in zip(MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
+                for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
-            *(depth_section(columns, measure) for measure in MEASURES),
+            *(panels.depth_section(columns, measure) for measure in panels.MEASURES),
             paper_section(),
         ],
         names=names_table(_named(models)),
@@ -87,21 +77,23 @@ def needle_comparison(models: Models) -> Report:
 
 def summary_tables(models: Models, name: str) -> Iterator[Table]:
     """One for each attention that reads the prompt; exact attention, which is deployed, first."""
-    first, *others = models
-    columns = [text("kind, length"), *(number(model, DEFINITIONS[name]) for model in models)]
+    (first, *others), measure = models, panels.MEASURES[name]
+    columns = [text("kind, length"), *(number(model, panels.DEFINITIONS[name]) for model in models)]
     columns += [number(f"{other} less {first}", _DIFFERENCES) for other in others]
     short = short_names(_named(models))
     for attention in dict.fromkeys(_named(models)):
         asked = {model: Asked(results, attention) for model, results in models.items()}
-        found, rows = groups_of(asked), []
+        found, rows = panels.groups_of(asked), []
         for length in dict.fromkeys(length for length, _ in found):
-            for kind, together in panels(asked, [group for group in found if group[0] == length]).items():
-                shares = (with_number(share(one.answers(together), MEASURES[name])) for one in asked.values())
+            for kind, together in panels.panels_of(asked, [group for group in found if group[0] == length]).items():
+                shares = (
+                    panels.with_number(share(one.answers(together), panels.MEASURES[name])) for one in asked.values()
+                )
                 gaps = [""] * len(others)  # samples of several kinds have not as many questions each
                 if len(together) == 1:
-                    found_by = ((asked[one], asked[first], together[0], MEASURES[name]) for one in others)
+                    found_by = ((asked[one], asked[first], together[0], measure) for one in others)
                     gaps = [format_difference(difference(*both)) for both in found_by]
-                rows.append((title_of(length, kind), *shares, *gaps))
+                rows.append((panels.title_of(length, kind), *shares, *gaps))
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
 
 
@@ -121,7 +113,7 @@ def as_csv(models: Models) -> str:
     for length, kind, attention in _cells(models):
         for name, results in models.items():
             found = Asked(results, attention).answers([(length, kind)])
-            for measured, measure in MEASURES.items():
+            for measured, measure in panels.MEASURES.items():
                 for bucket, of_depth in enumerate(by_depth(found, measure)):
                     if of_depth is not None:
                         numbers = (of_depth.standard_error, *of_depth.interval)

@@ -55,11 +55,11 @@ def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
     for length in lengths:
         of_length = [group for group in found if group[0] == length]
         there = {name: asked for name, asked in columns.items() if asked.answers(of_length)}
-        for kind, together in panels(there, of_length).items():
+        for kind, together in panels_of(there, of_length).items():
             yield _table(there, together, measure, title_of(length, kind))
 
 
-def panels(columns: Columns, of_length: list[Group]) -> dict[str, list[Group]]:
+def panels_of(columns: Columns, of_length: list[Group]) -> dict[str, list[Group]]:
     """All kinds of a length together, which are those that all columns were asked, and each by itself."""
     shared = [group for group in of_length if all(asked.answers([group]) for asked in columns.values())]
     together = {ALL_KINDS: shared} if len(shared) > 1 else {}

@@ -8,16 +8,7 @@ from collections.abc import Sequence
 
 from muse_attention.attention_names import muse_config, short_names
 from muse_attention.evaluation.means import WILSON, Mean
-from muse_attention.evaluation.needles.panels import (
-    ALL_KINDS,
-    DEFINITIONS,
-    MEASURES,
-    cards,
-    depth_section,
-    found_in_words,
-    title_of,
-    with_number,
-)
+from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.needles.statistics import (
     Asked,
@@ -55,8 +46,8 @@ _SUMMARY = (
     number("n", "Questions."),
     *(
         column
-        for name in MEASURES
-        for column in (number(name, DEFINITIONS[name]), number(f"{name}: against exact", _AGAINST))
+        for name in panels.MEASURES
+        for column in (number(name, panels.DEFINITIONS[name]), number(f"{name}: against exact", _AGAINST))
     ),
     number("log-probability", "Of the uid, in nats, the mean over questions."),
     number("tokens right", "Share of the uid's tokens that are the most probable, each given those before it."),
@@ -76,7 +67,7 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         raise ValueError("no sample has been answered yet; run the command again to continue")
     settings = results.settings
     failed = [
-        f"{task.attention}, {title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
+        f"{task.attention}, {panels.title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
         f"sample {task.number}: {error}"
         for task, error in failures(results)
     ]
@@ -91,16 +82,16 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
     return Report(
         f"Needles: {file_name}",
         verdict=[
-            found_in_words(columns),
+            panels.found_in_words(columns),
             WILSON,
             f"{settings.model}, in {settings.haystack}.",
             *warnings,
         ],
-        cards=cards(columns),
+        cards=panels.cards(columns),
         sections=[
             Section.of("Attentions", TASK, summary_table(results), PREFILL),
             Section.of("Where errors are", places_table(results), _PLACES),
-            *(depth_section(columns, measure) for measure in MEASURES),
+            *(panels.depth_section(columns, measure) for measure in panels.MEASURES),
             *([Section("Failed", lines=failed)] if failed else []),
             paper_section(),
         ],
@@ -125,7 +116,7 @@ def summary_table(results: NeedleResults) -> Table:
             asked = Asked(results, attention)
             found = asked.answers([(length, kind)])
             shares = []
-            for measure in MEASURES.values():
+            for measure in panels.MEASURES.values():
                 gap = None if attention == EXACT else difference(asked, exact, (length, kind), measure)
                 shares += [shown(share(found, measure)), format_difference(gap)]
             tokens = token_means(found)
@@ -145,8 +136,8 @@ def places_table(results: NeedleResults) -> Table:
     names, rows = short_names(results.named), []
     for length, of_length in itertools.groupby(groups(results), key=lambda group: group[0]):
         found = list(of_length)
-        panels = {kind: [(length, kind)] for _, kind in found} | ({ALL_KINDS: found} if len(found) > 1 else {})
-        for panel, together in panels.items():
+        kinds = {kind: [(length, kind)] for _, kind in found} | ({panels.ALL_KINDS: found} if len(found) > 1 else {})
+        for panel, together in kinds.items():
             for attention in attentions(results, found[0]):
                 samples = [outcome.answers for outcome in Asked(results, attention).samples(together).values()]
                 firsts = [first for first, *_ in samples]
@@ -156,7 +147,7 @@ def places_table(results: NeedleResults) -> Table:
                     share(firsts, lambda answer: not any(answer.ranks[1:])),
                     share([answer for _, *others in samples for answer in others], is_exact),
                 )
-                rows.append((names[attention], title_of(length, panel), *map(with_number, shares)))
+                rows.append((names[attention], panels.title_of(length, panel), *map(panels.with_number, shares)))
     shares_of = ("first question", "its first token", "its other tokens", "later questions")
     return Table((text("attention"), text("length, kind"), *map(number, shares_of)), rows)
 
