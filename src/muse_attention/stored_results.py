@@ -30,6 +30,8 @@ from muse_attention.strict_json import parse_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+OnStep = Callable[[str, int], None]
+"""Told what a measurement begins with, and how many steps are finished."""
 VERSION = 2
 SECONDS_BETWEEN_WRITES = 2.0
 """At most this much work is lost. (Writing a large file after every step can take longer than the step.)"""

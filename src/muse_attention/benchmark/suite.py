@@ -23,9 +23,7 @@ from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, sdpa
 from muse_attention.by_name import Attention, get_attention
 from muse_attention.earlier_results import WAY_OUT_BY_NAME, check_same
 from muse_attention.fidelity import measure
-
-OnStep = Callable[[str, int], None]
-"""Told what begins, and how many steps are finished."""
+from muse_attention.stored_results import OnStep
 
 
 def start_results(

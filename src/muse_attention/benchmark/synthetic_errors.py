@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
 from muse_attention.earlier_results import WAY_OUT
 from muse_attention.fidelity import compare, future_influence, position_error
-from muse_attention.stored_results import StoredResults
+from muse_attention.stored_results import OnStep, StoredResults
 
 REPEATS = 3
 BINS = 128
@@ -91,9 +90,7 @@ class Errors(StoredResults):
         return {"commands": [], **document}
 
 
-def measure_errors(
-    results: Errors, *, on_step: Callable[[str, int], None] = lambda description, finished: None
-) -> None:
+def measure_errors(results: Errors, *, on_step: OnStep = lambda description, finished: None) -> None:
     """Compare causal attentions with exact attention on clustered synthetic data, in float32, and add what is found."""
     settings = results.settings
     length = settings.length

@@ -13,6 +13,8 @@ from muse_attention.benchmark.errors_report import errors_report
 from muse_attention.benchmark.report import bench_report
 from muse_attention.benchmark.results import BenchmarkResults
 from muse_attention.benchmark.synthetic_errors import Errors
+from muse_attention.benchmark.tuning.candidates import TuningResults
+from muse_attention.benchmark.tuning.report import tuning_report
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.measuring import write
 from muse_attention.cli.needles import write_needle_comparisons
@@ -28,8 +30,6 @@ from muse_attention.evaluation.needles.report import needle_report
 from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.tasks.answers import TaskResults
 from muse_attention.evaluation.tasks.report import tasks_report
-from muse_attention.evaluation.tuning.candidates import TuningResults
-from muse_attention.evaluation.tuning.report import tuning_report
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
 from muse_attention.report.html import as_html

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from muse_attention.benchmark.timing import time_interleaved
-from muse_attention.benchmark.workload import DTYPES, Workload, sdpa
+from muse_attention.benchmark.tuning.candidates import TuningResults, TuningSettings, candidates, clock_on, measure
+from muse_attention.benchmark.tuning.report import shown, table_of, tuning_report, verdict
+from muse_attention.benchmark.workload import DTYPES
 from muse_attention.by_name import get_attention
 from muse_attention.captured_heads import Captures, LookupAt, capture_heads, load_captures, save_captures
 from muse_attention.cli.app import RepeatCaptures, app, user_errors
@@ -19,16 +20,6 @@ from muse_attention.cli.measuring import Measurement, ModelRun, show
 from muse_attention.cli.options import Words, attentions, flag, option, with_option_groups
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
 from muse_attention.evaluation.texts import read_samples
-from muse_attention.evaluation.tuning.candidates import (
-    EXACT,
-    Clock,
-    Seconds,
-    TuningResults,
-    TuningSettings,
-    candidates,
-    measure,
-)
-from muse_attention.evaluation.tuning.report import shown, table_of, tuning_report, verdict
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_size
 
@@ -109,7 +100,7 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
         results.error = options.error
         steps = len(results.missing(chosen)) + (results.exact is None)
         with measurement.progress(results, steps) as on_step:
-            measure(found, chosen, results, measurement.path, _clock(found, options.repeats), on_step=on_step)
+            measure(found, chosen, results, measurement.path, clock_on(found, options.repeats), on_step=on_step)
         _show(results)
         for line in verdict(results):
             typer.echo(line)
@@ -140,18 +131,6 @@ def _capture(options: _Options, run: ModelRun) -> Captures:
         read = read_samples(tokenizer, texts, length, options.samples)
     named = {"model_name": describe_model(name_of(options.model), model), "text": read.source}
     return replace(capture_heads(model, read.tokens, options.heads, grouped=options.groups, **named), lookups=lookups)
-
-
-def _clock(captures: Captures, repeats: int) -> Clock:
-    """Times attentions on captured heads, forward and backward, as `muse bench` does."""
-    workload = Workload.of(captures.query, captures.key, captures.value, is_causal=True)
-
-    def clock(attention: str) -> Seconds:
-        function = sdpa if attention == EXACT else get_attention(attention)
-        (times,) = time_interleaved([function], workload, repeats)
-        return Seconds(list(times.forward), list(times.forward_backward))
-
-    return clock
 
 
 def _show(results: TuningResults) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,10 +37,6 @@ class TextSettings:
     def title(self) -> str:
         """Of a table on the terminal."""
         return f"{self.model}\n{self.text}, {self.samples} x {format_size(self.length)} tokens"
-
-
-OnStep = Callable[[str, int], None]
-"""Told what begins, and how many steps are finished."""
 
 
 def describe_model(name: str, model: PreTrainedModel) -> str:

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from muse_attention.by_name import get_attention
 from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
-from muse_attention.evaluation.settings import OnStep
 from muse_attention.found_weight import Lookup, look_up
 from muse_attention.pretraining.needles.samples import NeedleSamples, Sample, check_kind
-from muse_attention.stored_results import StoredResults, entries, rounded
+from muse_attention.stored_results import OnStep, StoredResults, entries, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

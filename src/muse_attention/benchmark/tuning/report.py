@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from muse_attention.attention_names import short_names
+from muse_attention.benchmark.tuning.candidates import Candidate, TuningResults, choose, front
 from muse_attention.config import MuSeConfig
-from muse_attention.evaluation.tuning.candidates import Candidate, TuningResults, choose, front
 from muse_attention.fidelity_columns import ERROR, RETRIEVAL, TAIL
 from muse_attention.markup import csv_text
 from muse_attention.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule
@@ -50,7 +50,7 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
         f"Text: {settings.text}; {count(settings.samples, 'sample')} of {format_size(settings.length)} tokens{laid}",
     ]
     if results.exact is not None:
-        facts.append(f"Exact attention: {_milliseconds(results.exact.median)} ms")
+        facts.append(f"Exact attention: {_milliseconds(results.exact.forward_backward_median)} ms")
     return Report(
         f"Time against error: {file_name}",
         verdict=verdict(results),
@@ -82,13 +82,15 @@ def verdict(results: TuningResults) -> list[str]:
             f"Nothing measured has an RSE of at most {results.error:g}; the lowest is {best.error:.3g}, "
             f"of {best.attention}, in {_milliseconds(best.time)} ms"
         ]
-    speedup = results.exact.median / chosen.time
+    speedup = results.exact.forward_backward_median / chosen.time
     lines = [
         f"The fastest with an RSE of at most {results.error:g} is {chosen.attention}: "
         f"RSE {chosen.error:.3g}, {_milliseconds(chosen.time)} ms, {speedup:.2f}x as fast as exact attention"
     ]
     if speedup <= 1:
-        lines.append(f"Exact attention is faster here, {_milliseconds(results.exact.median)} ms: use that")
+        lines.append(
+            f"Exact attention is faster here, {_milliseconds(results.exact.forward_backward_median)} ms: use that"
+        )
     paper = _papers(results)
     if paper is not None and paper is not chosen:
         lines.append(
@@ -128,7 +130,9 @@ def as_csv(results: TuningResults) -> str:
     chosen = choose(results.measured, results.error)
     rows: list[list[object]] = []
     if results.exact is not None:
-        rows.append(["exact", f"{results.exact.median:.6g}", False, False, "", "", *[""] * len(measures)])
+        rows.append(
+            ["exact", f"{results.exact.forward_backward_median:.6g}", False, False, "", "", *[""] * len(measures)]
+        )
     for one in _by_time(results):
         lookup = [_looked_up(one, share, ".6g") for share in ("share", "exact_share")]
         numbers = [f"{one.fidelity[name]:.6g}" if name in one.fidelity else "" for name in measures]
@@ -148,7 +152,7 @@ def _figure(results: TuningResults) -> Figure:
         lines.append(Line(name, _points([chosen]), PALETTE[1], "*", "", marker_size=11))
     rules = [Rule(f"error {results.error:g}", results.error, GREY)] if results.error > 0 else []
     if results.exact is not None:
-        rules.append(Rule("exact attention", 1000 * results.exact.median, BLACK, is_vertical=True))
+        rules.append(Rule("exact attention", 1000 * results.exact.forward_backward_median, BLACK, is_vertical=True))
     x, y = Axis("forward + backward (ms)", log=10), Axis("relative squared error", log=10)
     return line_figure("", "Error against time, with the front as a line", lines, x, y, above=ROUNDING, rules=rules)
 
@@ -168,7 +172,7 @@ def _papers(results: TuningResults) -> Candidate | None:
 
 
 def _speedup(results: TuningResults, candidate: Candidate) -> str:
-    return "" if results.exact is None else f"{results.exact.median / candidate.time:.2f}x"
+    return "" if results.exact is None else f"{results.exact.forward_backward_median / candidate.time:.2f}x"
 
 
 def _looked_up(candidate: Candidate, share: str, form: str = ".1%") -> str:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from muse_attention.attention_names import settings_of
 from muse_attention.baselines import exact_attention
+from muse_attention.benchmark.timing import Times, time_interleaved
+from muse_attention.benchmark.workload import Workload, sdpa
 from muse_attention.by_name import full_name, get_attention
 from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
-from muse_attention.evaluation.settings import OnStep
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.found_weight import look_up
-from muse_attention.stored_results import StoredResults
+from muse_attention.stored_results import OnStep, StoredResults
 
 EXACT = "exact"
 RULES = ((0.03, 0), (0.01, 0), (0.1, 2), (0.03, 2), (0.01, 2))
@@ -81,19 +82,6 @@ class TuningSettings:
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Of each repeat, over all samples and heads together."""
-
-    forward: list[float]
-    forward_backward: list[float]
-
-    @property
-    def median(self) -> float:
-        """Of forward and backward."""
-        return statistics.median(self.forward_backward)
-
-
-@dataclass(frozen=True)
 class Found:
     """Of the queries that must look something up."""
 
@@ -119,7 +107,7 @@ class Candidate:
 
     attention: str
     """by its full name"""
-    seconds: Seconds | None
+    seconds: Times | None
     """None if there was too little memory"""
     fidelity: dict[str, float] = field(default_factory=dict)
     """measures of `fidelity.Fidelity`, averaged over samples and heads"""
@@ -133,7 +121,7 @@ class Candidate:
     def time(self) -> float:
         """Seconds of forward and backward, the median."""
         assert self.seconds is not None
-        return self.seconds.median
+        return self.seconds.forward_backward_median
 
     @property
     def error(self) -> float:
@@ -147,7 +135,7 @@ class TuningResults(StoredResults):
     settings: TuningSettings
     error: float = 0.005
     """that a configuration may have"""
-    exact: Seconds | None = None
+    exact: Times | None = None
     tuned: list[Candidate] = field(default_factory=list)
 
     @property
@@ -173,7 +161,7 @@ class TuningResults(StoredResults):
         return [attention for attention in attentions if attention not in done]
 
 
-Clock = Callable[[str], Seconds]
+Clock = Callable[[str], Times]
 """The time of an attention by name, on the captured heads."""
 
 
@@ -221,6 +209,18 @@ def choose(measured: Sequence[Candidate], error: float) -> Candidate | None:
     """The fastest with at most this error; None if there is none."""
     allowed = [candidate for candidate in measured if candidate.error <= error]
     return min(allowed, key=lambda candidate: candidate.time, default=None)
+
+
+def clock_on(captures: Captures, repeats: int) -> Clock:
+    """Times of forward and backward, as `muse bench` has them, over all samples and heads together."""
+    workload = Workload.of(captures.query, captures.key, captures.value, is_causal=True)
+
+    def clock(attention: str) -> Times:
+        function = sdpa if attention == EXACT else get_attention(attention)
+        (times,) = time_interleaved([function], workload, repeats)
+        return times
+
+    return clock
 
 
 def measure(
