@@ -38,7 +38,7 @@ def errors(
     if not results.lines:
         with run_errors(lambda: "nothing was written", lambda: less), progress_bar(STEPS) as on_step:
             measure_errors(results, on_step=on_step)
-        results.commands.append(spell(context, {"device": settings.device}, is_recorded=True))
+        results.add_command(spell(context, {"device": settings.device}, is_recorded=True))
         results.write(path)
     table = errors_table(results)
     show(table, f"{machine_lines(results.machine)[0]}\n{about(results)}", table.titles[1:])

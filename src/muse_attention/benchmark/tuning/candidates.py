@@ -20,14 +20,13 @@ from muse_attention.attention_names import settings_of
 from muse_attention.baselines import exact_attention
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import Workload, sdpa
-from muse_attention.by_name import full_name, get_attention
+from muse_attention.by_name import EXACT, full_name, get_attention
 from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.found_weight import look_up
 from muse_attention.stored_results import OnStep, StoredResults
 
-EXACT = "exact"
 RULES = ((0.03, 0), (0.01, 0), (0.1, 2), (0.03, 2), (0.01, 2))
 """Tolerance and caution."""
 CLUSTERS = ((32, 64), (64, 64), (16, 128), (32, 128), (64, 128), (128, 128), (16, 256), (32, 256))

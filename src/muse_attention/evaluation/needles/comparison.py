@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from muse_attention.attention_names import short_names
+from muse_attention.by_name import EXACT
 from muse_attention.evaluation.means import WILSON
 from muse_attention.evaluation.needles import panels
-from muse_attention.evaluation.needles.report import EXACT, PREFILL, TASK, format_difference, paper_section
+from muse_attention.evaluation.needles.report import PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.needles.statistics import Asked, by_depth, difference, failures, in_order, share
 from muse_attention.machine import machine_lines

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from muse_attention.attention_names import muse_config, short_names
+from muse_attention.by_name import EXACT
 from muse_attention.evaluation.means import WILSON, Mean
 from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.results import NeedleResults
@@ -26,7 +27,6 @@ from muse_attention.report.provenance import names_table, provenance_of
 from muse_attention.report.tree import Note, Report, Section, Table, number, shown, text
 from muse_attention.sizes import format_size
 
-EXACT = "exact"
 TASK = (
     "Somewhere in a repository a file defines a function whose name ends in a random uid of eight digits; the last "
     "file imports it, and the model completes the uid. Depth is where the definition is, as a share of the context: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from muse_attention.attention_names import short_names
-from muse_attention.by_name import config_at
+from muse_attention.by_name import EXACT, config_at
 from muse_attention.evaluation.means import Mean, Share
 from muse_attention.evaluation.tasks.answers import Answer, TaskAnswers, TaskResults
 from muse_attention.evaluation.tasks.benchmarks import RULER
@@ -13,8 +13,6 @@ from muse_attention.markup import csv_text
 from muse_attention.report.provenance import count, names_table, provenance_of
 from muse_attention.report.tree import Card, Note, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
-
-EXACT = "exact"
 
 _SCORE = (
     "Of lm-eval, without examples before the question and without a chat template: acc and acc_norm of ARC-Easy and "
