@@ -12,8 +12,9 @@ from muse_attention.by_name import config_at, full_name, has_settings_of_length
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
 
+EXACT = "exact"
 _OTHERS = {
-    "exact": "exact attention",
+    EXACT: "exact attention",
     "block_diagonal": "block-diagonal attention, blocks of {}",
     "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
 }
@@ -60,7 +61,7 @@ def in_words(attention: str) -> str:
     if config is None:
         kind, _, settings = attention.partition(":")
         sizes = re.findall(r"\d+[km]?", settings)
-        return _OTHERS[kind].format(*sizes) if kind == "exact" or (kind in _OTHERS and sizes) else attention
+        return _OTHERS[kind].format(*sizes) if kind == EXACT or (kind in _OTHERS and sizes) else attention
     if not config.tilt:
         clusters = f"{config.key_clusters} key clusters, no tilt"
     elif config.query_clusters == config.key_clusters:

@@ -30,8 +30,7 @@ from muse_attention.baselines import (
 from muse_attention.config import MuSeConfig, follows_length
 from muse_attention.sizes import parse_size
 
-EXACT = "exact"
-ATTENTIONS = (EXACT, "muse", "block_diagonal", "moba", "flex_attention", "nsa")
+ATTENTIONS = ("exact", "muse", "block_diagonal", "moba", "flex_attention", "nsa")
 
 _NEXT_NAME = re.compile(rf",(?=\s*(?:{'|'.join(ATTENTIONS)})(?:[:,]|\s*$))")
 _MOBA = re.compile(r"L(\d+[kKmM]?)B(\d+[kKmM]?)R(\d+)")

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muse_attention.attention_names import settings_of
+from muse_attention.attention_names import EXACT, settings_of
 from muse_attention.baselines import exact_attention
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import Workload, sdpa
-from muse_attention.by_name import EXACT, full_name, get_attention
+from muse_attention.by_name import full_name, get_attention
 from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
 from muse_attention.fidelity import measure as measure_fidelity

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from muse_attention.attention_names import in_words, short_names
-from muse_attention.by_name import EXACT
+from muse_attention.attention_names import EXACT, in_words, short_names
 from muse_attention.evaluation.loss.curves import (
     binned,
     cumulative_mean,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from muse_attention.attention_names import short_names
-from muse_attention.by_name import EXACT
+from muse_attention.attention_names import EXACT, short_names
 from muse_attention.evaluation.means import WILSON
 from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.report import PREFILL, TASK, format_difference, paper_section

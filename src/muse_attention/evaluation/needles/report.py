@@ -6,8 +6,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from muse_attention.attention_names import muse_config, short_names
-from muse_attention.by_name import EXACT
+from muse_attention.attention_names import EXACT, muse_config, short_names
 from muse_attention.evaluation.means import WILSON, Mean
 from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.results import NeedleResults

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muse_attention.attention_names import short_names
-from muse_attention.by_name import EXACT, config_at
+from muse_attention.attention_names import EXACT, short_names
+from muse_attention.by_name import config_at
 from muse_attention.evaluation.means import Mean, Share
 from muse_attention.evaluation.tasks.answers import Answer, TaskAnswers, TaskResults
 from muse_attention.evaluation.tasks.benchmarks import RULER
