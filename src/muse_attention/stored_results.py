@@ -58,11 +58,6 @@ class StoredResults:
     settings: Any
     commands: list[str] = field(default_factory=list)
 
-    def add_command(self, command: str) -> None:
-        """Record what was called, once."""
-        if command not in self.commands:
-            self.commands.append(command)
-
     @property
     def named(self) -> Iterable[str]:
         """Attentions whose numbers are here, by their full names."""

@@ -34,7 +34,7 @@ from muse_attention.cli.app import (
     user_errors,
 )
 from muse_attention.cli.language_model import Dtype, Place
-from muse_attention.cli.measuring import Output, show, spell, write
+from muse_attention.cli.measuring import Output, add_command, show, spell, write
 from muse_attention.cli.options import Words, attentions, listed, option
 from muse_attention.fidelity_columns import meaning
 from muse_attention.machine import machine_lines
@@ -128,7 +128,7 @@ def bench(
         "name": stem,
     }
     if plan.steps(results):
-        results.add_command(spell(context, settled, is_recorded=True))
+        add_command(results, spell(context, settled, is_recorded=True))
     with run_errors(lambda: _how_to_continue(results, path, spell(context, settled))):
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)

@@ -23,7 +23,7 @@ from muse_attention.cli.app import (
     user_errors,
 )
 from muse_attention.cli.language_model import Place, silence_transformers
-from muse_attention.cli.measuring import Output, measuring, spell, write
+from muse_attention.cli.measuring import Output, add_command, measuring, spell, write
 from muse_attention.cli.options import Words, attentions, option, with_option_groups
 from muse_attention.evaluation.comparison.report import comparison_report, headline, matrix_table, warnings
 from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
@@ -136,7 +136,7 @@ def compare_runs(
         for step in weights_to_measure(run, request.checkpoints)
     )
     if missing:
-        results.add_command(command([run.name for run in runs]))
+        add_command(results, command([run.name for run in runs]))
     with progress_bar(missing) as on_step:
         measure(
             *(runs, corpus, tested, results, request.path),

@@ -11,7 +11,7 @@ from muse_attention.benchmark.errors_report import about, errors_report, errors_
 from muse_attention.benchmark.synthetic_errors import STEPS, Errors, ErrorSettings, measure_errors
 from muse_attention.cli.app import Device, Overwrite, app, make_folder, progress_bar, run_errors, user_errors
 from muse_attention.cli.language_model import Place
-from muse_attention.cli.measuring import Output, show, spell, write
+from muse_attention.cli.measuring import Output, add_command, show, spell, write
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import parse_size
 
@@ -38,7 +38,7 @@ def errors(
     if not results.lines:
         with run_errors(lambda: "nothing was written", lambda: less), progress_bar(STEPS) as on_step:
             measure_errors(results, on_step=on_step)
-        results.add_command(spell(context, {"device": settings.device}, is_recorded=True))
+        add_command(results, spell(context, {"device": settings.device}, is_recorded=True))
         results.write(path)
     table = errors_table(results)
     show(table, f"{machine_lines(results.machine)[0]}\n{about(results)}", table.titles[1:])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import typer
 
@@ -96,7 +96,7 @@ class Measurement(Generic[Results]):
         return self._kind.start(settings, self.path, overwrite=self._overwrite)
 
     def record(self, results: Results) -> None:
-        results.add_command(self._recorded)
+        add_command(results, self._recorded)
 
     def progress(self, results: Results, steps: int) -> contextlib.AbstractContextManager[Callable[[str, int], None]]:
         """A bar for the steps that are missing. If there are any, the results record the command."""
@@ -161,6 +161,15 @@ def spell(context: typer.Context, settled: Mapping[str, object], *, is_recorded:
             is_short = is_recorded and name in _PATHS and name not in settled
             words.append(name_of(one) if is_short else str(one))
     return shlex.join(words)
+
+
+class _Recorded(Protocol):
+    commands: list[str]
+
+
+def add_command(results: _Recorded, command: str) -> None:
+    if command not in results.commands:
+        results.commands.append(command)
 
 
 def show(table: Table, title: str, columns: Mapping[str, str] | Iterable[str], caption: str = "") -> None:

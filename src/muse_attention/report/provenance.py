@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Protocol
 
 from muse_attention.attention_names import in_words, short_names
 from muse_attention.machine import machine_lines
 from muse_attention.report.tree import Provenance, Table, text
-from muse_attention.stored_results import StoredResults
 
 
-def provenance_of(results: StoredResults, *facts: str) -> Provenance:
+class _Measured(Protocol):
+    @property
+    def machine(self) -> dict[str, Any]: ...
+    @property
+    def commands(self) -> list[str]: ...
+
+
+def provenance_of(results: _Measured, *facts: str) -> Provenance:
     """The facts, the machine and its versions, and the commands that measured the results."""
     hardware, versions = machine_lines(results.machine)
     return Provenance((*facts, f"Machine: {hardware}", f"Versions: {versions}"), tuple(results.commands))
