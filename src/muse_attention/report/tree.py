@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Item = TypeVar("Item")
 
@@ -111,10 +111,10 @@ class Section:
     @classmethod
     def of(cls, title: str, *content: str | Figure | Table | Note) -> Section:
         """What there is to show, in any order: text is prose unless it is a note."""
-        kinds: dict[type, list[Any]] = {kind: [] for kind in (str, Figure, Table, Note)}
-        for part in content:
-            kinds[type(part)].append(part)
-        prose, figures, tables, notes = kinds.values()
+        prose = [part for part in content if isinstance(part, str) and not isinstance(part, Note)]
+        figures = [part for part in content if isinstance(part, Figure)]
+        tables = [part for part in content if isinstance(part, Table)]
+        notes = [part for part in content if isinstance(part, Note)]
         return cls(title, prose, figures=figures, tables=tables, notes=notes)
 
     @classmethod

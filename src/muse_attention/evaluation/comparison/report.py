@@ -46,7 +46,6 @@ _PAPER_SPEED = Note(
     "The paper's: 88.9k tokens/s with MuSe and 65.3k with cuDNN's exact attention, 1.36x, for the 1B model at 64k on "
     "8 A100."
 )
-_PROBES, _LOOKUPS = "The attention's error in training", "Learning to look needles up"
 _PROBE = (
     "The relative squared error of the training attention to exact attention, measured on the current batch while the "
     "model attends exactly, in every global layer."
@@ -68,7 +67,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         raise ValueError("no model has seen all samples yet; run the comparison again, and it goes on")
     settings = results.settings
     switched = [switching_table(results)] if any(name != EXACT for name in results.attentions) else []
-    laws = [table for table in (scaling_table(results),) if table.rows]
+    laws = [scaling_table(results)] if findings.scaling_laws(results) else []
     smoothing = " or ".join(f"{averaged:,}" for averaged in sorted({run.curves.averaged for run in _runs(results)}))
     averages = Note(
         f"Each point is the mean of {smoothing} consecutive updates, and none is in two points. This is the loss on "
@@ -85,7 +84,9 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
             Section.of(
                 "Training and its speed", *_training_figures(results), speed_table(results), averages, _PAPER_SPEED
             ),
-            Section.optional(_PROBES, _PROBE, *_error_figures(results), probe_table(results)),
+            Section.optional(
+                "The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)
+            ),
             Section.optional(
                 "Learning to look needles up", _ANSWERS, *_answers_figures(results), answers_table(results)
             ),
@@ -184,20 +185,14 @@ def probe_table(results: ComparisonResults) -> Table:
 def answers_table(results: ComparisonResults) -> Table:
     """Of runs that learnt from needles."""
     names = short_names(_named(results))
-    return Table.of(
-        [
-            (run.name, names[attention], [loss for _, loss in curve])
-            for run in _runs(results)
-            for attention, curve in answers_curves(run).items()
-        ],
-        (text("run"), lambda row: row[0]),
-        (text("measured under"), lambda row: row[1]),
-        (number("measurements"), lambda row: len(row[2])),
-        (number("first"), lambda row: f"{row[2][0]:.3f}"),
-        (number("middle"), lambda row: f"{row[2][(len(row[2]) - 1) // 2]:.3f}"),
-        (number("last"), lambda row: f"{row[2][-1]:.3f}"),
-        (number("lowest"), lambda row: f"{min(row[2]):.3f}"),
-    )
+    rows = []
+    for run in _runs(results):
+        for attention, curve in answers_curves(run).items():
+            losses = [loss for _, loss in curve]
+            chosen = (losses[0], losses[(len(losses) - 1) // 2], losses[-1], min(losses))
+            rows.append((run.name, names[attention], str(len(losses)), *(f"{loss:.3f}" for loss in chosen)))
+    titles = ("measurements", "first", "middle", "last", "lowest")
+    return Table((text("run"), text("measured under"), *map(number, titles)), rows)
 
 
 def answers_curves(run: Run) -> dict[str, list[tuple[float, float]]]:
