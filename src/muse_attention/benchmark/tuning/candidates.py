@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muse_attention.attention_names import EXACT, settings_of
 from muse_attention.baselines import exact_attention
-from muse_attention.by_name import get_attention
+from muse_attention.benchmark.timing import Times, time_interleaved
+from muse_attention.benchmark.workload import Workload, sdpa
+from muse_attention.by_name import full_name, get_attention
 from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
-from muse_attention.evaluation.attentions import full_name, settings_of
-from muse_attention.evaluation.lookups.weight import found_weight
-from muse_attention.evaluation.settings import OnStep
-from muse_attention.evaluation.stored import StoredResults
 from muse_attention.fidelity import measure as measure_fidelity
-from muse_attention.recording import recorded_calls
+from muse_attention.found_weight import look_up
+from muse_attention.stored_results import OnStep, StoredResults
 
-EXACT = "exact"
 RULES = ((0.03, 0), (0.01, 0), (0.1, 2), (0.03, 2), (0.01, 2))
 """Tolerance and caution."""
 CLUSTERS = ((32, 64), (64, 64), (16, 128), (32, 128), (64, 128), (128, 128), (16, 256), (32, 256))
@@ -82,19 +81,6 @@ class TuningSettings:
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Of each repeat, over all samples and heads together."""
-
-    forward: list[float]
-    forward_backward: list[float]
-
-    @property
-    def median(self) -> float:
-        """Of forward and backward."""
-        return statistics.median(self.forward_backward)
-
-
-@dataclass(frozen=True)
 class Found:
     """Of the queries that must look something up."""
 
@@ -120,7 +106,7 @@ class Candidate:
 
     attention: str
     """by its full name"""
-    seconds: Seconds | None
+    seconds: Times | None
     """None if there was too little memory"""
     fidelity: dict[str, float] = field(default_factory=dict)
     """measures of `fidelity.Fidelity`, averaged over samples and heads"""
@@ -134,7 +120,7 @@ class Candidate:
     def time(self) -> float:
         """Seconds of forward and backward, the median."""
         assert self.seconds is not None
-        return self.seconds.median
+        return self.seconds.forward_backward_median
 
     @property
     def error(self) -> float:
@@ -148,7 +134,7 @@ class TuningResults(StoredResults):
     settings: TuningSettings
     error: float = 0.005
     """that a configuration may have"""
-    exact: Seconds | None = None
+    exact: Times | None = None
     tuned: list[Candidate] = field(default_factory=list)
 
     @property
@@ -174,7 +160,7 @@ class TuningResults(StoredResults):
         return [attention for attention in attentions if attention not in done]
 
 
-Clock = Callable[[str], Seconds]
+Clock = Callable[[str], Times]
 """The time of an attention by name, on the captured heads."""
 
 
@@ -222,6 +208,18 @@ def choose(measured: Sequence[Candidate], error: float) -> Candidate | None:
     """The fastest with at most this error; None if there is none."""
     allowed = [candidate for candidate in measured if candidate.error <= error]
     return min(allowed, key=lambda candidate: candidate.time, default=None)
+
+
+def clock_on(captures: Captures, repeats: int) -> Clock:
+    """Times of forward and backward, as `muse bench` has them, over all samples and heads together."""
+    workload = Workload.of(captures.query, captures.key, captures.value, is_causal=True)
+
+    def clock(attention: str) -> Times:
+        function = sdpa if attention == EXACT else get_attention(attention)
+        (times,) = time_interleaved([function], workload, repeats)
+        return times
+
+    return clock
 
 
 def measure(
@@ -272,27 +270,18 @@ def _exact_outputs(captures: Captures) -> list[tuple[Tensor, Tensor]]:
 
 def _samples(captures: Captures) -> list[tuple[Tensor, Tensor, Tensor]]:
     """One at a time: (1, heads, length, head_dim) each."""
-    return list(
-        zip(captures.query.split(1), captures.key.split(1), captures.value.split(1), strict=True),
-    )
+    return list(zip(captures.query.split(1), captures.key.split(1), captures.value.split(1), strict=True))
 
 
 def _look_up(captures: Captures, attention: str) -> Found | None:
     """None for attentions without a selection, and for captures without lookups."""
+    if settings_of(attention) is None:
+        return None
     weight, found, exact = 0.0, 0.0, 0.0
     for number, sample in enumerate(_samples(captures)):
-        lookups = [lookup for lookup in captures.lookups if lookup.sample == number]
-        if not lookups or settings_of(attention) is None:
-            continue
-        with recorded_calls() as calls, torch.no_grad():
-            get_attention(attention)(*sample, is_causal=True)
-        (call,) = calls
-        for at in lookups:
-            looked_up = found_weight(
-                call.query, call.key, call.clusters, call.selection, call.config, at.position, at.needle,
-                scale=call.scale,
-            )  # fmt: skip
-            weight += float(looked_up.weight.sum())
-            found += float(looked_up.found.sum())
-            exact += float(looked_up.exact.sum())
+        places = [(lookup.position, lookup.needle) for lookup in captures.lookups if lookup.sample == number]
+        for one in look_up(get_attention(attention), *sample, places) if places else ():
+            weight += float(one.weight.sum())
+            found += float(one.found.sum())
+            exact += float(one.exact.sum())
     return Found(weight, found, exact) if weight else None

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from muse_attention.attention_names import short_names
+from muse_attention.benchmark.tuning.candidates import Candidate, TuningResults, choose, front
 from muse_attention.config import MuSeConfig
-from muse_attention.evaluation.attentions import names_table, short_names
-from muse_attention.evaluation.provenance import count, provenance_of
-from muse_attention.evaluation.tuning.candidates import Candidate, TuningResults, choose, front
-from muse_attention.fidelity_columns import ERROR, RETRIEVAL, TAIL, known
+from muse_attention.fidelity_columns import ERROR, RETRIEVAL, TAIL
 from muse_attention.markup import csv_text
 from muse_attention.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule
 from muse_attention.report.figures import line_figure
-from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
+from muse_attention.report.measures import measure_columns
+from muse_attention.report.provenance import count, names_table, provenance_of
+from muse_attention.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
 _TIME = (
     "Milliseconds of forward and backward of the whole operator, clustering included, over all samples and heads "
     "together, the median of the repeats."
 )
-_LOOKUPS = (
-    number(
-        "lookup",
-        "Of exact attention's weight on what a query must look up, the share that lies in its own block or in buckets "
-        "that it retrieves. The pooled error does not see it.",
-    ),
-    number("lookup, exact", "The same with keys that are the only one of their summary, which is as good."),
+_LOOKUP = (
+    "Of exact attention's weight on what a query must look up, the share that lies in its own block or in buckets that "
+    "it retrieves. The pooled error does not see it."
+)
+_LOOKUP_EXACT = "The same with keys that are the only one of their summary, which is as good."
+_LOOKUPS: tuple[tuple[Column, Callable[[Candidate], str]], ...] = (
+    (number("lookup", _LOOKUP), lambda one: _looked_up(one, "share")),
+    (number("lookup, exact", _LOOKUP_EXACT), lambda one: _looked_up(one, "exact_share")),
 )
 _COLUMNS = (ERROR[0], *TAIL, *RETRIEVAL)
 
@@ -48,7 +50,7 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
         f"Text: {settings.text}; {count(settings.samples, 'sample')} of {format_size(settings.length)} tokens{laid}",
     ]
     if results.exact is not None:
-        facts.append(f"Exact attention: {_milliseconds(results.exact.median)} ms")
+        facts.append(f"Exact attention: {_milliseconds(results.exact.forward_backward_median)} ms")
     return Report(
         f"Time against error: {file_name}",
         verdict=verdict(results),
@@ -56,11 +58,11 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
             Card("speed-up", _speedup(results, chosen), "over exact attention"),
             Card("RSE", f"{chosen.error:.3g}", f"at most {results.error:g} was asked for"),
             Card("forward + backward", f"{_milliseconds(chosen.time)} ms"),
-            *([Card("lookup", f"{100 * chosen.lookup.share:.1f}%")] if chosen.lookup is not None else []),
+            *([Card("lookup", _looked_up(chosen, "share"))] if chosen.lookup is not None else []),
         ],
         sections=[
-            Section("The front", figures=[_figure(results)], tables=[table_of(results, shown(results))], notes=notes),
-            Section("Everything", tables=[table_of(results, _by_time(results))]),
+            Section.of("The front", _figure(results), table_of(results, shown(results)), *map(Note, notes)),
+            Section.of("Everything", table_of(results, _by_time(results))),
         ],
         names=names_table(candidate.attention for candidate in results.measured),
         provenance=provenance_of(results, *facts),
@@ -80,13 +82,15 @@ def verdict(results: TuningResults) -> list[str]:
             f"Nothing measured has an RSE of at most {results.error:g}; the lowest is {best.error:.3g}, "
             f"of {best.attention}, in {_milliseconds(best.time)} ms"
         ]
-    speedup = results.exact.median / chosen.time
+    speedup = results.exact.forward_backward_median / chosen.time
     lines = [
         f"The fastest with an RSE of at most {results.error:g} is {chosen.attention}: "
         f"RSE {chosen.error:.3g}, {_milliseconds(chosen.time)} ms, {speedup:.2f}x as fast as exact attention"
     ]
     if speedup <= 1:
-        lines.append(f"Exact attention is faster here, {_milliseconds(results.exact.median)} ms: use that")
+        lines.append(
+            f"Exact attention is faster here, {_milliseconds(results.exact.forward_backward_median)} ms: use that"
+        )
     paper = _papers(results)
     if paper is not None and paper is not chosen:
         lines.append(
@@ -107,19 +111,16 @@ def shown(results: TuningResults) -> list[Candidate]:
 
 def table_of(results: TuningResults, candidates: Sequence[Candidate]) -> Table:
     """The first column is the attention, the others are numbers."""
-    columns = known(_COLUMNS, [candidate.fidelity for candidate in results.measured])
-    has_lookups = any(candidate.lookup is not None for candidate in results.measured)
-    header = [text("attention"), number("ms", _TIME), number("speed-up", "Over exact attention.")]
-    header += [number(column.title, column.definition) for column in columns]
     names = short_names(candidate.attention for candidate in results.measured)
-    rows = []
-    for one in candidates:
-        cells = [_milliseconds(one.time), _speedup(results, one), *(column.cell(one.fidelity) for column in columns)]
-        if has_lookups:
-            shares = () if one.lookup is None else (one.lookup.share, one.lookup.exact_share)
-            cells += [f"{100 * share:.1f}%" for share in shares] or ["", ""]
-        rows.append((names[one.attention], *cells))
-    return Table([*header, *_LOOKUPS * has_lookups], rows)
+    has_lookups = any(candidate.lookup is not None for candidate in results.measured)
+    return Table.of(
+        candidates,
+        (text("attention"), lambda one: names[one.attention]),
+        (number("ms", _TIME), lambda one: _milliseconds(one.time)),
+        (number("speed-up", "Over exact attention."), lambda one: _speedup(results, one)),
+        *measure_columns(_COLUMNS, results.measured, lambda one: one.fidelity),
+        *_LOOKUPS * has_lookups,
+    )
 
 
 def as_csv(results: TuningResults) -> str:
@@ -129,10 +130,11 @@ def as_csv(results: TuningResults) -> str:
     chosen = choose(results.measured, results.error)
     rows: list[list[object]] = []
     if results.exact is not None:
-        rows.append(["exact", f"{results.exact.median:.6g}", False, False, "", "", *[""] * len(measures)])
+        rows.append(
+            ["exact", f"{results.exact.forward_backward_median:.6g}", False, False, "", "", *[""] * len(measures)]
+        )
     for one in _by_time(results):
-        shares = () if one.lookup is None else (one.lookup.share, one.lookup.exact_share)
-        lookup = [f"{share:.6g}" for share in shares] or ["", ""]
+        lookup = [_looked_up(one, share, ".6g") for share in ("share", "exact_share")]
         numbers = [f"{one.fidelity[name]:.6g}" if name in one.fidelity else "" for name in measures]
         is_chosen = chosen is not None and one.attention == chosen.attention
         rows.append([one.attention, f"{one.time:.6g}", one.attention in on_front, is_chosen, *lookup, *numbers])
@@ -150,7 +152,7 @@ def _figure(results: TuningResults) -> Figure:
         lines.append(Line(name, _points([chosen]), PALETTE[1], "*", "", marker_size=11))
     rules = [Rule(f"error {results.error:g}", results.error, GREY)] if results.error > 0 else []
     if results.exact is not None:
-        rules.append(Rule("exact attention", 1000 * results.exact.median, BLACK, is_vertical=True))
+        rules.append(Rule("exact attention", 1000 * results.exact.forward_backward_median, BLACK, is_vertical=True))
     x, y = Axis("forward + backward (ms)", log=10), Axis("relative squared error", log=10)
     return line_figure("", "Error against time, with the front as a line", lines, x, y, above=ROUNDING, rules=rules)
 
@@ -170,7 +172,12 @@ def _papers(results: TuningResults) -> Candidate | None:
 
 
 def _speedup(results: TuningResults, candidate: Candidate) -> str:
-    return "" if results.exact is None else f"{results.exact.median / candidate.time:.2f}x"
+    return "" if results.exact is None else f"{results.exact.forward_backward_median / candidate.time:.2f}x"
+
+
+def _looked_up(candidate: Candidate, share: str, form: str = ".1%") -> str:
+    """Empty where nothing had to be looked up."""
+    return "" if candidate.lookup is None else f"{getattr(candidate.lookup, share):{form}}"
 
 
 def _milliseconds(seconds: float) -> str:

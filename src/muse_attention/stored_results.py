@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import time
 import types
@@ -18,17 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from muse_attention.attention_names import check_meaning, settings_of
 from muse_attention.declared_types import check_types
 from muse_attention.earlier_results import WAY_OUT_BY_NAME, find_earlier
-from muse_attention.evaluation.attentions import check_meaning, settings_of
-from muse_attention.evaluation.settings import describe_machine_and_versions
 from muse_attention.files import replace_file
+from muse_attention.machine import describe_machine
 from muse_attention.recorded_names import with_full_names
 from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+OnStep = Callable[[str, int], None]
+"""Told what a measurement begins with, and how many steps are finished."""
 VERSION = 2
 SECONDS_BETWEEN_WRITES = 2.0
 """At most this much work is lost. (Writing a large file after every step can take longer than the step.)"""
@@ -46,6 +49,10 @@ class StoredResults:
     """whether a NaN or an infinity makes a file unreadable"""
     readers: ClassVar[Mapping[type, Callable[[Any], Any]]] = {}
     """of structures that have one of their own"""
+    packages: ClassVar[tuple[str, ...]] = ("transformers",)
+    """whose versions count as part of the machine, where they are installed"""
+    indent: ClassVar[int | None] = None
+    """of the lines of a file, which is one line without it"""
 
     machine: dict[str, Any]
     settings: Any
@@ -60,14 +67,25 @@ class StoredResults:
         """A ValueError if what was read does not fit together."""
 
     @classmethod
-    def start(cls, settings: Any, path: Path, *, overwrite: bool = False) -> Self:
+    def modernised(cls, document: dict[str, Any]) -> dict[str, Any]:
+        """What was read, in the form that is written now."""
+        return document
+
+    def as_document(self) -> dict[str, Any]:
+        """What is written."""
+        attentions = [{"attention": name, "config": settings_of(name)} for name in dict.fromkeys(self.named)]
+        return {"version": VERSION, **as_json(self), "attentions": attentions}
+
+    @classmethod
+    def start(cls, settings: Any, path: Path, *, overwrite: bool = False, way_out: str = "") -> Self:
         """The results in the file; empty ones of this machine if there is no file, or with `overwrite`.
 
-        Raises ValueError if those in the file have other settings, or were measured on another machine.
+        Raises ValueError, with the `way_out` of the class unless there is another, if those in the file have other
+        settings, or were measured on another machine.
         """
-        empty = cls(describe_machine_and_versions(), settings)
-        wanted = empty.conditions()
-        earlier = find_earlier(path, cls.read, cls.conditions, wanted, overwrite=overwrite, way_out=cls.way_out)
+        empty = cls({**describe_machine(), **_versions(cls.packages)}, settings)
+        wanted, way_out = empty.conditions(), way_out or cls.way_out
+        earlier = find_earlier(path, cls.read, cls.conditions, wanted, overwrite=overwrite, way_out=way_out)
         return empty if earlier is None else earlier
 
     @classmethod
@@ -84,7 +102,7 @@ class StoredResults:
     def read(cls, path: Path) -> Self:
         """What `write` wrote, in this version or before; a ValueError if it is something else."""
         try:
-            document = with_full_names(parse_json(path.read_bytes(), finite=cls.is_finite))
+            document = cls.modernised(with_full_names(parse_json(path.read_bytes(), finite=cls.is_finite)))
             version = document.pop("version", 1)
             if lacking := {one.metadata.get("name") or one.name for one in dataclasses.fields(cls)} - document.keys():
                 raise ValueError(f"there is no {', '.join(sorted(lacking))}")
@@ -102,11 +120,7 @@ class StoredResults:
 
     def write(self, path: Path) -> None:
         """Replace the file in one step, so that it is whole at any moment."""
-        document = {"version": VERSION, **_to_json(self)}
-        document["attentions"] = [
-            {"attention": name, "config": settings_of(name)} for name in dict.fromkeys(self.named)
-        ]
-        replace_file(path, json.dumps(document) + "\n")
+        replace_file(path, json.dumps(self.as_document(), indent=self.indent) + "\n")
 
     @contextlib.contextmanager
     def saving(self, path: Path) -> Iterator[Callable[[], None]]:
@@ -146,6 +160,14 @@ def entries(
     return {"keys": keys, "name": name, "value": value, "of_values": of_values or {}}
 
 
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
 def _meanings(document: Any) -> Iterator[tuple[str, Any]]:
     """Names and the settings behind them, which are taken out of the document."""
     document.setdefault("attentions", [])
@@ -164,31 +186,37 @@ def _meanings(document: Any) -> Iterator[tuple[str, Any]]:
     del document["attentions"]
 
 
-def _to_json(value: Any, listed: Mapping[str, Any] | None = None) -> Any:
-    if listed:
+def called(name: str) -> Mapping[str, Any]:
+    """Metadata of a field that has another name in the file."""
+    return {"name": name}
+
+
+def as_json(value: Any, listed: Mapping[str, Any] | None = None) -> Any:
+    """Structures as what JSON has; `listed` describes a dict by `entries`."""
+    if listed and "keys" in listed:
         return [_entry(key, one, listed) for key, one in value.items()]
     if dataclasses.is_dataclass(value):
         return {
-            one.metadata.get("name") or one.name: _to_json(getattr(value, one.name), one.metadata)
+            one.metadata.get("name") or one.name: as_json(getattr(value, one.name), one.metadata)
             for one in dataclasses.fields(value)
         }
     if isinstance(value, dict):
-        return {key: _to_json(one) for key, one in value.items()}
+        return {key: as_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple) and not (value and isinstance(value[0], float | int | str)):
-        return [_to_json(one) for one in value]
+        return [as_json(one) for one in value]
     return value
 
 
 def _entry(key: Any, value: Any, listed: Mapping[str, Any]) -> dict[str, Any]:
     parts = dataclasses.astuple(key) if dataclasses.is_dataclass(key) else key if isinstance(key, tuple) else (key,)  # type: ignore[arg-type]
-    shown = _to_json(value, listed["of_values"])
+    shown = as_json(value, listed["of_values"])
     return dict(zip(listed["keys"], parts, strict=True)) | ({listed["value"]: shown} if listed["value"] else shown)
 
 
 def _from_json(declared: Any, found: Any, readers: Mapping[type, Any], listed: Mapping[str, Any] | None = None) -> Any:
     """Structures of what JSON made of them, without checking types. Fields that are not declared are left out."""
     inside, origin = typing.get_args(declared), typing.get_origin(declared) or declared
-    if listed:
+    if listed and "keys" in listed:
         return dict(_from_entry(inside, one, readers, listed) for one in found)
     if declared in readers:
         return readers[declared](found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from muse_attention.attention_names import short_names
 from muse_attention.benchmark.request import Shape
 from muse_attention.benchmark.results import BenchmarkResults, Case
 from muse_attention.benchmark.stages import PROFILED_RUNS, STAGES
@@ -21,12 +22,11 @@ from muse_attention.benchmark.tables import (
     settings_line,
     sorted_cases,
 )
-from muse_attention.evaluation.attentions import names_table, short_names
-from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.fidelity_columns import ERROR
 from muse_attention.markup import csv_text
 from muse_attention.plots import PALETTE, Axis, Line, Rule
 from muse_attention.report.figures import line_figure
+from muse_attention.report.provenance import names_table, provenance_of
 from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
 
 _STAGES = (

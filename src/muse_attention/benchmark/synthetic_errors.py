@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +15,9 @@ from muse_attention.benchmark.timing import time_interleaved
 from muse_attention.benchmark.workload import Workload, check_device, sdpa
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
+from muse_attention.earlier_results import WAY_OUT
 from muse_attention.fidelity import compare, future_influence, position_error
-from muse_attention.files import replace_file
-from muse_attention.machine import describe_machine
-from muse_attention.strict_json import parse_json
+from muse_attention.stored_results import OnStep, StoredResults
 
 REPEATS = 3
 BINS = 128
@@ -74,41 +70,29 @@ class Line:
     """relative squared error, averaged over heads and over each bin of positions"""
 
 
-@dataclass(frozen=True)
-class Errors:
-    machine: dict[str, Any]
-    settings: ErrorSettings
-    bin_centres: list[float]
-    lines: list[Line]
-    commands: list[str] = field(default_factory=list)
+@dataclass
+class Errors(StoredResults):
+    command = "muse errors"
+    way_out = WAY_OUT
+    packages = ()
+    indent = 2
 
-    def write(self, path: Path) -> None:
-        replace_file(path, json.dumps(asdict(self), indent=2) + "\n")
+    settings: ErrorSettings
+    bin_centres: list[float] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def named(self) -> list[str]:
+        return [line.attention for line in self.lines]
 
     @classmethod
-    def read(cls, path: Path) -> Errors:
-        """What `write` wrote; a ValueError if it is something else."""
-        try:
-            document = parse_json(path.read_bytes(), finite=False)
-            return cls(
-                machine=dict(document["machine"]),
-                settings=ErrorSettings(**document["settings"]),
-                bin_centres=list(document["bin_centres"]),
-                lines=[Line(**line) for line in document["lines"]],
-                commands=list(document.get("commands", [])),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} does not hold the results of muse errors") from error
-
-    def conditions(self) -> dict[str, Any]:
-        """What a measurement must have in common with another to be the same: settings, machine and versions."""
-        return {name: value for name, value in self.machine.items() if name != "date"} | asdict(self.settings)
+    def modernised(cls, document: dict[str, Any]) -> dict[str, Any]:
+        return {"commands": [], **document}
 
 
-def measure_errors(
-    settings: ErrorSettings, *, on_step: Callable[[str, int], None] = lambda description, finished: None
-) -> Errors:
-    """Compare causal attentions with exact attention on clustered synthetic data, in float32."""
+def measure_errors(results: Errors, *, on_step: OnStep = lambda description, finished: None) -> None:
+    """Compare causal attentions with exact attention on clustered synthetic data, in float32, and add what is found."""
+    settings = results.settings
     length = settings.length
     work = Workload.create(
         batch=1,
@@ -133,13 +117,12 @@ def measure_errors(
     bins = torch.arange(length) * min(BINS, length) // length
     with torch.no_grad():
         exact_out, exact_lse = exact_attention(work.query, work.key, work.value, is_causal=True, return_lse=True)
-    lines = []
     for kind, attention in attentions.items():
         on_step(f"error of {names[kind]}", next(steps))
         with torch.no_grad():
             out, lse = attention(work.query, work.key, work.value, is_causal=True, return_lse=True)
         fidelity = compare(out, exact_out, lse, exact_lse).pooled()
-        lines.append(
+        results.lines.append(
             Line(
                 kind=kind,
                 attention=names[kind],
@@ -151,8 +134,7 @@ def measure_errors(
                 error_by_position=_mean_in_bins(position_error(out, exact_out).mean((0, 1)).cpu(), bins),
             )
         )
-    centres = _mean_in_bins(torch.arange(length).double(), bins)
-    return Errors(describe_machine(), settings, centres, lines)
+    results.bin_centres = _mean_in_bins(torch.arange(length).double(), bins)
 
 
 def _mean_in_bins(series: Tensor, bins: Tensor) -> list[float]:

@@ -1,4 +1,4 @@
-"""Which attentions a model's loss is measured under, by their full names, and what the names say."""
+"""What the full names of attentions say: the settings behind them, in words, and in short."""
 
 from __future__ import annotations
 
@@ -10,44 +10,16 @@ from typing import Any
 
 from muse_attention.by_name import config_at, full_name, has_settings_of_length
 from muse_attention.config import MuSeConfig
-from muse_attention.report.tree import Table, text
 from muse_attention.sizes import format_size
 
-__all__ = [
-    "check_meaning",
-    "figure_attentions",
-    "forward_name",
-    "full_name",
-    "in_words",
-    "muse_config",
-    "names_table",
-    "settings_of",
-    "short_names",
-]
-
+EXACT = "exact"
 _OTHERS = {
-    "exact": "exact attention",
+    EXACT: "exact attention",
     "block_diagonal": "block-diagonal attention, blocks of {}",
     "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
 }
 _LENGTHS = (1024, 4096, 16384, 65536, 262144)
 """At these, the settings of a name that follows the length are recorded."""
-
-
-def figure_attentions(length: int) -> tuple[str, ...]:
-    """Those of the paper's Llama figure, around `MuSeConfig.paper_sizes`.
-
-    Exact attention; MuSe with half, all, twice and four times the clusters, a sixteenth of them opened; one query
-    cluster, tilted; and no tilt.
-    """
-    base = MuSeConfig.paper_sizes(length)
-    clusters = base.key_clusters
-    configs = [
-        base.replace(query_clusters=number, key_clusters=number, retrieved_clusters=max(1, number // 16))
-        for number in (clusters // 2, clusters, 2 * clusters, 4 * clusters)
-    ]
-    configs += [base.replace(query_clusters=1), base.replace(tilt=False)]
-    return ("exact", *(f"muse:{config}" for config in configs))
 
 
 def forward_name(attention: str, length: int) -> str:
@@ -89,7 +61,7 @@ def in_words(attention: str) -> str:
     if config is None:
         kind, _, settings = attention.partition(":")
         sizes = re.findall(r"\d+[km]?", settings)
-        return _OTHERS[kind].format(*sizes) if kind == "exact" or (kind in _OTHERS and sizes) else attention
+        return _OTHERS[kind].format(*sizes) if kind == EXACT or (kind in _OTHERS and sizes) else attention
     if not config.tilt:
         clusters = f"{config.key_clusters} key clusters, no tilt"
     elif config.query_clusters == config.key_clusters:
@@ -122,9 +94,3 @@ def short_names(attentions: Iterable[str]) -> dict[str, str]:
     }
     taken = Counter(short.values())
     return {name: short[name] if name in short and taken[short[name]] == 1 else name for name in names}
-
-
-def names_table(attentions: Iterable[str]) -> Table:
-    """What the short names of attentions stand for."""
-    columns = (text("name"), text("attention"), text("in words"))
-    return Table(columns, [(short, name, in_words(name)) for name, short in short_names(attentions).items()])

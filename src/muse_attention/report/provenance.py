@@ -1,11 +1,13 @@
-"""Where the numbers of a report come from."""
+"""What stands behind a report: where its numbers come from, and what the short names of attentions stand for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
+from muse_attention.attention_names import in_words, short_names
 from muse_attention.machine import machine_lines
-from muse_attention.report.tree import Provenance
+from muse_attention.report.tree import Provenance, Table, text
 
 
 class _Measured(Protocol):
@@ -19,6 +21,12 @@ def provenance_of(results: _Measured, *facts: str) -> Provenance:
     """The facts, the machine and its versions, and the commands that measured the results."""
     hardware, versions = machine_lines(results.machine)
     return Provenance((*facts, f"Machine: {hardware}", f"Versions: {versions}"), tuple(results.commands))
+
+
+def names_table(attentions: Iterable[str]) -> Table:
+    """What the short names of attentions stand for."""
+    columns = (text("name"), text("attention"), text("in words"))
+    return Table(columns, [(short, name, in_words(name)) for name, short in short_names(attentions).items()])
 
 
 def count(number: int, noun: str) -> str:

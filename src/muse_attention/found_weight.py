@@ -4,13 +4,15 @@ one key is that key: such a key need not be retrieved, and is not lost."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
+from muse_attention.recording import recorded_calls
 from muse_attention.retrieved import bucket_sizes, opened_clusters, retrieved_buckets
 from muse_attention.structures import Clusters, Selection
 
@@ -81,3 +83,19 @@ def found_weight(
         exact=(weights * (is_found | (is_alone & config.monopole))).sum(-1),
         pairs=retrieved.sum((2, 3)),
     )
+
+
+def look_up(
+    attention: Callable[..., object],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    places: Iterable[tuple[int, Sequence[int]]],
+    **arguments: Any,
+) -> list[Lookup]:
+    """What a causal call of an attention of this library finds: for each query, by its position, and its needle."""
+    with recorded_calls() as calls, torch.no_grad():
+        attention(query, key, value, is_causal=True, **arguments)
+    (call,) = calls
+    of_call = (call.query, call.key, call.clusters, call.selection, call.config)
+    return [found_weight(*of_call, position, needle, scale=call.scale) for position, needle in places]
