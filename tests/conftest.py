@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 import torch
+
+from tests.interpreter import hasten_interpreter
 
 if TYPE_CHECKING:
     from muse_attention.pretraining.data.corpus import Corpus
@@ -21,6 +24,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("busy")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+    if importlib.util.find_spec("triton"):
+        hasten_interpreter()
 
 
 @pytest.fixture(autouse=True)
