@@ -151,7 +151,7 @@ def runs_table(results: ComparisonResults) -> Table:
 
 
 def _weights(run: Run) -> str:
-    return "the finished model" if run.is_finished else f"its newest checkpoint, of {run.recipe.steps:,} updates"
+    return "the finished model" if run.is_finished else f"its newest checkpoint, of {run.recipe.updates:,} updates"
 
 
 def matrix_table(results: ComparisonResults) -> Table:
@@ -316,7 +316,7 @@ def headline(results: ComparisonResults) -> list[str]:
 def warnings(results: ComparisonResults) -> list[str]:
     """What stands between these runs and a fair comparison."""
     lines = [
-        f"{run.name} is not finished: its weights are those of update {run.step:,} of {run.recipe.steps:,}."
+        f"{run.name} is not finished: its weights are those of update {run.step:,} of {run.recipe.updates:,}."
         for run in results.runs.values()
         if not run.is_finished
     ]

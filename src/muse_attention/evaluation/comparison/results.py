@@ -54,7 +54,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        return self.step == self.recipe.steps
+        return self.step == self.recipe.updates
 
     @property
     def tokens(self) -> int:
