@@ -42,7 +42,8 @@ def further_recipe(run: Path, changes: Iterable[str], device: str = "cpu") -> Re
     """
     before = run_recipe(run)
     _check_finished(run, before)
-    asked, free = {}, []
+    asked: dict[str, str] = {}
+    free: list[str] = []
     for change in changes:
         key, _, text = change.partition("=")
         if key not in (_ATTENTION, _TOKENS, _STEPS, *FREE):
