@@ -22,6 +22,13 @@ from muse_attention.evaluation.comparison.findings import (
     unlike,
     unlike_in_speed,
 )
+from muse_attention.evaluation.comparison.further import further_sections
+from muse_attention.evaluation.comparison.positions import (
+    OWN,
+    losses_by_position,
+    own_attention_tables,
+    position_figures,
+)
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.comparison.training_curves import UNSETTLED
 from muse_attention.evaluation.loss.report import LEAK, span
@@ -68,7 +75,9 @@ _ANSWERS = (
     "attention of the update, which is exact in a tail. They are few, some hundred tokens, and the same each time. A "
     "model that cannot look a uid up where its function was defined has to guess it."
 )
-_POSITIONS = "Under exact attention: the loss itself, not its cumulative mean, between powers of two of the position."
+_POSITIONS = (
+    "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
+)
 _PAPER_LAW = "The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999."
 _RUNS = (BLACK, *PALETTE)
 _MEAN = "mean"
@@ -109,9 +118,14 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         sections.append(
             Section("Learning to look needles up", [_ANSWERS], figures=_answers_figures(results), tables=[answers])
         )
+    own_tables = own_attention_tables(results)
     sections += [
+        *further_sections(results),
         Section(
-            "Loss by position", [_POSITIONS], figures=_position_figures(results), tables=[positions_table(results)]
+            "Loss by position",
+            [_POSITIONS, *([OWN] if own_tables else [])],
+            figures=position_figures(results),
+            tables=[positions_table(results), *own_tables],
         ),
         Section(
             "Scaling law",
@@ -283,19 +297,6 @@ def scaling_table(results: ComparisonResults) -> Table:
     )
 
 
-def losses_by_position(results: ComparisonResults, run: Run, step: int | None = None) -> list[tuple[float, float]]:
-    """(last position, mean loss) of every bin, under exact attention; none where it is not measured."""
-    cell = results.whole(run, EXACT, step)
-    if cell is None:
-        return []
-    last = 0
-    found = []
-    for size, mean in zip(cell.sizes, cell.by_position, strict=True):
-        last += size
-        found.append((float(last), mean.mean))
-    return found
-
-
 def headline(results: ComparisonResults) -> list[str]:
     """For every run but the references: its held-out loss under exact attention, and its speed, in words."""
     lines = []
@@ -448,20 +449,6 @@ def _answers_figures(results: ComparisonResults) -> list[Figure]:
     ]
     y = Axis("nats for a token of the answer", from_zero=True)
     return _figure("answers", "Loss of uids in imports", _coloured(curves, "."), Axis("tokens (millions)"), y)
-
-
-def _position_figures(results: ComparisonResults) -> list[Figure]:
-    """One for each run: a line for every checkpoint, the last one the darkest."""
-    figures = []
-    for place, run in enumerate(_runs(results), start=1):
-        steps = results.steps(run)
-        lines = [
-            Line(f"{step:,} updates", losses_by_position(results, run, step), shade, ".")
-            for step, shade in zip(steps, shades(len(steps)), strict=True)
-        ]
-        x, y = Axis("position, up to", log=2, is_size=True), Axis("held-out loss (nats)")
-        figures += _figure(f"positions-{place}", f"Loss by position: {run.name}", lines, x, y)
-    return figures
 
 
 def _scaling_figures(results: ComparisonResults) -> list[Figure]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from muse_attention.earlier_results import WAY_OUT
-from muse_attention.evaluation.attentions import full_name
+from muse_attention.evaluation.attentions import forward_name, full_name
 from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.evaluation.means import Mean
 from muse_attention.evaluation.stored import StoredResults, entries
@@ -51,6 +51,11 @@ class Run:
     def attention(self) -> str:
         """That it was trained with, by its full name."""
         return full_name(self.recipe.attention, self.recipe.length)
+
+    @property
+    def tested_attention(self) -> str:
+        """The same by the name that losses are measured under, which leaves out what only gradients depend on."""
+        return forward_name(self.recipe.attention, self.recipe.length)
 
     @property
     def is_finished(self) -> bool:
