@@ -69,14 +69,16 @@ NOT_1B = (
 )
 AT_8K = (
     "SmolLM2-135M at 8k, which was not trained with MuSe, around the sizes that the paper's rule gives there. The "
-    "record"
+    "record "
     "with limited clusters of queries has every preset; the one without has some. No model of the paper is "
-    "published, and"
+    "published, and "
     "none was trained here at 64k for long enough to stand in for it."
 )
 NO_QUERY_CAP = "Presets have the paper's sizes, with Lloyd's clustering and without a limit on clusters of queries."
 SHORT_TABLE = "The record is from before this preset had the paper's retrieval."
-CODE = "muse prepare ids/ --kind stack --contents mirror/ --skip-large --output out/code"
+CODE = "muse prepare ids/ --kind stack --contents mirror/ --output out/code"
+PDF = "muse prepare longmino/ --kind dolma --topic science_tech --length-bucket 2e16 --output out/pdf"
+STAND_IN = "muse prepare sdists/ --content prose --output out/prose"
 CONTINUE = "muse train out/code --continue-from out/muse attention=exact"
 
 EQUATIONS = (
@@ -207,20 +209,24 @@ FIGURES = (
         "Figure 4",
         "scaling law from 96M to 1B",
         (f"{SRC}/evaluation/comparison/findings.py", f"{SRC}/evaluation/fits.py"),
-        ("muse compare out/s3 out/s4 out/s5 out/s6 out/s8 --corpus out/code --attention exact",),
+        (
+            "muse compare out/s3 out/s4 out/s5 out/s6 out/s8 --corpus out/code --attention exact",
+            *(_train(f"s{scale}", "", f"s{scale}") for scale in (1, 2, 3)),
+            "muse compare out/s1 out/s2 out/s3 --corpus out/code --attention exact",
+        ),
         (),
         "No record: a law needs three sizes, and runs of one size were trained at 64k.",
-        "A continued run stands for its size where the run that it continues is not given, as the paper's 1B "
-        "point does.",
+        "`s1` and `s2`, 12M and 36M parameters by the paper's rule, are for a law that one GPU can afford. A continued "
+        "run stands for its size where the run that it continues is not given, as the paper's 1B point does.",
     ),
     Element(
         "Figure 5",
         "cumulative loss against context, Llama 3.2-1B and 3.1-8B",
         (f"{SRC}/evaluation/loss/curves.py", f"{SRC}/evaluation/loss/report.py"),
-        ("muse loss meta-llama/Llama-3.2-1B --download --text pg19/ --length 64k --samples 100",),
+        ("muse loss meta-llama/Llama-3.2-1B --download --text pg19/ --length 64k --samples 100 --inside-files",),
         ("benchmarks/pretrained/smollm2-loss.md", "benchmarks/pretrained/smollm2-loss.png"),
         "SmolLM2-135M, two samples of 8k tokens of Python: the gap shrinks by 2.7 per doubling of clusters, and "
-        "without tilt it"
+        "without tilt it "
         "is 0.70 nats. Llama and PG-19 need a licence and a download.",
         "The paper does not say how many clusters it opens, its block size, or how it fits the irreducible loss.",
     ),
@@ -247,7 +253,7 @@ TABLES = (
         ("benchmarks/speed/cuda-paper-sizes.md", "benchmarks/speed/cuda.md", "benchmarks/error-control/tune-64k.md"),
         "{speed_of_methods}",
         "One sequence and 8 heads on one H200 in place of 2 x 64 heads on 8 A100; errors on synthetic data and on "
-        "SmolLM2. The"
+        "SmolLM2. The "
         "baseline is what PyTorch's `scaled_dot_product_attention` runs through, cuDNN there. There is no second "
         "exact kernel.",
     ),
@@ -279,12 +285,17 @@ TABLES = (
             _train("paper-s8", "attention=exact", "exact"),
             f"{CONTINUE} tokens=26M --output out/muse-26M",
             "muse compare out/exact out/muse out/muse-26M --corpus out/code",
+            STAND_IN,
+            "muse train out/prose --recipe paper-s8 --output out/prose-muse",
+            "muse train out/prose --recipe paper-s8 attention=exact --output out/prose-exact",
+            "muse compare out/prose-exact out/prose-muse --corpus out/prose",
         ),
         RUNS_64K,
         f"{{loss}} {NOT_1B}",
         "The recorded run has exact attention in its last 0.1% of updates, inside the schedule (`exact_tail`), in "
-        "place of"
-        "fine-tuning behind it.",
+        "place of "
+        "fine-tuning behind it. The last four commands are a stand-in for the PDF half, which has no record: prose out "
+        "of source archives, with a tokenizer of its own.",
     ),
     Element(
         "Table 5",
@@ -306,7 +317,7 @@ TABLES = (
         RUNS_64K,
         f"{{loss}} {NOT_1B}",
         "Recipes `s3` to `s8` have Lloyd in place of streaming, and an exact tail; `paper-s3` to `paper-s8` are "
-        "the paper's. The"
+        "the paper's. The "
         "paper calls 356M parameters 350M and 1.07B 1B.",
     ),
     Element(
@@ -346,7 +357,7 @@ TABLES = (
         ("benchmarks/needles/16k/s3/needles-compared.md",),
         "At 16k with a model of 74M that learned from needle documents; see evidence.",
         "The paper's models were not trained on needles; ours are too small and too short of tokens to retrieve "
-        "without. Shares"
+        "without. Shares "
         "have Wilson intervals. The paper does not print its prompts.",
     ),
     Element(
@@ -416,7 +427,7 @@ TABLES = (
         (*SMOLLM2, "benchmarks/speed/cuda-clusters.md"),
         AT_8K,
         "The paper's keys per query are all keys of the opened clusters, R N / QK: a column of its own here. What "
-        "is attended to"
+        "is attended to "
         "token by token is one block of each, an eighth of that.",
     ),
     Element(
@@ -549,7 +560,7 @@ TABLES = (
         (),
         "No record yet.",
         "26M and 210M tokens are 200 and 1600 updates. The paper does not give the learning rate: here it stays "
-        "at the end of the"
+        "at the end of the "
         "cosine, with both moments kept.",
     ),
 )
@@ -618,13 +629,14 @@ PASSAGES = (
         "Data (D)",
         (
             f"{SRC}/pretraining/data/datasets.py",
+            f"{SRC}/pretraining/data/parquet_rows.py",
             f"{SRC}/pretraining/data/documents.py",
             f"{SRC}/pretraining/data/prepare.py",
         ),
-        f"The Stack v2 by `{CODE}`, LongMino by `muse prepare longmino/ --kind dolma --skip-large`",
-        "Both are downloads; the recorded runs learned from 382 packages of the Python index. What is too large "
-        "is cut into runs of files unless `--skip-large` is given, as in the paper. Where 1.1 epochs are needed, "
-        "the second is in another order.",
+        f"The Stack v2 by `{CODE}`, LongMino by `{PDF}`; what is too large is left out of both",
+        f"Both are downloads: the recorded runs learned from 382 packages of the Python index. `{STAND_IN}` takes the "
+        "documentation and texts out of source archives: a stand-in for scientific documents, no more. In a second "
+        "epoch samples are in another order.",
     ),
     Passage(
         "Hardware (D)",

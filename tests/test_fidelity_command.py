@@ -37,7 +37,7 @@ from muse_attention.evaluation.fidelity.report import (
 )
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.settings import TextSettings
-from muse_attention.evaluation.texts import read_samples
+from muse_attention.evaluation.texts import read_samples, read_samples_inside
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.gradient_fidelity import measure_gradients
 from muse_attention.pretrained import load_model
@@ -266,6 +266,23 @@ def test_samples_follow_one_another_through_files(folder: Path, tmp_path: Path) 
         read_samples(tokenizer, [tmp_path], 3, 3)
     with pytest.raises(ValueError, match="there is no text"):
         read_samples(tokenizer, [tmp_path / "missing"], 3, 1)
+
+
+def test_samples_inside_files(folder: Path, tmp_path: Path) -> None:
+    """The first of every file that is long enough, then the second: no sample has parts of two files."""
+    _, tokenizer = load_model(folder)
+    for name, text in {"a.txt": "AAABBBC", "b.txt": "DD", "c.txt": "EEEFFF", "d.txt": "GGG"}.items():
+        (tmp_path / name).write_text(text)
+
+    def samples(number: int) -> list[str]:
+        read = read_samples_inside(tokenizer, [tmp_path], 3, number)
+        assert read.source.endswith(", each sample inside one file")
+        return [text.replace(" ", "") for text in tokenizer.batch_decode(read.tokens)]
+
+    assert samples(2) == ["AAA", "EEE"]
+    assert samples(5) == ["AAA", "EEE", "GGG", "BBB", "FFF"]
+    with pytest.raises(ValueError, match="the text has 5 samples of 3 tokens inside single files, too few for 100"):
+        samples(100)
 
 
 def test_the_standard_library_is_the_default(folder: Path) -> None:

@@ -104,3 +104,16 @@ def test_head_dimension_128() -> None:
     narrow, wide = (decoder(override(get_recipe("s4"), [f"head_dim={size}"])) for size in (64, 128))
     assert (wide.config.head_dim, wide.config.num_attention_heads) == (128, 8)
     assert wide.num_parameters() == narrow.num_parameters()
+
+
+@pytest.mark.parametrize(("scale", "layers"), [(1, 4), (2, 6)])
+def test_smaller_sizes_follow_the_rule(scale: int, layers: int) -> None:
+    """About 3 S layers in pairs, and 20 tokens for each parameter: not the paper's, and no recipe says so."""
+    recipe = get_recipe(f"s{scale}")
+    model = decoder(recipe)
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (layers, 256 * scale)
+    assert recipe.steps * recipe.tokens_per_step / model.num_parameters() == pytest.approx(20, rel=0.01)
+    assert recipe.warmup < recipe.steps
+    assert recipe.peak_rate == pytest.approx(3e-3 / scale**0.5)
+    with pytest.raises(ValueError, match="unknown recipe"):
+        get_recipe(f"paper-s{scale}")

@@ -41,7 +41,7 @@ def test_a_recipe_is_overridden_field_by_field() -> None:
         ("compile=1", "compile=1 must be true or false"),
         ("exact_tail=2", "exact_tail=2.0 must be between 0 and 1"),
         ("beta2=1", "beta2=1.0 must be at least 0 and below 1"),
-        ("scale=7", "scale=7 must be 0 or one of the paper's: 3, 4, 5, 6, 8"),
+        ("scale=7", "scale=7 must be 0 or one of 1, 2, 3, 4, 5, 6, 8"),
         ("warmup=1k", "warmup=1024 is longer than steps=256"),
         ("batch=3", "batch=3 is no multiple of micro_batch=2"),
         ("precision=float16", "precision='float16' must be one of float32, bfloat16"),

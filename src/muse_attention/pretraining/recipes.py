@@ -26,6 +26,8 @@ PAPER_METHOD = "muse:paper"
 """The paper's method, whatever the length."""
 PAPER_TOKENS = {3: 2.0e9, 4: 4.0e9, 5: 7.5e9, 6: 12.9e9, 8: 23.6e9}
 """by scale"""
+TOKENS = {1: 0.23e9, 2: 0.71e9, **PAPER_TOKENS}
+"""The smaller ones are ours: 20 tokens for each parameter, as in the paper, for a scaling law on one GPU."""
 PRECISIONS = ("float32", "bfloat16")
 MIXTURES = ("none", "niah")
 HEAD_DIMS = (32, 64, 128)
@@ -42,7 +44,7 @@ class Recipe:
     """All that a training run is made of, but for its data. The defaults are the paper's, where it says something.
 
     Attributes:
-        scale: size of the model: the paper's 3, 4, 5, 6 or 8; 0 is `DecoderConfig.tiny`
+        scale: size of the model: the paper's 3, 4, 5, 6 or 8, or 1 or 2; 0 is `DecoderConfig.tiny`
         head_dim: size of an attention head, 64 or 128; the width of the model stays, so larger heads are fewer
         steps: updates of the weights
         length: tokens of a sequence
@@ -127,8 +129,8 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.initial, str):
             raise ValueError(f"initial={self.initial!r} must be a string, the path of a folder")
-        if self.scale and self.scale not in PAPER_TOKENS:
-            raise ValueError(f"scale={self.scale} must be 0 or one of the paper's: {', '.join(map(str, PAPER_TOKENS))}")
+        if self.scale and self.scale not in TOKENS:
+            raise ValueError(f"scale={self.scale} must be 0 or one of {', '.join(map(str, TOKENS))}")
         if self.peak_rate * self.weight_decay > 1:
             raise ValueError(
                 f"weight_decay={self.weight_decay} with peak_rate={self.peak_rate} would flip the sign of all weights; "
@@ -189,6 +191,16 @@ def tiny() -> Recipe:
     )
 
 
+def s1() -> Recipe:
+    """12M parameters, 0.23B tokens. Not a size of the paper: its rule, for models that are trained fast."""
+    return _sized(1)
+
+
+def s2() -> Recipe:
+    """36M parameters, 0.71B tokens. Not a size of the paper either."""
+    return _sized(2)
+
+
 def s3() -> Recipe:
     """96M parameters, 2.0B tokens."""
     return _sized(3)
@@ -222,10 +234,10 @@ def _to_the_letter(sized: Callable[[], Recipe]) -> Callable[[], Recipe]:
     return recipe
 
 
-_OURS = {recipe.__name__: recipe for recipe in (tiny, s3, s4, s5, s6, s8)}
+_OURS = {recipe.__name__: recipe for recipe in (tiny, s1, s2, s3, s4, s5, s6, s8)}
 RECIPES: dict[str, Callable[[], Recipe]] = {
     **_OURS,
-    **{f"paper-{name}": _to_the_letter(recipe) for name, recipe in _OURS.items() if name != "tiny"},
+    **{f"paper-s{scale}": _to_the_letter(_OURS[f"s{scale}"]) for scale in PAPER_TOKENS},
 }
 
 
@@ -279,9 +291,11 @@ def differences(recorded: Recipe, other: Recipe) -> list[str]:
 
 
 def _sized(scale: int) -> Recipe:
+    steps = math.ceil(TOKENS[scale] / (2 * 65536))
     return Recipe(
         scale=scale,
-        steps=math.ceil(PAPER_TOKENS[scale] / (2 * 65536)),
+        steps=steps,
+        warmup=Recipe.warmup if scale in PAPER_TOKENS else steps // 4,
         peak_rate=3e-3 * scale**-0.5,
         compile=True,
         recompute=True,
