@@ -35,6 +35,8 @@ class Element:
     recorded: str = ""
     """the result in words, or the reason why there is none; `{loss}` and `{speed}` are read from the records"""
     differs: str = ""
+    presets: tuple[str, ...] = ()
+    """of `muse fidelity`, whose recorded errors on SmolLM2 stand for the result"""
 
 
 @dataclass(frozen=True)
@@ -60,26 +62,30 @@ def _bench(words: str) -> str:
 
 
 FIDELITY = (f"{SRC}/fidelity.py", f"{SRC}/evaluation/fidelity/presets.py", f"{SRC}/evaluation/fidelity/paper.py")
+FITS = f"{SRC}/evaluation/fits.py"
 BENCH = (f"{SRC}/benchmark/suite.py", f"{SRC}/benchmark/sweeps.py")
 COMPARE = (f"{SRC}/pretraining/recipes.py", f"{SRC}/evaluation/comparison/report.py")
-SMOLLM2 = ("benchmarks/pretrained/smollm2-fidelity.md", "benchmarks/pretrained/smollm2-fidelity-capped-queries.md")
 RUNS_64K = ("benchmarks/pretraining/64k/compare.md",)
-NOT_1B = (
-    "Nothing has been pretrained to the end with this library: the recorded runs are 96M parameters and 40M tokens."
-)
-AT_8K = (
-    "SmolLM2-135M at 8k, which was not trained with MuSe, around the sizes that the paper's rule gives there. The "
-    "record "
-    "with limited clusters of queries has every preset; the one without has some. No model of the paper is "
-    "published, and "
-    "none was trained here at 64k for long enough to stand in for it."
-)
-NO_QUERY_CAP = "Presets have the paper's sizes, with Lloyd's clustering and without a limit on clusters of queries."
-SHORT_TABLE = "The record is from before this preset had the paper's retrieval."
 CODE = "muse prepare ids/ --kind stack --contents mirror/ --output out/code"
 PDF = "muse prepare longmino/ --kind dolma --topic science_tech --length-bucket 2e16 --output out/pdf"
 STAND_IN = "muse prepare sdists/ --content prose --output out/prose"
 CONTINUE = "muse train out/code --continue-from out/muse attention=exact"
+
+
+def _errors(
+    name: str,
+    title: str,
+    *presets: str,
+    bench: str = "",
+    records: tuple[str, ...] = (),
+    recorded: str = "",
+    differs: str = "",
+) -> Element:
+    """A table of errors: presets of `muse fidelity`, and a sweep of `muse bench` for its times."""
+    files = (*FIDELITY, f"{SRC}/evaluation/fidelity/report.py", FITS) if "joint" in presets else FIDELITY
+    commands = (_fidelity(",".join(presets)), *([_bench(bench)] if bench else []))
+    return Element(name, title, files, commands, records, recorded, differs, presets)
+
 
 EQUATIONS = (
     Equation(
@@ -202,7 +208,7 @@ FIGURES = (
             "muse compare out/exact out/muse --corpus out/code",
         ),
         ("benchmarks/pretraining/64k/compare-training.png", *RUNS_64K),
-        f"{{speed}} {NOT_1B}",
+        "{speed}",
         "One H200 in place of 8 A100. Seconds are those of updates alone.",
     ),
     Element(
@@ -257,25 +263,15 @@ TABLES = (
         "baseline is what PyTorch's `scaled_dot_product_attention` runs through, cuDNN there. There is no second "
         "exact kernel.",
     ),
-    Element(
+    _errors(
         "Table 2",
         "clusters with and without query clustering, 1B",
-        (*FIDELITY, f"{SRC}/evaluation/fits.py"),
-        (_fidelity("joint"), _bench("--heads 40 --batch 2 --sweep clusters-and-retrieved")),
-        (*SMOLLM2, "benchmarks/speed/cuda-clusters.md"),
-        AT_8K,
-        "The paper's own counts do not follow from its exponents: 0.00622 would need 1714 clusters, it prints 1179. "
-        + NO_QUERY_CAP,
+        "joint",
+        bench="--heads 40 --batch 2 --sweep clusters-and-retrieved",
+        records=("benchmarks/speed/cuda-clusters.md",),
+        differs="The paper's counts do not follow from its exponents: 0.00622 would need 1714 clusters, it prints 1179.",
     ),
-    Element(
-        "Table 3",
-        "summaries alone and retrieval alone, 1B",
-        FIDELITY,
-        (_fidelity("monopole,retrieval-only"),),
-        SMOLLM2,
-        AT_8K,
-        NO_QUERY_CAP,
-    ),
+    _errors("Table 3", "summaries alone and retrieval alone, 1B", "monopole", "retrieval-only"),
     Element(
         "Table 4",
         "headline: loss by training and test attention, code and PDF, 1B",
@@ -291,7 +287,7 @@ TABLES = (
             "muse compare out/prose-exact out/prose-muse --corpus out/prose",
         ),
         RUNS_64K,
-        f"{{loss}} {NOT_1B}",
+        "{loss}",
         "The recorded run has exact attention in its last 0.1% of updates, inside the schedule (`exact_tail`), in "
         "place of "
         "fine-tuning behind it. The last four commands are a stand-in for the PDF half, which has no record: prose out "
@@ -315,7 +311,7 @@ TABLES = (
             "muse compare out/s3 out/s4 out/s5 out/s6 out/s8 --corpus out/code",
         ),
         RUNS_64K,
-        f"{{loss}} {NOT_1B}",
+        "{loss}",
         "Recipes `s3` to `s8` have Lloyd in place of streaming, and an exact tail; `paper-s3` to `paper-s8` are "
         "the paper's. The "
         "paper calls 356M parameters 350M and 1.07B 1B.",
@@ -331,7 +327,7 @@ TABLES = (
             "muse compare out/exact out/muse out/moba --corpus out/code",
         ),
         RUNS_64K,
-        f"{{loss}} {NOT_1B}",
+        "{loss}",
     ),
     Element(
         "Table 8",
@@ -377,7 +373,7 @@ TABLES = (
             "muse compare out/exact out/muse out/frozen --corpus out/code",
         ),
         RUNS_64K,
-        f"{{loss}} {NOT_1B}",
+        "{loss}",
         "`mu` stays differentiable when aggregation is frozen, so a key still has exact attention's gradient, "
         "spread by fixed weights.",
     ),
@@ -390,74 +386,43 @@ TABLES = (
         "{speed_of_methods}",
         "As of Table 1.",
     ),
-    Element(
+    _errors(
         "Table 13",
         "query clusters",
-        FIDELITY,
-        (_fidelity("query-clusters"), _bench("--sweep query-clusters")),
-        SMOLLM2,
-        AT_8K,
-        "The paper's Q = 1 has zeroed centroids, `tilt=false` here; one tilted cluster is a row of its own. "
-        + NO_QUERY_CAP,
+        "query-clusters",
+        bench="--sweep query-clusters",
+        differs="The paper's Q = 1 has zeroed centroids, `tilt=false` here; one tilted cluster is a row of its own.",
     ),
-    Element(
-        "Table 14",
-        "key clusters",
-        FIDELITY,
-        (_fidelity("key-clusters"), _bench("--sweep key-clusters")),
-        SMOLLM2,
-        AT_8K,
-        NO_QUERY_CAP,
-    ),
-    Element(
-        "Table 15",
-        "query clustering at several counts, 96M",
-        FIDELITY,
-        (_fidelity("joint"),),
-        SMOLLM2,
-        AT_8K,
-        NO_QUERY_CAP,
-    ),
-    Element("Table 16", "summaries alone, 96M", FIDELITY, (_fidelity("monopole"),), SMOLLM2, AT_8K, NO_QUERY_CAP),
-    Element(
+    _errors("Table 14", "key clusters", "key-clusters", bench="--sweep key-clusters"),
+    _errors("Table 15", "query clustering at several counts, 96M", "joint"),
+    _errors("Table 16", "summaries alone, 96M", "monopole"),
+    _errors(
         "Table 17",
         "clusters with as many retrieved, 96M",
-        FIDELITY,
-        (_fidelity("fixed-retrieval"), _bench("--sweep clusters")),
-        (*SMOLLM2, "benchmarks/speed/cuda-clusters.md"),
-        AT_8K,
-        "The paper's keys per query are all keys of the opened clusters, R N / QK: a column of its own here. What "
-        "is attended to "
-        "token by token is one block of each, an eighth of that.",
+        "fixed-retrieval",
+        bench="--sweep clusters",
+        records=("benchmarks/speed/cuda-clusters.md",),
+        differs="The paper's keys per query are all keys of the opened clusters, R N / QK: a column of its own here. What "
+        "is attended to token by token is one block of each, an eighth of that.",
     ),
-    Element(
+    _errors(
         "Table 18",
         "retrieved clusters, 96M",
-        FIDELITY,
-        (_fidelity("retrieval-count"), _bench("--sweep retrieved")),
-        (*SMOLLM2, "benchmarks/speed/cuda-retrieved.md"),
-        AT_8K,
-        NO_QUERY_CAP,
+        "retrieval-count",
+        bench="--sweep retrieved",
+        records=("benchmarks/speed/cuda-retrieved.md",),
     ),
-    Element("Table 19", "retrieval alone, 96M", FIDELITY, (_fidelity("retrieval-only"),), SMOLLM2, AT_8K, NO_QUERY_CAP),
-    Element(
+    _errors("Table 19", "retrieval alone, 96M", "retrieval-only"),
+    _errors(
         "Table 20",
         "block size with a constant span, 1B",
-        FIDELITY,
-        (_fidelity("block-size"), _bench("--heads 40 --batch 2 --sweep block-size-of-span")),
-        (*SMOLLM2, "benchmarks/speed/cuda-block-size.md"),
-        f"{AT_8K} {SHORT_TABLE}",
+        "block-size",
+        bench="--heads 40 --batch 2 --sweep block-size-of-span",
+        records=("benchmarks/speed/cuda-block-size.md",),
+        recorded="The record is from before this preset opened half as many clusters, as the paper does.",
     ),
-    Element("Table 21", "clusters or blocks", FIDELITY, (_fidelity("clusters-or-blocks"),), SMOLLM2, AT_8K),
-    Element(
-        "Table 22",
-        "clusters with as many retrieved, 1B",
-        FIDELITY,
-        (_fidelity("fixed-retrieval"),),
-        SMOLLM2,
-        AT_8K,
-        "As of Table 17.",
-    ),
+    _errors("Table 21", "clusters or blocks", "clusters-or-blocks"),
+    _errors("Table 22", "clusters with as many retrieved, 1B", "fixed-retrieval", differs="As of Table 17."),
     Element(
         "Table 23",
         "summaries alone: runtime by length",
@@ -493,31 +458,23 @@ TABLES = (
         (),
         "No record: only the sparsity-matched MoBA was trained (Table 7).",
     ),
-    Element(
+    _errors(
         "Table 27",
         "error by length",
-        (*FIDELITY, f"{SRC}/config.py"),
-        ("muse fidelity out/muse/model --length 64k --samples 2 --preset length",),
-        SMOLLM2,
-        AT_8K,
-        "Up to the length of the model: the paper's 128k are two sequences of 64k, end to end.",
+        "length",
+        differs="Up to the length of the model: the paper's 128k are two sequences of 64k, end to end.",
     ),
-    Element(
+    _errors(
         "Table 28",
         "clusters without query clustering that are worth as much",
-        (*FIDELITY, f"{SRC}/evaluation/fits.py"),
-        (_fidelity("joint"),),
-        SMOLLM2,
-        AT_8K,
-        "The numbers of Table 2. A law is followed to 16 times the largest count that was measured.",
+        "joint",
+        differs="The numbers of Table 2. A law is followed to 16 times the largest count that was measured.",
     ),
-    Element(
+    _errors(
         "Table 29",
         "clusters with query clustering that are worth as much",
-        (f"{SRC}/evaluation/fidelity/report.py", f"{SRC}/evaluation/fits.py"),
-        (_fidelity("joint"),),
-        SMOLLM2,
-        f"{AT_8K} The records are from before this table was written.",
+        "joint",
+        recorded="The record is from before this table was written.",
     ),
     Element(
         "Table 30",
