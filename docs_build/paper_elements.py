@@ -269,7 +269,7 @@ TABLES = (
         "joint",
         bench="--heads 40 --batch 2 --sweep clusters-and-retrieved",
         records=("benchmarks/speed/cuda-clusters.md",),
-        differs="The paper's counts do not follow from its exponents: 0.00622 would need 1714 clusters, it prints 1179.",
+        differs="The paper's counts do not follow from its exponents: 0.00622 needs 1714 clusters, it prints 1179.",
     ),
     _errors("Table 3", "summaries alone and retrieval alone, 1B", "monopole", "retrieval-only"),
     Element(
@@ -402,8 +402,8 @@ TABLES = (
         "fixed-retrieval",
         bench="--sweep clusters",
         records=("benchmarks/speed/cuda-clusters.md",),
-        differs="The paper's keys per query are all keys of the opened clusters, R N / QK: a column of its own here. What "
-        "is attended to token by token is one block of each, an eighth of that.",
+        differs="The paper's keys per query are all keys of the opened clusters, R N / QK: a column of its own here. "
+        "What is attended to token by token is one block of each, an eighth of that.",
     ),
     _errors(
         "Table 18",
