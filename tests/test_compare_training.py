@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from muse_attention.evaluation.comparison.findings import sizes
+from muse_attention.evaluation.comparison.findings import scaling_laws, sizes
 from muse_attention.evaluation.comparison.further import further_points, further_table
 from muse_attention.evaluation.comparison.matrix import measure
 from muse_attention.evaluation.comparison.positions import losses_by_position, own_attention_tables, position_figures
@@ -57,6 +58,7 @@ def test_a_continued_run_is_told_by_its_further_tokens(compared: ComparisonResul
     text = as_markdown(comparison_report(compared))
     assert "## Further training" in text
     assert "Table 33" in text
+    assert ", then exact for 3 further updates" in text
     assert any("three differs from exact by more than its attention: tokens" in line for line in warnings(compared))
 
 
@@ -67,6 +69,22 @@ def test_a_continued_run_stands_for_its_size_where_the_finished_one_is_missing(c
     del without.runs["muse"], without.runs["one"]
     assert len(sizes(without)[attention]) == 1
     assert sizes(without) != sizes(compared)
+
+
+def test_a_scaling_law_through_models_of_three_sizes(corpus: Corpus, tmp_path: Path) -> None:
+    """Trained, if only for an update each: tiny, S = 1 and S = 2."""
+    for scale in (0, 1, 2):
+        recipe = override(RECIPE, ["attention=exact", f"scale={scale}", "steps=1", "warmup=0", "probe_every=0"])
+        train(corpus, recipe, tmp_path / f"s{scale}")
+    results = ComparisonResults(describe_machine(), settings_of(corpus))
+    runs = open_runs([tmp_path / f"s{scale}" for scale in (2, 0, 1)], corpus)
+    measure(runs, corpus, ["exact"], results, tmp_path / "compare.json")
+    (law,) = scaling_laws(results).values()
+    parameters = [size for size, _ in law.points]
+    assert parameters == sorted(run.parameters for run in results.runs.values())
+    for size, loss in law.points:
+        assert loss == pytest.approx(law.law(size), rel=0.2)
+    assert "fewer than a power law needs" not in as_markdown(comparison_report(results))
 
 
 def test_checkpoints_are_measured_under_both_attentions(compared: ComparisonResults) -> None:

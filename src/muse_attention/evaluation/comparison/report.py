@@ -352,8 +352,13 @@ def _beginnings(results: ComparisonResults) -> list[str]:
 
 
 def _tail(run: Run) -> str:
-    share = run.recipe.exact_tail
-    return f", exact for the last {100 * share:g}%" if share and run.attention != EXACT else ""
+    """What a run attends with at its end, if it is something else."""
+    share, recipe = run.recipe.exact_tail, run.recipe
+    tail = f", exact for the last {100 * share:g}%" if share and run.attention != EXACT else ""
+    if not recipe.further_steps:
+        return tail
+    name = short_names([full_name(recipe.attention_at(recipe.steps), recipe.length)])
+    return f"{tail}, then {next(iter(name.values()))} for {recipe.further_steps:,} further updates"
 
 
 def _speed_remark(results: ComparisonResults, run: Run) -> str:
