@@ -184,3 +184,20 @@ def test_a_rate_that_ended_at_zero_learns_nothing(corpus: Corpus, tmp_path: Path
     train(corpus, override(MUSE, ["final_rate=0", "steps=2"]), tmp_path)
     with pytest.raises(ValueError, match="the learning rate of the run ended at 0"):
         further_recipe(tmp_path, ["steps=1"])
+
+
+def test_a_run_is_overwritten_only_by_one_that_can_be_continued(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
+    damaged, output = tmp_path / "damaged", tmp_path / "out"
+    shutil.copytree(finished, damaged)
+    (path,) = (damaged / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    shutil.copytree(finished, output)
+    before = contents(output)
+    words = [corpus.folder, "steps=1", "--output", output]
+    assert run(*words, "--continue-from", damaged, "--overwrite")[0] == 2
+    assert contents(output) == before
+    code, _, err = run(*words, "--continue-from", finished)
+    assert code == 2
+    assert "has further_steps=0, not 1: it would not be the same run" in err
+    assert run(*words, "--continue-from", finished, "--overwrite")[0] == 0
+    assert run_recipe(output).updates == STEPS + 1

@@ -109,7 +109,7 @@ def train(
     options = vars(fields)
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-        from muse_attention.pretraining.continuing import further_recipe
+        from muse_attention.pretraining.continuing import check_whole, further_recipe
         from muse_attention.pretraining.parallel import has_launcher, open_world
         from muse_attention.pretraining.run_folder import (
             CHECKPOINTS,
@@ -140,6 +140,8 @@ def train(
             base = run_recipe(output) if continues else get_recipe(recipe or "tiny")
             chosen = override(base, _with_short_warmup(base, wanted))
         data = read_corpus(corpus)
+        if continue_from is not None and overwrite:
+            check_whole(continue_from, data)  # before anything is removed
         if place == "cpu":
             _warn_of_long_run(chosen, data, chosen.updates if continue_from is None else chosen.further_steps)
         make_folder(output)

@@ -69,6 +69,11 @@ def further_recipe(run: Path, changes: Iterable[str], device: str = "cpu") -> Re
     return override(dataclasses.replace(before, further_steps=steps, further_attention=wanted), free)
 
 
+def check_whole(run: Path, corpus: Corpus) -> None:
+    """A ValueError unless the last checkpoint of a finished run is whole, and of this corpus."""
+    _open_last(run, corpus)
+
+
 def begin_with_finished(run: Path, output: Path, recipe: Recipe, corpus: Corpus, world: World) -> None:
     """Put the last checkpoint and the metrics of a finished run into the folder of the run that continues it.
 
@@ -86,14 +91,18 @@ def begin_with_finished(run: Path, output: Path, recipe: Recipe, corpus: Corpus,
 
 
 def _copy_state(run: Path, output: Path, recipe: Recipe, corpus: Corpus) -> None:
-    before = run_recipe(run)
-    finished = open_checkpoint(run, before.updates, before, corpus)
+    finished = _open_last(run, corpus)
     metrics = run / FILE
     if metrics.exists():  # first: a folder that has a checkpoint has all lines before it
         with errors_naming(metrics):
             replace_file(output / FILE, metrics.read_bytes())
     about = {**finished.about, "recipe": dataclasses.asdict(recipe)}
     checkpoints.copy_checkpoint(finished, output / CHECKPOINTS, about)
+
+
+def _open_last(run: Path, corpus: Corpus) -> checkpoints.Checkpoint:
+    recipe = run_recipe(run)
+    return open_checkpoint(run, recipe.updates, recipe, corpus)
 
 
 def _check_finished(run: Path, recipe: Recipe) -> None:
