@@ -546,10 +546,11 @@ PASSAGES = (
     ),
     Passage(
         "Dipoles against retrieval (B)",
-        (f"{SRC}/stages/dipole.py", "benchmarks/pretrained/smollm2-fidelity-capped-queries.md"),
+        (f"{SRC}/stages/dipole.py", "benchmarks/pretrained/smollm2-2k-dipole.md"),
         "`muse fidelity out/muse/model --length 64k --samples 2 --preset dipole`",
-        "The record is with limited clusters of queries, where a shared dipole is worse than none; without the "
-        "limit there is no record yet. Dipoles have no kernels.",
+        "On SmolLM2 at 2k, 64 clusters, without a limit on clusters of queries: RSE 0.0138 with summaries alone, 0.0119 "
+        "with tilted dipoles, 0.71 with the paper's shared ones, 0.00325 with retrieval. The paper's own model has 0.0227, "
+        "0.0150 (shared) and 0.00622. Dipoles have no kernels.",
     ),
     Passage(
         "Streaming K-means (C)",
