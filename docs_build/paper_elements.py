@@ -548,9 +548,9 @@ PASSAGES = (
         "Dipoles against retrieval (B)",
         (f"{SRC}/stages/dipole.py", "benchmarks/pretrained/smollm2-2k-dipole.md"),
         "`muse fidelity out/muse/model --length 64k --samples 2 --preset dipole`",
-        "On SmolLM2 at 2k, 64 clusters, without a limit on clusters of queries: RSE 0.0138 with summaries alone, 0.0119 "
-        "with tilted dipoles, 0.71 with the paper's shared ones, 0.00325 with retrieval. The paper's own model has 0.0227, "
-        "0.0150 (shared) and 0.00622. Dipoles have no kernels.",
+        "On SmolLM2 at 2k, 64 clusters, without a limit on clusters of queries: RSE 0.0138 with summaries alone, "
+        "0.0119 with tilted dipoles, 0.71 with the paper's shared ones, 0.00325 with retrieval. The paper's own model "
+        "has 0.0227, 0.0150 (shared) and 0.00622. Dipoles have no kernels.",
     ),
     Passage(
         "Streaming K-means (C)",
