@@ -28,13 +28,14 @@ test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks, which need
 docs: $(READY_DOCS)  ## the documentation site, in out/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-pictures: $(READY)  ## the pictures of README.md and docs/, and README's table, from the records and from seeded data
+pictures: $(READY)  ## the pictures of README.md and docs/, README's table and docs/paper.md, from the records and from seeded data
 	$(BIN)/python -m docs_build.speed_picture
 	$(BIN)/python -m docs_build.readme_table
 	$(BIN)/python -m docs_build.algorithm_pictures
 	$(BIN)/python -m docs_build.error_pictures
 	$(BIN)/python -m docs_build.error_map
 	$(BIN)/python -m docs_build.tutorial_output
+	$(BIN)/python -m docs_build.paper_page
 
 lint: $(READY)  ## formatting, lint, types, and the direction of imports
 	$(BIN)/ruff format --check

@@ -445,7 +445,7 @@ def test_learns() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DecoderConfig.scale(7), "scale 7 is not one of the paper's: choose 3, 4, 5, 6, 8"),
+        (lambda: DecoderConfig.scale(7), "there is no model of scale 7: choose 1, 2, 3, 4, 5, 6, 8"),
         (lambda: DecoderConfig(hidden_size=100), "hidden_size=100 is not 1 heads of head_dim=64"),
         (lambda: DecoderConfig(hidden_size=63, head_dim=63), "head_dim=63 must be even"),
         (lambda: DecoderConfig(num_hidden_layers=3), "num_hidden_layers=3 must be even"),

@@ -32,11 +32,12 @@ from muse_attention.evaluation.fidelity.report import (
     key_curves,
     shown_presets,
     table_of_clusters,
+    table_of_clusters_with_tilt,
     table_of_preset,
 )
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.settings import TextSettings
-from muse_attention.evaluation.texts import read_samples
+from muse_attention.evaluation.texts import read_samples, read_samples_inside
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.gradient_fidelity import measure_gradients
 from muse_attention.pretrained import load_model
@@ -267,6 +268,23 @@ def test_samples_follow_one_another_through_files(folder: Path, tmp_path: Path) 
         read_samples(tokenizer, [tmp_path / "missing"], 3, 1)
 
 
+def test_samples_inside_files(folder: Path, tmp_path: Path) -> None:
+    """The first of every file that is long enough, then the second: no sample has parts of two files."""
+    _, tokenizer = load_model(folder)
+    for name, text in {"a.txt": "AAABBBC", "b.txt": "DD", "c.txt": "EEEFFF", "d.txt": "GGG"}.items():
+        (tmp_path / name).write_text(text)
+
+    def samples(number: int) -> list[str]:
+        read = read_samples_inside(tokenizer, [tmp_path], 3, number)
+        assert read.source.endswith(", each sample inside one file")
+        return [text.replace(" ", "") for text in tokenizer.batch_decode(read.tokens)]
+
+    assert samples(2) == ["AAA", "EEE"]
+    assert samples(5) == ["AAA", "EEE", "GGG", "BBB", "FFF"]
+    with pytest.raises(ValueError, match="the text has 5 samples of 3 tokens inside single files, too few for 100"):
+        samples(100)
+
+
 def test_the_standard_library_is_the_default(folder: Path) -> None:
     _, tokenizer = load_model(folder)
     first, second = (read_samples(tokenizer, [], 500, 2) for _ in range(2))
@@ -309,10 +327,44 @@ def test_at_64k_the_presets_are_the_papers() -> None:
         FidelityRequest("muse:Q128K128R8SP1B8k,clustering=lloyd", 65536),
         FidelityRequest("moba:L8kB512R1", 65536),
     ]
-    assert (
-        FidelityRequest("muse:Q128K128R4SP2B8k,clustering=lloyd", 65536) not in by_name["block-size"].requests
-    )  # R is 8 there
-    assert ("2", "4") in [row.labels for row in by_name["clusters-or-blocks"].rows]
+
+
+@pytest.mark.parametrize(
+    ("preset", "texts"),
+    {
+        "methods": ["QK128R8"],
+        "joint": [f"QK{n}R{n // 16}{end}" for n in (16, 32, 64, 128, 256, 512) for end in ("", ",tilt=false")],
+        "query-clusters": [*(f"Q{n}K128R8" for n in (256, 128, 64, 32, 16)), "QK128R8,tilt=false"],
+        "key-clusters": [f"Q128K{n}R{n // 16}" for n in (256, 128, 64, 32, 16)],
+        "monopole": [f"QK{n}R0{end}" for n in (256, 128, 64, 32) for end in ("", ",tilt=false")],
+        "retrieval-only": ["QK128R8,monopole=false", "QK128R8,monopole=false,tilt=false"],
+        "fixed-retrieval": [f"QK{n}R8" for n in (512, 256, 128, 64)],
+        "retrieval-count": [f"QK128R{n}" for n in (16, 8, 4)],
+        "block-size": ["QK128R4SP1B16k", "QK128R4SP2B8k", "QK128R4SP4B4k", "QK128R4SP8B2k"],
+        "clusters-or-blocks": ["QK128R8SP1", "QK128R4SP2", "QK128R2SP4"],
+        "dipole": ["QK128R0", "QK128R0,dipole=shared", "QK128R8"],
+    }.items(),
+)
+def test_at_64k_every_row_of_the_papers_tables_is_measured(preset: str, texts: list[str]) -> None:
+    """Blocks of 8k, where a row says nothing else."""
+    (found,) = find_presets([preset], 65536)
+    for text in texts:
+        notation, comma, options = text.partition(",")
+        with_block = notation if "B" in notation else f"{notation}B8k"
+        name = full_name(f"muse:{with_block}{comma}{options}", 65536)
+        assert FidelityRequest(name, 65536) in found.requests
+
+
+def test_lengths_have_the_papers_sizes() -> None:
+    (preset,) = find_presets(["length"], 131072)
+    assert [row.labels for row in preset.rows] == [row[:3] for row in paper.TABLES["Table 27"].rows]
+
+
+def test_keys_of_opened_clusters_are_the_papers_keys_per_query() -> None:
+    (preset,) = find_presets(["fixed-retrieval"], 65536)
+    counted = {row.labels[:2]: int(row.labels[2]) for row in preset.rows}
+    for row in (*paper.TABLES["Table 17"].rows, *paper.TABLES["Table 22"].rows):
+        assert counted[row[0], row[1]] == int(row[1]) // 8  # one of eight blocks
 
 
 def test_error_control_at_8k() -> None:
@@ -361,6 +413,13 @@ def test_effective_clusters_of_known_power_laws() -> None:
     assert table is not None
     assert [row[4] for row in table.rows] == ["1024*", "more than 2048*", "more than 2048*", "more than 2048*"]
     assert table.rows[0][3] == "8.0x"
+    reverse = table_of_clusters_with_tilt(results_of(errors), find_presets(["joint"], 8192)[0])
+    assert [(row[0], row[2], row[3]) for row in reverse.rows] == [
+        ("16", "2", "8.0x"),
+        ("32", "2.83", "11.3x"),
+        ("64", "4", "16.0x"),
+        ("128", "5.66", "22.6x"),
+    ]
 
 
 def test_a_table_with_gaps_has_the_rows_there_are() -> None:

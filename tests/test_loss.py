@@ -444,3 +444,18 @@ def test_too_little_memory_is_one_line(asked: list[object], monkeypatch: pytest.
 
     monkeypatch.setattr("muse_attention.cli.loss.measure", fail)
     assert_refused(run(*asked), "out of memory; nothing was written; continue with: muse loss ", code=1)
+
+
+def test_samples_can_stay_inside_files(folder: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(3):
+        (texts / f"{number}.txt").write_text(f"file {number} " * 40)
+    words = ("--text", texts, "--length", "64", "--attention", "exact", "--output", tmp_path)
+    code, _, err = run(folder, *words, "--samples", "3", "--inside-files")
+    assert (code, err) == (0, "")
+    (path,) = tmp_path.glob("*.json")
+    assert LossResults.read(path).settings.text == "texts, each sample inside one file"
+    assert_refused(
+        run(folder, *words, "--samples", "100", "--inside-files", "--name", "more"), "inside single files, too few"
+    )

@@ -18,6 +18,7 @@ pytest.importorskip("rich")
 
 
 from muse_attention.files import alone_in
+from muse_attention.pretraining.continuing import further_recipe
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.parallel import World
@@ -31,12 +32,16 @@ from tests.training_runs import SMALL, STEPS, assert_same_run, learnt, losses
 
 
 def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2) -> None:
-    """As under `torchrun`, by the variables that it sets."""
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
+    run_together([str(corpus.folder), *fields, "--recipe", "tiny"], output, ranks)
+
+
+def run_together(words: list[str], output: Path, ranks: int = 2) -> None:
+    """`muse train` as under `torchrun`, by the variables that it sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
-    arguments = ["train", str(corpus.folder), *fields, "--recipe", "tiny", "--output", str(output), "--device", "cpu"]
+    arguments = ["train", *words, "--output", str(output), "--device", "cpu"]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     errors = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(ranks)]
     processes = [
@@ -87,6 +92,15 @@ def test_two_processes_learn_what_one_does(corpus: Corpus, tmp_path: Path) -> No
     assert_same_run(again, two)
     train(corpus, recipe, one, resume=True)
     assert_close_runs(one, two)
+
+
+def test_two_processes_continue_what_one_has_finished(corpus: Corpus, tmp_path: Path) -> None:
+    finished, alone, two = (tmp_path / name for name in ("finished", "alone", "two"))
+    train(corpus, override(SMALL, ["micro_batch=1", "steps=4", "probe_every=0"]), finished)
+    train(corpus, further_recipe(finished, ["attention=exact", "steps=2"]), alone, continue_from=finished)
+    run_together([str(corpus.folder), "--continue-from", str(finished), "attention=exact", "steps=2"], two)
+    assert len(read_metrics(two)) == 6
+    assert_close_runs(two, alone)
 
 
 def test_two_processes_learn_from_the_same_needles(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from muse_attention.benchmark.workload import DTYPES, check_device
 from muse_attention.cli.app import default_device, say
 from muse_attention.cli.options import flag, option
 from muse_attention.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
-from muse_attention.evaluation.texts import read_samples
+from muse_attention.evaluation.texts import read_samples, read_samples_inside
 from muse_attention.pretrained import DEFAULT_MODEL, load_model
 
 if TYPE_CHECKING:
@@ -93,12 +93,19 @@ class Subject:
 
 
 def open_subject(
-    model: str, texts: Sequence[Path], length: int, samples: int, place: Place, *, download: bool = False
+    model: str,
+    texts: Sequence[Path],
+    length: int,
+    samples: int,
+    place: Place,
+    *,
+    download: bool = False,
+    inside_files: bool = False,
 ) -> Subject:
     """Load a model and read its text; a ValueError or ImportError of one line if that is not possible."""
     loaded, tokenizer = load_quietly(model, place, download=download)
     check_context(loaded, length)
-    read = read_samples(tokenizer, texts, length, samples)
+    read = (read_samples_inside if inside_files else read_samples)(tokenizer, texts, length, samples)
     about = settings_of_model(model, loaded, place, read.tokens)
     return Subject(loaded, read.tokens, TextSettings(text=read.source, length=length, samples=samples, **about))
 

@@ -32,6 +32,13 @@ def loss(
     text: Text = None,
     length: Length = "8k",
     samples: Samples = 4,
+    inside_files: Annotated[
+        bool,
+        typer.Option(
+            "--inside-files",
+            help="No sample has parts of two files: the first of each file that is long enough, then the second.",
+        ),
+    ] = False,
     attention: Annotated[
         Words,
         attentions(
@@ -56,7 +63,9 @@ def loss(
         name = run.name_for(model)
         measurement = Measurement(context, LossResults, run, name, settled={"attention": attentions, "preset": None})
     with measurement.errors():
-        subject = open_subject(model, text or [], tokens_each, samples, run.place, download=run.download)
+        subject = open_subject(
+            model, text or [], tokens_each, samples, run.place, download=run.download, inside_files=inside_files
+        )
         results = measurement.start(subject.settings)
         with measurement.progress(results, len(results.missing(attentions))) as on_step:
             measure(subject.model, subject.tokens, attentions, results, measurement.path, on_step=on_step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.box import SIMPLE
@@ -25,6 +25,9 @@ from muse_attention.pretraining.data.sources import python_libraries, repositori
 from muse_attention.sizes import format_size, parse_size
 
 KINDS = ("python", "repositories", "stack", "dolma", "text")
+CODE, PROSE = "code", "prose"
+_OF_THE_PAPER = ("stack", "dolma")
+"""Kinds of the paper's data, of which it leaves out what is too large."""
 
 
 @app.command()
@@ -38,10 +41,20 @@ def prepare(
     kind: Annotated[
         str | None,
         typer.Option(
-            help="repositories: folders and .tar.gz, .zip, .whl archives; stack: rows of The Stack v2 as .jsonl; "
-            "dolma: .jsonl.zst; text: plain texts; python: what is installed.",
+            help="repositories: folders and .tar.gz, .zip, .whl archives; stack: rows of The Stack v2, .parquet or "
+            ".jsonl; dolma: .jsonl.zst; text: plain texts; python: what is installed.",
             show_default="repositories, or python without a source",
         ),
+    ] = None,
+    content: Annotated[
+        str,
+        typer.Option(help="Of repositories: code, or prose for the documentation and texts inside of them."),
+    ] = CODE,
+    topic: Annotated[
+        str | None, typer.Option(help="Of LongMino, by name, like science_tech.", show_default="all")
+    ] = None,
+    length_bucket: Annotated[
+        str | None, typer.Option(help="Of LongMino, by name, like 2e16 for 64k tokens.", show_default="all")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder of the corpus.")] = Path("out/corpus"),
     vocabulary: Annotated[str, typer.Option(help="Tokens of the tokenizer; k means 1024.")] = "32k",
@@ -52,9 +65,13 @@ def prepare(
     smallest: Annotated[str, typer.Option(help="Fewest tokens of a document, at 3.5 bytes each.")] = "16k",
     largest: Annotated[str, typer.Option(help="Every document has fewer tokens than this.")] = "256k",
     skip_large: Annotated[
-        bool,
-        typer.Option("--skip-large", help="Leave out what is too large, as the paper does, instead of cutting it."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--skip-large/--cut-large",
+            help="Leave out what is too large, or cut it.",
+            show_default="left out of stack and dolma, as in the paper, else cut",
+        ),
+    ] = None,
     largest_file: Annotated[
         str | None, typer.Option(help="Bytes of the largest file that is read.", show_default="1024k, 16384k of text")
     ] = None,
@@ -77,14 +94,16 @@ def prepare(
             vocabulary=parse_size(vocabulary),
             tokenizer=tokenizer,
             buckets=Buckets(parse_size(smallest), parse_size(largest)),
-            skip_large=skip_large,
+            skip_large=kind in _OF_THE_PAPER if skip_large is None else skip_large,
             held_out=held_out,
             seed=seed,
             largest_code=largest_bytes or LARGEST_CODE,
             largest_text=largest_bytes or LARGEST_TEXT,
         )
-        repositories = _repositories(kind, paths, contents, settings)
-        words = _in_words(kind, paths)
+        part = _Part(content, topic, length_bucket)
+        part.check(kind)
+        repositories = _repositories(kind, paths, contents, settings, part)
+        words = _in_words(kind, paths, part)
         earlier = find_earlier(
             output / MANIFEST,
             lambda path: read_corpus(path.parent, hashes=False),
@@ -122,8 +141,33 @@ def _kind(kind: str | None, paths: Sequence[Path]) -> str:
     return kind
 
 
+class _Part(NamedTuple):
+    """What is taken of the sources."""
+
+    content: str
+    topic: str | None
+    length_bucket: str | None
+
+    def check(self, kind: str) -> None:
+        if self.content not in (CODE, PROSE):
+            raise ValueError(f"unknown content {self.content!r}; use {CODE} or {PROSE}")
+        if self.content == PROSE and kind != "repositories":
+            raise ValueError(f"--content {PROSE} is taken out of repositories; leave it out for the kind {kind}")
+        if (self.topic or self.length_bucket) and kind != "dolma":
+            raise ValueError(f"--topic and --length-bucket are of LongMino, the kind dolma, not {kind}; leave them out")
+
+    def in_words(self) -> str:
+        """Empty for all of it."""
+        named = [*([self.content] if self.content != CODE else []), *filter(None, (self.topic, self.length_bucket))]
+        return f" ({', '.join(named)})" if named else ""
+
+
 def _repositories(
-    kind: str, paths: Sequence[Path], contents: str | None, settings: CorpusSettings
+    kind: str,
+    paths: Sequence[Path],
+    contents: str | None,
+    settings: CorpusSettings,
+    part: _Part,
 ) -> Iterable[Repository]:
     missing = [path for path in paths if not path.exists()]
     if missing:
@@ -131,20 +175,20 @@ def _repositories(
     if kind == "python":
         return python_libraries()
     if kind == "repositories":
-        return repositories_in(paths, largest=settings.largest_code)
+        return repositories_in(paths, largest=settings.largest_code, prose=part.content == PROSE)
     if kind == "text":
         return texts_in(paths)
     if kind == "dolma":
-        return dolma_documents(paths)
+        return dolma_documents(paths, topic=part.topic, length_bucket=part.length_bucket)
     if contents is None:
         raise ValueError("The Stack v2 has ids alone: give the folder or URL of the contents by --contents")
     return stack_repositories(paths, open_contents(contents, largest=settings.largest_code))
 
 
-def _in_words(kind: str, paths: Sequence[Path]) -> str:
+def _in_words(kind: str, paths: Sequence[Path], part: _Part) -> str:
     if kind == "python":
         return f"Python {sys.version_info.major}.{sys.version_info.minor}'s standard library and installed packages"
-    return f"{kind}: {', '.join(path.resolve().name for path in paths)}"
+    return f"{kind}: {', '.join(path.resolve().name for path in paths)}{part.in_words()}"
 
 
 def _show(manifest: Manifest) -> None:

@@ -82,6 +82,14 @@ def train(
     ] = None,
     fields: Any = _FIELDS,
     output: Annotated[Path, typer.Option(help="Folder of checkpoints, metrics and the model.")] = Path("out/train"),
+    continue_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a finished run to train further, in another --output, with attention= and tokens= or "
+            "steps=; weights, optimiser and place in the data are kept, at the final learning rate.",
+            show_default="none",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in the folder; without it the run is continued.")
     ] = False,
@@ -101,6 +109,7 @@ def train(
     options = vars(fields)
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
+        from muse_attention.pretraining.continuing import check_whole, further_recipe
         from muse_attention.pretraining.parallel import has_launcher, open_world
         from muse_attention.pretraining.run_folder import (
             CHECKPOINTS,
@@ -121,14 +130,20 @@ def train(
             key = change.partition("=")[0]
             if options.get(key) is not None:
                 raise ValueError(f"{key} is given twice, as {change} and as an option: {options[key]}; leave one out")
-        if resume and recipe is None and not has_run(output):
+        if resume and recipe is None and continue_from is None and not has_run(output):
             raise ValueError(f"there is no run in {output} to go on with; name a --recipe to start one")
-        continues = recipe is None and has_run(output) and not overwrite
-        base = run_recipe(output) if continues else get_recipe(recipe or "tiny")
-        chosen = override(base, _with_short_warmup(base, wanted))
+        if continue_from is not None:
+            _check_continues(continue_from, output, recipe, resume=resume)
+            chosen = further_recipe(continue_from, wanted, place)
+        else:
+            continues = recipe is None and has_run(output) and not overwrite
+            base = run_recipe(output) if continues else get_recipe(recipe or "tiny")
+            chosen = override(base, _with_short_warmup(base, wanted))
         data = read_corpus(corpus)
+        if continue_from is not None and overwrite:
+            check_whole(continue_from, data)  # before anything is removed
         if place == "cpu":
-            _warn_of_long_run(chosen, data)
+            _warn_of_long_run(chosen, data, chosen.updates if continue_from is None else chosen.further_steps)
         make_folder(output)
     program = "torchrun ... -m muse_attention.cli" if has_launcher() else "muse"
     words = ["--output", str(output), *(["--device", device] if device else []), *["--tensorboard"] * tensorboard]
@@ -162,6 +177,7 @@ def train(
                     output,
                     resume=True,
                     overwrite=overwrite,
+                    continue_from=continue_from,
                     world=world,
                     tensorboard=tensorboard,
                     on_step=on_step,
@@ -175,6 +191,14 @@ def train(
         raise typer.Exit(1) from None
 
 
+def _check_continues(run: Path, output: Path, recipe: str | None, *, resume: bool) -> None:
+    if recipe is not None or resume:
+        unwanted = "--recipe" if recipe is not None else "--resume"
+        raise ValueError(f"--continue-from has the recipe of {run}, and goes on by itself; leave {unwanted} out")
+    if run.expanduser().resolve() == output.expanduser().resolve():
+        raise ValueError(f"--continue-from {run} leaves that run as it is; choose another --output")
+
+
 def _with_short_warmup(recipe: Recipe, changes: list[str]) -> list[str]:
     """Fewer steps than the recipe's warm-up shorten it, unless the user sets both."""
     keys = {change.partition("=")[0] for change in changes}
@@ -185,16 +209,16 @@ def _with_short_warmup(recipe: Recipe, changes: list[str]) -> list[str]:
     return [*changes, f"warmup={steps}"]
 
 
-def _warn_of_long_run(recipe: Recipe, corpus: Corpus) -> None:
+def _warn_of_long_run(recipe: Recipe, corpus: Corpus, updates: int) -> None:
     from muse_attention.pretraining.initial_model import make_empty_model
 
     parameters = sum(parameter.numel() for parameter in make_empty_model(corpus, recipe).parameters())
-    operations = 6.0 * parameters * recipe.tokens_per_step * recipe.steps
+    operations = 6.0 * parameters * recipe.tokens_per_step * updates
     expected = datetime.timedelta(seconds=operations / _CPU_FLOPS)
     if expected > _LONG_ON_CPU:
         days = f"{expected.days:,} days" if expected.days > 1 else f"{expected / datetime.timedelta(hours=1):.0f} hours"
         say(
-            f"about {days} on a CPU, attention not counted: {parameters / 1e6:,.0f}M parameters, {recipe.steps:,} "
+            f"about {days} on a CPU, attention not counted: {parameters / 1e6:,.0f}M parameters, {updates:,} "
             f"updates of {format_size(recipe.tokens_per_step)} tokens; use a GPU, or --recipe tiny"
         )
 
@@ -211,15 +235,17 @@ def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
             speed = kept * speed + (1 - kept) * step.tokens_per_second
             error = error if step.mean_rse is None else step.mean_rse
             answers = answers if step.answers_loss is None else step.answers_loss
-            left = (recipe.steps - step.step) * recipe.tokens_per_step / speed
+            left = (recipe.updates - step.step) * recipe.tokens_per_step / speed
             line = f"loss {step.loss:.4f}, {speed:,.0f} tokens/s"
             if error is not None:
                 line += f", RSE {error:.2g}"
             if answers is not None:
                 line += f", answers {answers:.3f}"
-            on_phase(line, step.step, recipe.steps)
-            if step.step == recipe.steps or time.monotonic() - said > SECONDS_BETWEEN_LINES:
+            on_phase(line, step.step, recipe.updates)
+            if step.step == recipe.updates or time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
-                typer.echo(f"step {step.step} of {recipe.steps}: {line}, ETA {datetime.timedelta(seconds=round(left))}")
+                typer.echo(
+                    f"step {step.step} of {recipe.updates}: {line}, ETA {datetime.timedelta(seconds=round(left))}"
+                )
 
         yield on_step

@@ -52,6 +52,31 @@ def read_samples(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], leng
     return Samples(torch.tensor(samples), describe_texts(paths))
 
 
+def read_samples_inside(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], length: int, number: int) -> Samples:
+    """Samples of which none has parts of two files: the first of every file that is long enough, then the second."""
+    if length < 2 or number < 1:
+        raise ValueError(f"cannot measure {number} samples of {length} tokens; use at least 1 sample of 2 tokens")
+    begin: list[int] = tokenizer("").input_ids
+    fresh = length - len(begin)
+    by_place: list[list[list[int]]] = []
+    """samples that are the first of their files, the second, and so on"""
+    for _, text in read_texts(paths):
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        for place in range(min(len(tokens) // fresh, number)):
+            if place == len(by_place):
+                by_place.append([])
+            by_place[place].append(begin + tokens[place * fresh : (place + 1) * fresh])
+        if by_place and len(by_place[0]) == number:
+            break
+    samples = [sample for of_place in by_place for sample in of_place][:number]
+    if len(samples) < number:
+        raise ValueError(
+            f"the text has {len(samples)} samples of {length} tokens inside single files, too few for {number}: give "
+            "more or longer files, fewer samples or a smaller length"
+        )
+    return Samples(torch.tensor(samples), f"{describe_texts(paths)}, each sample inside one file")
+
+
 def read_texts(paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """The (path, text) of some files, and of those in some folders, or of the standard library if there are none.
 

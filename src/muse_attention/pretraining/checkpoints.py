@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_attention.files import errors_naming, remove_folder, replace_file, replace_folder
+from muse_attention.files import errors_naming, remove_folder, replace_file, replace_folder, sync
 from muse_attention.pretraining.data.shards import hash_file
 from muse_attention.strict_json import parse_json
 
@@ -128,6 +128,20 @@ def finish(folder: Path, step: int, about: dict[str, Any], *, ranks: int = 1) ->
     replace_file(unfinished / MANIFEST, json.dumps({**document, "sha256": _own_hash(document)}, indent=2) + "\n")
     replace_folder(unfinished, finished)
     return finished
+
+
+def copy_checkpoint(checkpoint: Checkpoint, folder: Path, about: dict[str, Any]) -> Path:
+    """Put one that was verified into another folder, with another note of its writer."""
+    _, files = _read_manifest(checkpoint.folder, checkpoint.step)
+    begin(folder, checkpoint.step)
+    unfinished = _aside(folder, checkpoint.step)
+    for file in files:
+        path = unfinished / file.name
+        with errors_naming(path):
+            shutil.copyfile(checkpoint.folder / file.name, path)
+            sync(path)
+    replace_file(_list_path(unfinished, 0), json.dumps([asdict(file) for file in files]))
+    return finish(folder, checkpoint.step, about)
 
 
 def prune(folder: Path, step: int, keep: int) -> None:

@@ -26,6 +26,7 @@ def make_config(corpus: Corpus, recipe: Recipe) -> DecoderConfig:
     changes: dict[str, Any] = {
         "vocab_size": corpus.manifest.vocabulary,
         "eos_token_id": corpus.manifest.end,
+        "head_dim": recipe.head_dim,
         "max_position_embeddings": recipe.length,
         "attention": recipe.attention,
     }

@@ -1,7 +1,10 @@
 """Recipes: all that a training run is made of, but for its data. Each is a function; `key=value` changes a field.
 
-`s3` to `s8` are the paper's. The paper's attention is Q128K128R8SP1B8k with 0.1% of exact attention at the end, or
-frozen aggregation with none: `attention=muse:Q128K128R8SP1B8k,differentiable_aggregation=false exact_tail=0`.
+`s3` to `s8` have the paper's models, optimiser, tokens and attention sizes, with the clustering of this library, which
+is faster than the paper's, and exact attention in the last 0.1% of the updates. `paper-s3` to `paper-s8` are the paper
+to the letter: its streaming clustering, its limits on clusters of queries and of keys, and no exact attention before
+the schedule has ended. `muse train --continue-from` then trains further with exact attention, as its Appendix G.5 does.
+Frozen aggregation needs neither: `attention=muse:paper,differentiable_aggregation=false`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from muse_attention.by_name import full_name, get_attention
+from muse_attention.pretraining.schedule import attention_at
 from muse_attention.recorded_names import may_mean
 from muse_attention.sizes import format_size, parse_size
 
 PAPER_ATTENTION = "muse:Q128K128R8SP1B8k"
+"""The paper's sizes, with the clustering of this library."""
+PAPER_METHOD = "muse:paper"
+"""The paper's method, whatever the length."""
 PAPER_TOKENS = {3: 2.0e9, 4: 4.0e9, 5: 7.5e9, 6: 12.9e9, 8: 23.6e9}
 """by scale"""
+TOKENS = {1: 0.23e9, 2: 0.71e9, **PAPER_TOKENS}
+"""The smaller ones are ours: 20 tokens for each parameter, as in the paper, for a scaling law on one GPU."""
 PRECISIONS = ("float32", "bfloat16")
 MIXTURES = ("none", "niah")
+HEAD_DIMS = (32, 64, 128)
 MOST_STEPS, MOST_TOKENS, MOST_SEQUENCES = 10**9, 2**30, 2**20
 """Of a run, of a sequence, and of an update."""
 MOST_CLIP, LEAST_EPSILON = 1e9, 1e-30
@@ -34,13 +44,16 @@ class Recipe:
     """All that a training run is made of, but for its data. The defaults are the paper's, where it says something.
 
     Attributes:
-        scale: size of the model: the paper's 3, 4, 5, 6 or 8; 0 is `DecoderConfig.tiny`
+        scale: size of the model: the paper's 3, 4, 5, 6 or 8, or 1 or 2; 0 is `DecoderConfig.tiny`
+        head_dim: size of an attention head, 64 or 128; the width of the model stays, so larger heads are fewer
         steps: updates of the weights
         length: tokens of a sequence
         batch: sequences of an update, over all ranks
         micro_batch: sequences that a rank computes at the same time; gradients of more are accumulated
         attention: attention of the global layers, by name: exact, muse, muse:QK64R8T0.01B8k, moba:L8kB512R1
         exact_tail: share of the updates, the last ones, with exact attention
+        further_steps: updates after all others, at the final learning rate; what --continue-from adds to a finished run
+        further_attention: attention of these, by name; that of the last update before them if empty
         peak_rate: highest learning rate
         final_rate: learning rate of the last update, as a share of the peak
         warmup: updates until the peak
@@ -64,11 +77,14 @@ class Recipe:
 
     scale: int
     steps: int
+    head_dim: int = 64
     length: int = 65536
     batch: int = 2
     micro_batch: int = 1
     attention: str = PAPER_ATTENTION
     exact_tail: float = 0.001
+    further_steps: int = 0
+    further_attention: str = ""
     peak_rate: float = 3e-3
     final_rate: float = 0.1
     warmup: int = 4000
@@ -92,12 +108,13 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("steps", "checkpoint_every", "keep"):
             _check(self, name, lambda value: 1 <= value <= MOST_STEPS, f"at least 1 and at most {MOST_STEPS}")
-        for name in ("warmup", "probe_every"):
+        for name in ("warmup", "probe_every", "further_steps"):
             _check(self, name, lambda value: 0 <= value <= MOST_STEPS, f"at least 0 and at most {MOST_STEPS}")
         for name in ("batch", "micro_batch"):
             _check(self, name, lambda value: 1 <= value <= MOST_SEQUENCES, f"at least 1 and at most {MOST_SEQUENCES}")
         _check(self, "length", lambda value: 1 <= value <= MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}")
         _check(self, "scale", lambda value: 0 <= value <= max(PAPER_TOKENS), f"at least 0, at most {max(PAPER_TOKENS)}")
+        _check(self, "head_dim", lambda value: value in HEAD_DIMS, f"one of {', '.join(map(str, HEAD_DIMS))}")
         _check(self, "seed", lambda value: 0 <= value < 2**63, "at least 0 and below 2^63")
         _check(self, "peak_rate", lambda value: 0 < value <= 1, "above 0 and at most 1")
         _check(self, "weight_decay", lambda value: 0 <= value <= 1000, "at least 0 and at most 1000")
@@ -112,8 +129,8 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.initial, str):
             raise ValueError(f"initial={self.initial!r} must be a string, the path of a folder")
-        if self.scale and self.scale not in PAPER_TOKENS:
-            raise ValueError(f"scale={self.scale} must be 0 or one of the paper's: {', '.join(map(str, PAPER_TOKENS))}")
+        if self.scale and self.scale not in TOKENS:
+            raise ValueError(f"scale={self.scale} must be 0 or one of {', '.join(map(str, TOKENS))}")
         if self.peak_rate * self.weight_decay > 1:
             raise ValueError(
                 f"weight_decay={self.weight_decay} with peak_rate={self.peak_rate} would flip the sign of all weights; "
@@ -128,10 +145,33 @@ class Recipe:
         if self.mixture not in MIXTURES:
             raise ValueError(f"mixture={self.mixture!r} must be one of {', '.join(MIXTURES)}")
         get_attention(self.attention)
+        if not isinstance(self.further_attention, str):
+            raise ValueError(f"further_attention={self.further_attention!r} must be a string, the name of an attention")
+        if self.further_attention:
+            get_attention(self.further_attention)
+            if not self.further_steps:
+                raise ValueError(f"further_attention={self.further_attention} needs further_steps=, of at least 1")
+        if self.further_steps and not self.final_rate:
+            raise ValueError(f"further_steps={self.further_steps} would learn nothing: final_rate=0; choose another")
+
+    @property
+    def updates(self) -> int:
+        """All of them: those of the schedule, and further ones."""
+        return self.steps + self.further_steps
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.length
+
+    def attention_at(self, step: int) -> str:
+        """Of an update, counted from 0."""
+        return attention_at(
+            step,
+            steps=self.steps,
+            attention=self.attention,
+            exact_tail=self.exact_tail,
+            further=self.further_attention,
+        )
 
 
 def tiny() -> Recipe:
@@ -151,32 +191,54 @@ def tiny() -> Recipe:
     )
 
 
+def s1() -> Recipe:
+    """12M parameters, 0.23B tokens. Not a size of the paper: its rule, for models that are trained fast."""
+    return _sized(1)
+
+
+def s2() -> Recipe:
+    """36M parameters, 0.71B tokens. Not a size of the paper either."""
+    return _sized(2)
+
+
 def s3() -> Recipe:
     """96M parameters, 2.0B tokens."""
-    return _paper(3)
+    return _sized(3)
 
 
 def s4() -> Recipe:
     """185M parameters, 4.0B tokens."""
-    return _paper(4)
+    return _sized(4)
 
 
 def s5() -> Recipe:
     """356M parameters, 7.5B tokens."""
-    return _paper(5)
+    return _sized(5)
 
 
 def s6() -> Recipe:
     """560M parameters, 12.9B tokens."""
-    return _paper(6)
+    return _sized(6)
 
 
 def s8() -> Recipe:
     """1.07B parameters, 23.6B tokens."""
-    return _paper(8)
+    return _sized(8)
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {recipe.__name__: recipe for recipe in (tiny, s3, s4, s5, s6, s8)}
+def _to_the_letter(sized: Callable[[], Recipe]) -> Callable[[], Recipe]:
+    def recipe() -> Recipe:
+        return dataclasses.replace(sized(), attention=PAPER_METHOD, exact_tail=0.0)
+
+    recipe.__doc__ = f"{sized.__doc__} The paper's attention to the letter, slower than that of {sized.__name__}."
+    return recipe
+
+
+_OURS = {recipe.__name__: recipe for recipe in (tiny, s1, s2, s3, s4, s5, s6, s8)}
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    **_OURS,
+    **{f"paper-s{scale}": _to_the_letter(_OURS[f"s{scale}"]) for scale in PAPER_TOKENS},
+}
 
 
 def get_recipe(name: str) -> Recipe:
@@ -228,10 +290,12 @@ def differences(recorded: Recipe, other: Recipe) -> list[str]:
     return differing
 
 
-def _paper(scale: int) -> Recipe:
+def _sized(scale: int) -> Recipe:
+    steps = math.ceil(TOKENS[scale] / (2 * 65536))
     return Recipe(
         scale=scale,
-        steps=math.ceil(PAPER_TOKENS[scale] / (2 * 65536)),
+        steps=steps,
+        warmup=Recipe.warmup if scale in PAPER_TOKENS else steps // 4,
         peak_rate=3e-3 * scale**-0.5,
         compile=True,
         recompute=True,

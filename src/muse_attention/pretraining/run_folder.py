@@ -110,7 +110,8 @@ def with_full_name(recipe: Recipe, output: Path, device: torch.device) -> Recipe
         recorded = run_recipe(output)
         if full_name(recorded.attention, recorded.length) == name:
             name = recorded_name(recorded.attention, recorded.length, device.type)
-    return dataclasses.replace(recipe, attention=name)
+    further = recipe.further_attention and full_name(recipe.further_attention, recipe.length)
+    return dataclasses.replace(recipe, attention=name, further_attention=further)
 
 
 def find_checkpoint(
@@ -217,9 +218,9 @@ def _check_is_of(checkpoint: checkpoints.Checkpoint, recipe: Recipe, corpus: Cor
     except ValueError as error:
         raise checkpoints.CheckpointError(f"checkpoint {error}") from None
     _check_same(about, folder, recipe, corpus)
-    if not 1 <= checkpoint.step <= recipe.steps:
+    if not 1 <= checkpoint.step <= recipe.updates:
         raise checkpoints.CheckpointError(
-            f"checkpoint {folder} is damaged: the run has {recipe.steps} steps, and none is {checkpoint.step}"
+            f"checkpoint {folder} is damaged: the run has {recipe.updates} steps, and none is {checkpoint.step}"
         )
     if not isinstance(about.get("initial"), str | None):
         raise checkpoints.CheckpointError(f"checkpoint {folder} is damaged: it names no initial weights")

@@ -11,7 +11,7 @@ def learning_rate(step: int, *, steps: int, warmup: int, peak: float, final: flo
     """That of an update, counted from 0: linear up to `peak`, then half a cosine down to `final * peak`.
 
     Update `warmup - 1` is the first at the peak. The last update is just above the final rate, as the cosine ends
-    where update `steps` would be.
+    where update `steps` would be. Further updates have the final rate: moments are kept, so nothing warms up again.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -19,9 +19,14 @@ def learning_rate(step: int, *, steps: int, warmup: int, peak: float, final: flo
     return peak * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def attention_at(step: int, *, steps: int, attention: str, exact_tail: float) -> str:
-    """The name of the attention of the global layers: exact in the last `exact_tail` of the updates, rounded up."""
-    return EXACT if step >= steps - exact_steps(steps, exact_tail) else attention
+def attention_at(step: int, *, steps: int, attention: str, exact_tail: float, further: str = "") -> str:
+    """The name of the attention of the global layers: exact in the last `exact_tail` of the updates, rounded up.
+
+    From update `steps` on it is `further`, or, if that is empty, that of update `steps - 1`.
+    """
+    if step >= steps and further:
+        return further
+    return EXACT if min(step, steps - 1) >= steps - exact_steps(steps, exact_tail) else attention
 
 
 def exact_steps(steps: int, exact_tail: float) -> int:

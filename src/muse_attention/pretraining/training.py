@@ -31,6 +31,7 @@ from torch import Tensor
 from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
+from muse_attention.pretraining.continuing import begin_with_finished
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
 from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
@@ -54,7 +55,7 @@ from muse_attention.pretraining.run_folder import (
     with_full_name,
     write_run,
 )
-from muse_attention.pretraining.schedule import EXACT, attention_at, learning_rate
+from muse_attention.pretraining.schedule import EXACT, learning_rate
 
 
 class TrainingError(RuntimeError):
@@ -68,6 +69,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    continue_from: Path | None = None,
     world: World | None = None,
     tensorboard: bool = False,
     on_step: Callable[[Step], None] = lambda step: None,
@@ -81,6 +83,7 @@ def train(
     Args:
         resume: continue the run in `output`, or start one if there is none
         overwrite: remove the run in `output` first
+        continue_from: folder of a finished run to begin with; the recipe is that of `continuing.further_recipe`
         on_step: called after every update, on the first rank
         on_refused: told why a checkpoint is not used
         on_note: told of lost lines of metrics and of changed versions when a run continues
@@ -96,9 +99,11 @@ def train(
     probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
     tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
     with claimed(output, world, overwrite=overwrite):  # before anything is decided by what is in there
+        if continue_from is not None:
+            begin_with_finished(continue_from, output, recipe, corpus, world)
         recipe = with_full_name(recipe, output, world.device)
         checkpoint = None
-        if resume:
+        if resume or continue_from is not None:
             checkpoint = find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
         else:
             check_may_start(output)
@@ -187,18 +192,18 @@ class _Run:
     def steps(self, first: int) -> Generator[Step]:
         """Every update from `first` on, and a checkpoint behind those that are to have one."""
         recipe = self.recipe
-        with contextlib.closing(self._read(range(first, recipe.steps))) as batches:
-            for step in range(first, recipe.steps):
+        with contextlib.closing(self._read(range(first, recipe.updates))) as batches:
+            for step in range(first, recipe.updates):
                 done = self._update(step, batches)
                 yield done  # before its checkpoint: a line too many is forgotten when the run goes on
-                if done.step % recipe.checkpoint_every == 0 or done.step == recipe.steps:
+                if done.step % recipe.checkpoint_every == 0 or done.step == recipe.updates:
                     self._save(done.step)
 
     def _update(self, step: int, batches: Iterator[Tensor]) -> Step:
         recipe, model = self.recipe, self.model
         began = time.perf_counter()
         tokens = next(batches)
-        attention = _attention_of(recipe, step)
+        attention = recipe.attention_at(step)
         if model.config.attention != attention:
             model.set_attention(attention)
         rate = learning_rate(
@@ -330,10 +335,6 @@ class _Run:
             )
 
 
-def _attention_of(recipe: Recipe, step: int) -> str:
-    return attention_at(step, steps=recipe.steps, attention=recipe.attention, exact_tail=recipe.exact_tail)
-
-
 def _write_model(
     model: DecoderForCausalLM,
     config: DecoderConfig,
@@ -350,7 +351,7 @@ def _write_model(
             weights[name] = weight.cpu()
     folder, unfinished = output / MODEL, output / f"{MODEL}.tmp"
     if world.is_first:
-        config.attention = _attention_of(recipe, recipe.steps - 1)
+        config.attention = recipe.attention_at(recipe.updates - 1)
         config.architectures = [DecoderForCausalLM.__name__]
         try:
             with errors_naming(folder):

@@ -16,8 +16,8 @@ from muse_attention.pretraining.schedule import EXACT
 
 SIZES_OF_A_LAW = 3
 """Models of so many sizes are needed: a power law goes through any two points."""
-_OF_THE_ATTENTION = ("attention", "exact_tail")
-"""Fields of a recipe in which runs may differ that differ by their attention alone."""
+_OF_THE_ATTENTION = ("attention", "exact_tail", "further_attention", "further_steps")
+"""Fields of a recipe in which runs may differ that differ by their attention alone; the tokens are compared too."""
 _OF_THE_SPEED = ("length", "batch", "micro_batch", "precision", "compile", "recompute", "deterministic")
 """Fields that change the tokens per second, whatever the attention."""
 
@@ -97,11 +97,15 @@ def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
 
 
 def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
-    """Parameters and loss under exact attention of all runs, by training attention, the smallest first."""
+    """Parameters and loss under exact attention of all runs, by training attention, the smallest first.
+
+    A run that was continued counts where the run that it continues is not among them, as in the paper's Figure 4.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
+    plain = {(run.parameters, run.attention) for run in results.runs.values() if not run.recipe.further_steps}
     for run in sorted(results.runs.values(), key=lambda run: run.parameters):
         cell = results.whole(run, EXACT)
-        if cell is not None:
+        if cell is not None and not (run.recipe.further_steps and (run.parameters, run.attention) in plain):
             found.setdefault(run.attention, []).append((run.parameters, Mean.of(cell.means).mean))
     return found
 

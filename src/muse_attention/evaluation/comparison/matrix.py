@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from muse_attention.attention_names import forward_name
 from muse_attention.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
 from muse_attention.evaluation.comparison.runs import StoredRun, choose_evenly, load_weights
 from muse_attention.evaluation.loss.curves import bins_of
@@ -45,8 +46,11 @@ def weights_to_measure(run: StoredRun, checkpoints: int) -> list[int]:
 
 
 def attentions_of(run: StoredRun, step: int, attentions: Sequence[str]) -> Sequence[str]:
-    """What weights are measured under: all for the newest, and exact attention for those before."""
-    return attentions if step == run.newest else (EXACT,)
+    """What weights are measured under: all for the newest; exact attention and the run's own for those before."""
+    if step == run.newest:
+        return attentions
+    own = forward_name(run.recipe.attention, run.recipe.length)
+    return [name for name in attentions if name in (EXACT, own)]
 
 
 def measure(
@@ -63,7 +67,7 @@ def measure(
     """Fill `results` with what is missing of `attentions`, by full names, of the newest weights of each run.
 
     Args:
-        checkpoints: earlier ones of each run, at most, that are measured under exact attention
+        checkpoints: earlier ones of each run, at most, that are measured under exact attention and the run's own
         on_refused: told why a checkpoint is left out
     """
     settings = results.settings

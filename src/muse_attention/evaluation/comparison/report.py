@@ -9,6 +9,13 @@ from collections.abc import Callable, Iterable
 from muse_attention.attention_names import in_words, short_names
 from muse_attention.by_name import full_name
 from muse_attention.evaluation.comparison import findings
+from muse_attention.evaluation.comparison.further import further_sections
+from muse_attention.evaluation.comparison.positions import (
+    OWN,
+    losses_by_position,
+    own_attention_tables,
+    position_figures,
+)
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.comparison.training_curves import UNSETTLED
 from muse_attention.evaluation.loss.report import LEAK, span
@@ -55,7 +62,9 @@ _ANSWERS = (
     "attention of the update, which is exact in a tail. They are few, some hundred tokens, and the same each time. A "
     "model that cannot look a uid up where its function was defined has to guess it."
 )
-_POSITIONS = "Under exact attention: the loss itself, not its cumulative mean, between powers of two of the position."
+_POSITIONS = (
+    "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
+)
 _PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
 _RUN = (text("run"), lambda run: run.name)
 _TOKENS_AXIS = Axis("tokens (millions)")
@@ -73,6 +82,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         f"Each point is the mean of {smoothing} consecutive updates, and none is in two points. This is the loss on "
         "the training batches, under the attention of the update."
     )
+    own_tables = own_attention_tables(results)
     return Report(
         f"Training runs compared: {', '.join(results.runs)}",
         verdict=[*headline(results), *warnings(results)],
@@ -90,7 +100,13 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
             Section.optional(
                 "Learning to look needles up", _ANSWERS, *_answers_figures(results), answers_table(results)
             ),
-            Section.of("Loss by position", _POSITIONS, *_position_figures(results), positions_table(results)),
+            *further_sections(results),
+            Section.of(
+                "Loss by position",
+                *(_POSITIONS, *([OWN] if own_tables else [])),
+                *position_figures(results),
+                *(positions_table(results), *own_tables),
+            ),
             Section.of("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW),
         ],
         names=names_table(_named(results)),
@@ -119,7 +135,7 @@ def runs_table(results: ComparisonResults) -> Table:
 
 
 def _weights(run: Run) -> str:
-    return "the finished model" if run.is_finished else f"its newest checkpoint, of {run.recipe.steps:,} updates"
+    return "the finished model" if run.is_finished else f"its newest checkpoint, of {run.recipe.updates:,} updates"
 
 
 def matrix_table(results: ComparisonResults) -> Table:
@@ -236,19 +252,6 @@ def scaling_table(results: ComparisonResults) -> Table:
     )
 
 
-def losses_by_position(results: ComparisonResults, run: Run, step: int | None = None) -> list[tuple[float, float]]:
-    """(last position, mean loss) of every bin, under exact attention; none where it is not measured."""
-    cell = results.whole(run, EXACT, step)
-    if cell is None:
-        return []
-    last = 0
-    found = []
-    for size, mean in zip(cell.sizes, cell.by_position, strict=True):
-        last += size
-        found.append((float(last), mean.mean))
-    return found
-
-
 def headline(results: ComparisonResults) -> list[str]:
     """For every run but the references: its held-out loss under exact attention, and its speed, in words."""
     lines = []
@@ -265,7 +268,7 @@ def headline(results: ComparisonResults) -> list[str]:
 def warnings(results: ComparisonResults) -> list[str]:
     """What stands between these runs and a fair comparison."""
     lines = [
-        f"{run.name} is not finished: its weights are those of update {run.step:,} of {run.recipe.steps:,}."
+        f"{run.name} is not finished: its weights are those of update {run.step:,} of {run.recipe.updates:,}."
         for run in _runs(results)
         if not run.is_finished
     ]
@@ -299,8 +302,13 @@ def _beginnings(results: ComparisonResults) -> list[Note]:
 
 
 def _tail(run: Run) -> str:
-    share = run.recipe.exact_tail
-    return f", exact for the last {100 * share:g}%" if share and run.attention != EXACT else ""
+    """What a run attends with at its end, if it is something else."""
+    share, recipe = run.recipe.exact_tail, run.recipe
+    tail = f", exact for the last {100 * share:g}%" if share and run.attention != EXACT else ""
+    if not recipe.further_steps:
+        return tail
+    name = short_names([full_name(recipe.attention_at(recipe.steps), recipe.length)])
+    return f"{tail}, then {next(iter(name.values()))} for {recipe.further_steps:,} further updates"
 
 
 def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:
@@ -405,20 +413,6 @@ def _answers_figures(results: ComparisonResults) -> list[Figure]:
     )
     y = Axis("nats for a token of the answer", from_zero=True)
     return _figure("answers", "Loss of uids in imports", curves, _TOKENS_AXIS, y)
-
-
-def _position_figures(results: ComparisonResults) -> list[Figure]:
-    """One for each run: a line for every checkpoint, the last one the darkest."""
-    figures = []
-    for place, run in enumerate(_runs(results), start=1):
-        steps = results.steps(run)
-        lines = [
-            Line(f"{step:,} updates", losses_by_position(results, run, step), shade, ".")
-            for step, shade in zip(steps, shades(len(steps)), strict=True)
-        ]
-        x, y = Axis("position, up to", log=2, is_size=True), Axis("held-out loss (nats)")
-        figures += _figure(f"positions-{place}", f"Loss by position: {run.name}", lines, x, y)
-    return figures
 
 
 def _scaling_figures(results: ComparisonResults) -> list[Figure]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from muse_attention.attention_names import forward_name
 from muse_attention.by_name import full_name
 from muse_attention.earlier_results import WAY_OUT
 from muse_attention.evaluation.comparison.training_curves import TrainingCurves
@@ -53,8 +54,13 @@ class Run:
         return full_name(self.recipe.attention, self.recipe.length)
 
     @property
+    def tested_attention(self) -> str:
+        """The same by the name that losses are measured under, which leaves out what only gradients depend on."""
+        return forward_name(self.recipe.attention, self.recipe.length)
+
+    @property
     def is_finished(self) -> bool:
-        return self.step == self.recipe.steps
+        return self.step == self.recipe.updates
 
     @property
     def tokens(self) -> int:

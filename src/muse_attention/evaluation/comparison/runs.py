@@ -97,7 +97,7 @@ def _open_run(folder: Path, name: str, corpus: Corpus, device: str, on_refused: 
     recipe = dataclasses.replace(recorded, attention=rename(recorded.attention))
     if run_corpus(folder) != corpus.fingerprint:
         raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
-    newest, is_finished = recipe.steps, (folder / MODEL).is_dir()
+    newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
     if not is_finished:
         found = latest_checkpoint(folder, recipe, corpus, on_refused)
         if found is None:

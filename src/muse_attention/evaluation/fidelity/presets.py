@@ -76,7 +76,13 @@ class _Base:
     def words(self) -> dict[str, object]:
         """That a question may have in it."""
         retrieved, block = self.config.retrieved_clusters, format_size(self.eighth)
-        return {"clusters": self.clusters, "most": 4 * self.clusters, "retrieved": retrieved, "eighth": block}
+        pairs_of = self.clusters_of_8_pairs
+        return {"clusters": self.clusters, "pairs_of": pairs_of, "retrieved": retrieved, "eighth": block}
+
+    @property
+    def clusters_of_8_pairs(self) -> int:
+        """The paper's 128, also at lengths that go with fewer, where 8 pairs would be a large part of all."""
+        return max(128, self.clusters)
 
     @property
     def eighth(self) -> int:
@@ -197,16 +203,17 @@ def _retrieval_only(base: _Base) -> Iterable[Row]:
         yield from base.tilted_and_not(count, count, _part(count), monopole=False)
 
 
-@_preset("clusters", "keys retrieved", paper=("Table 17", "Table 22"))
+@_preset("clusters", "keys of opened clusters", "keys retrieved", paper=("Table 17", "Table 22"))
 def _fixed_retrieval(base: _Base) -> Iterable[Row]:
     """More clusters, as many retrieved
 
-    {retrieved} clusters are retrieved at any count, so that more clusters retrieve fewer keys.
+    {retrieved} clusters are opened at any count, so that more clusters retrieve fewer keys. The paper's keys per query
+    are all keys of the opened clusters, R N / QK; one block of each is retrieved, about R B / QK keys.
     """
     retrieved = base.config.retrieved_clusters
     for count in base.counts:
-        keys = retrieved * base.config.block_size // count
-        yield base.row(count, keys, joint=count, retrieved_clusters=retrieved)
+        keys = retrieved * base.length // count, retrieved * base.config.block_size // count
+        yield base.row(count, *keys, joint=count, retrieved_clusters=retrieved)
 
 
 @_preset("retrieved", paper=("Table 18",))
@@ -223,23 +230,25 @@ def _retrieval_count(base: _Base) -> Iterable[Row]:
 def _block_size(base: _Base) -> Iterable[Row]:
     """Block size, with retrieval over an equal span
 
-    Smaller blocks leave more to be approximated; retrieved blocks times their size is constant.
+    Smaller blocks leave more to be approximated; retrieved blocks times their size is constant. Half as many clusters
+    are opened as in other tables.
     """
     for blocks in (1, 2, 4, 8):
         size = 2 * base.config.block_size // blocks
         if size >= base.clusters:
-            yield base.row(format_size(size), blocks, block_size=size, retrieved_blocks=blocks)
+            retrieved = {"retrieved_clusters": max(1, base.config.retrieved_clusters // 2), "retrieved_blocks": blocks}
+            yield base.row(format_size(size), blocks, block_size=size, **retrieved)
 
 
 @_preset("clusters retrieved", "blocks of each", paper=("Table 21",))
 def _clusters_or_blocks(base: _Base) -> Iterable[Row]:
     """Retrieving more clusters, or more blocks of each
 
-    {most} clusters of queries and of keys; always 8 pairs of cluster and block.
+    {pairs_of} clusters of queries and of keys; always 8 pairs of cluster and block.
     """
     for blocks in (1, 2, 4, 8):
         retrieved = {"retrieved_clusters": 8 // blocks, "retrieved_blocks": blocks}
-        yield base.row(8 // blocks, blocks, joint=4 * base.clusters, **retrieved)
+        yield base.row(8 // blocks, blocks, joint=base.clusters_of_8_pairs, **retrieved)
 
 
 @_preset("clusters", "added", paper=("Appendix B",))

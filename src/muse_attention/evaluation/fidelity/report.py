@@ -78,7 +78,7 @@ def _preset_section(results: FidelityResults, preset: Preset) -> Section:
     tables = [table_of_preset(results, preset, f"Measured here, {_number(results)}")]
     if preset.name == "joint" and (clusters := table_of_clusters(results, preset)) is not None:
         prose.append(_fits_in_words(results, preset))
-        tables.append(clusters)
+        tables += [clusters, table_of_clusters_with_tilt(results, preset)]
         notes.append(_PAPER_COUNTS)
         panels = {"here": cluster_curves(results, preset), "the paper's 1B model, 64k": paper_curves()}
         figures = [_cluster_figure(place, curves) for place, curves in panels.items()]
@@ -228,6 +228,18 @@ def table_of_clusters(results: FidelityResults, preset: Preset) -> Table | None:
     titles = ("clusters", "RSE", "RSE, no tilt", "ratio of RSE")
     columns = (*map(number, titles), number("clusters without tilt", _WITHOUT_TILT), number("ratio of clusters"))
     return Table(columns, rows, "What the tilt is worth")
+
+
+def table_of_clusters_with_tilt(results: FidelityResults, preset: Preset) -> Table:
+    """The reverse, as the paper's Table 29: how few clusters with tilt are worth as much as those without."""
+    curves = cluster_curves(results, preset)
+    tilted = PowerLaw.fit(curves["tilt"])
+    rows = []
+    for clusters, error in curves[NO_TILT]:
+        needed = tilted.where(error)
+        rows.append((f"{clusters:.0f}", f"{error:.3g}", f"{needed:.3g}", f"{clusters / needed:.1f}x"))
+    titles = ("clusters without tilt", "RSE", "clusters with tilt", "ratio of clusters")
+    return Table(map(number, titles), rows, "What clusters without tilt are worth")
 
 
 def _needed(needed: float, clusters: float, most: float) -> tuple[str, str]:

@@ -1,6 +1,7 @@
-"""Datasets of JSON lines: rows of ids of The Stack v2, and documents of Dolma (LongMino among them).
+"""Datasets as they are published: rows of ids of The Stack v2, and documents of Dolma (LongMino among them).
 
-The lines may be plain or packed by gzip or Zstandard. An invalid row is counted and skipped.
+Rows are lines of JSON, plain or packed by gzip or Zstandard, or those of Parquet files, as The Stack v2 has them. An
+invalid row is counted and skipped.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ from typing import Any
 from muse_attention.pretraining.data.compressed_lines import read_lines
 from muse_attention.pretraining.data.contents import Fetch
 from muse_attention.pretraining.data.folders import walk_files
+from muse_attention.pretraining.data.parquet_rows import SUFFIX as PARQUET
+from muse_attention.pretraining.data.parquet_rows import read_parquet
 from muse_attention.pretraining.data.repositories import File, Repository, SkippedFileError, broken, is_plain_path
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", PARQUET)
 _FETCHED_AT_ONCE = 16
+_FOLDERS_NAMED = 8
 _AHEAD = 256
 """Contents that are fetched before they are asked for."""
+_COLUMNS = ("repo_name", "files", "id", "text")
+"""What is read of a Parquet file."""
 
 
 def stack_repositories(paths: Sequence[Path], fetch: Fetch) -> Iterator[Repository]:
-    """Rows `{"repo_name": ..., "files": [{"blob_id", "path", "language", ...}]}`: the dataset's, as JSON lines.
+    """Rows `{"repo_name": ..., "files": [{"blob_id", "path", "language", ...}]}`, as the dataset has them.
 
     Python files alone; the row says which are vendored or generated. Contents are fetched side by side, in order.
     """
@@ -39,9 +45,23 @@ def stack_repositories(paths: Sequence[Path], fetch: Fetch) -> Iterator[Reposito
         yield Repository(row["repo_name"], _stack_files(kept, fetch), size=sum(sizes) if all(sizes) else None)
 
 
-def dolma_documents(paths: Sequence[Path]) -> Iterator[Repository]:
-    """Rows `{"id": ..., "text": ..., ...}`, each a document."""
-    for name, row in _rows(paths):
+def dolma_documents(
+    paths: Sequence[Path], *, topic: str | None = None, length_bucket: str | None = None
+) -> Iterator[Repository]:
+    """Rows `{"id": ..., "text": ..., ...}`, each a document.
+
+    Args:
+        topic: of LongMino, like `science_tech`: a part of the name of a file's folder, `...-science_tech-2e16`
+        length_bucket: of LongMino, like `2e16` for 2^16 tokens and more: the last part of that name
+    """
+    files = [file for file in _files(paths) if _is_of(file.absolute().parent.name, topic, length_bucket)]
+    if not files and (topic or length_bucket):
+        folders = sorted({file.absolute().parent.name for file in _files(paths)})
+        raise ValueError(
+            f"no folder of the dataset is of the topic {topic or 'any'} and the length bucket "
+            f"{length_bucket or 'any'}; there are {', '.join(folders[:_FOLDERS_NAMED]) or 'none'}"
+        )
+    for name, row in _rows(files):
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
             yield broken(name, "not a row of Dolma: it needs id and text")
@@ -97,9 +117,17 @@ def _as_utf8(fetched: Future[bytes], encoding: str) -> bytes:
         raise SkippedFileError("undecodable") from None
 
 
+def _is_of(folder: str, topic: str | None, length_bucket: str | None) -> bool:
+    parts = folder.split("-")
+    return (topic is None or topic in parts) and (length_bucket is None or parts[-1] == length_bucket)
+
+
 def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     """A name for each row, and the row; None if it is no JSON."""
     for path in _files(paths):
+        if path.suffix == PARQUET:
+            yield from ((f"{path.name}:{number}", row) for number, row in enumerate(read_parquet(path, _COLUMNS), 1))
+            continue
         for number, line in enumerate(read_lines(path), start=1):
             try:
                 row = json.loads(line)

@@ -29,7 +29,7 @@ from muse_attention.pretraining.data.corpus import (
     write_manifest,
 )
 from muse_attention.pretraining.data.documents import Buckets, Document, cut_text, join_files
-from muse_attention.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_text
+from muse_attention.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_prose, read_text
 from muse_attention.pretraining.data.repositories import BrokenSourceError, Repository, SkippedFileError, printable
 from muse_attention.pretraining.data.shards import TOKENS_PER_SHARD, Stream, StreamWriter, smallest_dtype
 from muse_attention.pretraining.data.spool import Spool, Spooled
@@ -197,6 +197,8 @@ class _Reading:
                 seen.add(file.path)
                 if repository.is_text:
                     yield file.path, read_text(file, self._settings.largest_text)
+                elif repository.is_prose:
+                    yield file.path, read_prose(file, self._settings.largest_code)
                 else:
                     yield file.path, read_code(file, self._settings.largest_code)
             except SkippedFileError as error:

@@ -33,6 +33,8 @@ class Repository:
     """to be gone through once, without holding on to them; a BrokenSourceError ends it"""
     is_text: bool = False
     """a text that is a document as it is: one file, without delimiters"""
+    is_prose: bool = False
+    """its files are documentation and other texts, not code"""
     size: int | None = None
     """bytes of the files that would be read, where that is known before they are"""
 

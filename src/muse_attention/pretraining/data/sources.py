@@ -13,11 +13,10 @@ from pathlib import Path
 
 from muse_attention.pretraining.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from muse_attention.pretraining.data.archives import read_archive
-from muse_attention.pretraining.data.filters import is_python
+from muse_attention.pretraining.data.filters import TEXT_SUFFIXES, is_prose, is_python
 from muse_attention.pretraining.data.folders import Entry, list_folder, walk_files
 from muse_attention.pretraining.data.repositories import BrokenSourceError, File, Repository, is_plain_path
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _NO_SOURCES = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 """Folders that are not looked into, nor are those with a dot in front."""
 _ONE_REPOSITORY = {".git", "pyproject.toml", "setup.py", "setup.cfg", "__init__.py"}
@@ -39,22 +38,27 @@ def standard_library() -> Iterator[Repository]:
     return _packages_in(Path(sysconfig.get_path("stdlib")))
 
 
-def repositories_in(paths: Sequence[Path], *, largest: int) -> Iterator[Repository]:
-    """Each path: an archive, a repository, or a folder of archives and repositories."""
+def repositories_in(paths: Sequence[Path], *, largest: int, prose: bool = False) -> Iterator[Repository]:
+    """Each path: an archive, a repository, or a folder of archives and repositories.
+
+    Args:
+        prose: take documentation and other texts out of them, in place of Python files
+    """
+    wanted = is_prose if prose else is_python
     for path in paths:
         if path.name.endswith(ARCHIVE_SUFFIXES) and path.is_file():
-            yield _archive(path, largest)
+            yield _archive(path, largest, prose=prose)
         elif not path.is_dir():
             endings = ", ".join(ARCHIVE_SUFFIXES)
             raise ValueError(f"there is no folder or archive {str(path)!r}; give folders, or files in {endings}")
         elif any((path / name).exists() for name in _ONE_REPOSITORY):
-            yield Repository(path.resolve().name, _files_in(path, is_python))
+            yield Repository(path.resolve().name, _files_in(path, wanted), is_prose=prose)
         else:
             for entry in _listing(path):
                 if entry.is_dir(follow_symlinks=False) and _has_sources(entry.name):
-                    yield Repository(entry.name, _files_in(Path(entry.path), is_python))
+                    yield Repository(entry.name, _files_in(Path(entry.path), wanted), is_prose=prose)
                 elif entry.is_file(follow_symlinks=False) and entry.name.endswith(ARCHIVE_SUFFIXES):
-                    yield _archive(Path(entry.path), largest)
+                    yield _archive(Path(entry.path), largest, prose=prose)
 
 
 def texts_in(paths: Sequence[Path]) -> Iterator[Repository]:
@@ -89,8 +93,9 @@ def _packages_in(folder: Path) -> Iterator[Repository]:
             yield Repository(path.stem, [_file(path, entry.name)])
 
 
-def _archive(path: Path, largest: int) -> Repository:
-    return Repository(project_name(path.name), read_archive(path, is_python, largest=largest))
+def _archive(path: Path, largest: int, *, prose: bool) -> Repository:
+    files = read_archive(path, is_prose if prose else is_python, largest=largest)
+    return Repository(project_name(path.name), files, is_prose=prose)
 
 
 def _files_in(folder: Path, wanted: Callable[[str], bool], inside: str = "") -> Iterator[File]:
