@@ -247,8 +247,10 @@ def test_boundaries_in_every_form() -> None:
 def test_the_mask_of_documents() -> None:
     boundaries = DocumentBoundaries((0, 3), (2, 5), 5)
     expected = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]])
-    assert torch.equal(boundaries.mask(is_causal=True), expected.bool())
-    assert torch.equal(boundaries.mask(is_causal=False), (expected | expected.T).bool())
+    assert torch.equal(boundaries.mask(1, is_causal=True)[0], expected.bool())
+    assert torch.equal(boundaries.mask(1, is_causal=False)[0], (expected | expected.T).bool())
+    rows = DocumentBoundaries((0, 1), (1, 4), 4).mask(2, is_causal=True)
+    assert torch.equal(rows, torch.tensor([[[1, 0], [0, 1]], [[1, 0], [1, 1]]]).bool())
 
 
 INT32 = {"dtype": torch.int32}

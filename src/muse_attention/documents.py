@@ -89,17 +89,21 @@ class DocumentBoundaries:
     def longest(self) -> int:
         return max(self.lengths)
 
-    def mask(self, *, is_causal: bool, device: torch.device | str = "cpu") -> Tensor:
-        """What each token sees, (tokens, tokens) boolean, for an attention that knows no documents.
-
-        Padding sees itself, so that no query sees nothing.
-        """
+    def numbers(self) -> Tensor:
+        """The document of each token, from 0; -1 for padding."""
         number = torch.full((self.tokens,), -1)
         for document, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
             number[begin:end] = document
-        number = number.to(device)
-        seen = (number[:, None] == number) & (number >= 0)
-        position = torch.arange(self.tokens, device=device)
+        return number
+
+    def mask(self, rows: int, is_causal: bool, device: torch.device | str = "cpu") -> Tensor:
+        """What each token sees, (rows, length, length) boolean, for an attention that knows no documents.
+
+        Padding sees itself, so that no query sees nothing.
+        """
+        number = self.numbers().to(device).view(rows, -1)
+        position = torch.arange(number.shape[1], device=device)
+        seen = (number[:, :, None] == number[:, None]) & (number[:, None] >= 0)
         if is_causal:
             seen &= position[:, None] >= position
         return seen | (position[:, None] == position)

@@ -31,8 +31,8 @@ from muse_attention.documents import DocumentBoundaries
 from muse_attention.precision import compute_dtype
 from muse_attention.signature import check_arguments
 
-EXACT = MuSeConfig(query_clusters=1, key_clusters=1, retrieved_clusters=0, block_size=LONGEST_EXACT)
-"""Exact attention to documents of up to one block."""
+EXACT = MuSeConfig(query_clusters=1, key_clusters=1, retrieved_clusters=0, block_size=1 << 40)
+"""Exact attention: a block is longer than any document."""
 
 
 @overload
@@ -249,13 +249,14 @@ def attend_to_each(
     key: Tensor,
     value: Tensor,
     boundaries: DocumentBoundaries,
-    attention: Callable[..., Tensor],
-) -> Tensor:
-    """Any attention of (1, heads, length, head_dim) tensors, called for one document after another."""
-    pieces = _pieces(boundaries, EXACT.replace(block_size=1), False)
-    row = _Row(query, key, value, pieces)
-    row.attend_to_long(lambda _, *tensors: (attention(*tensors), None), lambda *_: 1)
-    return row.joined(return_lse=False)[0]
+    attention: Callable[..., tuple[Tensor, Tensor | None]],
+    *,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Any attention of (1, heads, length, head_dim) tensors, of one document after another. Its lse may be None."""
+    row = _Row(query, key, value, _pieces(boundaries, EXACT, False))
+    row.attend_to_long(lambda _, *tensors: attention(*tensors), lambda *_: 1)
+    return row.joined(return_lse=return_lse)
 
 
 class _Piece(NamedTuple):
