@@ -239,7 +239,8 @@ def _attend(
     others: dict[str, Any],
 ) -> Tensor:
     """(batch, length, heads, head_dim)"""
-    seen = visible(module, query, key, attention_mask, is_causal, others)
+    has_window = not attends_to_everything(module, others)
+    seen = visible(module, query, key, attention_mask, is_causal, others, has_window=has_window)
     sinks: Tensor | None = others.get("s_aux")
     reason = None if chosen is None else _why_exact(module, query, key, seen, dropout, chosen, others)
     if chosen is not None and reason is not None:

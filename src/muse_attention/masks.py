@@ -62,8 +62,13 @@ def visible(
     attention_mask: Tensor | None,
     is_causal: bool,
     others: dict[str, Any],
+    *,
+    has_window: bool = False,
 ) -> Visible:
-    """What queries see by the arguments of an attention function. A ValueError if documents would see each other."""
+    """What queries see by the arguments of an attention function. A ValueError if documents would see each other.
+
+    The mask of a layer with a window need not separate documents: gpt-oss has the makers of masks know no positions.
+    """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if stands_for_documents(attention_mask):
         told = getattr(attention_mask, _ATTRIBUTE, None)
@@ -81,6 +86,10 @@ def visible(
         if documents is not None and others.get("cu_seq_lens_q") is None:
             _refuse_state(getattr(module, "config", None))
         return Visible(None, is_causal, documents)
+    if has_window and attention_mask is not None and attention_mask.dtype == torch.bool and not _is_unreadable(others):
+        documents = find_documents(batch, queries, others) if queries == keys > 1 else None
+        if documents is not None:
+            attention_mask = attention_mask & documents.mask(batch, is_causal, query.device)[:, None]
     refuse_packed_documents(batch, queries, attention_mask, others)
     return Visible(attention_mask, is_causal)
 
