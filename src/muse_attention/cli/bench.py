@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from muse_attention.benchmark.captured import CapturesFile
+from muse_attention.benchmark.documents import DocumentsSettings, parse_documents
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
@@ -27,6 +28,8 @@ from muse_attention.benchmark.tables import (
     retrieval_columns,
     sorted_cases,
 )
+from muse_attention.by_name import get_attention
+from muse_attention.cli import bench_documents
 from muse_attention.cli.app import (
     Device,
     Overwrite,
@@ -98,6 +101,14 @@ def bench(
             show_default="no sweep",
         ),
     ] = None,
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against "
+            "varlen_attn in the same run.",
+            show_default="no packing",
+        ),
+    ] = None,
     captures: Annotated[
         Path | None,
         typer.Option(
@@ -122,6 +133,9 @@ def bench(
     one warm-up, which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On
     CUDA the share of each stage is measured too, when all times are known.
 
+    With --documents it measures packed documents instead, laid out as (tokens, heads, head_dim), and muse_attention
+    too if there is one document.
+
     Writes NAME.json on the way, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run again, it adds what is
     missing.
     """
@@ -136,13 +150,34 @@ def bench(
             heads = 8 if device == "cuda" else 1
         if head_dim is None:
             head_dim = file.head_dim if file is not None else 64
+        key_heads = heads if key_heads is None else key_heads
+        dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+        if documents is not None:
+            if length or sweep or captures or batch != 1:
+                raise ValueError("--documents has lengths and data of its own; leave out --length, --sweep, --captures")
+            packed = DocumentsSettings(
+                device, parse_documents(documents), heads, key_heads, head_dim, dtype, causal, repeats
+            )
+            configs = _configs(attention or ["muse"])
+            make_folder(output)
+            stem = file_stem(name if name is not None else f"{device}-documents")
+            path = output / f"{stem}.json"
+            if path.exists() and not overwrite:
+                raise ValueError(f"{path} exists; choose another --name, or --overwrite it")
+    if documents is not None:
+        settled = {"device": device, "heads": heads, "key_heads": key_heads, "head_dim": head_dim, "dtype": dtype}
+        command = spell(context, {**settled, "name": stem}, is_recorded=True)
+        with run_errors(lambda: "nothing was written"):
+            bench_documents.run(packed, configs, path, command)
+        return
+    with user_errors():
         settings = BenchmarkSettings(
             device=device,
             batch=batch,
             heads=heads,
-            key_heads=heads if key_heads is None else key_heads,
+            key_heads=key_heads,
             head_dim=head_dim,
-            dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
+            dtype=dtype,
             causal=causal,
             repeats=repeats,
             memory=memory,
@@ -172,6 +207,15 @@ def bench(
         for line in noise_lines(results):
             say(line)
         write(bench_report(results, stem), path, path)
+
+
+def _configs(attentions: Sequence[str]) -> list[str]:
+    """The settings of names like `muse` and `muse:QK32R2`."""
+    for name in attentions:
+        if name.partition(":")[0] != "muse":
+            raise ValueError(f"--documents measures muse and muse:SETTINGS, not {name!r}")
+        get_attention(name)  # refuses what cannot be read
+    return [name.partition(":")[2] for name in attentions]
 
 
 def _plan(

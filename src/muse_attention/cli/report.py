@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from muse_attention.benchmark.documents import DocumentsResults
 from muse_attention.benchmark.results import read_results as read_benchmark
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
+from muse_attention.cli.bench_documents import documents_report
 from muse_attention.cli.bench_report import bench_report
 from muse_attention.cli.errors import errors_report
 from muse_attention.cli.measuring import write
@@ -58,6 +60,7 @@ _KINDS = (
     _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
     _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
     _Kind("Benchmarks", "cases", read_benchmark, bench_report),
+    _Kind("Packed documents", "packed", DocumentsResults.read, documents_report),
     _Kind("Errors on synthetic data", "bin_centres", Errors.read, errors_report),
 )
 
