@@ -70,15 +70,8 @@ def visible(
     The mask of a layer with a window need not separate documents: gpt-oss has the makers of masks know no positions.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    if stands_for_documents(attention_mask):
-        told = getattr(attention_mask, _ATTRIBUTE, None)
-        if told is None:
-            raise ValueError(
-                "the layer copied its mask, and with it the documents of the batch are lost: pass them to the layer as "
-                "they are, or a 4D attention_mask"
-            )
-        documents, is_causal = told
-        return Visible(None, is_causal, documents)
+    if attention_mask is not None and stands_for_documents(attention_mask):
+        return told_documents(attention_mask)
     if stands_for_causal(attention_mask):
         attention_mask, is_causal = None, True
     if attention_mask is None and (queries == keys or (is_causal and queries < keys)) and not _is_unreadable(others):
@@ -92,6 +85,18 @@ def visible(
             attention_mask = attention_mask & documents.mask(batch, is_causal, query.device)[:, None]
     refuse_packed_documents(batch, queries, attention_mask, others)
     return Visible(attention_mask, is_causal)
+
+
+def told_documents(attention_mask: Tensor) -> Visible:
+    """What a mask that stands for documents tells of them."""
+    told = getattr(attention_mask, _ATTRIBUTE, None)
+    if told is None:
+        raise ValueError(
+            "the layer copied its mask, and with it the documents of the batch are lost: hand it to the attention "
+            "function as it is, or use a 4D attention_mask"
+        )
+    documents, is_causal = told
+    return Visible(None, is_causal, documents)
 
 
 def stands_for_causal(attention_mask: Tensor | None) -> bool:

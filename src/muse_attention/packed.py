@@ -259,6 +259,33 @@ def attend_to_each(
     return row.joined(return_lse=return_lse)
 
 
+@_disable_dynamo
+def attend_to_windows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: DocumentBoundaries,
+    attention: Callable[..., Tensor],
+    *,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Exact attention of each token to itself and the `window - 1` tokens before it in its document.
+
+    `attention` is that of one document, (1, heads, length, head_dim), where no operator serves all of them in one call.
+    """
+    query, key, value = operator.cast_for_autocast(query, key, value)
+
+    def attend(lengths: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        partial = packed_exact.attend(query, key, value, lengths, is_causal=True, scale=scale, window=window)
+        return partial.out, partial.lse
+
+    row = _Row(query, key, value, _pieces(boundaries, EXACT, packed_exact.serves(query, value)))
+    row.attend_to_short(attend)
+    row.attend_to_long(lambda _, *tensors: (attention(*tensors), None), lambda *_: 1)
+    return row.joined(return_lse=False)[0]
+
+
 class _Piece(NamedTuple):
     """Tokens of the row that follow each other: one document, short ones that share a call, or padding."""
 

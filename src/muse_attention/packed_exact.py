@@ -28,7 +28,14 @@ def serves(query: Tensor, value: Tensor) -> bool:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], *, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    *,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
 ) -> Partial:
     """Attention inside each document, documents one after another.
 
@@ -37,11 +44,14 @@ def attend(
         key: (tokens, key heads, D)
         value: (tokens, key heads, Dv)
         lengths: of all documents
+        window: attend to the last so many tokens only, a token itself among them
 
     Returns:
         output (tokens, heads, Dv) and lse (heads, tokens) float32
     """
-    out, lse = _Attention.apply(query, key, value, lengths, is_causal, scale)
+    # The operator takes either a causal mask or a window, which looks back only.
+    windows = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    out, lse = _Attention.apply(query, key, value, lengths, is_causal and window is None, {"scale": scale, **windows})
     return Partial(out, lse)
 
 
@@ -54,15 +64,15 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         lengths: tuple[int, ...],
         is_causal: bool,
-        scale: float,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         ends, longest = cumulative_lengths(lengths, query.device), max(lengths)
         out, lse, *random_state, _ = torch.ops.aten._flash_attention_forward(
-            *equal_dims((query, key, value), "flash"), ends, ends, longest, longest, 0.0, is_causal, False, scale=scale
+            *equal_dims((query, key, value), "flash"), ends, ends, longest, longest, 0.0, is_causal, False, **options
         )
         out = out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].contiguous()
         ctx.save_for_backward(query, key, value, out, lse, ends, *random_state)
-        ctx.settings = (longest, is_causal, scale)
+        ctx.settings = (longest, is_causal, options)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -70,7 +80,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, ends, *random_state = ctx.saved_tensors
-        longest, is_causal, scale = ctx.settings
+        longest, is_causal, options = ctx.settings
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         dims = (query.shape[-1], key.shape[-1], value.shape[-1])
@@ -79,7 +89,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, grad_out = equal_dims((query, key, value, out, grad_out), "flash")
         gradients = torch.ops.aten._flash_attention_backward(
             grad_out, query, key, value, out, lse, ends, ends, longest, longest, 0.0, is_causal, *random_state,
-            scale=scale,
+            **options,
         )  # fmt: skip
         return *(gradient[..., :dim] for gradient, dim in zip(gradients, dims, strict=True)), None, None, None
 
