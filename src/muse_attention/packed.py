@@ -350,7 +350,8 @@ class _Row:
         tensors = [_joined([tensor[index] for index in short], 0) for tensor in self.tensors]
         out, lse = attend(sum((self.pieces[index].lengths for index in short), ()), *tensors)
         sizes = [self.pieces[index].tokens for index in short]
-        for index, own_out, own_lse in zip(short, out.split(sizes), lse.split(sizes, 1), strict=True):
+        outs, lses = (out.split(sizes), lse.split(sizes, 1)) if len(short) > 1 else ([out], [lse])
+        for index, own_out, own_lse in zip(short, outs, lses, strict=True):
             self.outs[index], self.lses[index] = own_out, own_lse
 
     def attend_to_long(self, attend: Callable[..., tuple[Tensor, Tensor | None]], together: Callable[..., int]) -> None:
@@ -366,10 +367,11 @@ class _Row:
                 some = indices[begin : begin + most]
                 stacked = [_stacked([tensor[index].transpose(0, 1) for index in some]) for tensor in self.tensors]
                 out, lse = attend(config, *stacked)
-                for index, document in zip(some, out.transpose(1, 2).unbind(), strict=True):
+                for index, document in zip(some, _unstacked(out.transpose(1, 2)), strict=True):
                     self.outs[index] = document
-                for index, document in zip(some, () if lse is None else lse.unbind(), strict=lse is not None):
-                    self.lses[index] = document
+                if lse is not None:
+                    for index, document in zip(some, _unstacked(lse), strict=True):
+                        self.lses[index] = document
 
     def joined(self, *, return_lse: bool) -> tuple[Tensor, Tensor | None]:
         out = _joined(self.outs, 0).contiguous()
@@ -382,6 +384,11 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 def _stacked(documents: list[Tensor]) -> Tensor:
     return documents[0][None] if len(documents) == 1 else torch.stack(documents)
+
+
+def _unstacked(documents: Tensor) -> Sequence[Tensor]:
+    """(The gradient of `unbind` is a copy.)"""
+    return [documents.squeeze(0)] if len(documents) == 1 else documents.unbind()
 
 
 def _check(

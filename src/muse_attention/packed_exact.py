@@ -17,6 +17,9 @@ from torch.autograd.function import once_differentiable
 from muse_attention.local import WIDEST_FLASH, equal_dims, with_gradient_of_lse
 from muse_attention.structures import Partial
 
+FORWARD = torch.ops.aten._flash_attention_forward.default
+BACKWARD = torch.ops.aten._flash_attention_backward.default
+
 
 def serves(query: Tensor, value: Tensor) -> bool:
     """Whether the operator takes these tensors, and one more column for the gradient of the lse."""
@@ -67,7 +70,7 @@ class _Attention(torch.autograd.Function):
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         ends, longest = cumulative_lengths(lengths, query.device), max(lengths)
-        out, lse, *random_state, _ = torch.ops.aten._flash_attention_forward(
+        out, lse, *random_state, _ = FORWARD(
             *equal_dims((query, key, value), "flash"), ends, ends, longest, longest, 0.0, is_causal, False, **options
         )
         out = out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].contiguous()
@@ -87,7 +90,7 @@ class _Attention(torch.autograd.Function):
         if grad_lse is not None:
             value, out, grad_out = with_gradient_of_lse(grad_lse.T, value, out, grad_out)
         query, key, value, out, grad_out = equal_dims((query, key, value, out, grad_out), "flash")
-        gradients = torch.ops.aten._flash_attention_backward(
+        gradients = BACKWARD(
             grad_out, query, key, value, out, lse, ends, ends, longest, longest, 0.0, is_causal, *random_state,
             **options,
         )  # fmt: skip
