@@ -97,6 +97,22 @@ def test_padding(family: str, side: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_in_a_padded_batch(family: str) -> None:
+    """gpt-oss hands its positions to the attention function, and not to the makers of masks."""
+    ids, real = token_ids(batch=2), torch.ones(2, LENGTH, dtype=torch.long)
+    real[1, :20] = 0
+    positions = PACKED.expand(2, -1)
+    batch = {"input_ids": ids, "position_ids": positions, "attention_mask": real}
+    begins = [sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
+    alone = []
+    for row in range(2):
+        for begin, length in zip(begins, LENGTHS, strict=True):
+            part = (slice(row, row + 1), slice(max(begin, 20 * row), begin + length))
+            alone.append({"input_ids": ids[part], "position_ids": positions[part]})
+    assert_muse_agrees_with_eager(model_of(family), [batch], alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_from_a_padded_batch(family: str, cache: str | None) -> None:
     model, ids = model_of(family), token_ids(batch=2)

@@ -253,6 +253,11 @@ def test_the_mask_of_documents() -> None:
     assert torch.equal(rows, torch.tensor([[[1, 0], [0, 1]], [[1, 0], [1, 1]]]).bool())
 
 
+def test_documents_are_cut() -> None:
+    boundaries = DocumentBoundaries((2, 9), (9, 12), 14)
+    assert boundaries.cut_at([0, 5, 9, 12, 13]) == DocumentBoundaries((2, 5, 9), (5, 9, 12), 14)
+
+
 INT32 = {"dtype": torch.int32}
 
 

@@ -89,6 +89,15 @@ class DocumentBoundaries:
     def longest(self) -> int:
         return max(self.lengths)
 
+    def cut_at(self, begins: Iterable[int]) -> Self:
+        """The same, but a document also begins at each of these tokens that are in one."""
+        inside = sorted({*self.begins, *begins})
+        cut: list[tuple[int, int]] = []
+        for begin, end in zip(self.begins, self.ends, strict=True):
+            edges = [edge for edge in inside if begin <= edge < end]
+            cut += pairwise([*edges, end])
+        return type(self)(tuple(begin for begin, _ in cut), tuple(end for _, end in cut), self.tokens)
+
     def numbers(self) -> Tensor:
         """The document of each token, from 0; -1 for padding."""
         number = torch.full((self.tokens,), -1)

@@ -67,11 +67,12 @@ def visible(
 ) -> Visible:
     """What queries see by the arguments of an attention function. A ValueError if documents would see each other.
 
-    The mask of a layer with a window need not separate documents: gpt-oss has the makers of masks know no positions.
+    A mask need not tell of all documents: gpt-oss hands its positions to the attention function alone.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if attention_mask is not None and stands_for_documents(attention_mask):
-        return told_documents(attention_mask)
+        told = told_documents(attention_mask)
+        return told._replace(documents=_cut(told.documents, find_documents(batch, queries, others)))
     if stands_for_causal(attention_mask):
         attention_mask, is_causal = None, True
     if attention_mask is None and (queries == keys or (is_causal and queries < keys)) and not _is_unreadable(others):
@@ -85,6 +86,12 @@ def visible(
             attention_mask = attention_mask & documents.mask(batch, is_causal, query.device)[:, None]
     refuse_packed_documents(batch, queries, attention_mask, others)
     return Visible(attention_mask, is_causal)
+
+
+@functools.lru_cache(maxsize=64)
+def _cut(by_mask: DocumentBoundaries | None, by_arguments: DocumentBoundaries | None) -> DocumentBoundaries | None:
+    """Documents that are told of in two ways; all layers of a batch ask for the same."""
+    return by_mask if by_mask is None or by_arguments is None else by_mask.cut_at(by_arguments.begins)
 
 
 def told_documents(attention_mask: Tensor) -> Visible:
