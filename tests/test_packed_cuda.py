@@ -85,9 +85,9 @@ def test_short_documents_are_as_accurate_as_one_by_one(shape: dict[str, int], dt
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_long_documents_give_the_bits_of_the_loop(dtype: torch.dtype) -> None:
-    inputs = as_inputs(row(sum(MIXED)), dtype)
+def test_long_documents_give_the_bits_of_the_loop() -> None:
+    """Two of 700 tokens share their launches."""
+    inputs = as_inputs(row(sum(MIXED)), torch.bfloat16)
     found = everything(packed(inputs, ends_of(MIXED), config=CONFIG, return_lse=True), inputs)
     expected = everything(loop(inputs, MIXED, config=CONFIG), inputs)
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):

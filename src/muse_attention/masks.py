@@ -241,11 +241,10 @@ def guard_masks(is_registered: Callable[[str | None], bool]) -> None:
         attention_mask: Any,
         past_key_values: Any,
         position_ids: Tensor | None,
-        layer_idx: int | None,
-        encoder_hidden_states: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        arguments = (config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx)
-        found = prepare(*arguments, encoder_hidden_states)
+        found = prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
         if not is_registered(config._attn_implementation):
             return found
         padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
@@ -256,11 +255,11 @@ def guard_masks(is_registered: Callable[[str | None], bool]) -> None:
             return found
         _asked.documents = None
         does_exit, _, packed, *_ = found
-        is_own = encoder_hidden_states is None and (
-            past_key_values is None or not int(past_key_values.get_seq_length())
-        )
         if does_exit or queries == 1 or (attention_mask is not None and padding is None):
             return found
+        # (Of another sequence, the states of an encoder are handed in.)
+        attends_to_itself = not any(isinstance(argument, Tensor) for argument in (*args, *kwargs.values()))
+        is_own = attends_to_itself and (past_key_values is None or not int(past_key_values.get_seq_length()))
         if is_own and (padding is None or padding.shape[1] == queries):
             documents = _documents(batch, queries, padding, position_ids, packed)
             if documents is not None:
