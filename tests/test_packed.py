@@ -299,6 +299,7 @@ def test_other_mistakes_are_refused_in_one_line() -> None:
         ({"q": q[:, :1]}, "query has 1 heads, which the 2 heads of key do not divide"),
         ({"backend": "cuda"}, "backend='cuda' is unknown"),
         ({"config": "X4"}, "cannot read 'X4'"),
+        ({"config": {}}, "config={} is a dict; it must be a MuSeConfig, a string like 'QK32R2B1k', or None"),
         ({"softmax_scale": "1"}, "scale='1' must be a number"),
         ({"causal": None}, "is_causal is a NoneType"),
     ]

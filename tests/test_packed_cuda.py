@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from muse_attention import DocumentBoundaries, muse_attn_varlen_func
+from muse_attention.packed import attend_to_windows
+from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from tests.closeness import assert_as_accurate_as_pytorch
 from tests.test_packed import loop
 
@@ -82,6 +84,30 @@ def test_short_documents_are_as_accurate_as_one_by_one(shape: dict[str, int], dt
         ("output", "lse", "query", "key", "value"), found, theirs, exact, strict=True
     ):
         assert_as_accurate_as_pytorch(ours, other, expected, name)
+
+
+def test_windows_of_documents_are_as_accurate_as_one_by_one() -> None:
+    inputs = as_inputs(row(sum(SHORT)), torch.bfloat16)
+    wide = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
+    weight = torch.randn_like(inputs[2])
+
+    def one_by_one(tensors: tuple[Tensor, ...]) -> Tensor:
+        documents = zip(*(tensor.transpose(0, 1)[None].split(SHORT, 2) for tensor in tensors), strict=True)
+        outs = [sliding_window_attention(*document, is_causal=True, window=50) for document in documents]
+        return torch.cat([out[0].transpose(0, 1) for out in outs])
+
+    boundaries = DocumentBoundaries.from_lengths(SHORT)
+    outs = [
+        attend_to_windows(*inputs, boundaries, sliding_window_attention, window=50, scale=64**-0.5),
+        one_by_one(inputs),
+        one_by_one(wide),
+    ]
+    results = [
+        [out, *torch.autograd.grad(out, tensors, weight.to(out.dtype))]
+        for out, tensors in zip(outs, (inputs, inputs, wide), strict=True)
+    ]
+    for name, ours, theirs, exact in zip(("output", "query", "key", "value"), *results, strict=True):
+        assert_as_accurate_as_pytorch(ours, theirs, exact, name)
 
 
 @pytest.mark.usefixtures("_deterministic")

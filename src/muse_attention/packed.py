@@ -117,6 +117,7 @@ def muse_attn_varlen_func(
     """
     query, scale = _check(q, k, v, causal, softmax_scale, backend, "(tokens, heads, head_dim)")
     boundaries = _check_boundaries(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    config_of_document(config, boundaries.longest)  # refuses what is no configuration
     out, lse = attend_to_documents(
         query, k, v, boundaries, config, is_causal=causal, scale=scale, backend=backend, return_lse=return_lse
     )
@@ -406,7 +407,7 @@ def _check(
     query, key, value = (row.transpose(1, 2) for row in rows)
     query, scale = check_arguments(query, key, value, None, 0.0, causal, softmax_scale, True)
     query = query.transpose(1, 2)
-    return query[0] if axes == 3 else query, scale
+    return query.squeeze(0) if axes == 3 else query, scale  # (The gradient of an index is a copy.)
 
 
 def _check_boundaries(
