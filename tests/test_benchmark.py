@@ -21,8 +21,9 @@ from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_attention.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_attention.benchmark.plan import Plan
+from muse_attention.benchmark.report import bench_report
 from muse_attention.benchmark.request import BenchmarkRequest, Shape
-from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case, read_results, write_results
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS
@@ -30,7 +31,6 @@ from muse_attention.benchmark.tables import caption, noise_lines
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import AttentionCall, Workload, sdpa
 from muse_attention.captured_heads import Captures, Origin, save_captures
-from muse_attention.cli.bench_report import bench_report
 from muse_attention.machine import describe_machine
 from muse_attention.plots import Axis, Line, MatplotlibMissingError, draw_lines
 from muse_attention.report.markdown import as_markdown
@@ -165,7 +165,7 @@ def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
     assert exact.fidelity["relative_squared_error"] < 1e-9
     assert muse.extra_memory_bytes is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["cpu.json"]
-    assert read_results(path) == results
+    assert BenchmarkResults.read(path) == results
 
     document = json.loads(path.read_text())
     entry = document["cases"][0]
@@ -203,7 +203,7 @@ def test_keys_can_have_fewer_heads(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     results = start_results(plan, path)
     run_plan(plan, results, path)
-    assert read_results(path) == results
+    assert BenchmarkResults.read(path) == results
     exact, *others = results.cases
     assert exact.fidelity["relative_squared_error"] < 1e-9
     assert all(case.fidelity["relative_squared_error"] > 1e-4 for case in others)
@@ -249,7 +249,7 @@ def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
     plan = captured_plan(file, 280, 400, memory=True)
     results = start_results(plan, path)
     run_plan(plan, results, path)
-    assert read_results(path) == results
+    assert BenchmarkResults.read(path) == results
     assert [case.fidelity["relative_squared_error"] < 1e-9 for case in results.cases] == [False, True] * 2
     expected = file.captures.with_heads(2).with_length(400, repeat=True)
     work = suite._create_workload(plan, SETTINGS.shape(400))
@@ -277,7 +277,7 @@ def test_captured_groups_share_their_keys(tmp_path: Path) -> None:
 
 def test_results_on_other_captures_are_not_mixed(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    write_results(start_results(captured_plan(captures_file(tmp_path), 256), path), path)
+    start_results(captured_plan(captures_file(tmp_path), 256), path).write(path)
     start_results(captured_plan(captures_file(tmp_path), 256), path)
     others = (
         captured_plan(captures_file(tmp_path, 310), 256),
@@ -346,7 +346,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_plan(PLAN, start_results(PLAN, path), path, on_step=interrupt)
-    (kept,) = read_results(path).cases
+    (kept,) = BenchmarkResults.read(path).cases
 
     results = start_results(PLAN, path)
     assert PLAN.missing(results) == [
@@ -355,13 +355,13 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
         BenchmarkRequest("exact", SETTINGS.shape(600)),
     ]
     run_plan(PLAN, results, path)
-    assert PLAN.missing(read_results(path)) == []
-    assert read_results(path).cases[0] == kept
+    assert PLAN.missing(BenchmarkResults.read(path)) == []
+    assert BenchmarkResults.read(path).cases[0] == kept
 
 
 def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
-    write_results(BenchmarkResults(describe_machine(), SETTINGS), path)
+    BenchmarkResults(describe_machine(), SETTINGS).write(path)
     other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3, key_heads=3), PLAN.lengths, PLAN.attentions)
     with pytest.raises(
         ValueError, match=r" heads was 2, now 3, .*; choose another --name or --output, or .* --overwrite$"
@@ -369,7 +369,7 @@ def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> No
         start_results(other, path)
     assert start_results(other, path, overwrite=True).cases == []
 
-    write_results(BenchmarkResults(describe_machine() | {"torch": "1.0"}, SETTINGS), path)
+    BenchmarkResults(describe_machine() | {"torch": "1.0"}, SETTINGS).write(path)
     with pytest.raises(ValueError, match=r"torch was 1\.0, now "):
         start_results(PLAN, path)
 
@@ -423,13 +423,13 @@ def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) 
 def test_a_file_from_before_there_were_sweeps_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     results = BenchmarkResults(describe_machine(), SETTINGS, cases=[some_case(SETTINGS.shape(512))])
-    write_results(results, path)
+    results.write(path)
     document = json.loads(path.read_text())
     del document["settings"]["sweep"], document["settings"]["key_heads"]
     for name in ("heads", "key_heads", "head_dim", "batch"):
         del document["cases"][0][name]
     path.write_text(json.dumps(document))
-    assert read_results(path) == results
+    assert BenchmarkResults.read(path) == results
 
 
 def test_the_machine_with_a_gpu_is_described_by_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +498,7 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
     run_plan(plan, results, path, on_step=lambda description, finished: steps.append(description.split(": ")[1]))
     assert steps == ["made up"] * 4 + ["stages"] * 4
     assert plan.steps(results) == 0
-    assert read_results(path) == results
+    assert BenchmarkResults.read(path) == results
     section = markdown_report(results).partition("## Share of each stage")[2].partition("## Names")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 4
@@ -622,7 +622,7 @@ def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     results = start_results(plan, path)
     run_plan(plan, results, path)
-    paper, tolerant, moba, exact = read_results(path).cases
+    paper, tolerant, moba, exact = BenchmarkResults.read(path).cases
     assert paper.fidelity["pairs_per_query"] == pytest.approx(2 * 3 / 4)
     assert 0 < tolerant.fidelity["at_budget"] <= 1
     assert moba.fidelity["keys_per_query"] == pytest.approx(16 * 3 / 4)

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from muse_attention.benchmark.results import read_results as read_benchmark
+from muse_attention.benchmark.results import BenchmarkResults
 from muse_attention.benchmark.tables import format_error, format_ratio
 from muse_attention.cli import commands, demo
 from muse_attention.evaluation.comparison.results import ComparisonResults
@@ -69,7 +69,7 @@ def whole(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_demo_begins_with_what_muse_is_for(whole: Path) -> None:
     lines = (whole / "stdout").read_text().splitlines()
     assert lines[1] == "1 of 5: one causal attention call on 600 tokens, 1 head, forward and backward"
-    cases = {case.request.attention: case for case in read_benchmark(whole / "attention.json").cases}
+    cases = {case.request.attention: case for case in BenchmarkResults.read(whole / "attention.json").cases}
     for name, label in (("muse", "MuSe, default"), ("moba", "MoBA")):
         (row,) = [line for line in lines if line.strip().startswith(label)]
         assert format_ratio(cases[name].speedup_forward_backward) in row

@@ -19,11 +19,11 @@ import transformers
 from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, get_attention
+from muse_attention import stored_results as stored
+from muse_attention.by_name import full_name
 from muse_attention.capture import capture
 from muse_attention.cli import commands
 from muse_attention.cli.measuring import write
-from muse_attention.evaluation import stored
-from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.fidelity import layers, paper
 from muse_attention.evaluation.fidelity.layers import FidelityRequest, FidelityResults, measure
 from muse_attention.evaluation.fidelity.presets import PRESETS, find_presets
@@ -325,14 +325,14 @@ def test_error_control_at_8k() -> None:
 
 
 def test_paper_tables_are_rectangular() -> None:
-    tables = [table for table in vars(paper).values() if isinstance(table, paper.PaperTable)]
+    tables = list(paper.TABLES.values())
     assert len(tables) > 12
     for table in tables:
         assert all(len(row) == len(table.header) for row in table.rows)
 
 
 def test_the_papers_exponents_follow_from_its_tables() -> None:
-    for table, exponent in ((paper.JOINT_1B, -0.89), (paper.JOINT_1B_NO_TILT, -0.59)):
+    for table, exponent in ((paper.TABLES["Table 2"], -0.89), (paper.TABLES["Table 29"], -0.59)):
         law = PowerLaw.fit([(float(row[0]), float(row[1])) for row in table.rows])
         assert round(law.exponent, 2) == exponent
 

@@ -36,9 +36,9 @@ from muse_attention.evaluation.lookups.results import (
     LookupResults,
     measure,
 )
-from muse_attention.evaluation.lookups.weight import found_weight
 from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask, plan
-from muse_attention.evaluation.needles.samples import NeedleSamples
+from muse_attention.found_weight import found_weight, look_up
+from muse_attention.pretraining.needles.samples import NeedleSamples
 from muse_attention.recording import recorded_calls
 from muse_attention.report.markdown import as_markdown
 from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer, write_needle_model, write_texts
@@ -249,9 +249,9 @@ def test_an_interruption_says_how_to_go_on(
         calls.append(given)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return found_weight(*given, **others)
+        return look_up(*given, **others)
 
-    monkeypatch.setattr(lookup_results, "found_weight", interrupted)
+    monkeypatch.setattr(lookup_results, "look_up", interrupted)
     code, _, err = run(*options, "--output", tmp_path)
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny-lookups.json'}; continue with: muse eval needles" in err

@@ -7,7 +7,7 @@ import torch
 
 from muse_attention import MuSeConfig, find_clusters, operator
 from muse_attention.bits import unpack_bits
-from muse_attention.evaluation.lookups.weight import Lookup, found_weight
+from muse_attention.found_weight import Lookup, found_weight
 from muse_attention.retrieved import retrieved_buckets
 from muse_attention.synthetic import clustered_qkv
 

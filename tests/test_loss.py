@@ -23,11 +23,13 @@ import transformers
 from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
+from muse_attention.attention_names import in_words
+from muse_attention.by_name import full_name
 from muse_attention.cli import commands
-from muse_attention.evaluation.attentions import figure_attentions, full_name, in_words
 from muse_attention.evaluation.fidelity.presets import find_presets
 from muse_attention.evaluation.fits import Decay, PowerLaw
 from muse_attention.evaluation.loss import positions as loss
+from muse_attention.evaluation.loss.attentions import figure_attentions
 from muse_attention.evaluation.loss.curves import (
     binned,
     cumulative_mean,

@@ -8,10 +8,10 @@ import re
 
 import pytest
 
+from muse_attention.benchmark.report import bench_report
 from muse_attention.benchmark.request import BenchmarkRequest
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.timing import Times
-from muse_attention.cli.bench_report import bench_report
 from muse_attention.machine import describe_machine
 from muse_attention.markup import Code, csv_text, fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.report.markdown import as_markdown

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from muse_attention import get_attention
-from muse_attention.evaluation.lookups.weight import found_weight
 from muse_attention.fidelity import measure
+from muse_attention.found_weight import found_weight
 from muse_attention.gradient_fidelity import measure_gradients
 from muse_attention.recording import recorded_calls
 from muse_attention.retrieved import measure_retrieval

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from muse_attention import MuSeConfig, config, find_clusters, get_attention, muse_attention
+from muse_attention import attention_names as attentions
 from muse_attention.benchmark.matched import at_matched_sparsity
 from muse_attention.by_name import config_at, full_name, split_names
-from muse_attention.evaluation import attentions
 from muse_attention.evaluation.fidelity import layers
 from muse_attention.pretraining import training
 from muse_attention.pretraining.recipes import override

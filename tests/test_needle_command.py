@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 from muse_attention.cli import commands
 from muse_attention.evaluation.needles import results as needle_results
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings
-from muse_attention.evaluation.needles.samples import NeedleSamples, Sample
 from muse_attention.evaluation.needles.scores import answer
 from muse_attention.evaluation.needles.statistics import (
     failures,
 )
+from muse_attention.pretraining.needles.samples import NeedleSamples, Sample
 from tests.needle_models import needle_haystack, needle_tokenizer, write_needle_model, write_texts
 from tests.test_prepare import make
 

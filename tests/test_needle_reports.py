@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.cli.language_model import name_of
-from muse_attention.evaluation.means import Share
+from muse_attention.evaluation.means import Mean, Share
 from muse_attention.evaluation.needles import comparison
 from muse_attention.evaluation.needles.comparison import have_same_questions, needle_comparison
 from muse_attention.evaluation.needles.panels import EXACT_MATCH, depth_tables
@@ -33,18 +33,19 @@ from muse_attention.evaluation.needles.report import (
     summary_table,
 )
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, Outcome
-from muse_attention.evaluation.needles.samples import KINDS
 from muse_attention.evaluation.needles.scores import Answer
 from muse_attention.evaluation.needles.statistics import (
-    against_exact,
-    answers,
+    Asked,
+    Measure,
     by_depth,
+    difference,
     is_exact,
     is_preferred,
     share,
     token_means,
 )
 from muse_attention.machine import describe_machine
+from muse_attention.pretraining.needles.samples import KINDS
 from muse_attention.report.html import as_html
 from muse_attention.report.markdown import as_markdown
 from muse_attention.report.tree import Table
@@ -108,24 +109,29 @@ def test_a_share_has_the_binomial_standard_error() -> None:
 
 def test_shares_are_by_the_depth_of_the_definition() -> None:
     results = hand_made()
-    assert by_depth(answers(results, 2048, "single", "exact"), is_exact) == [
+    assert by_depth(Asked(results, "exact").answers([(2048, "single")]), is_exact) == [
         *(Share(3, 4), None, None, None, None, Share(1, 1), None, None, None)
     ]
     asked = Outcome((made_up(7, True), made_up(2, False)))
     query = NeedleResults({}, SETTINGS, outcomes={NeedleTask(0, 2048, "multi-query-2", 2, "exact"): asked})
-    found = by_depth(answers(query, 2048, "multi-query-2", "exact"), is_exact)
+    found = by_depth(Asked(query, "exact").answers([(2048, "multi-query-2")]), is_exact)
     assert (found[7], found[2]) == (Share(1, 1), Share(0, 1))
 
 
+def against_exact(attention: str, length: int, measure: Measure) -> Mean | None:
+    results = hand_made()
+    return difference(Asked(results, attention), Asked(results, "exact"), (length, "single"), measure)
+
+
 def test_differences_are_paired() -> None:
-    difference = against_exact(hand_made(), 2048, "single", COARSE, is_exact)
-    assert difference is not None
-    assert difference.mean == -0.5
-    assert difference.standard_error == pytest.approx(math.sqrt((4 * 0.25) / 3) / 2)
-    own = against_exact(hand_made(), 2048, "single", "exact", is_preferred)
+    coarse = against_exact(COARSE, 2048, is_exact)
+    assert coarse is not None
+    assert coarse.mean == -0.5
+    assert coarse.standard_error == pytest.approx(math.sqrt((4 * 0.25) / 3) / 2)
+    own = against_exact("exact", 2048, is_preferred)
     assert own is not None
     assert (own.mean, own.standard_error) == (0, 0)
-    assert against_exact(hand_made(), 4096, "single", COARSE, is_exact) is None
+    assert against_exact(COARSE, 4096, is_exact) is None
 
 
 def test_means_over_tokens() -> None:

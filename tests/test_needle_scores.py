@@ -22,7 +22,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from muse_attention.evaluation.needles import results as needle_results
 from muse_attention.evaluation.needles import scores as needle_scores
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
-from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, Sample
 from muse_attention.evaluation.needles.scores import answer
 from muse_attention.evaluation.needles.statistics import (
     failures,
@@ -30,6 +29,7 @@ from muse_attention.evaluation.needles.statistics import (
 from muse_attention.huggingface import use_attention
 from muse_attention.pretraining.model.configuration import DecoderConfig
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
+from muse_attention.pretraining.needles.samples import KINDS, NeedleSamples, Sample
 from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer
 
 LENGTH = 1024

@@ -22,13 +22,13 @@ pytest.importorskip("rich")
 
 from tokenizers import Tokenizer, models
 
-from muse_attention.evaluation.needles.samples import BUCKETS, CANDIDATES, KINDS, NeedleSamples, Sample, depth_of
 from muse_attention.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus
 from muse_attention.pretraining.data.documents import Buckets
 from muse_attention.pretraining.data.prepare import CorpusSettings, prepare
 from muse_attention.pretraining.data.sources import texts_in
 from muse_attention.pretraining.data.tokenizer import read_tokenizer, train_tokenizer
 from muse_attention.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, bury
+from muse_attention.pretraining.needles.samples import BUCKETS, CANDIDATES, KINDS, NeedleSamples, Sample, depth_of
 from muse_attention.pretraining.needles.words import ENOUGH, words_for
 from muse_attention.pretraining.needles.writer import EVALUATION, TRAINING, Needle, NeedleWriter, occurrences
 from tests.needle_models import DEFINITION, needle_corpus, needle_haystack, needle_tokenizer, texts

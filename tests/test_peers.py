@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from muse_attention import fidelity, get_attention
-from muse_attention.baselines import flex, nsa
+from muse_attention.baselines import flash_sparse, flex, nsa
 from muse_attention.benchmark.matched import at_matched_sparsity
 from muse_attention.benchmark.plan import Plan
 from muse_attention.benchmark.results import BenchmarkSettings
@@ -94,9 +94,29 @@ def test_nsa_is_called_in_its_own_layout(fake_nsa: FakeNsa, monkeypatch: pytest.
     assert fake_nsa.options == {"block_counts": 8, "block_size": 32, "window_size": 0, "scale": 0.25}
 
 
+def test_flash_sparse_attn_is_called_in_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a package that is exact attention, and notes what it was called with."""
+    package, options = ModuleType("flash_sparse_attn"), {}
+
+    def flash_sparse_attn_func(*rows: Tensor, **given: Any) -> Tensor:
+        options.update(given)
+        heads = [tensor.transpose(1, 2) for tensor in rows]
+        return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    package.flash_sparse_attn_func = flash_sparse_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_sparse_attn", package)
+    monkeypatch.setattr(flash_sparse, "check_flash_sparse", lambda device: None)
+    inputs = clustered_qkv(1, 4, LENGTH, 16, key_heads=2)
+    attention = get_attention("flash_sparse_attn:T0.5")
+    found = fidelity.measure(attention, *inputs, is_causal=True, enable_gqa=True).pooled()
+    assert found["relative_squared_error"] < 1e-9
+    assert options == {"is_causal": True, "softmax_scale": 0.25, "softmax_threshold": 0.5}
+
+
 def test_peers_have_settings_of_their_own_in_a_benchmark() -> None:
     assert at_matched_sparsity("flex_attention", 65536) == "flex_attention:W4608"
     assert at_matched_sparsity("nsa", 65536) == "nsa:B64R16"
+    assert at_matched_sparsity("flash_sparse_attn", 65536) == "flash_sparse_attn:T1"
     assert split_names(["muse,flex_attention,nsa:B64R16"]) == ["muse", "flex_attention", "nsa:B64R16"]
     for length in (1, 300, 65536, 1 << 20):
         get_attention(at_matched_sparsity("flex_attention", length))
@@ -110,6 +130,7 @@ def test_peers_have_settings_of_their_own_in_a_benchmark() -> None:
         ("nsa:64", "write the sizes like 'nsa:B64R16'"),
         ("nsa:B64R33", "at least twice the retrieved blocks"),
         ("nsa:B48R16", "must be a power of 2"),
+        ("flash_sparse_attn:1", "write the threshold like 'flash_sparse_attn:T1'"),
     ],
 )
 def test_names_that_cannot_be_read_are_refused(name: str, message: str) -> None:
@@ -126,6 +147,8 @@ def test_names_that_cannot_be_read_are_refused(name: str, message: str) -> None:
         ("nsa", {"key_heads": 8}, "heads for each key head, not 8; use 64 heads, 4 key heads"),
         ("nsa", {"heads": 48, "key_heads": 2}, "heads for each key head, not 24"),
         ("nsa", {}, "pip install flash-linear-attention"),
+        ("flash_sparse_attn", {"device": "cpu"}, "flash_sparse_attn has kernels for CUDA, not for cpu"),
+        ("flash_sparse_attn", {}, "pip install flash-sparse-attn"),
     ],
 )
 def test_a_benchmark_says_what_a_peer_needs_before_it_runs(
@@ -133,12 +156,13 @@ def test_a_benchmark_says_what_a_peer_needs_before_it_runs(
 ) -> None:
     monkeypatch.setattr("muse_attention.benchmark.plan.check_device", lambda device: None)
     monkeypatch.setitem(sys.modules, "fla.ops.nsa", None)
+    monkeypatch.setitem(sys.modules, "flash_sparse_attn", None)
     with pytest.raises(ValueError, match=message):
         Plan.at_lengths(dataclasses.replace(SETTINGS, **changes), (1024,), (attention,))
 
 
 def test_a_call_on_a_cpu_is_refused() -> None:
-    for name in ("flex_attention:W32", "nsa"):
+    for name in ("flex_attention:W32", "nsa", "flash_sparse_attn"):
         with pytest.raises(ValueError, match="CUDA, not for cpu"):
             get_attention(name)(*clustered_qkv(1, 16, 64, 16), is_causal=True)
 

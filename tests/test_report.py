@@ -15,8 +15,8 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
+from muse_attention.attention_names import check_meaning, settings_of
 from muse_attention.cli import commands
-from muse_attention.evaluation.attentions import check_meaning, settings_of
 from tests.test_tasks import MUSE, PARTS, Scripted, run_parts
 
 

@@ -17,12 +17,16 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from muse_attention.attention_names import short_names
+from muse_attention.benchmark.errors_report import errors_report
+from muse_attention.benchmark.report import bench_report
 from muse_attention.benchmark.request import BenchmarkRequest
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
+from muse_attention.benchmark.synthetic_errors import Errors, ErrorSettings
+from muse_attention.benchmark.synthetic_errors import Line as ErrorLine
 from muse_attention.benchmark.timing import Times
-from muse_attention.cli.bench_report import bench_report
-from muse_attention.cli.errors import errors_report
-from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.benchmark.tuning.candidates import TuningResults
+from muse_attention.benchmark.tuning.report import tuning_report
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.fidelity.presets import find_presets
 from muse_attention.evaluation.fidelity.report import fidelity_report
@@ -31,15 +35,12 @@ from muse_attention.evaluation.loss.report import loss_report
 from muse_attention.evaluation.needles.comparison import needle_comparison
 from muse_attention.evaluation.needles.report import needle_report
 from muse_attention.evaluation.tasks.report import tasks_report
-from muse_attention.evaluation.tuning.candidates import Seconds, TuningResults
-from muse_attention.evaluation.tuning.report import tuning_report
 from muse_attention.machine import describe_machine
 from muse_attention.report.files import write_report
 from muse_attention.report.html import LARGEST_DOWNLOAD, as_html
 from muse_attention.report.markdown import as_markdown
-from muse_attention.report.tree import Card, Figure, Link, Provenance, Report, Section, Table, number, text
-from muse_attention.synthetic_errors import Errors, ErrorSettings
-from muse_attention.synthetic_errors import Line as ErrorLine
+from muse_attention.report.provenance import names_table
+from muse_attention.report.tree import Card, Figure, Link, Note, Provenance, Report, Section, Table, number, text
 from tests import (
     test_compare,
     test_fidelity_command,
@@ -83,7 +84,7 @@ def of_tuning(folder: Path) -> Report:
     tuned = [test_tune.candidate(2.0, 0.004, LONG), test_tune.candidate(1.0, 0.02, "muse:QK8R2B64")]
     settings = test_tune.settings(test_tune.some_captures())
     return tuning_report(
-        TuningResults(describe_machine(), settings, exact=Seconds([2.0], [4.0]), tuned=tuned), "tuning"
+        TuningResults(describe_machine(), settings, exact=Times((2.0,), (4.0,)), tuned=tuned), "tuning"
     )
 
 
@@ -104,7 +105,7 @@ def of_errors(folder: Path) -> Report:
         ErrorLine(kind, name, 1.0 + place, 1.0, 0.1 * place, 0.9, 0.0, [0.0, 0.01 * place, 0.1 * place])
         for place, (kind, name) in enumerate(names.items())
     ]
-    return errors_report(Errors(describe_machine(), ErrorSettings(1024), [0.0, 300.0, 600.0], lines, ["muse errors"]))
+    return errors_report(Errors(describe_machine(), ErrorSettings(1024), ["muse errors"], [0.0, 300.0, 600.0], lines))
 
 
 KINDS: dict[str, Callable[[Path], Report]] = {
@@ -270,3 +271,20 @@ def test_short_names_tell_attentions_apart() -> None:
     most = [f"muse:QK{size}B64,clustering=lloyd" for size in (4, 8, 16)]
     assert short_names([*most, "muse:QK4B64"])["muse:QK4B64"] == "muse:QK4B64", "not one name for two attentions"
     assert names_table(names).column("attention") == names
+
+
+def test_a_section_shows_its_content_by_kind() -> None:
+    table, figure = Table(("a",), [("1",)]), Figure("f", "F", "drawn", lambda: b"")
+    section = Section.of("s", Note("small"), table, "words", figure)
+    assert (section.prose, section.figures, section.tables, section.notes) == (["words"], [figure], [table], ["small"])
+
+
+def test_an_optional_section_without_rows_is_left_out() -> None:
+    empty, full = Table(("a",), []), Table(("a",), [("1",)])
+    sections = [Section.of("1", empty), Section.optional("2", "words", empty), Section.optional("3", empty, full)]
+    assert [section.title for section in Report("t", sections=sections).sections] == ["1", "3"]
+
+
+def test_what_is_not_known_is_an_empty_cell() -> None:
+    table = Table.of([1, None], (number("n"), lambda item: item), (text("word"), lambda item: item and "one"))
+    assert table.rows == [("1", "one"), ("", "")]

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from muse_attention import stored_results as stored
+from muse_attention.attention_names import settings_of
 from muse_attention.earlier_results import WAY_OUT_BY_NAME
-from muse_attention.evaluation import stored
-from muse_attention.evaluation.attentions import settings_of
-from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.stored_results import StoredResults, entries
 
 NAME = "muse:Q8K8R2SP1B64,clustering=lloyd"
 

@@ -16,6 +16,18 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, defaults, exact_attention
+from muse_attention.benchmark.timing import Times
+from muse_attention.benchmark.tuning.candidates import (
+    Candidate,
+    Found,
+    TuningResults,
+    TuningSettings,
+    candidates,
+    choose,
+    front,
+    measure,
+)
+from muse_attention.benchmark.tuning.report import as_csv, tuning_report, verdict
 from muse_attention.capture import capture
 from muse_attention.captured_heads import (
     Captures,
@@ -28,18 +40,6 @@ from muse_attention.captured_heads import (
 )
 from muse_attention.cli import commands
 from muse_attention.defaults import Default
-from muse_attention.evaluation.tuning.candidates import (
-    Candidate,
-    Found,
-    Seconds,
-    TuningResults,
-    TuningSettings,
-    candidates,
-    choose,
-    front,
-    measure,
-)
-from muse_attention.evaluation.tuning.report import as_csv, tuning_report, verdict
 from muse_attention.machine import describe_machine
 from muse_attention.report.html import as_html
 from muse_attention.report.markdown import as_markdown
@@ -66,11 +66,11 @@ def settings(captures: Captures) -> TuningSettings:
 
 
 def candidate(time: float, error: float, name: str = "muse:QK4") -> Candidate:
-    return Candidate(name, Seconds([time / 2], [time]), {"relative_squared_error": error})
+    return Candidate(name, Times((time / 2,), (time,)), {"relative_squared_error": error})
 
 
-def one_second(attention: str) -> Seconds:
-    return Seconds([0.5], [1.0])
+def one_second(attention: str) -> Times:
+    return Times((0.5,), (1.0,))
 
 
 # Captures
@@ -204,8 +204,8 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     found, path = some_captures(), tmp_path / "tune.json"
     timed: list[str] = []
 
-    def clock(stop_at: int) -> Callable[[str], Seconds]:
-        def time(attention: str) -> Seconds:
+    def clock(stop_at: int) -> Callable[[str], Times]:
+        def time(attention: str) -> Times:
             if len(timed) == stop_at:
                 raise KeyboardInterrupt
             timed.append(attention)
@@ -222,7 +222,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_for_one_is_no_end(tmp_path: Path) -> None:
-    def clock(attention: str) -> Seconds:
+    def clock(attention: str) -> Times:
         if attention == COARSE:
             raise torch.OutOfMemoryError
         return one_second(attention)
@@ -254,11 +254,11 @@ def test_the_verdict_names_what_to_take() -> None:
     found = some_captures()
     paper = f"muse:{MuSeConfig.paper(128)}"
     tuned = [candidate(2.0, 0.004, FINE), candidate(1.0, 0.02, COARSE), candidate(3.0, 0.008, paper)]
-    results = TuningResults({"cpu": "c"}, settings(found), error=0.005, exact=Seconds([2.0], [4.0]), tuned=tuned)
+    results = TuningResults({"cpu": "c"}, settings(found), error=0.005, exact=Times((2.0,), (4.0,)), tuned=tuned)
     first, second = verdict(results)
     assert f"at most 0.005 is {FINE}: RSE 0.004, 2000 ms, 2.00x as fast as exact" in first
     assert "The paper's method has RSE 0.008 in 3000 ms" in second
-    faster = dataclasses.replace(results, exact=Seconds([0.5], [1.0]))
+    faster = dataclasses.replace(results, exact=Times((0.5,), (1.0,)))
     assert "Exact attention is faster here, 1000 ms: use that" in verdict(faster)[1]
     (line,) = verdict(dataclasses.replace(results, error=0.001))
     assert "Nothing measured has an RSE of at most 0.001; the lowest is 0.004" in line
@@ -271,7 +271,7 @@ def test_reports_have_every_configuration() -> None:
         dataclasses.replace(candidate(3.0, 0.02, COARSE), lookup=Found(2.0, 1.0, 1.5)),
     ]
     found = some_captures().with_length(200, repeat=True)
-    results = TuningResults(describe_machine(), settings(found), exact=Seconds([2.0], [4.0]), tuned=tuned)
+    results = TuningResults(describe_machine(), settings(found), exact=Times((2.0,), (4.0,)), tuned=tuned)
     for report in (as_markdown(tuning_report(results, "t")), as_html(tuning_report(results, "t"))):
         for expected in ("laid end to end", "50.0%", "75.0%", "2000", "2.00x", "layer 2, head 0"):
             assert expected in report

@@ -8,6 +8,7 @@
 - `moba:L8kB512R1`: an own block of 8k, and one retrieved block of 512
 - `flex_attention:W4k`, `flex_attention:B8k`: PyTorch's, with a sliding window or with blocks; CUDA only
 - `nsa`, `nsa:B64R16`: native sparse attention of flash-linear-attention, 16 blocks of 64; CUDA only
+- `flash_sparse_attn`, `flash_sparse_attn:T1`: that package, which skips tiles of small weights; CUDA only
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.baselines import (
     block_diagonal_attention,
     exact_attention,
+    flash_sparse_attention,
     moba_attention,
     nsa_attention,
     sparse_flex_attention,
@@ -30,11 +32,12 @@ from muse_attention.baselines import (
 from muse_attention.config import MuSeConfig, follows_length
 from muse_attention.sizes import parse_size
 
-ATTENTIONS = ("exact", "muse", "block_diagonal", "moba", "flex_attention", "nsa")
+ATTENTIONS = ("exact", "muse", "block_diagonal", "moba", "flex_attention", "nsa", "flash_sparse_attn")
 
 _NEXT_NAME = re.compile(rf",(?=\s*(?:{'|'.join(ATTENTIONS)})(?:[:,]|\s*$))")
 _MOBA = re.compile(r"L(\d+[kKmM]?)B(\d+[kKmM]?)R(\d+)")
 _FLEX = re.compile(r"([WB])(\d+[kKmM]?)")
+_FLASH_SPARSE = re.compile(r"T(\d+(?:\.\d+)?)")
 _NSA = re.compile(r"B(\d+[kKmM]?)R(\d+)")
 
 
@@ -119,6 +122,15 @@ def _read_nsa(name: str, settings: str) -> Attention:
     return functools.partial(nsa_attention, block_size=block, retrieved_blocks=count)
 
 
+def _read_flash_sparse(name: str, settings: str) -> Attention:
+    if not settings:
+        return flash_sparse_attention
+    match = _FLASH_SPARSE.fullmatch(settings)
+    if match is None:
+        raise ValueError(f"cannot read {name!r}: write the threshold like 'flash_sparse_attn:T1'")
+    return functools.partial(flash_sparse_attention, threshold=float(match[1]))
+
+
 _READERS: dict[str, Callable[[str, str], Attention]] = {
     "exact": _read_exact,
     "muse": _read_muse,
@@ -126,6 +138,7 @@ _READERS: dict[str, Callable[[str, str], Attention]] = {
     "moba": _read_moba,
     "flex_attention": _read_flex_attention,
     "nsa": _read_nsa,
+    "flash_sparse_attn": _read_flash_sparse,
 }
 
 

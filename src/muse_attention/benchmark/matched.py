@@ -15,7 +15,8 @@ def at_matched_sparsity(kind: str, length: int) -> str:
 
     That attends exactly to its own block of B tokens and to R of K clusters, B/16 tokens on average. Block-diagonal
     attention has the block, MoBA the block and one retrieved block of B/16. `flex_attention` has a sliding window of as
-    many tokens as MoBA on average. `nsa` has the sizes of its paper at every length. `muse` is
+    many tokens as MoBA on average. `nsa` has the sizes of its paper at every length, `flash_sparse_attn` the
+    threshold that is its package's default. `muse` is
     `MuSeConfig.for_length(length)`.
     """
     config = MuSeConfig.paper(length)
@@ -28,5 +29,7 @@ def at_matched_sparsity(kind: str, length: int) -> str:
         return f"flex_attention:W{format_size(max(1, config.block_size // 2 + config.block_size // 16))}"
     if kind == "nsa":
         return "nsa:B64R16"
+    if kind == "flash_sparse_attn":
+        return "flash_sparse_attn:T1"
     muse = config_at(kind, length)
     return kind if muse is None else f"muse:{muse}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from muse_attention.baselines.flash_sparse import check_flash_sparse
 from muse_attention.baselines.flex import check_flex
 from muse_attention.baselines.nsa import check_nsa
 from muse_attention.benchmark.request import BenchmarkRequest
@@ -12,5 +13,7 @@ def check_peer(request: BenchmarkRequest, device: str, *, is_causal: bool) -> No
     kind, _, _ = request.attention.partition(":")
     if kind == "flex_attention":
         check_flex(device)
+    elif kind == "flash_sparse_attn":
+        check_flash_sparse(device)
     elif kind == "nsa":
         check_nsa(device, request.shape.heads, request.shape.key_heads, is_causal=is_causal)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from muse_attention.benchmark.captured import CapturedData
 from muse_attention.benchmark.request import BenchmarkRequest, Shape
 from muse_attention.benchmark.timing import Times
-from muse_attention.files import replace_file
-from muse_attention.recorded_names import with_full_names
-from muse_attention.strict_json import parse_json
+from muse_attention.stored_results import StoredResults, as_json, called
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,8 @@ class Case:
     request: BenchmarkRequest
     attention: str
     """the name with the settings it had at this length: `moba:L4kB256R1`"""
-    times: Times
-    sdpa_times: Times
+    times: Times = field(metadata=called("seconds"))
+    sdpa_times: Times = field(metadata=called("sdpa_seconds"))
     fidelity: dict[str, float]
     """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads, those of its
     retrieval included; earlier files have the first four, an attention that retrieves nothing lacks the last, and
@@ -79,99 +75,41 @@ class Case:
 
 
 @dataclass
-class BenchmarkResults:
-    machine: dict[str, Any]
+class BenchmarkResults(StoredResults):
+    """In the file, a case has its request and shape beside its numbers, and medians and ratios for other programs."""
+
+    command = "a benchmark"
+    packages = ()
+    indent = 2
+
     settings: BenchmarkSettings
-    commands: list[str] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
 
+    @property
+    def named(self) -> list[str]:
+        return [case.attention for case in self.cases]
 
-def write_results(results: BenchmarkResults, path: Path) -> None:
-    """Replace the file in one step, so that it is whole at any moment."""
-    entries = [_case_to_json(case) for case in results.cases]
-    document = {
-        "machine": results.machine,
-        "settings": asdict(results.settings),
-        "commands": results.commands,
-        "cases": entries,
-    }
-    replace_file(path, json.dumps(document, indent=2) + "\n")
+    @classmethod
+    def modernised(cls, document: dict[str, Any]) -> dict[str, Any]:
+        """Keys had as many heads as queries in earlier files, and all cases the shape of the settings."""
+        settings = {"key_heads": document["settings"]["heads"], **document["settings"]}
+        shape = {name: settings[name] for name in ("heads", "head_dim", "batch")}
+        entries = [shape | {"key_heads": entry.get("heads", settings["heads"])} | entry for entry in document["cases"]]
+        for entry in entries:
+            entry["request"] = (entry["requested"], [entry[name] for name in Shape._fields])
+        return {**document, "settings": settings, "cases": entries}
 
-
-def read_results(path: Path) -> BenchmarkResults:
-    """Read what `write_results` wrote; a ValueError if it is something else."""
-    try:
-        document = with_full_names(parse_json(path.read_bytes(), finite=False))
-        settings = _settings_from_json(document["settings"])
-        return BenchmarkResults(
-            machine=document["machine"],
-            settings=settings,
-            commands=list(document["commands"]),
-            cases=[_case_from_json(entry, settings) for entry in document["cases"]],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold the results of a benchmark") from error
+    def as_document(self) -> dict[str, Any]:
+        return {**as_json(self), "cases": [_entry(case) for case in self.cases]}
 
 
-def _case_to_json(case: Case) -> dict[str, Any]:
-    entry = {
-        "requested": case.request.attention,
-        "attention": case.attention,
-        **case.shape._asdict(),
-        "speedup_forward": case.speedup_forward,
-        "speedup_forward_backward": case.speedup_forward_backward,
-        "seconds": _times_to_json(case.times),
-        "sdpa_seconds": _times_to_json(case.sdpa_times),
-        "fidelity": case.fidelity,
-        "extra_memory_bytes": case.extra_memory_bytes,
-        "sdpa_extra_memory_bytes": case.sdpa_extra_memory_bytes,
-    }
-    if case.sdpa_backend is not None:
-        entry["sdpa_backend"] = case.sdpa_backend
-    if case.stage_milliseconds is not None:
-        entry["stage_milliseconds"] = case.stage_milliseconds
-    return entry
-
-
-def _settings_from_json(entry: dict[str, Any]) -> BenchmarkSettings:
-    """In files from before keys had a number of heads of their own it was that of the queries."""
-    captures = entry.get("captures")
-    return BenchmarkSettings(
-        **{"key_heads": entry["heads"], **entry, "captures": None if captures is None else CapturedData(**captures)}
-    )
-
-
-def _case_from_json(entry: dict[str, Any], settings: BenchmarkSettings) -> Case:
-    """What a case of an earlier file does not say of its shape was the same for all."""
-    heads = entry.get("heads", settings.heads)
-    shape = Shape(
-        length=entry["length"],
-        heads=heads,
-        key_heads=entry.get("key_heads", heads),
-        head_dim=entry.get("head_dim", settings.head_dim),
-        batch=entry.get("batch", settings.batch),
-    )
-    return Case(
-        request=BenchmarkRequest(entry["requested"], shape),
-        attention=entry["attention"],
-        times=_times_from_json(entry["seconds"]),
-        sdpa_times=_times_from_json(entry["sdpa_seconds"]),
-        fidelity=entry["fidelity"],
-        extra_memory_bytes=entry["extra_memory_bytes"],
-        sdpa_extra_memory_bytes=entry["sdpa_extra_memory_bytes"],
-        stage_milliseconds=entry.get("stage_milliseconds"),
-        sdpa_backend=entry.get("sdpa_backend"),
-    )
-
-
-def _times_to_json(times: Times) -> dict[str, Any]:
-    return {
-        "forward_median": times.forward_median,
-        "forward_backward_median": times.forward_backward_median,
-        "forward": list(times.forward),
-        "forward_backward": list(times.forward_backward),
-    }
-
-
-def _times_from_json(entry: dict[str, Any]) -> Times:
-    return Times(tuple(entry["forward"]), tuple(entry["forward_backward"]))
+def _entry(case: Case) -> dict[str, Any]:
+    about = {"requested": case.request.attention, "attention": case.attention, **case.shape._asdict()}
+    ratios = {name: getattr(case, name) for name in ("speedup_forward", "speedup_forward_backward")}
+    numbers = as_json(case)
+    for name, times in (("seconds", case.times), ("sdpa_seconds", case.sdpa_times)):
+        medians = {median: getattr(times, median) for median in ("forward_median", "forward_backward_median")}
+        numbers[name] = medians | numbers[name]
+    optional = {name: numbers.pop(name) for name in ("sdpa_backend", "stage_milliseconds")}
+    del numbers["request"], numbers["attention"]
+    return {**about, **ratios, **numbers, **{name: value for name, value in optional.items() if value is not None}}

@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,45 +15,26 @@ from muse_attention.baselines import exact_attention
 from muse_attention.benchmark.memory import MemoryCase, extra_memory_on_cuda, measure_extra_memory
 from muse_attention.benchmark.plan import Plan, by_shape
 from muse_attention.benchmark.request import BenchmarkRequest, Shape
-from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case, read_results, write_results
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_attention.benchmark.stages import measure_stages
 from muse_attention.benchmark.sweeps import format_shape
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import DTYPES, SDPA, Workload, sdpa
 from muse_attention.by_name import Attention, get_attention
-from muse_attention.earlier_results import WAY_OUT_BY_NAME, check_same, find_earlier
+from muse_attention.earlier_results import WAY_OUT_BY_NAME, check_same
 from muse_attention.fidelity import measure
-from muse_attention.machine import describe_machine
-
-OnStep = Callable[[str, int], None]
-"""Told what begins, and how many steps are finished."""
+from muse_attention.stored_results import OnStep
 
 
 def start_results(
     plan: Plan, path: Path, *, overwrite: bool = False, way_out: str = WAY_OUT_BY_NAME
 ) -> BenchmarkResults:
     """Those of the file if there is one, else empty ones; a ValueError if they cannot be continued."""
-    machine = describe_machine()
-    wanted = {**_comparable(machine), **vars(plan.settings)}
-    earlier = find_earlier(path, read_results, _description, wanted, overwrite=overwrite, way_out=way_out)
-    if earlier is None:
-        return BenchmarkResults(machine, plan.settings)
-    for case in earlier.cases:
-        check_same(
-            path,
-            {case.request.attention: case.attention},
-            {case.request.attention: case.request.full_name},
-            way_out=way_out,
-        )
-    return earlier
-
-
-def _description(results: BenchmarkResults) -> dict[str, Any]:
-    return {**_comparable(results.machine), **vars(results.settings)}
-
-
-def _comparable(machine: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in machine.items() if name != "date"}
+    results = BenchmarkResults.start(plan.settings, path, overwrite=overwrite, way_out=way_out)
+    for case in results.cases:
+        asked = case.request
+        check_same(path, {asked.attention: case.attention}, {asked.attention: asked.full_name}, way_out=way_out)
+    return results
 
 
 def run_plan(
@@ -85,7 +65,7 @@ def _measure_cases(
                 plan, request, shared, results, functools.partial(begin, request), own_times, sdpa_times
             )
             results.cases.append(case)
-            write_results(results, path)
+            results.write(path)
 
 
 def _time_together(
@@ -113,7 +93,7 @@ def _measure_stages(
         for request in requests:
             begin(request, "stages")
             _add_stages(results, request, measure_stages(get_attention(request.full_name), workload))
-            write_results(results, path)
+            results.write(path)
 
 
 class _SharedByShape:

@@ -10,24 +10,15 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from muse_attention.benchmark import tables
 from muse_attention.benchmark.captured import CapturesFile
 from muse_attention.benchmark.documents import DocumentsSettings, parse_documents
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
+from muse_attention.benchmark.report import bench_report, retrieval_table
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS, find_sweep, format_shape
-from muse_attention.benchmark.tables import (
-    caption,
-    format_error,
-    format_memory,
-    format_ratio,
-    format_seconds,
-    format_spread,
-    noise_lines,
-    retrieval_columns,
-    sorted_cases,
-)
 from muse_attention.by_name import get_attention
 from muse_attention.cli import bench_documents
 from muse_attention.cli.app import (
@@ -37,7 +28,6 @@ from muse_attention.cli.app import (
     Resume,
     app,
     console,
-    default_device,
     file_stem,
     make_folder,
     new_table,
@@ -46,84 +36,62 @@ from muse_attention.cli.app import (
     say,
     user_errors,
 )
-from muse_attention.cli.bench_report import bench_report, retrieval_table
-from muse_attention.cli.measuring import add_command, show, spell, write
-from muse_attention.cli.options import Words, attentions, listed
+from muse_attention.cli.language_model import Dtype, Place
+from muse_attention.cli.measuring import Output, add_command, show, spell, write
+from muse_attention.cli.options import Words, attentions, listed, option
 from muse_attention.fidelity_columns import meaning
 from muse_attention.machine import machine_lines
 from muse_attention.sizes import format_size, parse_size_list
 
-_DEFAULT_LENGTHS = "32k,64k"
+_LENGTHS = "32k,64k"
+_SWEEP = f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}."
+
+_DOCUMENTS = (
+    "Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against varlen_attn in the same "
+    "run."
+)
 
 
 @app.command()
 def bench(
     context: typer.Context,
     device: Device = None,
-    length: Annotated[
-        Words, listed("Sequence lengths; k means 1024.", _DEFAULT_LENGTHS, "--length", "--lengths")
-    ] = None,
+    length: Annotated[Words, listed("Sequence lengths; k means 1024.", _LENGTHS, "--length", "--lengths")] = None,
     heads: Annotated[
         int | None,
-        typer.Option(
-            help="Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
-            show_default="1 on cpu, 8 on cuda, or all that were captured",
+        option(
+            "Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
+            "1 on cpu, 8 on cuda, or all that were captured",
         ),
     ] = None,
     key_heads: Annotated[
         int | None,
-        typer.Option(
-            help="Heads of keys and values, shared by equal groups of heads (GQA).",
-            show_default="as many as heads, or as captured",
-        ),
+        option("Heads of keys and values, shared by equal groups of heads (GQA).", "as many as heads, or as captured"),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    head_dim: Annotated[
-        int | None, typer.Option(help="Dimension of a head.", show_default="64, or that of the captured heads")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda"),
-    ] = None,
+    batch: Annotated[int, option("Batch size.")] = 1,
+    head_dim: Annotated[int | None, option("Dimension of a head.", "64, or that of the captured heads")] = None,
+    dtype: Dtype = None,
     attention: Annotated[
         Words,
         attentions(
             "Attention to measure (muse is MuSeConfig.for_length, muse:paper the paper's method at each length; "
-            "block_diagonal, moba and flex_attention without settings have the paper's sparsity; flex_attention and "
-            "nsa need cuda)",
+            "block_diagonal, moba and flex_attention without settings have the paper's sparsity; flex_attention, "
+            "nsa and flash_sparse_attn need cuda)",
             ", ".join(MATCHED_KINDS),
         ),
     ] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}.",
-            show_default="no sweep",
-        ),
-    ] = None,
-    documents: Annotated[
-        str | None,
-        typer.Option(
-            help="Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against "
-            "varlen_attn in the same run.",
-            show_default="no packing",
-        ),
-    ] = None,
+    sweep: Annotated[str | None, option(_SWEEP, "no sweep")] = None,
+    documents: Annotated[str | None, option(_DOCUMENTS, "no packing")] = None,
     captures: Annotated[
         Path | None,
-        typer.Option(
-            help="Measure on heads of a model that muse tune --save-captures wrote.", show_default="synthetic data"
-        ),
+        option("Measure on heads of a model that muse tune --save-captures wrote.", "synthetic data"),
     ] = None,
     repeat_captures: RepeatCaptures = False,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each pass; medians are reported.")] = 3,
-    causal: Annotated[bool, typer.Option(help="Causal attention.")] = True,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory; on a CPU, with one head.")] = True,
-    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/bench"),
-    name: Annotated[
-        str | None,
-        typer.Option(help="File name, without ending.", show_default="the device, the captures and the sweep"),
-    ] = None,
+    repeats: Annotated[int, option("Timed runs of each pass; medians are reported.")] = 3,
+    causal: Annotated[bool, option("Causal attention.")] = True,
+    memory: Annotated[bool, option("Measure peak memory; on a CPU, with one head.")] = True,
+    output: Output = Path("out/bench"),
+    name: Annotated[str | None, option("File name, without ending.", "the device, the captures and the sweep")] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
@@ -140,44 +108,41 @@ def bench(
     missing.
     """
     with user_errors():
-        device = device or default_device()
+        place = Place.choose(device, dtype)
         if repeat_captures and captures is None:
             raise ValueError("--repeat-captures needs --captures FILE")
         file = None if captures is None else CapturesFile(captures, repeat_captures)
         if heads is None and file is not None:
             heads, key_heads = file.heads, file.key_heads if key_heads is None else key_heads
-        if heads is None:
-            heads = 8 if device == "cuda" else 1
-        if head_dim is None:
-            head_dim = file.head_dim if file is not None else 64
+        heads = heads if heads is not None else 8 if place.device == "cuda" else 1
         key_heads = heads if key_heads is None else key_heads
-        dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+        head_dim = head_dim if head_dim is not None else 64 if file is None else file.head_dim
         if documents is not None:
             if length or sweep or captures or batch != 1:
                 raise ValueError("--documents has lengths and data of its own; leave out --length, --sweep, --captures")
             packed = DocumentsSettings(
-                device, parse_documents(documents), heads, key_heads, head_dim, dtype, causal, repeats
+                place.device, parse_documents(documents), heads, key_heads, head_dim, place.dtype, causal, repeats
             )
             configs = _configs(attention or ["muse"])
             make_folder(output)
-            stem = file_stem(name if name is not None else f"{device}-documents")
+            stem = file_stem(name if name is not None else f"{place.device}-documents")
             path = output / f"{stem}.json"
             if path.exists() and not overwrite:
                 raise ValueError(f"{path} exists; choose another --name, or --overwrite it")
     if documents is not None:
-        settled = {"device": device, "heads": heads, "key_heads": key_heads, "head_dim": head_dim, "dtype": dtype}
+        settled = {name: getattr(packed, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")}
         command = spell(context, {**settled, "name": stem}, is_recorded=True)
         with run_errors(lambda: "nothing was written"):
             bench_documents.run(packed, configs, path, command)
         return
     with user_errors():
         settings = BenchmarkSettings(
-            device=device,
+            device=place.device,
             batch=batch,
             heads=heads,
             key_heads=key_heads,
             head_dim=head_dim,
-            dtype=dtype,
+            dtype=place.dtype,
             causal=causal,
             repeats=repeats,
             memory=memory,
@@ -201,10 +166,10 @@ def bench(
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
         console.print(_bench_table(results))
-        if retrieval_columns(results.cases):
+        if tables.retrieval_columns(results.cases):
             retrieved = retrieval_table(results)
             show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
-        for line in noise_lines(results):
+        for line in tables.noise_lines(results):
             say(line)
         write(bench_report(results, stem), path, path)
 
@@ -224,7 +189,7 @@ def _plan(
     asked_for: Sequence[str] | None,
     captures: CapturesFile | None,
 ) -> Plan:
-    lengths = parse_size_list(asked_lengths or [_DEFAULT_LENGTHS])
+    lengths = parse_size_list(asked_lengths or [_LENGTHS])
     if settings.sweep is None:
         return Plan.at_lengths(settings, lengths, tuple(asked_for or MATCHED_KINDS), captures)
     if asked_for:
@@ -257,9 +222,9 @@ def _bench_table(results: BenchmarkResults) -> Table:
     hardware, versions = machine_lines(results.machine)
     columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
     table = new_table(f"{hardware}\n{versions}", *columns)
-    table.caption = caption(results)
+    table.caption = tables.caption(results)
     for (shape, sdpa), cases in itertools.groupby(
-        sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
+        tables.sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
     ):
         together = list(cases)
         table.add_section()
@@ -267,21 +232,21 @@ def _bench_table(results: BenchmarkResults) -> Table:
             f"SDPA at {format_shape(shape, results.settings.sweep)}",
             _time_cell(sdpa.forward_median),
             _time_cell(sdpa.forward_backward_median),
-            format_spread(sdpa.spread),
+            tables.format_spread(sdpa.spread),
             "",
-            format_memory(together[0].sdpa_extra_memory_bytes),
+            tables.format_memory(together[0].sdpa_extra_memory_bytes),
         )
         for case in together:
             table.add_row(
                 case.attention,
                 _time_cell(case.times.forward_median, case.speedup_forward),
                 _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
-                format_spread(case.spread),
-                format_error(case.fidelity["relative_squared_error"]),
-                format_memory(case.extra_memory_bytes),
+                tables.format_spread(case.spread),
+                tables.format_error(case.fidelity["relative_squared_error"]),
+                tables.format_memory(case.extra_memory_bytes),
             )
     return table
 
 
 def _time_cell(seconds: float, speedup: float | None = None) -> str:
-    return f"{format_seconds(seconds)} {'' if speedup is None else format_ratio(speedup):>5}"
+    return f"{tables.format_seconds(seconds)} {'' if speedup is None else tables.format_ratio(speedup):>5}"

@@ -14,8 +14,8 @@ from muse_attention.benchmark.documents import (
 from muse_attention.benchmark.tables import format_error, format_ratio, format_seconds, format_spread
 from muse_attention.cli.app import progress_bar
 from muse_attention.cli.measuring import add_command, show, write
-from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.markup import csv_text
+from muse_attention.report.provenance import count, provenance_of
 from muse_attention.report.tree import Card, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from muse_attention.attention_names import forward_name
 from muse_attention.cli.app import (
     Device,
     Overwrite,
@@ -22,8 +24,7 @@ from muse_attention.cli.app import (
 )
 from muse_attention.cli.language_model import Place, silence_transformers
 from muse_attention.cli.measuring import Output, add_command, measuring, spell, write
-from muse_attention.cli.options import Words, attentions
-from muse_attention.evaluation.attentions import forward_name
+from muse_attention.cli.options import Words, attentions, option, with_option_groups
 from muse_attention.evaluation.comparison.report import comparison_report, headline, matrix_table, warnings
 from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_attention.evaluation.loss.curves import SHORTEST
@@ -36,85 +37,70 @@ if TYPE_CHECKING:
     from muse_attention.evaluation.comparison.runs import StoredRun
 
 RESULTS = "compare.json"
-
-
-@app.command()
-def compare(
-    context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders that muse train wrote.")],
-    corpus: Annotated[Path, typer.Option(help="Folder that muse prepare wrote, and that the runs learnt from.")] = Path(
-        "out/corpus"
-    ),
-    attention: Annotated[
-        Words, attentions("Attention to test with, beside exact attention", "those that the runs were trained with")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Held-out windows, evenly spaced; all, if there are fewer.")] = 16,
-    length: Annotated[
-        str | None, typer.Option(help="Tokens of a window; k means 1024.", show_default="that of the runs")
-    ] = None,
-    checkpoints: Annotated[
-        int, typer.Option(help="Earlier checkpoints of each run, at most, whose loss against position is measured.")
-    ] = 3,
-    device: Device = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype", "--precision", help="float32 or bfloat16.", show_default="float32 on cpu, bfloat16 on cuda"
-        ),
-    ] = None,
-    output: Output = Path("out/compare"),
-    overwrite: Overwrite = False,
-) -> None:
-    """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.
-
-    Writes compare.json after every sample, goes on from it where it was interrupted, and writes reports at the end.
-    """
-    with user_errors():
-        request = ComparisonRequest(
-            runs,
-            corpus,
-            Place.choose(device, dtype),
-            attentions=attention or [],
-            samples=samples,
-            length=None if length is None else parse_size(length),
-            checkpoints=checkpoints,
-        )
-    path, place = output / RESULTS, {"device": request.place.device, "dtype": request.place.dtype}
-
-    def command(names: Sequence[str]) -> str:
-        return spell(context, {**place, "runs": names}, is_recorded=True)
-
-    with measuring(path, spell(context, place), overwrite=overwrite):
-        results = compare_runs(request, output, command, overwrite=overwrite)
-        show_comparison(results)
-        write(comparison_report(results), path, path)
+_CORPUS = Path("out/corpus")
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """What is to be compared, and how."""
+    """How runs are to be compared."""
 
-    runs: Sequence[Path]
-    corpus: Path
-    place: Place
-    attentions: Sequence[str] = ()
-    """besides exact attention; those that the runs were trained with, if there are none"""
-    samples: int = 16
-    length: int | None = None
-    """that of the runs, if None"""
-    checkpoints: int = 3
+    corpus: Annotated[Path, option("Folder that muse prepare wrote, and that the runs learnt from.")] = _CORPUS
+    attention: Annotated[
+        Words, attentions("Attention to test with, beside exact attention", "those that the runs were trained with")
+    ] = None
+    samples: Annotated[int, option("Held-out windows, evenly spaced; all, if there are fewer.")] = 16
+    length: Annotated[str | None, option("Tokens of a window; k means 1024.", "that of the runs")] = None
+    checkpoints: Annotated[
+        int, option("Earlier checkpoints of each run, at most, whose loss against position is measured.")
+    ] = 3
+    device: Device = None
+    dtype: Annotated[
+        str | None,
+        option("float32 or bfloat16.", "float32 on cpu, bfloat16 on cuda", "--dtype", "--precision"),
+    ] = None
+    output: Output = Path("out/compare")
+    overwrite: Overwrite = False
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def place(self) -> Place:
+        return Place.choose(self.device, self.dtype)
+
+    @property
+    def path(self) -> Path:
+        return self.output / RESULTS
+
+    def check(self) -> None:
         if self.place.dtype not in PRECISIONS:
             raise ValueError(f"--dtype {self.place.dtype} must be one of {', '.join(PRECISIONS)}")
         if self.samples < 1 or self.checkpoints < 0:
             raise ValueError("--samples must be at least 1, and --checkpoints at least 0")
 
 
+_REQUEST = ComparisonRequest()
+
+
+@app.command()
+@with_option_groups
+def compare(
+    context: typer.Context,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders that muse train wrote.")],
+    request: ComparisonRequest = _REQUEST,
+) -> None:
+    """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.
+
+    Writes compare.json after every sample, goes on from it where it was interrupted, and writes reports at the end.
+    """
+    with user_errors():
+        request.check()
+        place = {"device": request.place.device, "dtype": request.place.dtype}
+    with measuring(request.path, spell(context, place), overwrite=request.overwrite):
+        compare_runs(runs, request, lambda names: spell(context, {**place, "runs": names}, is_recorded=True))
+
+
 def compare_runs(
-    request: ComparisonRequest, output: Path, command: Callable[[Sequence[str]], str], *, overwrite: bool = False
+    folders: Sequence[Path], request: ComparisonRequest, command: Callable[[Sequence[str]], str]
 ) -> ComparisonResults:
-    """Measure what is missing, with a bar; a ValueError if something cannot be.
+    """Measure what is missing, with a bar, show it and write the report; a ValueError if something cannot be.
 
     Args:
         command: what was called to compare runs of these names, for the file of the results
@@ -123,10 +109,11 @@ def compare_runs(
     from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
     from muse_attention.evaluation.comparison.runs import open_runs
 
+    asked_length = None if request.length is None else parse_size(request.length)
     silence_transformers()
     corpus = read_corpus(request.corpus)
-    runs = open_runs(request.runs, corpus, device=request.place.device, on_refused=say)
-    length = _length(runs, request.length)
+    runs = open_runs(folders, corpus, device=request.place.device, on_refused=say)
+    length = _length(runs, asked_length)
     windows = open_windows(corpus, length)
     settings = ComparisonSettings(
         corpus=corpus.manifest.source,
@@ -137,13 +124,12 @@ def compare_runs(
         device=request.place.device,
         precision=request.place.dtype,
     )
-    asked_for = request.attentions or [run.recipe.attention for run in runs]
+    asked_for = request.attention or [run.recipe.attention for run in runs]
     tested = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
     if request.samples > len(windows):
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
-    make_folder(output)
-    path = output / RESULTS
-    results = ComparisonResults.start(settings, path, overwrite=overwrite)
+    make_folder(request.output)
+    results = ComparisonResults.start(settings, request.path, overwrite=request.overwrite)
     missing = sum(
         len(results.missing(run.name, step, attentions_of(run, step, tested)))
         for run in runs
@@ -153,19 +139,17 @@ def compare_runs(
         add_command(results, command([run.name for run in runs]))
     with progress_bar(missing) as on_step:
         measure(
-            runs,
-            corpus,
-            tested,
-            results,
-            path,
+            *(runs, corpus, tested, results, request.path),
             checkpoints=request.checkpoints,
             on_step=on_step,
             on_refused=say,
         )
+    _show(results)
+    write(comparison_report(results), request.path, request.path)
     return results
 
 
-def show_comparison(results: ComparisonResults) -> None:
+def _show(results: ComparisonResults) -> None:
     """The matrix, with an attention in each row, as their names are long, and what it says."""
     settings, matrix = results.settings, matrix_table(results)
     title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"

@@ -15,13 +15,7 @@ from muse_attention.benchmark.plan import Plan
 from muse_attention.benchmark.results import BenchmarkSettings, Case
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import format_heads
-from muse_attention.benchmark.tables import (
-    format_error,
-    format_ratio,
-    format_seconds,
-    format_spread,
-    noise_lines,
-)
+from muse_attention.benchmark.tables import format_error, format_ratio, format_seconds, format_spread, noise_lines
 from muse_attention.cli.app import (
     Device,
     Overwrite,
@@ -35,12 +29,10 @@ from muse_attention.cli.app import (
     say,
     user_errors,
 )
-from muse_attention.cli.compare import RESULTS, ComparisonRequest, compare_runs, show_comparison
+from muse_attention.cli.compare import ComparisonRequest, compare_runs
 from muse_attention.cli.language_model import Place, short_warnings
-from muse_attention.cli.measuring import write
 from muse_attention.cli.train import training_progress
 from muse_attention.earlier_results import WAY_OUT, check_same, find_earlier
-from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.pretraining.data.corpus import MANIFEST, Corpus, read_corpus
 from muse_attention.pretraining.data.documents import Buckets
@@ -129,7 +121,11 @@ def _show_attentions(cases: dict[str, Case]) -> None:
     muse, moba = (cases[name] for name in _ATTENTIONS)
     table = new_table("", "forward +\nbackward", "spread", "speed-up", "RSE")
     table.add_row(
-        "exact", format_seconds(muse.sdpa_times.forward_backward_median), format_spread(muse.sdpa_times.spread), "", ""
+        "exact",
+        format_seconds(muse.sdpa_times.forward_backward_median),
+        format_spread(muse.sdpa_times.spread),
+        "",
+        "",
     )
     for name, label in _ATTENTIONS.items():
         case = cases[name]
@@ -205,16 +201,20 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
 
 def _compare(output: Path, place: Place, overwrite: bool) -> None:
     typer.echo(f"{_count(_PARTS)}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
-    request = ComparisonRequest([output / name for name in _RUNS], output / "corpus", place, samples=_SAMPLES)
-    path = output / "compare" / RESULTS
-    results = compare_runs(
-        request, path.parent, lambda names: f"muse demo --device {place.device}", overwrite=overwrite
+    request = ComparisonRequest(
+        corpus=output / "corpus",
+        samples=_SAMPLES,
+        device=place.device,
+        dtype=place.dtype,
+        output=output / "compare",
+        overwrite=overwrite,
     )
-    show_comparison(results)
-    write(comparison_report(results), path, path)
+    results = compare_runs(
+        [output / name for name in _RUNS], request, lambda names: f"muse demo --device {place.device}"
+    )
     for line in _conclusions(results, output):
         typer.echo(line)
-    typer.echo(f"the report: {path.with_suffix('.html')}")
+    typer.echo(f"the report: {request.path.with_suffix('.html')}")
 
 
 def _conclusions(results: ComparisonResults, output: Path) -> list[str]:

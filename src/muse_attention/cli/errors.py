@@ -7,31 +7,13 @@ from typing import Annotated
 
 import typer
 
-from muse_attention.benchmark.tables import format_error, format_ratio, format_seconds
-from muse_attention.cli.app import (
-    Device,
-    Overwrite,
-    app,
-    default_device,
-    make_folder,
-    progress_bar,
-    run_errors,
-    user_errors,
-)
-from muse_attention.cli.measuring import Output, show, spell, write
-from muse_attention.earlier_results import find_earlier
-from muse_attention.evaluation.attentions import names_table, short_names
-from muse_attention.evaluation.provenance import count, provenance_of
-from muse_attention.fidelity_columns import ERROR
-from muse_attention.machine import describe_machine, machine_lines
-from muse_attention.markup import csv_text
-from muse_attention.plots import GREY, PALETTE, ROUNDING, Axis, Line, Rule
-from muse_attention.report.figures import line_figure
-from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
-from muse_attention.sizes import format_size, parse_size
-from muse_attention.synthetic_errors import STEPS, Errors, ErrorSettings, measure_errors
-
-_FUTURE = "Relative squared change of the outputs in the first three quarters when all tokens after them are replaced."
+from muse_attention.benchmark.errors_report import about, errors_report, errors_table
+from muse_attention.benchmark.synthetic_errors import STEPS, Errors, ErrorSettings, measure_errors
+from muse_attention.cli.app import Device, Overwrite, app, make_folder, progress_bar, run_errors, user_errors
+from muse_attention.cli.language_model import Place
+from muse_attention.cli.measuring import Output, add_command, show, spell, write
+from muse_attention.machine import machine_lines
+from muse_attention.sizes import parse_size
 
 
 @app.command()
@@ -48,72 +30,16 @@ def errors(
     On synthetic data. Results that are there already are shown, not measured again.
     """
     with user_errors():
-        settings = ErrorSettings(parse_size(length), heads=heads, device=device or default_device())
+        settings = ErrorSettings(parse_size(length), heads=heads, device=Place.choose(device, None).device)
         path = output / "errors.json"
-        wanted = Errors(describe_machine(), settings, [], []).conditions()
-        earlier = find_earlier(path, Errors.read, Errors.conditions, wanted, overwrite=overwrite)
+        results = Errors.start(settings, path, overwrite=overwrite)
         make_folder(output)
     less = "choose a smaller --length or fewer --heads"
-    with run_errors(lambda: "nothing was written", lambda: less), progress_bar(STEPS) as on_step:
-        found = earlier or measure_errors(settings, on_step=on_step)
-    if earlier is None:
-        found.commands.append(spell(context, {"device": settings.device}, is_recorded=True))
-        found.write(path)
-    table = _table(found)
-    show(table, f"{machine_lines(found.machine)[0]}\n{_about(found)}", table.titles[1:])
-    write(errors_report(found), path, path)
-
-
-def errors_report(found: Errors, file_name: str = "errors") -> Report:
-    muse = next(line for line in found.lines if line.kind == "muse")
-    columns = [found.bin_centres, *(line.error_by_position for line in found.lines)]
-    return Report(
-        f"Errors on synthetic data: {file_name}",
-        verdict=[
-            f"MuSe has a relative squared error of {format_error(muse.relative_squared_error)} and is "
-            f"{format_ratio(muse.speedup)} as fast as exact attention.",
-            f"{_about(found)}; the paper's sizes, and baselines that are as sparse.",
-        ],
-        cards=[
-            Card(
-                f"RSE, {line.kind}", format_error(line.relative_squared_error), f"{format_ratio(line.speedup)} as fast"
-            )
-            for line in found.lines[1:]
-        ],
-        sections=[Section("Attentions", figures=[_figure(found)], tables=[_table(found)])],
-        names=names_table(line.attention for line in found.lines),
-        provenance=provenance_of(found, _about(found)),
-        csv=csv_text(["position", *(line.kind for line in found.lines)], list(zip(*columns, strict=True))),
-    )
-
-
-def _about(found: Errors) -> str:
-    settings = found.settings
-    return f"causal, length {format_size(settings.length)}, {count(settings.heads, 'head')}, on {settings.device}"
-
-
-def _table(found: Errors) -> Table:
-    names = short_names(line.attention for line in found.lines)
-    return Table.of(
-        found.lines,
-        (text("attention"), lambda line: names[line.attention]),
-        (number("forward + backward"), lambda line: format_seconds(line.forward_backward_seconds)),
-        (number("speed-up", "Over scaled_dot_product_attention."), lambda line: format_ratio(line.speedup)),
-        (number("RSE", ERROR[0].definition), lambda line: format_error(line.relative_squared_error)),
-        (number("cosine", ERROR[1].definition), lambda line: f"{line.cosine:.4f}"),
-        (number("future influence", _FUTURE), lambda line: format_error(line.future_influence)),
-    )
-
-
-def _figure(found: Errors) -> Figure:
-    """The first block is attended to exactly by all of them."""
-    settings = found.settings
-    lines = [
-        Line(line.kind, list(zip(found.bin_centres, line.error_by_position, strict=True)), colour)
-        for line, colour in zip(found.lines[1:], PALETTE, strict=False)
-    ]
-    blocks = range(settings.block_size, settings.length, settings.block_size)
-    x, y = Axis("position of the query", is_size=True), Axis("relative squared error", log=10)
-    rules = [Rule("", boundary, GREY, is_vertical=True) for boundary in blocks]
-    title = "Error by position; vertical lines are block boundaries, and the first block is exact"
-    return line_figure("by-position", title, lines, x, y, above=ROUNDING, rules=rules)
+    if not results.lines:
+        with run_errors(lambda: "nothing was written", lambda: less), progress_bar(STEPS) as on_step:
+            measure_errors(results, on_step=on_step)
+        add_command(results, spell(context, {"device": settings.device}, is_recorded=True))
+        results.write(path)
+    table = errors_table(results)
+    show(table, f"{machine_lines(results.machine)[0]}\n{about(results)}", table.titles[1:])
+    write(errors_report(results), path, path)

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from muse_attention.by_name import full_name
 from muse_attention.cli.app import app, console, new_table, user_errors
 from muse_attention.cli.language_model import Length, Model, Text, open_subject
 from muse_attention.cli.measuring import Measurement, ModelRun, Samples
-from muse_attention.cli.options import Words, attentions, listed, with_option_groups
-from muse_attention.evaluation.attentions import full_name
+from muse_attention.cli.options import Words, attentions, flag, listed, with_option_groups
 from muse_attention.evaluation.fidelity.layers import FidelityRequest, FidelityResults, measure, steps
 from muse_attention.evaluation.fidelity.presets import PRESETS, Preset, find_presets
 from muse_attention.evaluation.fidelity.report import fidelity_report
@@ -21,6 +21,7 @@ from muse_attention.fidelity_columns import ERROR, GRADIENTS, RETRIEVAL, TAIL, k
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.sizes import format_size, parse_size
 
+_GRADIENTS = "Measure the errors of gradients too, by a backward pass in every head."
 _RUN = ModelRun(output=Path("out/fidelity"))
 
 
@@ -36,9 +37,7 @@ def fidelity(
         Words, attentions("Attention to measure", "MuSeConfig.for_length, if there is no preset")
     ] = None,
     preset: Annotated[Words, listed(f"Tables of the paper's kind: all, or {', '.join(PRESETS)}.", "none")] = None,
-    gradients: Annotated[
-        bool, typer.Option("--gradients", help="Measure the errors of gradients too, by a backward pass in every head.")
-    ] = False,
+    gradients: Annotated[bool, flag("--gradients", _GRADIENTS)] = False,
     run: ModelRun = _RUN,
 ) -> None:
     """Measure how far attentions are from exact attention on the queries, keys and values of a model.

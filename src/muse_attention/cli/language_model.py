@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muse_attention.benchmark.workload import DTYPES, check_device
 from muse_attention.cli.app import default_device, say
+from muse_attention.cli.options import flag, option
 from muse_attention.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
 from muse_attention.evaluation.texts import read_samples
 from muse_attention.pretrained import DEFAULT_MODEL, load_model
@@ -28,20 +29,15 @@ Model = Annotated[
         show_default=DEFAULT_MODEL,
     ),
 ]
-Download = Annotated[
-    bool, typer.Option("--download", help="Get a model that is named like org/model from the Hugging Face hub.")
-]
+Download = Annotated[bool, flag("--download", "Get a model that is named like org/model from the Hugging Face hub.")]
 Text = Annotated[
     list[Path] | None,
-    typer.Option(
-        help="Text file, or folder of .py, .txt and .md files; may be repeated.",
-        show_default="the source of Python's standard library",
+    option(
+        "Text file, or folder of .py, .txt and .md files; may be repeated.", "the source of Python's standard library"
     ),
 ]
-Length = Annotated[str, typer.Option(help="Tokens of a sample; k means 1024.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on cpu, bfloat16 on cuda")
-]
+Length = Annotated[str, option("Tokens of a sample; k means 1024.")]
+Dtype = Annotated[str | None, option("float32, bfloat16 or float16.", "float32 on cpu, bfloat16 on cuda")]
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from muse_attention.by_name import full_name
 from muse_attention.cli.app import app, user_errors
 from muse_attention.cli.language_model import Length, Model, Text, open_subject
 from muse_attention.cli.measuring import Measurement, ModelRun, Samples, show
 from muse_attention.cli.options import Words, attentions, listed, with_option_groups
-from muse_attention.evaluation.attentions import figure_attentions, full_name
 from muse_attention.evaluation.fidelity.presets import PRESETS, find_presets
+from muse_attention.evaluation.loss.attentions import figure_attentions
 from muse_attention.evaluation.loss.curves import SHORTEST, fit_exact
 from muse_attention.evaluation.loss.positions import LossResults, measure
 from muse_attention.evaluation.loss.report import loss_report, summary_table

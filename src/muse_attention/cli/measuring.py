@@ -26,12 +26,13 @@ from muse_attention.cli.app import (
     user_errors,
 )
 from muse_attention.cli.language_model import Download, Dtype, Place, name_of, short_warnings
-from muse_attention.evaluation.stored import StoredResults
+from muse_attention.cli.options import option
 from muse_attention.report.files import write_report
 from muse_attention.report.tree import Report, Table
+from muse_attention.stored_results import StoredResults
 
-Samples = Annotated[int, typer.Option(help="Samples, one after another in the text.")]
-Output = Annotated[Path, typer.Option(help="Folder of the results.")]
+Samples = Annotated[int, option("Samples, one after another in the text.")]
+Output = Annotated[Path, option("Folder of the results.")]
 _NOT_SPELLED = ("overwrite", "resume")
 _PATHS = ("model", "text", "corpus", "data", "captures", "saved")
 """Options whose folders are in no file of results."""
@@ -44,9 +45,7 @@ class ModelRun:
     device: Device = None
     dtype: Dtype = None
     download: Download = False
-    name: Annotated[
-        str | None, typer.Option(help="File name, without ending.", show_default="the name of the model")
-    ] = None
+    name: Annotated[str | None, option("File name, without ending.", "the name of the model")] = None
     output: Output
     overwrite: Overwrite = False
     resume: Resume = False

@@ -11,25 +11,26 @@ import numpy as np
 import torch
 import typer
 
+from muse_attention.by_name import full_name
 from muse_attention.cli.app import say, user_errors
 from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Model, Text, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun, show, write
-from muse_attention.cli.options import Words, attentions, listed, with_option_groups
-from muse_attention.evaluation.attentions import full_name
+from muse_attention.cli.options import Words, attentions, flag, listed, option, with_option_groups
 from muse_attention.evaluation.lookups import report as lookup_reports
 from muse_attention.evaluation.lookups import results as lookups_found
 from muse_attention.evaluation.lookups.results import LookupResults
+from muse_attention.evaluation.needles.captures import fast_tokenizer
 from muse_attention.evaluation.needles.comparison import have_same_questions, needle_comparison
 from muse_attention.evaluation.needles.report import needle_report, summary_table
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
-from muse_attention.evaluation.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL
 from muse_attention.pretraining.data.corpus import HELD_OUT, read_corpus
 from muse_attention.pretraining.data.tokenizer import read_tokenizer
 from muse_attention.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
+from muse_attention.pretraining.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_attention.pretraining.needles.writer import VERSION
 from muse_attention.sizes import format_size, parse_size_list
 
@@ -41,8 +42,10 @@ COMPARED = "needles-compared"
 """Name of the files that compare the models in a folder."""
 _TEXT_TOKENS = 2**20
 """Of a haystack of texts, unless four times the longest context is more."""
-
-
+_LOOKUPS = (
+    "Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in every head. "
+    "Writes NAME-lookups.json, .md, .csv and .html."
+)
 _RUN = ModelRun(output=Path("out/needles"))
 _LENGTHS = "2k,4k,8k"
 
@@ -53,8 +56,7 @@ def needles(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
     corpus: Annotated[
-        Path | None,
-        typer.Option(help="Folder that muse prepare wrote: its held-out repositories are the haystack."),
+        Path | None, option("Folder that muse prepare wrote: its held-out repositories are the haystack.")
     ] = None,
     text: Text = None,
     length: Annotated[Words, listed("Tokens of a sample; k means 1024.", _LENGTHS)] = None,
@@ -62,16 +64,9 @@ def needles(
     attention: Annotated[
         Words, attentions("Attention that reads the prompt, beside exact attention", "MuSeConfig.for_length")
     ] = None,
-    samples_per_depth: Annotated[int, typer.Option(help="Of each kind and length, in each of nine depths.")] = 2,
-    lookups: Annotated[
-        bool,
-        typer.Option(
-            "--lookups",
-            help="Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in "
-            "every head. Writes NAME-lookups.json, .md, .csv and .html.",
-        ),
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    samples_per_depth: Annotated[int, option("Of each kind and length, in each of nine depths.")] = 2,
+    lookups: Annotated[bool, flag("--lookups", _LOOKUPS)] = False,
+    seed: Annotated[int, option("Of the samples.")] = 0,
     run: ModelRun = _RUN,
 ) -> None:
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
@@ -169,9 +164,7 @@ def _open(
     """Load a model and its haystack; a ValueError or ImportError of one line if samples cannot be made of them."""
     loaded, tokenizer = load_quietly(model, run.place, download=run.download)
     check_context(loaded, max(lengths))
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are; use a fast tokenizer")
+    backend = fast_tokenizer(tokenizer)
     haystack: Haystack
     if corpus is None:
         enough = max(_TEXT_TOKENS, 4 * max(lengths))

@@ -27,6 +27,16 @@ def split_words(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(word.strip() for text in texts for word in text.split(",")))
 
 
+def option(meaning: str, default: str = "", *flags: str) -> Any:
+    """An option; `default` is what the help shows in place of the parameter's own."""
+    return typer.Option(*flags, help=meaning, show_default=default or True)
+
+
+def flag(name: str, meaning: str) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=meaning)
+
+
 def listed(meaning: str, default: str, *flags: str, split: Callable[[Iterable[str]], list[str]] = split_words) -> Any:
     """An option of several words; `default` is what the help shows."""
     return typer.Option(

@@ -10,11 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from muse_attention.benchmark.documents import DocumentsResults
-from muse_attention.benchmark.results import read_results as read_benchmark
+from muse_attention.benchmark.errors_report import errors_report
+from muse_attention.benchmark.report import bench_report
+from muse_attention.benchmark.results import BenchmarkResults
+from muse_attention.benchmark.synthetic_errors import Errors
+from muse_attention.benchmark.tuning.candidates import TuningResults
+from muse_attention.benchmark.tuning.report import tuning_report
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.bench_documents import documents_report
-from muse_attention.cli.bench_report import bench_report
-from muse_attention.cli.errors import errors_report
 from muse_attention.cli.measuring import write
 from muse_attention.cli.needles import write_needle_comparisons
 from muse_attention.evaluation.comparison.report import comparison_report
@@ -29,14 +32,11 @@ from muse_attention.evaluation.needles.report import needle_report
 from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.tasks.answers import TaskResults
 from muse_attention.evaluation.tasks.report import tasks_report
-from muse_attention.evaluation.tuning.candidates import TuningResults
-from muse_attention.evaluation.tuning.report import tuning_report
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
 from muse_attention.report.html import as_html
 from muse_attention.report.tree import Link, Provenance, Report, Section
 from muse_attention.strict_json import parse_json
-from muse_attention.synthetic_errors import Errors
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ _KINDS = (
     _Kind("Lookups", "lookups", LookupResults.read, lookup_report),
     _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
     _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
-    _Kind("Benchmarks", "cases", read_benchmark, bench_report),
+    _Kind("Benchmarks", "cases", BenchmarkResults.read, bench_report),
     _Kind("Packed documents", "packed", DocumentsResults.read, documents_report),
     _Kind("Errors on synthetic data", "bin_centres", Errors.read, errors_report),
 )

@@ -16,7 +16,7 @@ from muse_attention.cli.app import console, new_table, phases_bar, say, user_err
 from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Model, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun
-from muse_attention.cli.options import Words, attentions, listed, with_option_groups
+from muse_attention.cli.options import Words, attentions, listed, option, with_option_groups
 from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.tasks.answers import Part, TaskNotOpenedError, TaskResults, TaskSettings, measure
 from muse_attention.evaluation.tasks.benchmarks import Benchmark, choose, read_rows, what_is_missing
@@ -41,13 +41,8 @@ def tasks(
     task: Annotated[Words, listed("arc_easy, sciq, lcc, repobench-p, ruler or one of its niah_ tasks.", _TASKS)] = None,
     length: Annotated[Words, listed("Tokens of RULER's samples; k means 1024.", _LENGTHS)] = None,
     attention: Annotated[Words, attentions("Attention in prefill, beside exact attention", "exact alone")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of data sets, laid out as in docs/evaluation.md.", show_default="none")
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", "--limit", help="Samples of every task, at most.", show_default="all"),
-    ] = None,
+    data: Annotated[Path | None, option("Folder of data sets, laid out as in docs/evaluation.md.", "none")] = None,
+    samples: Annotated[int | None, option("Samples of every task, at most.", "all", "--samples", "--limit")] = None,
     run: ModelRun = _RUN,
 ) -> None:
     """Run standard tasks on a language model, under one attention after another, through lm-eval.

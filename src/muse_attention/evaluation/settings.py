@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import importlib.metadata
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from muse_attention.machine import describe_machine
 from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
@@ -41,10 +37,6 @@ class TextSettings:
     def title(self) -> str:
         """Of a table on the terminal."""
         return f"{self.model}\n{self.text}, {self.samples} x {format_size(self.length)} tokens"
-
-
-OnStep = Callable[[str, int], None]
-"""Told what begins, and how many steps are finished."""
 
 
 def describe_model(name: str, model: PreTrainedModel) -> str:
@@ -78,10 +70,3 @@ def check_context(model: PreTrainedModel, length: int) -> None:
     longest = longest_context(model) or length
     if length > longest:
         raise ValueError(f"the model's context is {longest} tokens, less than {length}; choose a smaller length")
-
-
-def describe_machine_and_versions() -> dict[str, Any]:
-    versions = {}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # captures are measured without it
-        versions["transformers"] = importlib.metadata.version("transformers")
-    return {**describe_machine(), **versions}

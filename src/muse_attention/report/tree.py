@@ -6,7 +6,7 @@ All text is plain: nothing in it is read as HTML or Markdown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -29,6 +29,11 @@ def number(title: str, definition: str = "") -> Column:
     return Column(title, definition)
 
 
+def shown(value: object) -> str:
+    """What is not known is empty."""
+    return "" if value is None else str(value)
+
+
 class Table:
     """Cells are text; a cell that is not known is empty."""
 
@@ -44,9 +49,9 @@ class Table:
             raise ValueError(f"a row of the table {title!r} has another number of cells than {self.titles}")
 
     @classmethod
-    def of(cls, items: Iterable[Item], *columns: tuple[Column, Callable[[Item], str]], title: str = "") -> Table:
-        """A row for every item: each column with what it says of one."""
-        rows = [[cell(item) for _, cell in columns] for item in items]
+    def of(cls, items: Iterable[Item], *columns: tuple[Column, Callable[[Item], object]], title: str = "") -> Table:
+        """A row for every item: each column with what it says of one, nothing for None."""
+        rows = [[shown(cell(item)) for _, cell in columns] for item in items]
         return cls([column for column, _ in columns], rows, title)
 
     @property
@@ -82,6 +87,10 @@ class Link:
     note: str = ""
 
 
+class Note(str):
+    """Small print."""
+
+
 @dataclass(frozen=True)
 class Section:
     """Shown in the order of its fields."""
@@ -96,6 +105,26 @@ class Section:
     """small print"""
     lines: Sequence[str] = ()
     """as they are, in a fixed width"""
+    is_optional: bool = False
+    """whether it is left out where no table has a row"""
+
+    @classmethod
+    def of(cls, title: str, *content: str | Figure | Table | Note) -> Section:
+        """What there is to show, in any order: text is prose unless it is a note."""
+        prose = [part for part in content if isinstance(part, str) and not isinstance(part, Note)]
+        figures = [part for part in content if isinstance(part, Figure)]
+        tables = [part for part in content if isinstance(part, Table)]
+        notes = [part for part in content if isinstance(part, Note)]
+        return cls(title, prose, figures=figures, tables=tables, notes=notes)
+
+    @classmethod
+    def optional(cls, title: str, *content: str | Figure | Table | Note) -> Section:
+        """The same, left out where no table has a row."""
+        return replace(cls.of(title, *content), is_optional=True)
+
+    @property
+    def is_shown(self) -> bool:
+        return not self.is_optional or any(table.rows for table in self.tables)
 
 
 @dataclass(frozen=True)
@@ -127,6 +156,9 @@ class Report:
     provenance: Provenance = Provenance()
     csv: str = ""
     """the numbers behind it, for other programs"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sections", [section for section in self.sections if section.is_shown])
 
     @property
     def headline(self) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.means import Mean
@@ -42,6 +44,11 @@ class ScalingLaw:
     def fit(cls, points: Sequence[tuple[float, float]]) -> ScalingLaw:
         law = PowerLaw.fit(points)
         return cls(law, law.r_squared(points), tuple(points))
+
+    def curve(self, number: int) -> list[tuple[float, float]]:
+        """So many points of it, from the smallest model to the largest."""
+        sizes = np.geomspace(self.points[0][0], self.points[-1][0], number)
+        return [(float(size), self.law(float(size))) for size in sizes]
 
 
 def reference_of(results: ComparisonResults, run: Run) -> Run:

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 
-import numpy as np
-
-from muse_attention.evaluation.attentions import full_name, in_words, names_table, short_names
-from muse_attention.evaluation.comparison.findings import (
-    SIZES_OF_A_LAW,
-    Difference,
-    ScalingLaw,
-    difference,
-    missing_sizes,
-    reference_of,
-    scaling_laws,
-    sizes,
-    speedup,
-    switching,
-    unlike,
-    unlike_in_speed,
-)
+from muse_attention.attention_names import in_words, short_names
+from muse_attention.by_name import full_name
+from muse_attention.evaluation.comparison import findings
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.comparison.training_curves import UNSETTLED
 from muse_attention.evaluation.loss.report import LEAK, span
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.markup import csv_text
 from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Curve, Line, shades
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.report.figures import line_figure
-from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
+from muse_attention.report.provenance import count, names_table, provenance_of
+from muse_attention.report.tree import Card, Figure, Note, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
 _LOSS = (
@@ -46,7 +33,7 @@ _SWITCHING = (
     "The loss of one and the same model under an attention, minus its loss under exact attention: what is gained or "
     "lost by training with one and deploying with the other."
 )
-_TOKENS = (
+_TOKENS = Note(
     "The paper trains on 20 tokens for each parameter. Differences between runs that saw far fewer say how models "
     "begin to learn, not where they end."
 )
@@ -55,7 +42,7 @@ _SECONDS = (
     "Time of the updates alone, without checkpoints and pauses, on whatever machine trained the run; probes of the "
     "attention's error may count in runs from before 0.2.0."
 )
-_SPEED_OF_THE_PAPER = (
+_PAPER_SPEED = Note(
     "The paper's: 88.9k tokens/s with MuSe and 65.3k with cuDNN's exact attention, 1.36x, for the 1B model at 64k on "
     "8 A100."
 )
@@ -69,9 +56,9 @@ _ANSWERS = (
     "model that cannot look a uid up where its function was defined has to guess it."
 )
 _POSITIONS = "Under exact attention: the loss itself, not its cumulative mean, between powers of two of the position."
-_PAPER_LAW = "The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999."
-_RUNS = (BLACK, *PALETTE)
-_MEAN = "mean"
+_PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
+_RUN = (text("run"), lambda run: run.name)
+_TOKENS_AXIS = Axis("tokens (millions)")
 _POINTS_OF_A_LAW = 50
 
 
@@ -79,52 +66,33 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
     if not results.attentions:
         raise ValueError("no model has seen all samples yet; run the comparison again, and it goes on")
     settings = results.settings
-    probes, answers, laws = probe_table(results), answers_table(results), scaling_table(results)
+    switched = [switching_table(results)] if any(name != EXACT for name in results.attentions) else []
+    laws = [scaling_table(results)] if findings.scaling_laws(results) else []
     smoothing = " or ".join(f"{averaged:,}" for averaged in sorted({run.curves.averaged for run in _runs(results)}))
-    sections = [
-        Section("Training attention against test attention", tables=[matrix_table(results)]),
-        Section("Runs", tables=[runs_table(results)], notes=[_TOKENS, *_beginnings(results)]),
-    ]
-    if any(name != EXACT for name in results.attentions):
-        sections.append(
-            Section("Switching the attention", [_SWITCHING], tables=[switching_table(results)], notes=[LEAK])
-        )
-    averages = (
+    averages = Note(
         f"Each point is the mean of {smoothing} consecutive updates, and none is in two points. This is the loss on "
         "the training batches, under the attention of the update."
     )
-    sections.append(
-        Section(
-            "Training and its speed",
-            figures=_training_figures(results),
-            tables=[speed_table(results)],
-            notes=[averages, _SPEED_OF_THE_PAPER],
-        )
-    )
-    if probes.rows:
-        sections.append(
-            Section("The attention's error in training", [_PROBE], figures=_error_figures(results), tables=[probes])
-        )
-    if answers.rows:
-        sections.append(
-            Section("Learning to look needles up", [_ANSWERS], figures=_answers_figures(results), tables=[answers])
-        )
-    sections += [
-        Section(
-            "Loss by position", [_POSITIONS], figures=_position_figures(results), tables=[positions_table(results)]
-        ),
-        Section(
-            "Scaling law",
-            figures=_scaling_figures(results),
-            tables=[laws] if laws.rows else [],
-            notes=[*_missing_sizes(results), _PAPER_LAW],
-        ),
-    ]
     return Report(
         f"Training runs compared: {', '.join(results.runs)}",
         verdict=[*headline(results), *warnings(results)],
         cards=_cards(results),
-        sections=sections,
+        sections=[
+            Section.of("Training attention against test attention", matrix_table(results)),
+            Section.of("Runs", runs_table(results), _TOKENS, *_beginnings(results)),
+            *(Section.of("Switching the attention", _SWITCHING, table, LEAK) for table in switched),
+            Section.of(
+                "Training and its speed", *_training_figures(results), speed_table(results), averages, _PAPER_SPEED
+            ),
+            Section.optional(
+                "The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)
+            ),
+            Section.optional(
+                "Learning to look needles up", _ANSWERS, *_answers_figures(results), answers_table(results)
+            ),
+            Section.of("Loss by position", _POSITIONS, *_position_figures(results), positions_table(results)),
+            Section.of("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW),
+        ],
         names=names_table(_named(results)),
         provenance=provenance_of(
             results,
@@ -140,7 +108,7 @@ def runs_table(results: ComparisonResults) -> Table:
     names = short_names(_named(results))
     return Table.of(
         _runs(results),
-        (text("run"), lambda run: run.name),
+        _RUN,
         (text("trained with"), lambda run: f"{names[run.attention]}{_tail(run)}"),
         (number("parameters"), lambda run: f"{run.parameters / 1e6:,.1f}M"),
         (number("updates"), lambda run: f"{run.step:,}"),
@@ -156,76 +124,62 @@ def _weights(run: Run) -> str:
 
 def matrix_table(results: ComparisonResults) -> Table:
     """Training attention against test attention, and the difference under exact attention."""
-    attentions, names = results.attentions, short_names(_named(results))
-    columns = [text("run"), text("trained with"), *(number(f"tested: {names[name]}", _LOSS) for name in attentions)]
-    columns += [number("difference, tested: exact", _DIFFERENCE), number("percent", _DIFFERENCE)]
-    rows = []
-    for run in _runs(results):
-        cells = [results.whole(run, name) for name in attentions]
-        found = difference(results, run)
-        rows.append(
-            (
-                run.name,
-                names[run.attention],
-                *("" if cell is None else str(Mean.of(cell.means)) for cell in cells),
-                "" if found is None else found.nats.signed(),
-                "" if found is None else _percent(found),
-            )
-        )
-    return Table(columns, rows)
+    names, found = short_names(_named(results)), {run.name: findings.difference(results, run) for run in _runs(results)}
+
+    def loss(attention: str) -> Callable[[Run], Mean | None]:
+        return lambda run: Mean.of(cell.means) if (cell := results.whole(run, attention)) else None
+
+    return Table.of(
+        _runs(results),
+        _RUN,
+        (text("trained with"), lambda run: names[run.attention]),
+        *((number(f"tested: {names[name]}", _LOSS), loss(name)) for name in results.attentions),
+        (number("difference, tested: exact", _DIFFERENCE), lambda run: (gap := found[run.name]) and gap.nats.signed()),
+        (number("percent", _DIFFERENCE), lambda run: (gap := found[run.name]) and _percent(gap)),
+    )
 
 
 def switching_table(results: ComparisonResults) -> Table:
-    others, names = [name for name in results.attentions if name != EXACT], short_names(_named(results))
-    rows = []
-    for run in _runs(results):
-        found = [switching(results, run, name) for name in others]
-        rows.append((run.name, *("" if gap is None else gap.signed() for gap in found)))
-    return Table((text("run"), *(number(names[name], in_words(name)) for name in others)), rows)
+    names = short_names(_named(results))
+
+    def change(attention: str) -> Callable[[Run], str | None]:
+        return lambda run: gap.signed() if (gap := findings.switching(results, run, attention)) else None
+
+    others = (name for name in results.attentions if name != EXACT)
+    return Table.of(_runs(results), _RUN, *((number(names[name], in_words(name)), change(name)) for name in others))
 
 
 def speed_table(results: ComparisonResults) -> Table:
-    columns = (
-        text("run"),
-        text("attention of the update"),
-        number("tokens/s", _SPEED),
-        number("updates"),
-        number("speed-up over exact training"),
-        number("all updates", _SECONDS),
-    )
     names = short_names(_named(results))
-    rows = []
-    for run in _runs(results):
-        ratio = speedup(results, run)
-        for attention, speed in run.curves.speeds.items():
-            is_its_own = attention == run.recipe.attention
-            rows.append(
-                (
-                    run.name,
-                    names[full_name(attention, run.recipe.length)],
-                    f"{speed.tokens_per_second:,.0f}",
-                    f"{speed.updates:,}",
-                    f"{ratio:.2f}x{_speed_remark(results, run)}" if is_its_own and ratio is not None else "",
-                    str(datetime.timedelta(seconds=round(run.curves.seconds))) if is_its_own else "",
-                )
-            )
-    return Table(columns, rows)
+    rows = [
+        (run, attention, speed, attention == run.recipe.attention)
+        for run in _runs(results)
+        for attention, speed in run.curves.speeds.items()
+    ]
+    return Table.of(
+        rows,
+        (text("run"), lambda row: row[0].name),
+        (text("attention of the update"), lambda row: names[full_name(row[1], row[0].recipe.length)]),
+        (number("tokens/s", _SPEED), lambda row: f"{row[2].tokens_per_second:,.0f}"),
+        (number("updates"), lambda row: f"{row[2].updates:,}"),
+        (number("speed-up over exact training"), lambda row: _speedup(results, row[0]) if row[3] else None),
+        (number("all updates", _SECONDS), lambda row: _duration(row[0].curves.seconds) if row[3] else None),
+    )
 
 
 def probe_table(results: ComparisonResults) -> Table:
     """The first and the last measurement of each run, and the mean of all."""
     names = short_names(_named(results))
-    rows = []
-    for run in _runs(results):
-        probes = run.curves.probes
-        if probes:
-            worst, error = max(probes[-1].errors.items(), key=lambda layer: layer[1])
-            means = [probe.mean for probe in probes]
-            numbers = (f"{means[0]:.2g}", f"{means[-1]:.2g}", f"{sum(means) / len(means):.2g}")
-            about = (run.name, names[run.attention], str(len(probes)))
-            rows.append((*about, *numbers, f"{error:.2g} (layer {worst})"))
-    titles = ("measurements", "first", "last", "mean", "worst layer, last")
-    return Table((text("run"), text("attention"), *map(number, titles)), rows)
+    return Table.of(
+        [(run, run.curves.probes) for run in _runs(results) if run.curves.probes],
+        (text("run"), lambda row: row[0].name),
+        (text("attention"), lambda row: names[row[0].attention]),
+        (number("measurements"), lambda row: len(row[1])),
+        (number("first"), lambda row: f"{row[1][0].mean:.2g}"),
+        (number("last"), lambda row: f"{row[1][-1].mean:.2g}"),
+        (number("mean"), lambda row: f"{sum(probe.mean for probe in row[1]) / len(row[1]):.2g}"),
+        (number("worst layer, last"), lambda row: "{1:.2g} (layer {0})".format(*row[1][-1].worst)),
+    )
 
 
 def answers_table(results: ComparisonResults) -> Table:
@@ -256,26 +210,25 @@ def positions_table(results: ComparisonResults) -> Table:
     A run whose reference is not measured yet has its own loss.
     """
     runs = [run for run in _runs(results) if results.whole(run, EXACT)]
-    columns = {run.name: [loss for _, loss in losses_by_position(results, run)] for run in runs}
-    references = {run.name: reference_of(results, run).name for run in runs}
-    less = {name: other for name, other in references.items() if other != name and other in columns}
-    titles = ["positions", *(f"{name} less {less[name]}" if name in less else name for name in columns)]
-    rows = []
-    first = 1
-    for place, size in enumerate(next((cell.sizes for cell in results.cells), [])):
-        cells = (
-            f"{column[place] - columns[less[name]][place]:+.4f}" if name in less else f"{column[place]:.4f}"
-            for name, column in columns.items()
-        )
-        rows.append((span(first, first + size - 1), *cells))
-        first += size
-    return Table(map(number, titles), rows)
+    losses = {run.name: [loss for _, loss in losses_by_position(results, run)] for run in runs}
+    titles, columns = ["positions"], []
+    for name, own in losses.items():
+        reference = findings.reference_of(results, results.runs[name]).name
+        if reference != name and reference in losses:
+            titles.append(f"{name} less {reference}")
+            columns.append([f"{loss - other:+.4f}" for loss, other in zip(own, losses[reference], strict=True)])
+        else:
+            titles.append(name)
+            columns.append([f"{loss:.4f}" for loss in own])
+    sizes = next((cell.sizes for cell in results.cells), [])
+    spans = [span(last - size + 1, last) for last, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+    return Table(map(number, titles), zip(spans, *columns, strict=True))
 
 
 def scaling_table(results: ComparisonResults) -> Table:
     names = short_names(_named(results))
     return Table.of(
-        scaling_laws(results).items(),
+        findings.scaling_laws(results).items(),
         (text("trained with"), lambda law: names[law[0]]),
         (text("parameters"), lambda law: ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in law[1].points)),
         (number("exponent"), lambda law: f"{law[1].law.exponent:.3f}"),
@@ -299,17 +252,13 @@ def losses_by_position(results: ComparisonResults, run: Run, step: int | None = 
 def headline(results: ComparisonResults) -> list[str]:
     """For every run but the references: its held-out loss under exact attention, and its speed, in words."""
     lines = []
-    for run in results.runs.values():
-        found = difference(results, run)
-        if found is None:
-            continue
-        line = (
-            f"{run.name}, trained with {run.attention}: held-out loss under exact attention within "
-            f"{abs(found.percent.mean):.2f}% of {found.reference} ({_percent(found)})"
-        )
-        ratio = speedup(results, run)
-        speed = "" if ratio is None else f", {ratio:.2f}x its tokens per second{_speed_remark(results, run)}"
-        lines.append(f"{line}{speed}")
+    for run in _runs(results):
+        if found := findings.difference(results, run):
+            ratio = _speedup(results, run, " its tokens per second")
+            lines.append(
+                f"{run.name}, trained with {run.attention}: held-out loss under exact attention within "
+                f"{abs(found.percent.mean):.2f}% of {found.reference} ({_percent(found)}){ratio and f', {ratio}'}"
+            )
     return lines
 
 
@@ -317,12 +266,12 @@ def warnings(results: ComparisonResults) -> list[str]:
     """What stands between these runs and a fair comparison."""
     lines = [
         f"{run.name} is not finished: its weights are those of update {run.step:,} of {run.recipe.steps:,}."
-        for run in results.runs.values()
+        for run in _runs(results)
         if not run.is_finished
     ]
-    for run in results.runs.values():
-        if names := unlike(results, run):
-            reference = reference_of(results, run).name
+    for run in _runs(results):
+        if names := findings.unlike(results, run):
+            reference = findings.reference_of(results, run).name
             lines.append(f"{run.name} differs from {reference} by more than its attention: {', '.join(names)}.")
     return lines
 
@@ -331,21 +280,20 @@ def as_csv(results: ComparisonResults) -> str:
     """A line for every model and attention that has seen all samples, earlier checkpoints included."""
     header = ["run", "trained_with", "parameters", "updates", "tested_with", "samples", "loss", "standard_error"]
     rows = []
-    for run in results.runs.values():
+    for run in _runs(results):
         for cell in results.cells:
             if cell.run == run.name and len(cell.bins) == results.settings.samples:
-                mean = Mean.of(cell.means)
-                error = "" if mean.standard_error is None else f"{mean.standard_error:.6g}"
+                numbers = ("" if one is None else f"{one:.6g}" for one in Mean.of(cell.means))
                 about = [run.name, run.attention, run.parameters, cell.step, cell.attention, len(cell.bins)]
-                rows.append([*about, f"{mean.mean:.6g}", error])
+                rows.append([*about, *numbers])
     return csv_text(header, rows)
 
 
-def _beginnings(results: ComparisonResults) -> list[str]:
+def _beginnings(results: ComparisonResults) -> list[Note]:
     """Of runs whose first weights are those of another."""
     return [
-        f"{run.name} begins with the weights of {run.recipe.initial}; what those have seen is not counted."
-        for run in results.runs.values()
+        Note(f"{run.name} begins with the weights of {run.recipe.initial}; what those have seen is not counted.")
+        for run in _runs(results)
         if run.recipe.initial
     ]
 
@@ -355,12 +303,18 @@ def _tail(run: Run) -> str:
     return f", exact for the last {100 * share:g}%" if share and run.attention != EXACT else ""
 
 
-def _speed_remark(results: ComparisonResults, run: Run) -> str:
-    names = unlike_in_speed(results, run)
-    return f" ({', '.join(names)} {'differs' if len(names) == 1 else 'differ'})" if names else ""
+def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:
+    """Over exact training, and what else makes the speeds differ; empty where it is not known."""
+    ratio, names = findings.speedup(results, run), findings.unlike_in_speed(results, run)
+    remark = f" ({', '.join(names)} {'differs' if len(names) == 1 else 'differ'})" if names else ""
+    return "" if ratio is None else f"{ratio:.2f}x{of_what}{remark}"
 
 
-def _percent(found: Difference) -> str:
+def _duration(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=round(seconds))
+
+
+def _percent(found: findings.Difference) -> str:
     mean, error = found.percent
     return f"{mean:+.2f}%" if error is None else f"{mean:+.2f} ± {error:.2f}%"
 
@@ -380,7 +334,7 @@ def _named(results: ComparisonResults) -> list[str]:
 def _cards(results: ComparisonResults) -> list[Card]:
     """Of the first run that is compared with another."""
     for run in _runs(results):
-        found, ratio, probes = difference(results, run), speedup(results, run), run.curves.probes
+        found, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
         if found is not None:
             return [
                 *([Card("speed-up in training", f"{ratio:.2f}x", run.name)] if ratio is not None else []),
@@ -391,13 +345,12 @@ def _cards(results: ComparisonResults) -> list[Card]:
     return []
 
 
-def _missing_sizes(results: ComparisonResults) -> list[str]:
+def _missing_sizes(results: ComparisonResults) -> list[Note]:
     lines = []
-    for attention, points in sizes(results).items():
-        if missing := missing_sizes(points):
-            found = SIZES_OF_A_LAW - missing
-            there_are = "one size" if found == 1 else f"{found} sizes"
-            lines.append(f"{attention}: {there_are} of model, {missing} fewer than a power law needs.")
+    for attention, points in findings.sizes(results).items():
+        if missing := findings.missing_sizes(points):
+            there_are = count(findings.SIZES_OF_A_LAW - missing, "size")
+            lines.append(Note(f"{attention}: {there_are} of model, {missing} fewer than a power law needs."))
     return lines
 
 
@@ -408,24 +361,26 @@ def _figure(name: str, title: str, lines: Iterable[Line], x: Axis, y: Axis, abov
 
 
 def _coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:
-    return [Line(name, curve, _RUNS[place % len(_RUNS)], marker) for place, (name, curve) in enumerate(curves)]
+    return [Line(name, curve, colour, marker) for (name, curve), colour in zip(curves, _colours(), strict=False)]
+
+
+def _colours() -> Iterable[str]:
+    return itertools.cycle((BLACK, *PALETTE))
 
 
 def _training_figures(results: ComparisonResults) -> list[Figure]:
-    loss, runs = Axis("training loss (nats)"), list(_runs(results))
-    by_tokens = [(run.name, [(point.tokens / 1e6, point.loss) for point in run.curves.points]) for run in runs]
-    by_seconds = [(run.name, [(point.seconds, point.loss) for point in run.curves.points]) for run in runs]
+    loss, points = Axis("training loss (nats)"), {run.name: run.curves.points for run in _runs(results)}
+    by_tokens = _coloured((name, [(point.tokens / 1e6, point.loss) for point in of]) for name, of in points.items())
+    by_seconds = _coloured((name, [(point.seconds, point.loss) for point in of]) for name, of in points.items())
     return [
-        *_figure("training", "Training loss against tokens", _coloured(by_tokens), Axis("tokens (millions)"), loss),
-        *_figure(
-            "training-seconds", "Training loss against time", _coloured(by_seconds), Axis("seconds of updates"), loss
-        ),
+        *_figure("training", "Training loss against tokens", by_tokens, _TOKENS_AXIS, loss),
+        *_figure("training-seconds", "Training loss against time", by_seconds, Axis("seconds of updates"), loss),
     ]
 
 
 def _error_figures(results: ComparisonResults) -> list[Figure]:
     """One for each run: a line for every layer, and their mean."""
-    figures = []
+    figures, y = [], Axis("relative squared error", log=10)
     for place, run in enumerate(_runs(results), start=1):
         probes = run.curves.probes
         layers = list(probes[0].errors) if probes else []
@@ -433,21 +388,23 @@ def _error_figures(results: ComparisonResults) -> list[Figure]:
             Line(f"layer {layer}", [(probe.tokens / 1e6, probe.errors[layer]) for probe in probes], colour, ".")
             for layer, colour in zip(layers, shades(len(layers)), strict=True)
         ]
-        lines.append(Line(_MEAN, [(probe.tokens / 1e6, probe.mean) for probe in probes], PALETTE[1], ".", width=2))
-        x, y = Axis("tokens (millions)"), Axis("relative squared error", log=10)
-        figures += _figure(f"errors-{place}", f"Error in training: {run.name}", lines, x, y, ROUNDING)
+        lines.append(Line("mean", [(probe.tokens / 1e6, probe.mean) for probe in probes], PALETTE[1], ".", width=2))
+        figures += _figure(f"errors-{place}", f"Error in training: {run.name}", lines, _TOKENS_AXIS, y, ROUNDING)
     return figures
 
 
 def _answers_figures(results: ComparisonResults) -> list[Figure]:
     names = short_names(_named(results))
-    curves = [
-        (f"{run.name}, {names[attention]}", curve)
-        for run in _runs(results)
-        for attention, curve in answers_curves(run).items()
-    ]
+    curves = _coloured(
+        (
+            (f"{run.name}, {names[attention]}", curve)
+            for run in _runs(results)
+            for attention, curve in answers_curves(run).items()
+        ),
+        ".",
+    )
     y = Axis("nats for a token of the answer", from_zero=True)
-    return _figure("answers", "Loss of uids in imports", _coloured(curves, "."), Axis("tokens (millions)"), y)
+    return _figure("answers", "Loss of uids in imports", curves, _TOKENS_AXIS, y)
 
 
 def _position_figures(results: ComparisonResults) -> list[Figure]:
@@ -466,17 +423,10 @@ def _position_figures(results: ComparisonResults) -> list[Figure]:
 
 def _scaling_figures(results: ComparisonResults) -> list[Figure]:
     """A mark for each model, and a line for the law of each attention."""
-    laws, names = scaling_laws(results), short_names(_named(results))
-    lines = []
-    for place, (name, points) in enumerate(sizes(results).items() if laws else []):
-        colour = _RUNS[place % len(_RUNS)]
+    laws, names, lines = findings.scaling_laws(results), short_names(_named(results)), []
+    for (name, points), colour in zip(findings.sizes(results).items() if laws else [], _colours(), strict=False):
         lines.append(Line(names[name], points, colour, "o", ""))
         if name in laws:
-            lines.append(Line(f"law of {names[name]}", _line(laws[name]), colour, width=1))
+            lines.append(Line(f"law of {names[name]}", laws[name].curve(_POINTS_OF_A_LAW), colour, width=1))
     x, y = Axis("parameters", log=10), Axis("held-out loss (nats)", log=10)
     return _figure("scaling", "Loss against parameters", lines, x, y)
-
-
-def _line(found: ScalingLaw) -> Curve:
-    smallest, largest = found.points[0][0], found.points[-1][0]
-    return [(float(size), found.law(float(size))) for size in np.geomspace(smallest, largest, _POINTS_OF_A_LAW)]

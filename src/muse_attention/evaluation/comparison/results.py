@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from muse_attention.by_name import full_name
 from muse_attention.earlier_results import WAY_OUT
-from muse_attention.evaluation.attentions import full_name
 from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.evaluation.means import Mean
-from muse_attention.evaluation.stored import StoredResults, entries
 from muse_attention.pretraining.recipes import Recipe, read_recipe
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.recorded_names import recorded_name
+from muse_attention.stored_results import StoredResults, entries
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class Probe(NamedTuple):
     def mean(self) -> float:
         return statistics.fmean(self.errors.values())
 
+    @property
+    def worst(self) -> tuple[int, float]:
+        """The layer with the largest error, and that."""
+        return max(self.errors.items(), key=lambda layer: layer[1])
+
 
 class Answers(NamedTuple):
     """Nats for each token of a uid that had to be looked up, measured at an update."""

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.by_name import get_attention
-from muse_attention.evaluation.settings import OnStep, TextSettings
-from muse_attention.evaluation.stored import StoredResults, entries, rounded
+from muse_attention.evaluation.settings import TextSettings
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.gradient_fidelity import ExactGradients, measure_gradients
 from muse_attention.markup import csv_text
+from muse_attention.stored_results import OnStep, StoredResults, entries, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,10 +133,7 @@ def measure(
 
     Shorter requests are measured on the beginning of each sample. If `gradients`, their errors are measured too.
     """
-    from muse_attention.capture import (
-        NO_LAYERS,
-        visit_layers,
-    )  # here, for commands without a model to need no transformers
+    from muse_attention.capture import NO_LAYERS, visit_layers  # here: only commands with a model need transformers
 
     finished = 0
     with results.saving(path) as save:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from muse_attention.by_name import full_name
 from muse_attention.config import Clustering, MuSeConfig
-from muse_attention.evaluation.attentions import full_name
-from muse_attention.evaluation.fidelity import paper
 from muse_attention.evaluation.fidelity.layers import FidelityRequest
-from muse_attention.evaluation.fidelity.paper import PaperTable
+from muse_attention.evaluation.fidelity.paper import TABLES, PaperTable
 from muse_attention.sizes import format_size
 
 RETRIEVED_PART = 16
@@ -111,28 +110,33 @@ PRESETS: dict[str, Callable[[_Base], Preset]] = {}
 _Rows = Callable[[_Base], Iterable[Row]]
 
 
-def _preset(
-    name: str, columns: tuple[str, ...], title: str, question: str, *tables: PaperTable
-) -> Callable[[_Rows], _Rows]:
-    """The rows that a function gives for a base are a preset. The question may name the `words` of the base."""
+def _preset(*columns: str, paper: tuple[str, ...] = ()) -> Callable[[_Rows], _Rows]:
+    """The rows that a function gives for a base are a preset of its name, beside tables of the paper, by number.
+
+    The docstring of the function is the title and the question, which may name the `words` of the base.
+    """
+    tables = tuple(TABLES[number] for number in paper)
 
     def add(rows: _Rows) -> _Rows:
-        PRESETS[name] = lambda base: Preset(
-            name, title, question.format(**base.words), columns, tuple(rows(base)), tables
-        )
+        name = rows.__name__.strip("_").replace("_", "-")
+        title, _, question = (rows.__doc__ or "").partition("\n")
+
+        def make(base: _Base) -> Preset:
+            asked = " ".join(question.split()).format(**base.words)
+            return Preset(name, title, asked, columns, tuple(rows(base)), tables)
+
+        PRESETS[name] = make
         return rows
 
     return add
 
 
-@_preset(
-    "methods",
-    ("attention",),
-    "MuSe, MoBA and block-diagonal attention at equal sparsity",
-    "All three attend exactly to the same own block; MoBA retrieves one block of as many keys as MuSe retrieves.",
-    paper.METHODS,
-)
+@_preset("attention", paper=("Table 1",))
 def _methods(base: _Base) -> Iterable[Row]:
+    """MuSe, MoBA and block-diagonal attention at equal sparsity
+
+    All three attend exactly to the same own block; MoBA retrieves one block of as many keys as MuSe retrieves.
+    """
     config, block = base.config, format_size(base.config.block_size)
     # As many keys are retrieved by MoBA as by MuSe, on average.
     retrieved = config.retrieved_clusters * config.retrieved_blocks * config.block_size // config.key_clusters
@@ -141,129 +145,109 @@ def _methods(base: _Base) -> Iterable[Row]:
     yield base.named(f"block_diagonal:{block}", "block-diagonal")
 
 
-@_preset(
-    "joint",
-    ("clusters", "retrieved", "summaries"),
-    "Clusters of queries and keys together, with and without the tilt",
-    "Retrieval grows with the clusters (one in 16). Without the tilt all queries see the same summaries.",
-    *(paper.JOINT_1B, paper.JOINT_1B_NO_TILT, paper.JOINT_96M),
-)
+@_preset("clusters", "retrieved", "summaries", paper=("Table 2", "Table 29", "Table 15"))
 def _joint(base: _Base) -> Iterable[Row]:
+    """Clusters of queries and keys together, with and without the tilt
+
+    Retrieval grows with the clusters (one in 16). Without the tilt all queries see the same summaries.
+    """
     for count in base.counts:
         yield from base.tilted_and_not(count, count, _part(count))
 
 
-@_preset(
-    "query-clusters",
-    ("query clusters",),
-    "Clusters of queries alone",
-    "{clusters} clusters of keys. One cluster of queries still tilts summaries by the mean query; without the tilt "
-    "they are plain means (the paper's Q = 1).",
-    paper.QUERY_CLUSTERS,
-)
+@_preset("query clusters", paper=("Table 13",))
 def _query_clusters(base: _Base) -> Iterable[Row]:
+    """Clusters of queries alone
+
+    {clusters} clusters of keys. One cluster of queries still tilts summaries by the mean query; without the tilt
+    they are plain means (the paper's Q = 1).
+    """
     for step in range((4 * base.clusters).bit_length()):
         yield base.row(4 * base.clusters >> step, query_clusters=4 * base.clusters >> step)
     yield base.row(NO_TILT, tilt=False)
 
 
-@_preset(
-    "key-clusters",
-    ("key clusters", "retrieved"),
-    "Clusters of keys alone",
-    "{clusters} clusters of queries; one in 16 clusters of keys is retrieved.",
-    paper.KEY_CLUSTERS,
-)
+@_preset("key clusters", "retrieved", paper=("Table 14",))
 def _key_clusters(base: _Base) -> Iterable[Row]:
+    """Clusters of keys alone
+
+    {clusters} clusters of queries; one in 16 clusters of keys is retrieved.
+    """
     for count in base.counts:
         yield base.row(count, _part(count), key_clusters=count, retrieved_clusters=_part(count))
 
 
-@_preset(
-    "monopole",
-    ("clusters", "summaries"),
-    "Summaries alone: nothing is retrieved",
-    "What the summaries of the far field are worth by themselves.",
-    *(paper.MONOPOLE_96M, paper.DECOMPOSITION),
-)
+@_preset("clusters", "summaries", paper=("Table 16", "Table 3"))
 def _monopole(base: _Base) -> Iterable[Row]:
+    """Summaries alone: nothing is retrieved
+
+    What the summaries of the far field are worth by themselves.
+    """
     for count in base.counts:
         yield from base.tilted_and_not(count, count, retrieved_clusters=0)
 
 
-@_preset(
-    "retrieval-only",
-    ("clusters", "retrieved", "summaries"),
-    "Retrieval alone: summaries choose, but are not attended to",
-    "Whether the tilt helps by choosing better, or by approximating better.",
-    *(paper.RETRIEVAL_ONLY, paper.DECOMPOSITION),
-)
+@_preset("clusters", "retrieved", "summaries", paper=("Table 19", "Table 3"))
 def _retrieval_only(base: _Base) -> Iterable[Row]:
+    """Retrieval alone: summaries choose, but are not attended to
+
+    Whether the tilt helps by choosing better, or by approximating better.
+    """
     for count in (base.clusters, 4 * base.clusters):
         yield from base.tilted_and_not(count, count, _part(count), monopole=False)
 
 
-@_preset(
-    "fixed-retrieval",
-    ("clusters", "keys retrieved"),
-    "More clusters, as many retrieved",
-    "{retrieved} clusters are retrieved at any count, so that more clusters retrieve fewer keys.",
-    *(paper.FIXED_RETRIEVAL_96M, paper.FIXED_RETRIEVAL_1B),
-)
+@_preset("clusters", "keys retrieved", paper=("Table 17", "Table 22"))
 def _fixed_retrieval(base: _Base) -> Iterable[Row]:
+    """More clusters, as many retrieved
+
+    {retrieved} clusters are retrieved at any count, so that more clusters retrieve fewer keys.
+    """
     retrieved = base.config.retrieved_clusters
     for count in base.counts:
         keys = retrieved * base.config.block_size // count
         yield base.row(count, keys, joint=count, retrieved_clusters=retrieved)
 
 
-@_preset(
-    "retrieval-count",
-    ("retrieved",),
-    "Retrieved clusters",
-    "{clusters} clusters of queries and of keys, one block of each retrieved cluster.",
-    paper.RETRIEVAL_COUNT,
-)
+@_preset("retrieved", paper=("Table 18",))
 def _retrieval_count(base: _Base) -> Iterable[Row]:
+    """Retrieved clusters
+
+    {clusters} clusters of queries and of keys, one block of each retrieved cluster.
+    """
     for count in (0, *(1 << step for step in range(base.clusters.bit_length() - 1))):
         yield base.row(count, retrieved_clusters=count)
 
 
-@_preset(
-    "block-size",
-    ("block", "blocks retrieved"),
-    "Block size, with retrieval over an equal span",
-    "Smaller blocks leave more to be approximated; retrieved blocks times their size is constant.",
-    paper.BLOCK_SIZE,
-)
+@_preset("block", "blocks retrieved", paper=("Table 20",))
 def _block_size(base: _Base) -> Iterable[Row]:
+    """Block size, with retrieval over an equal span
+
+    Smaller blocks leave more to be approximated; retrieved blocks times their size is constant.
+    """
     for blocks in (1, 2, 4, 8):
         size = 2 * base.config.block_size // blocks
         if size >= base.clusters:
             yield base.row(format_size(size), blocks, block_size=size, retrieved_blocks=blocks)
 
 
-@_preset(
-    "clusters-or-blocks",
-    ("clusters retrieved", "blocks of each"),
-    "Retrieving more clusters, or more blocks of each",
-    "{most} clusters of queries and of keys; always 8 pairs of cluster and block.",
-    paper.CLUSTERS_OR_BLOCKS,
-)
+@_preset("clusters retrieved", "blocks of each", paper=("Table 21",))
 def _clusters_or_blocks(base: _Base) -> Iterable[Row]:
+    """Retrieving more clusters, or more blocks of each
+
+    {most} clusters of queries and of keys; always 8 pairs of cluster and block.
+    """
     for blocks in (1, 2, 4, 8):
         retrieved = {"retrieved_clusters": 8 // blocks, "retrieved_blocks": blocks}
         yield base.row(8 // blocks, blocks, joint=4 * base.clusters, **retrieved)
 
 
-@_preset(
-    "dipole",
-    ("clusters", "added"),
-    "Dipoles against retrieval",
-    "What is added to the summaries: a first-order correction of their values, or retrieval.",
-    paper.DIPOLE,
-)
+@_preset("clusters", "added", paper=("Appendix B",))
 def _dipole(base: _Base) -> Iterable[Row]:
+    """Dipoles against retrieval
+
+    What is added to the summaries: a first-order correction of their values, or retrieval.
+    """
     for count in (base.clusters, 4 * base.clusters):
         yield base.row(count, "nothing", joint=count, retrieved_clusters=0)
         for kind in ("shared", "centred", "tilted"):
@@ -271,15 +255,13 @@ def _dipole(base: _Base) -> Iterable[Row]:
         yield base.row(count, f"{_part(count)} retrieved", joint=count)
 
 
-@_preset(
-    "length",
-    ("length", "clusters", "block"),
-    "Length, with the sizes that go with it",
-    "The paper's sizes for each length, on the beginning of each sample. Where clusters cannot grow by the square root "
-    "of two they stay, so compare every other line.",
-    paper.LENGTH,
-)
+@_preset("length", "clusters", "block", paper=("Table 27",))
 def _length(base: _Base) -> Iterable[Row]:
+    """Length, with the sizes that go with it
+
+    The paper's sizes for each length, on the beginning of each sample. Where clusters cannot grow by the square
+    root of two they stay, so compare every other line.
+    """
     lengths = [base.length >> step for step in range(base.length.bit_length()) if base.length >> step >= 2048]
     for length in reversed(lengths):
         config = MuSeConfig.paper_sizes(length).replace(clustering=base.config.clustering)
@@ -287,14 +269,13 @@ def _length(base: _Base) -> Iterable[Row]:
         yield _Base(config, length).row(format_size(length), *sizes[1:])
 
 
-@_preset(
-    "clustering",
-    ("centroids",),
-    "How centroids are found",
-    "Streaming K-means of the paper, and Lloyd's iterations from the same start. The default is Lloyd, with 4 "
-    "iterations on 64 vectors a cluster.",
-)
+@_preset("centroids")
 def _clustering(base: _Base) -> Iterable[Row]:
+    """How centroids are found
+
+    Streaming K-means of the paper, and Lloyd's iterations from the same start. The default is Lloyd, with 4
+    iterations on 64 vectors a cluster.
+    """
     yield base.row("streaming, one pass", clustering="streaming")
     for sample, words in ((64, "64 vectors a cluster"), (base.length, "all vectors")):
         for number in (1, 2, 4, 8):
@@ -302,14 +283,13 @@ def _clustering(base: _Base) -> Iterable[Row]:
             yield base.row(f"Lloyd on {words}, {number} iterations", **lloyd)
 
 
-@_preset(
-    "caps",
-    ("clusters", "cap of queries", "cap of keys"),
-    "Limits on the size of a cluster",
-    "In units of the mean size in a block. Overflow goes to another cluster, whose centroid it is far from. The paper "
-    "caps both at 4; the default here caps keys alone.",
-)
+@_preset("clusters", "cap of queries", "cap of keys")
 def _caps(base: _Base) -> Iterable[Row]:
+    """Limits on the size of a cluster
+
+    In units of the mean size in a block. Overflow goes to another cluster, whose centroid it is far from. The paper
+    caps both at 4; the default here caps keys alone.
+    """
     for count in (base.clusters, 2 * base.clusters):
         for of_queries, of_keys in ((4, 4), (None, 4), (None, None)):
             labels, caps = (
@@ -319,15 +299,14 @@ def _caps(base: _Base) -> Iterable[Row]:
             yield base.row(count, *labels, joint=count, **caps)
 
 
-@_preset(
-    ERROR_CONTROL,
-    ("family", "clusters", "rule"),
-    "Retrieval by expected error, against the paper's rule and MoBA",
-    "Blocks of {eighth}. The paper's rule retrieves R buckets for every query, a sixteenth of a block if all buckets "
-    "had the mean size; MoBA as many keys, twice and four times as many; a tolerance T retrieves what is expected to "
-    "be wrong by more, R buckets per query of a head at most.",
-)
+@_preset("family", "clusters", "rule")
 def _error_control(base: _Base) -> Iterable[Row]:
+    """Retrieval by expected error, against the paper's rule and MoBA
+
+    Blocks of {eighth}. The paper's rule retrieves R buckets for every query, a sixteenth of a block if all buckets
+    had the mean size; MoBA as many keys, twice and four times as many; a tolerance T retrieves what is expected to
+    be wrong by more, R buckets per query of a head at most.
+    """
     block, part = base.eighth, base.eighth // RETRIEVED_PART
     for clusters in (32, 64, 128):
         retrieved = f"R{clusters // RETRIEVED_PART}"

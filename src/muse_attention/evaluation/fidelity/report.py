@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from muse_attention import fidelity_columns
+from muse_attention.attention_names import muse_config, short_names
 from muse_attention.config import Clustering, MuSeConfig
-from muse_attention.evaluation.attentions import muse_config, names_table, short_names
 from muse_attention.evaluation.fidelity.layers import FidelityRequest, FidelityResults
-from muse_attention.evaluation.fidelity.paper import JOINT_1B, JOINT_1B_NO_TILT
-from muse_attention.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, find_presets
+from muse_attention.evaluation.fidelity.paper import TABLES
+from muse_attention.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, Row, find_presets
 from muse_attention.evaluation.fits import PowerLaw
-from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Line
 from muse_attention.report.figures import heat_map, line_figure
-from muse_attention.report.tree import Card, Column, Figure, Report, Section, Table, number, text
+from muse_attention.report.measures import measure_columns
+from muse_attention.report.provenance import count, names_table, provenance_of
+from muse_attention.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
-MEANING = (
+MEANING = Note(
     "Means are over all queries, those of the first block included, which is exact, then over heads, layers and "
     "samples. The paper does not say how it pools; its correlation is taken to be the cosine."
 )
@@ -40,8 +41,8 @@ _CLUSTERINGS: tuple[Clustering, ...] = ("lloyd", "streaming")
 
 def fidelity_report(results: FidelityResults, file_name: str) -> Report:
     presets, first = shown_presets(results), headline(results)
-    name = short_names(request.attention for request in results.measured)[first.attention]
-    errors, table = results.by_head(first, "relative_squared_error"), table_of_layers(results, first)
+    name = short_names(results.named)[first.attention]
+    errors = results.by_head(first, "relative_squared_error")
     worst = max(zip(results.layers, errors.mean(1).tolist(), strict=True), key=lambda layer: layer[1])
     pooled = results.pooled(first)
     shown = fidelity_columns.known((*fidelity_columns.ERROR[:2], *fidelity_columns.TAIL), [pooled])
@@ -53,7 +54,6 @@ def fidelity_report(results: FidelityResults, file_name: str) -> Report:
         y="layer",
         label=_ERROR,
     )
-    named = _named(results, presets)
     return Report(
         f"Fidelity: {file_name}",
         verdict=[
@@ -63,11 +63,11 @@ def fidelity_report(results: FidelityResults, file_name: str) -> Report:
         ],
         cards=[Card(column.title, column.cell(pooled), name) for column in shown],
         sections=[
-            *([Section("Attentions", tables=[table_of_requests(results, named)])] if named else []),
+            Section.optional("Attentions", table_of_requests(results, _named(results, presets))),
             *(_preset_section(results, preset) for preset in presets),
-            Section("Every head", figures=[heads], tables=[table], notes=[MEANING]),
+            Section.of("Every head", heads, table_of_layers(results, first), MEANING),
         ],
-        names=names_table(request.attention for request in results.measured),
+        names=names_table(results.named),
         provenance=provenance_of(results, subject(results)),
         csv=results.as_csv(),
     )
@@ -75,9 +75,7 @@ def fidelity_report(results: FidelityResults, file_name: str) -> Report:
 
 def _preset_section(results: FidelityResults, preset: Preset) -> Section:
     prose, figures, notes = [preset.question], [], []
-    table = table_of_preset(results, preset)
-    table.title = f"Measured here, {_number(results)}"
-    tables = [table]
+    tables = [table_of_preset(results, preset, f"Measured here, {_number(results)}")]
     if preset.name == "joint" and (clusters := table_of_clusters(results, preset)) is not None:
         prose.append(_fits_in_words(results, preset))
         tables.append(clusters)
@@ -154,22 +152,26 @@ def _number(results: FidelityResults) -> str:
 def table_of_requests(results: FidelityResults, requests: Sequence[FidelityRequest]) -> Table:
     """What is known of any of the requests that are whole."""
     whole = [request for request in requests if results.is_whole(request)]
-    columns, cells = _columns(results, whole)
-    names = short_names(request.attention for request in results.measured)
-    rows = [
-        (names[request.attention], format_size(request.length), *numbers)
-        for request, numbers in zip(whole, cells, strict=True)
-    ]
-    return Table((text("attention"), number("length"), *columns), rows)
+    names = short_names(results.named)
+    return Table.of(
+        whole,
+        (text("attention"), lambda request: names[request.attention]),
+        (number("length"), lambda request: format_size(request.length)),
+        *measure_columns(fidelity_columns.COLUMNS, whole, results.pooled),
+    )
 
 
-def table_of_preset(results: FidelityResults, preset: Preset) -> Table:
+def table_of_preset(results: FidelityResults, preset: Preset, title: str = "") -> Table:
     """What was not measured is absent."""
     whole = [row for row in preset.rows if results.is_whole(row.request)]
-    columns, cells = _columns(results, [row.request for row in whole])
-    names = short_names(request.attention for request in results.measured)
-    rows = [(*row.labels, *numbers, names[row.request.attention]) for row, numbers in zip(whole, cells, strict=True)]
-    return Table((*map(_labels, preset.columns), *columns, text("configuration")), rows)
+    names = short_names(results.named)
+    return Table.of(
+        whole,
+        *((_labels(label), _label(place)) for place, label in enumerate(preset.columns)),
+        *measure_columns(fidelity_columns.COLUMNS, whole, lambda row: results.pooled(row.request)),
+        (text("configuration"), lambda row: names[row.request.attention]),
+        title=title,
+    )
 
 
 def _labels(title: str) -> Column:
@@ -177,12 +179,8 @@ def _labels(title: str) -> Column:
     return Column(title, is_number=title not in _WORDS)
 
 
-def _columns(results: FidelityResults, requests: Sequence[FidelityRequest]) -> tuple[list[Column], Iterator[list[str]]]:
-    """Those that are known of any of the requests, and the cells of each."""
-    pooled = [results.pooled(request) for request in requests]
-    known = fidelity_columns.known(fidelity_columns.COLUMNS, pooled)
-    columns = [number(column.title, column.definition) for column in known]
-    return columns, ([column.cell(row) for column in known] for row in pooled)
+def _label(place: int) -> Callable[[Row], str]:
+    return lambda row: row.labels[place]
 
 
 def cluster_curves(results: FidelityResults, preset: Preset) -> dict[str, list[tuple[float, float]]]:
@@ -211,7 +209,7 @@ def key_curves(results: FidelityResults, preset: Preset) -> dict[str, list[tuple
 
 def paper_curves() -> dict[str, list[tuple[float, float]]]:
     """The same of the paper's 1B model."""
-    tables = {"tilt": JOINT_1B, NO_TILT: JOINT_1B_NO_TILT}
+    tables = {"tilt": TABLES["Table 2"], NO_TILT: TABLES["Table 29"]}
     return {name: [(float(row[0]), float(row[1])) for row in table.rows] for name, table in tables.items()}
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.attention_names import short_names
 from muse_attention.evaluation.lookups.results import LookupResults
-from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.markup import csv_text
+from muse_attention.report.provenance import names_table, provenance_of
 from muse_attention.report.tree import Card, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
@@ -34,6 +34,7 @@ _EXACT = (
 )
 _STRONG = f"Heads of a sample with a weight of at least {STRONG:g} on the needle, the mean over samples."
 _STRONG_FOUND = "Strong heads of which more than half of the weight is found."
+_STRONG_PAIRS = "Buckets that the query retrieves in a strong head."
 _WEIGHT = "Exact attention's weight on the needle, the mean over samples."
 
 
@@ -107,6 +108,7 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
     lengths = sorted({task.length for task in results.lookups})
     longest = _pools(results, lengths[-1])
     best, found = max(longest.items(), key=lambda item: item[1].share or 0)
+    most = "Heads with most weight on the needle"
     among = "" if len(longest) == 1 else f", most of {len(longest)} attentions"
     return Report(
         f"Lookups: {file_name}",
@@ -120,14 +122,9 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
             for name, of_name in longest.items()
         ][:6],
         sections=[
-            Section("Attentions", [_QUERY], tables=[summary_table(results)]),
-            *(Section(f"By layer, {format_size(length)}", tables=[layer_table(results, length)]) for length in lengths),
-            *(
-                Section(
-                    f"Heads with most weight on the needle, {format_size(length)}", tables=[head_table(results, length)]
-                )
-                for length in lengths
-            ),
+            Section.of("Attentions", _QUERY, summary_table(results)),
+            *(Section.of(f"By layer, {format_size(length)}", layer_table(results, length)) for length in lengths),
+            *(Section.of(f"{most}, {format_size(length)}", head_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
         provenance=provenance_of(
@@ -142,40 +139,34 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
 def summary_table(results: LookupResults) -> Table:
     """Of every length, kind and attention."""
     names = short_names(results.named)
-    groups = [(group, pool(results, *group)) for group in _groups(results)]
     return Table.of(
-        groups,
-        (text("attention"), lambda row: names[row[0][2]]),
-        (number("length"), lambda row: format_size(row[0][0])),
-        (text("kind"), lambda row: row[0][1]),
-        (number("samples"), lambda row: str(row[1].samples)),
-        (number("found", _FOUND), lambda row: _percent(row[1].share)),
-        (number("exact", _EXACT), lambda row: _percent(row[1].exact_share)),
-        (number("pairs", "Buckets that the query retrieves, the mean over heads."), lambda row: _pairs(row[1])),
-        (number("strong heads", _STRONG), lambda row: f"{row[1].strong_heads:.1f}"),
-        (number("of them found", _STRONG_FOUND), lambda row: f"{row[1].strong_heads_found:.1f}"),
-        (number("found, strong", f"In strong heads. {_FOUND}"), lambda row: _percent(row[1].strong.share)),
-        (number("exact, strong", f"In strong heads. {_EXACT}"), lambda row: _percent(row[1].strong.exact_share)),
-        (number("pairs, strong", "Buckets that the query retrieves in a strong head."),
-         lambda row: _pairs(row[1].strong)),
-    )  # fmt: skip
+        [(length, kind, names[name], pool(results, length, kind, name)) for length, kind, name in _groups(results)],
+        (text("attention"), lambda row: row[2]),
+        (number("length"), lambda row: format_size(row[0])),
+        (text("kind"), lambda row: row[1]),
+        (number("samples"), lambda row: row[3].samples),
+        (number("found", _FOUND), lambda row: _percent(row[3].share)),
+        (number("exact", _EXACT), lambda row: _percent(row[3].exact_share)),
+        (number("pairs", "Buckets that the query retrieves, the mean over heads."), lambda row: _pairs(row[3])),
+        (number("strong heads", _STRONG), lambda row: f"{row[3].strong_heads:.1f}"),
+        (number("of them found", _STRONG_FOUND), lambda row: f"{row[3].strong_heads_found:.1f}"),
+        (number("found, strong", f"In strong heads. {_FOUND}"), lambda row: _percent(row[3].strong.share)),
+        (number("exact, strong", f"In strong heads. {_EXACT}"), lambda row: _percent(row[3].strong.exact_share)),
+        (number("pairs, strong", _STRONG_PAIRS), lambda row: _pairs(row[3].strong)),
+    )
 
 
 def layer_table(results: LookupResults, length: int) -> Table:
     """The mean weight of a head on the needle, and what share of it each attention finds, by layer."""
     pools, names = _pools(results, length), short_names(results.named)
     first = next(iter(pools.values()))
-    rows = [
-        (
-            str(layer),
-            f"{float(first.weight[:, place].mean()):.3f}",
-            f"{float(first.is_strong[:, place].sum()) / first.samples:.1f}",
-            *(_percent(found.in_layer(place).share) for found in pools.values()),
-        )
-        for place, layer in enumerate(results.layers)
-    ]
-    shares = (number(names[name], _FOUND) for name in pools)
-    return Table((number("layer"), number("weight", _WEIGHT), number("strong", _STRONG), *shares), rows)
+    rows = []
+    for place, layer in enumerate(results.layers):
+        of_layer = first.in_layer(place)
+        shares = (_percent(found.in_layer(place).share) for found in pools.values())
+        rows.append((str(layer), f"{float(of_layer.weight.mean()):.3f}", f"{of_layer.strong_heads:.1f}", *shares))
+    found = (number(names[name], _FOUND) for name in pools)
+    return Table((number("layer"), number("weight", _WEIGHT), number("strong", _STRONG), *found), rows)
 
 
 def head_table(results: LookupResults, length: int) -> Table:

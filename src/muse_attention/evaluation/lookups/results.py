@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from muse_attention.by_name import get_attention
-from muse_attention.evaluation.lookups.weight import Lookup, found_weight
 from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
-from muse_attention.evaluation.needles.samples import NeedleSamples, Sample, check_kind
-from muse_attention.evaluation.settings import OnStep
-from muse_attention.evaluation.stored import StoredResults, entries, rounded
-from muse_attention.recording import recorded_calls
+from muse_attention.found_weight import Lookup, look_up
+from muse_attention.pretraining.needles.samples import NeedleSamples, Sample, check_kind
+from muse_attention.stored_results import OnStep, StoredResults, entries, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,18 +89,16 @@ def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
 
 
 def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask], results: LookupResults) -> None:
-    from muse_attention.capture import (
-        NO_LAYERS,
-        visit_layers,
-    )  # here, for commands without a model to need no transformers
+    from muse_attention.capture import NO_LAYERS, visit_layers  # here: only commands with a model need transformers
 
+    place = (len(sample.prompt) - 1, sample.questions[0].definition)
     found: list[list[Lookup]] = [[] for _ in tasks]
     layers: list[int] = []
 
     def visit(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         layers.append(layer)
         for task, of_task in zip(tasks, found, strict=True):
-            of_task.append(_look_up_in_layer(task.attention, sample, query, key, value, scale))
+            of_task += look_up(get_attention(task.attention), query, key, value, [place], scale=scale, enable_gqa=True)
 
     visit_layers(model, torch.from_numpy(sample.prompt)[None], visit)
     if not layers:
@@ -115,15 +111,3 @@ def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask]
             [rounded(lookup.exact[0], _DIGITS) for lookup in of_task],
             [lookup.pairs[0].tolist() for lookup in of_task],
         )
-
-
-def _look_up_in_layer(
-    attention: str, sample: Sample, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Lookup:
-    with recorded_calls() as calls:
-        get_attention(attention)(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    (call,) = calls
-    return found_weight(
-        query, key, call.clusters, call.selection, call.config, query.shape[2] - 1, sample.questions[0].definition,
-        scale=scale,
-    )  # fmt: skip

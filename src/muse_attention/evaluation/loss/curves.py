@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muse_attention.evaluation.attentions import muse_config
+from muse_attention.attention_names import muse_config
 from muse_attention.evaluation.fits import Decay
 from muse_attention.evaluation.loss.positions import LossResults
 from muse_attention.evaluation.means import Mean

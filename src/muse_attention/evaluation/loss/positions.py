@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from muse_attention.evaluation.settings import OnStep, TextSettings
-from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.evaluation.settings import TextSettings
+from muse_attention.stored_results import OnStep, StoredResults, entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muse_attention.evaluation.attentions import in_words, names_table, short_names
+from muse_attention.attention_names import EXACT, in_words, short_names
 from muse_attention.evaluation.loss.curves import (
     binned,
     cumulative_mean,
@@ -13,15 +13,14 @@ from muse_attention.evaluation.loss.curves import (
     reducible_curve,
 )
 from muse_attention.evaluation.loss.positions import LossResults
-from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.markup import csv_text
 from muse_attention.plots import BLACK, SIZES, Axis, Line
 from muse_attention.report.figures import line_figure
-from muse_attention.report.tree import Card, Figure, Report, Section, Table, number, text
+from muse_attention.report.provenance import count, names_table, provenance_of
+from muse_attention.report.tree import Card, Figure, Note, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
 
-EXACT = "exact"
-LEAK = (
+LEAK = Note(
     "MuSe clusters the whole sequence, so a later token can move a centroid, and with it the approximation error of an "
     "earlier output. No value passes that way, but it is a path from the future, and every loss under MuSe is measured "
     "with that leak. Exact attention has none."
@@ -32,20 +31,19 @@ _GAP = (
     "least two. Every attention is exact inside the first block, which dilutes the gap."
 )
 _LATE_GAP = "The same over the positions from the last power of two on."
-_PAPER = (
+_PAPER = Note(
     "The paper's figure is of 100 chunks of 64k tokens of PG-19, with 64 to 512 clusters. The values of its curves are "
     "not printed in the paper, nor are the number of clusters opened, the size of the blocks, and how the irreducible "
     "loss was fitted. It also says that without tilt (No tilt K128) the loss explodes immediately, and that QK64 "
     "outperforms Q1 K128, one tilted query cluster."
 )
-_BINS = "Not cumulative: the loss of exact attention between two positions, and what the others add to it."
+_BINS = Note("Not cumulative: the loss of exact attention between two positions, and what the others add to it.")
 
 
 def loss_report(results: LossResults, file_name: str) -> Report:
     if EXACT not in results.whole:
         raise ValueError("exact attention has not seen all samples yet; run the command again to continue")
     settings, names = results.settings, short_names(results.whole)
-    doubled = Section("Clusters doubled", tables=[doubling_table(results)])
     return Report(
         f"Loss against position: {file_name}",
         verdict=[
@@ -62,15 +60,11 @@ def loss_report(results: LossResults, file_name: str) -> Report:
             ),
         ][:6],
         sections=[
-            Section(
-                "Loss against position",
-                figures=[_figure(results)],
-                notes=[_fit_in_words(results)],
-            ),
-            Section("Attentions", tables=[summary_table(results)], notes=[LEAK]),
-            *([doubled] if doubled.tables[0].rows else []),
-            Section("The paper", tables=[paper_table(results)], notes=[_PAPER]),
-            Section("Loss by position", tables=[bins_table(results)], notes=[_BINS]),
+            Section.of("Loss against position", _figure(results), _fit_in_words(results)),
+            Section.of("Attentions", summary_table(results), LEAK),
+            Section.optional("Clusters doubled", doubling_table(results)),
+            Section.of("The paper", paper_table(results), _PAPER),
+            Section.of("Loss by position", bins_table(results), _BINS),
         ],
         names=names_table(results.whole),
         provenance=provenance_of(
@@ -165,9 +159,9 @@ def _figure(results: LossResults) -> Figure:
     return line_figure("", "Cumulative mean loss minus irreducible loss, by position", lines, x, y, above=0.0)
 
 
-def _fit_in_words(results: LossResults) -> str:
+def _fit_in_words(results: LossResults) -> Note:
     fit = fit_exact(results)
-    return (
+    return Note(
         "The irreducible loss is fitted to the curve of exact attention alone, from position 32 on, as the first term "
         f"of {fit.irreducible:.3f} + {fit.factor:.3g} x position^-{fit.exponent:.3g}; it is subtracted from every "
         "curve of the picture. No gap depends on it."

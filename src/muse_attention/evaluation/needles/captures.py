@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from muse_attention.captured_heads import LookupAt
-from muse_attention.evaluation.needles.samples import BUCKETS, NeedleSamples
 from muse_attention.evaluation.texts import Samples, describe_texts, read_texts
 from muse_attention.pretraining.needles.haystacks import TextHaystack
+from muse_attention.pretraining.needles.samples import BUCKETS, NeedleSamples
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 KIND = "single"
@@ -27,9 +28,7 @@ def read_needle_samples(
     """Samples with one needle each, at one depth after another, and what is looked up in them."""
     if number < 1:
         raise ValueError(f"cannot measure {number} samples; use at least 1")
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are; use a fast tokenizer")
+    backend = fast_tokenizer(tokenizer)
     source = f"needles in {describe_texts(texts)}"
     haystack = TextHaystack.encode(backend, read_texts(texts), enough=_HAYSTACK * length, source=source)
     writer = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids)
@@ -40,3 +39,11 @@ def read_needle_samples(
         for question in sample.questions
     )
     return Samples(torch.stack([torch.from_numpy(sample.tokens) for sample in made]), source), lookups
+
+
+def fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """What is behind a tokenizer of transformers; a ValueError if it does not say where in a text its tokens are."""
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are; use a fast tokenizer")
+    return backend

@@ -8,41 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from muse_attention.evaluation.attentions import names_table, short_names
+from muse_attention.attention_names import EXACT, short_names
 from muse_attention.evaluation.means import WILSON
-from muse_attention.evaluation.needles.panels import (
-    DEFINITIONS,
-    MEASURES,
-    Asked,
-    cards,
-    depth_section,
-    found_in_words,
-    groups_of,
-    panels,
-    title_of,
-    with_number,
-)
-from muse_attention.evaluation.needles.report import EXACT, PREFILL, TASK, format_difference, paper_section
+from muse_attention.evaluation.needles import panels
+from muse_attention.evaluation.needles.report import PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.needles.samples import KINDS, depth_of
-from muse_attention.evaluation.needles.statistics import (
-    answers,
-    attentions,
-    by_depth,
-    by_sample,
-    difference,
-    failures,
-    groups,
-    share,
-)
+from muse_attention.evaluation.needles.statistics import Asked, by_depth, difference, failures, in_order, share
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
-from muse_attention.report.tree import Provenance, Report, Section, Table, number, text
+from muse_attention.pretraining.needles.samples import depth_of
+from muse_attention.report.provenance import names_table
+from muse_attention.report.tree import Note, Provenance, Report, Section, Table, number, text
 
 Models = Mapping[str, NeedleResults]
 """Their results by their names. The first one is what the others are compared with."""
 
-_DIFFERENCES = (
+_DIFFERENCES = Note(
     "Differences are in percentage points on the samples that both models have answered, ± their standard error over "
     "samples. Seed-to-seed variance of training is not included."
 )
@@ -71,7 +52,7 @@ def needle_comparison(models: Models) -> Report:
     return Report(
         f"Needles compared: {', '.join(models)}",
         verdict=[
-            found_in_words(first_read),
+            panels.found_in_words(first_read),
             f"The prompt is read by {short[read_by]}. {WILSON}",
             *(
                 f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
@@ -79,18 +60,13 @@ def needle_comparison(models: Models) -> Report:
                 if (failed := failures(results))
             ),
         ],
-        cards=cards(first_read),
+        cards=panels.cards(first_read),
         sections=[
             *(
-                Section(
-                    name.capitalize(),
-                    [TASK] if place == 0 else [],
-                    tables=list(summary_tables(models, name)),
-                    notes=[_DIFFERENCES, PREFILL] if place == 0 else [],
-                )
-                for place, name in enumerate(MEASURES)
+                Section.of(name.capitalize(), *summary_tables(models, name), *words)
+                for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
-            *(depth_section(columns, measure) for measure in MEASURES),
+            *(panels.depth_section(columns, measure) for measure in panels.MEASURES),
             paper_section(),
         ],
         names=names_table(_named(models)),
@@ -101,23 +77,23 @@ def needle_comparison(models: Models) -> Report:
 
 def summary_tables(models: Models, name: str) -> Iterator[Table]:
     """One for each attention that reads the prompt; exact attention, which is deployed, first."""
-    first, *others = models
-    columns = [text("kind, length"), *(number(model, DEFINITIONS[name]) for model in models)]
+    (first, *others), measure = models, panels.MEASURES[name]
+    columns = [text("kind, length"), *(number(model, panels.DEFINITIONS[name]) for model in models)]
     columns += [number(f"{other} less {first}", _DIFFERENCES) for other in others]
     short = short_names(_named(models))
     for attention in dict.fromkeys(_named(models)):
         asked = {model: Asked(results, attention) for model, results in models.items()}
-        found, rows = groups_of(asked), []
+        found, rows = panels.groups_of(asked), []
         for length in dict.fromkeys(length for length, _ in found):
-            for kind, together in panels(asked, [group for group in found if group[0] == length]).items():
-                shares = (with_number(share(one.answers(together), MEASURES[name])) for one in asked.values())
+            for kind, together in panels.panels_of(asked, [group for group in found if group[0] == length]).items():
+                shares = (
+                    panels.with_number(share(one.answers(together), panels.MEASURES[name])) for one in asked.values()
+                )
                 gaps = [""] * len(others)  # samples of several kinds have not as many questions each
                 if len(together) == 1:
-                    samples = {model: by_sample(models[model], *together[0], attention) for model in models}
-                    gaps = [
-                        format_difference(difference(samples[one], samples[first], MEASURES[name])) for one in others
-                    ]
-                rows.append((title_of(length, kind), *shares, *gaps))
+                    found_by = ((asked[one], asked[first], together[0], measure) for one in others)
+                    gaps = [format_difference(difference(*both)) for both in found_by]
+                rows.append((panels.title_of(length, kind), *shares, *gaps))
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
 
 
@@ -136,8 +112,8 @@ def as_csv(models: Models) -> str:
     rows = []
     for length, kind, attention in _cells(models):
         for name, results in models.items():
-            found = answers(results, length, kind, attention)
-            for measured, measure in MEASURES.items():
+            found = Asked(results, attention).answers([(length, kind)])
+            for measured, measure in panels.MEASURES.items():
                 for bucket, of_depth in enumerate(by_depth(found, measure)):
                     if of_depth is not None:
                         numbers = (of_depth.standard_error, *of_depth.interval)
@@ -153,14 +129,9 @@ def _named(models: Models) -> list[str]:
 
 def _cells(models: Models) -> list[tuple[int, str, str]]:
     """Every length, kind and attention that some model has; exact attention first."""
-    found = {
-        (length, kind, attention)
-        for results in models.values()
-        for length, kind in groups(results)
-        for attention in attentions(results, length, kind)
-    }
-    kinds = list(KINDS)
-    return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2], cell[0], kinds.index(cell[1])))
+    tasks = [task for results in models.values() for task in results.outcomes]
+    found = in_order({(task.length, task.kind, task.attention) for task in tasks})
+    return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2]))
 
 
 def _uids(results: NeedleResults) -> dict[tuple[int, str, int, int], list[str]]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 from muse_attention.evaluation.means import WILSON, Share
-from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.needles.samples import BUCKETS, CANDIDATES, KINDS, depth_of
-from muse_attention.evaluation.needles.scores import Answer
 from muse_attention.evaluation.needles.statistics import (
+    Asked,
+    Group,
     Measure,
-    answers,
     by_depth,
     groups,
+    in_order,
     is_exact,
     is_preferred,
     share,
 )
+from muse_attention.pretraining.needles.samples import BUCKETS, CANDIDATES, depth_of
 from muse_attention.report.figures import heat_map
 from muse_attention.report.tree import Card, Figure, Section, Table, number
 from muse_attention.sizes import format_size
@@ -32,34 +31,18 @@ DEFINITIONS = {
 ALL_KINDS = "all kinds"
 
 
-class Asked(NamedTuple):
-    """A model, by its results, and the attention that read the prompts."""
-
-    results: NeedleResults
-    attention: str
-
-    def answers(self, found: Iterable[tuple[int, str]]) -> list[Answer]:
-        """To the questions of some lengths and kinds."""
-        return [answer for length, kind in found for answer in answers(self.results, length, kind, self.attention)]
-
-
 Columns = Mapping[str, Asked]
 """By what they are called."""
 
 
-def groups_of(columns: Columns) -> list[tuple[int, str]]:
-    """Every (length, kind) that some column was asked, in order."""
-    kinds = list(KINDS)
-    found = {group for asked in columns.values() for group in groups(asked.results) if asked.answers([group])}
-    return sorted(found, key=lambda group: (group[0], kinds.index(group[1])))
+def groups_of(columns: Columns) -> list[Group]:
+    """Every group that some column was asked, in order."""
+    return in_order({group for one in columns.values() for group in groups(one.results) if one.answers([group])})
 
 
 def depth_section(columns: Columns, measure: str) -> Section:
-    return Section(
-        f"{measure} by depth".capitalize(),
-        figures=heat_maps(columns, measure),
-        tables=list(depth_tables(columns, measure)),
-    )
+    title = f"{measure} by depth".capitalize()
+    return Section.of(title, *heat_maps(columns, measure), *depth_tables(columns, measure))
 
 
 def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
@@ -72,18 +55,18 @@ def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
     for length in lengths:
         of_length = [group for group in found if group[0] == length]
         there = {name: asked for name, asked in columns.items() if asked.answers(of_length)}
-        for kind, together in panels(there, of_length).items():
+        for kind, together in panels_of(there, of_length).items():
             yield _table(there, together, measure, title_of(length, kind))
 
 
-def panels(columns: Columns, of_length: list[tuple[int, str]]) -> dict[str, list[tuple[int, str]]]:
+def panels_of(columns: Columns, of_length: list[Group]) -> dict[str, list[Group]]:
     """All kinds of a length together, which are those that all columns were asked, and each by itself."""
     shared = [group for group in of_length if all(asked.answers([group]) for asked in columns.values())]
     together = {ALL_KINDS: shared} if len(shared) > 1 else {}
     return together | {kind: [(length, kind)] for length, kind in of_length}
 
 
-def _table(columns: Columns, found: list[tuple[int, str]], measure: str, title: str) -> Table:
+def _table(columns: Columns, found: list[Group], measure: str, title: str) -> Table:
     shares = [by_depth(asked.answers(found), MEASURES[measure]) for asked in columns.values()]
     rows = [
         (f"{depth_of(bucket):.2f}", *(with_number(column[bucket]) for column in shares)) for bucket in range(BUCKETS)

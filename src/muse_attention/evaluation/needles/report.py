@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
-from muse_attention.evaluation.attentions import muse_config, names_table, short_names
+from muse_attention.attention_names import EXACT, muse_config, short_names
 from muse_attention.evaluation.means import WILSON, Mean
-from muse_attention.evaluation.needles.panels import (
-    ALL_KINDS,
-    DEFINITIONS,
-    MEASURES,
-    Asked,
-    cards,
-    depth_section,
-    found_in_words,
-    title_of,
-    with_number,
-)
+from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.results import NeedleResults
-from muse_attention.evaluation.needles.samples import depth_of
 from muse_attention.evaluation.needles.statistics import (
-    against_exact,
-    answers,
+    Asked,
     attentions,
+    difference,
     failures,
     groups,
     is_exact,
-    samples_of,
     share,
     token_means,
 )
-from muse_attention.evaluation.provenance import provenance_of
 from muse_attention.markup import csv_text
-from muse_attention.report.tree import Column, Report, Section, Table, number, text
+from muse_attention.pretraining.needles.samples import depth_of
+from muse_attention.report.provenance import names_table, provenance_of
+from muse_attention.report.tree import Note, Report, Section, Table, number, shown, text
 from muse_attention.sizes import format_size
 
-EXACT = "exact"
 TASK = (
     "Somewhere in a repository a file defines a function whose name ends in a random uid of eight digits; the last "
     "file imports it, and the model completes the uid. Depth is where the definition is, as a share of the context: "
     "each of nine buckets is a tenth of it, named by its middle. multi-key has 2 or 4 other definitions; multi-query "
     "asks for 2 or 4, one after another, each right answer being fed before the next question."
 )
-PREFILL = (
+PREFILL = Note(
     "The attention reads the prompt, and predicts the first token of the first uid. What follows attends exactly to "
     "the keys and values that it left."
 )
-_PLACES = (
+_PLACES = Note(
     "Tokens are those of the uid, each given the right ones before it, and right if no other is more probable. Greedy "
     "generation breaks a tie its own way."
 )
 _AGAINST = "Difference in percentage points on the same samples, ± its standard error over samples."
+_SUMMARY = (
+    number("n", "Questions."),
+    *(
+        column
+        for name in panels.MEASURES
+        for column in (number(name, panels.DEFINITIONS[name]), number(f"{name}: against exact", _AGAINST))
+    ),
+    number("log-probability", "Of the uid, in nats, the mean over questions."),
+    number("tokens right", "Share of the uid's tokens that are the most probable, each given those before it."),
+    number("rank", "Mean number of tokens that are more probable than that of the uid."),
+    number("failed", "Samples that ended in an error. They count in no share."),
+)
 _PAPER = """\
 single        | 2547 | 97.80 ± 0.29% | 98.35 ± 0.25%
 multi-key-2   | 2475 | 92.73 ± 0.52% | 98.46 ± 0.25%
@@ -65,7 +66,7 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         raise ValueError("no sample has been answered yet; run the command again to continue")
     settings = results.settings
     failed = [
-        f"{task.attention}, {title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
+        f"{task.attention}, {panels.title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
         f"sample {task.number}: {error}"
         for task, error in failures(results)
     ]
@@ -80,16 +81,16 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
     return Report(
         f"Needles: {file_name}",
         verdict=[
-            found_in_words(columns),
+            panels.found_in_words(columns),
             WILSON,
             f"{settings.model}, in {settings.haystack}.",
             *warnings,
         ],
-        cards=cards(columns),
+        cards=panels.cards(columns),
         sections=[
-            Section("Attentions", [TASK], tables=[summary_table(results)], notes=[PREFILL]),
-            Section("Where errors are", tables=[places_table(results)], notes=[_PLACES]),
-            *(depth_section(columns, measure) for measure in MEASURES),
+            Section.of("Attentions", TASK, summary_table(results), PREFILL),
+            Section.of("Where errors are", places_table(results), _PLACES),
+            *(panels.depth_section(columns, measure) for measure in panels.MEASURES),
             *([Section("Failed", lines=failed)] if failed else []),
             paper_section(),
         ],
@@ -106,69 +107,58 @@ def columns_of(results: NeedleResults) -> dict[str, Asked]:
 
 def summary_table(results: NeedleResults) -> Table:
     """Of every length, kind and attention."""
-    columns: list[Column] = [text("attention"), number("length"), text("kind"), number("n", "Questions.")]
-    for name in MEASURES:
-        columns += [number(name, DEFINITIONS[name]), number(f"{name}: against exact", _AGAINST)]
-    columns += [
-        number("log-probability", "Of the uid, in nats, the mean over questions."),
-        number("tokens right", "Share of the uid's tokens that are the most probable, each given those before it."),
-        number("rank", "Mean number of tokens that are more probable than that of the uid."),
-        number("failed", "Samples that ended in an error. They count in no share."),
-    ]
     failed = [(task.length, task.kind, task.attention) for task, _ in failures(results)]
-    names = short_names(results.named)
+    names, exact = short_names(results.named), Asked(results, EXACT)
     rows = []
     for length, kind in groups(results):
-        for attention in attentions(results, length, kind):
-            found = answers(results, length, kind, attention)
-            tokens = token_means(found)
+        for attention in attentions(results, (length, kind)):
+            asked = Asked(results, attention)
+            found = asked.answers([(length, kind)])
             shares = []
-            for measure in MEASURES.values():
-                gap = None if attention == EXACT else against_exact(results, length, kind, attention, measure)
-                shares += ["" if (right := share(found, measure)) is None else str(right), format_difference(gap)]
+            for measure in panels.MEASURES.values():
+                gap = None if attention == EXACT else difference(asked, exact, (length, kind), measure)
+                shares += [shown(share(found, measure)), format_difference(gap)]
+            tokens = token_means(found)
             rows.append(
                 (
                     *(names[attention], format_size(length), kind, str(len(found)), *shares),
                     f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
-                    "" if tokens is None else f"{tokens.right:.1%}",
-                    "" if tokens is None else f"{tokens.rank:.1f}",
+                    *(("", "") if tokens is None else (f"{tokens.right:.1%}", f"{tokens.rank:.1f}")),
                     str(failed.count((length, kind, attention)) or ""),
                 )
             )
-    return Table(columns, rows)
+    return Table((text("attention"), number("length"), text("kind"), *_SUMMARY), rows)
 
 
 def places_table(results: NeedleResults) -> Table:
     """Where in the answers errors are: the attention itself predicts the first token of the first uid alone."""
-    columns = [text("attention"), text("length, kind")]
-    columns += map(number, ("first question", "its first token", "its other tokens", "later questions"))
-    names = short_names(results.named)
-    rows = []
-    for length in dict.fromkeys(length for length, _ in groups(results)):
-        kinds = [kind for tokens, kind in groups(results) if tokens == length]
-        panels = {kind: [kind] for kind in kinds} | ({ALL_KINDS: kinds} if len(kinds) > 1 else {})
-        for panel, together in panels.items():
-            for attention in attentions(results, length, kinds[0]):
-                found = [outcome.answers for outcome in samples_of(results, length, together, attention)]
-                firsts = [first for first, *_ in found]
+    names, rows = short_names(results.named), []
+    for length, of_length in itertools.groupby(groups(results), key=lambda group: group[0]):
+        found = list(of_length)
+        kinds = {kind: [(length, kind)] for _, kind in found} | ({panels.ALL_KINDS: found} if len(found) > 1 else {})
+        for panel, together in kinds.items():
+            for attention in attentions(results, found[0]):
+                samples = [outcome.answers for outcome in Asked(results, attention).samples(together).values()]
+                firsts = [first for first, *_ in samples]
                 shares = (
                     share(firsts, is_exact),
                     share(firsts, lambda answer: answer.ranks[0] == 0),
                     share(firsts, lambda answer: not any(answer.ranks[1:])),
-                    share([answer for _, *others in found for answer in others], is_exact),
+                    share([answer for _, *others in samples for answer in others], is_exact),
                 )
-                rows.append((names[attention], title_of(length, panel), *map(with_number, shares)))
-    return Table(columns, rows)
+                rows.append((names[attention], panels.title_of(length, panel), *map(panels.with_number, shares)))
+    shares_of = ("first question", "its first token", "its other tokens", "later questions")
+    return Table((text("attention"), text("length, kind"), *map(number, shares_of)), rows)
 
 
 def paper_section() -> Section:
     rows = [tuple(map(str.strip, line.split("|"))) for line in _PAPER.splitlines()]
-    note = (
+    note = Note(
         "The paper's are models of 1B parameters at 64k, trained with exact attention or with MuSe, and all evaluated "
         "with exact attention, ± the binomial standard error. Its prompt is not printed, so these are not the same "
         "questions."
     )
-    return Section("The paper", tables=[Table(("kind", "n", "exact-trained", "MuSe-trained"), rows)], notes=[note])
+    return Section.of("The paper", Table(("kind", "n", "exact-trained", "MuSe-trained"), rows), note)
 
 
 def as_csv(results: NeedleResults) -> str:

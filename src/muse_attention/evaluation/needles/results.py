@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from muse_attention.evaluation.needles.samples import BUCKETS, KINDS, NeedleSamples
 from muse_attention.evaluation.needles.scores import Answer, answer
-from muse_attention.evaluation.settings import OnStep
-from muse_attention.evaluation.stored import StoredResults, entries
+from muse_attention.pretraining.needles.samples import BUCKETS, KINDS, NeedleSamples
+from muse_attention.stored_results import OnStep, StoredResults, entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muse_attention.evaluation.needles.samples import Question, Sample
+from muse_attention.pretraining.needles.samples import Question, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from muse_attention.evaluation.means import Mean, Share
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleTask, Outcome
-from muse_attention.evaluation.needles.samples import BUCKETS, KINDS
 from muse_attention.evaluation.needles.scores import Answer
+from muse_attention.pretraining.needles.samples import BUCKETS, KINDS
 
 Measure = Callable[[Answer], bool]
+is_exact: Measure = operator.attrgetter("is_exact")
+is_preferred: Measure = operator.attrgetter("is_preferred")
 
-
-def is_exact(answer: Answer) -> bool:
-    return answer.is_exact
-
-
-def is_preferred(answer: Answer) -> bool:
-    return answer.is_preferred
+Group = tuple[int, str]
+"""A length and a kind."""
+Cell = TypeVar("Cell", bound=tuple[Any, ...])
 
 
 class Tokens(NamedTuple):
@@ -31,31 +30,39 @@ class Tokens(NamedTuple):
     """how many tokens are more probable"""
 
 
-def groups(results: NeedleResults) -> list[tuple[int, str]]:
-    """The (length, kind) there are, in order."""
-    found = {(task.length, task.kind) for task in results.outcomes}
-    order = list(KINDS)
-    return sorted(found, key=lambda group: (group[0], order.index(group[1])))
+class Asked(NamedTuple):
+    """A model, by its results, and the attention that read the prompts."""
+
+    results: NeedleResults
+    attention: str
+
+    def samples(self, found: Iterable[Group]) -> dict[tuple[int, str, int, int], Outcome]:
+        """What was answered, by length, kind, bucket and number of the sample."""
+        wanted = set(found)
+        return {
+            (task.length, task.kind, task.bucket, task.number): outcome
+            for task, outcome in self.results.outcomes.items()
+            if task.attention == self.attention and (task.length, task.kind) in wanted and outcome.answers
+        }
+
+    def answers(self, found: Iterable[Group]) -> list[Answer]:
+        return [answer for outcome in self.samples(found).values() for answer in outcome.answers]
 
 
-def attentions(results: NeedleResults, length: int, kind: str) -> list[str]:
+def groups(results: NeedleResults) -> list[Group]:
+    """Those there are, in order."""
+    return in_order({(task.length, task.kind) for task in results.outcomes})
+
+
+def in_order(found: Iterable[Cell]) -> list[Cell]:
+    """Of tuples that begin with a length and a kind: by length, and by kind as they are listed."""
+    kinds = list(KINDS)
+    return sorted(found, key=lambda group: (group[0], kinds.index(group[1])))
+
+
+def attentions(results: NeedleResults, group: Group) -> list[str]:
     """In the order in which they were measured."""
-    return list(
-        dict.fromkeys(task.attention for task in results.outcomes if (task.length, task.kind) == (length, kind))
-    )
-
-
-def answers(results: NeedleResults, length: int, kind: str, attention: str) -> list[Answer]:
-    return [answer for outcome in by_sample(results, length, kind, attention).values() for answer in outcome.answers]
-
-
-def by_sample(results: NeedleResults, length: int, kind: str, attention: str) -> dict[tuple[int, int], Outcome]:
-    """What was answered, by bucket and number of the sample."""
-    return {
-        (task.bucket, task.number): outcome
-        for task, outcome in results.outcomes.items()
-        if (task.length, task.kind, task.attention) == (length, kind, attention) and outcome.answers
-    }
+    return list(dict.fromkeys(task.attention for task in results.outcomes if (task.length, task.kind) == group))
 
 
 def share(found: Iterable[Answer], measure: Measure) -> Share | None:
@@ -69,18 +76,13 @@ def by_depth(found: Sequence[Answer], measure: Measure) -> list[Share | None]:
     return [share((answer for answer in found if answer.bucket == bucket), measure) for bucket in range(BUCKETS)]
 
 
-def against_exact(results: NeedleResults, length: int, kind: str, attention: str, measure: Measure) -> Mean | None:
-    """Share of an attention less that of exact attention."""
-    own, exact = (by_sample(results, length, kind, name) for name in (attention, "exact"))
-    return difference(own, exact, measure)
-
-
-def difference(
-    own: Mapping[tuple[int, int], Outcome], other: Mapping[tuple[int, int], Outcome], measure: Measure
-) -> Mean | None:
+def difference(own: Asked, other: Asked, group: Group, measure: Measure) -> Mean | None:
     """Of shares, over the samples that both have answered; None if there are none."""
+    samples, others = own.samples([group]), other.samples([group])
     shares = [
-        (_mean(outcome, measure), _mean(other[sample], measure)) for sample, outcome in own.items() if sample in other
+        (_mean(outcome, measure), _mean(others[sample], measure))
+        for sample, outcome in samples.items()
+        if sample in others
     ]
     return Mean.of_differences(*zip(*shares, strict=True)) if shares else None
 
@@ -94,11 +96,6 @@ def token_means(found: Iterable[Answer]) -> Tokens | None:
 
 def failures(results: NeedleResults) -> list[tuple[NeedleTask, str]]:
     return [(task, outcome.error) for task, outcome in results.outcomes.items() if outcome.error]
-
-
-def samples_of(results: NeedleResults, length: int, kinds: Iterable[str], attention: str) -> list[Outcome]:
-    """What was answered, in several kinds together."""
-    return [outcome for kind in kinds for outcome in by_sample(results, length, kind, attention).values()]
 
 
 def _mean(outcome: Outcome, measure: Measure) -> float:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from muse_attention.evaluation.stored import StoredResults, entries
 from muse_attention.evaluation.tasks.benchmarks import BENCHMARKS, Benchmark, Data
 from muse_attention.sizes import format_size
+from muse_attention.stored_results import StoredResults, entries
 
 
 @dataclass(frozen=True)

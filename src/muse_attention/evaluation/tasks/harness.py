@@ -14,10 +14,11 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from muse_attention.evaluation.tasks.answers import Answer
 from muse_attention.evaluation.tasks.benchmarks import Benchmark, Data, describe_made, read_rows, what_is_missing
@@ -201,7 +202,7 @@ def _read_ruler_config(benchmark: Benchmark) -> dict[str, Any]:
         import wonderwords  # noqa: F401
     except ImportError as error:
         raise ImportError(f"RULER's tasks need nltk and wonderwords: {_INSTALL} ({error})") from None
-    without_network = _replaced(nltk, download=lambda *arguments, **options: False)
+    without_network = patch.multiple(nltk, download=lambda *arguments, **options: False)
     with without_network, contextlib.redirect_stdout(io.StringIO()):
         return _read_config(benchmark)
 
@@ -228,25 +229,12 @@ def _ruler_made_here(
     prepare_niah.get_haystack.cache_clear()
     try:
         with (
-            _replaced(sys.modules[module], generate_samples=generate, get_tokenizer=lambda name: tokenizer),
-            _replaced(prepare_niah, tqdm=lambda steps, **options: steps),
-            _replaced(datasets, load_dataset=lambda *arguments, **options: {"text": essays}),
-            _replaced(nltk.data, path=places),
+            patch.multiple(sys.modules[module], generate_samples=generate, get_tokenizer=lambda name: tokenizer),
+            patch.multiple(prepare_niah, tqdm=lambda steps, **options: steps),
+            patch.multiple(datasets, load_dataset=lambda *arguments, **options: {"text": essays}),
+            patch.multiple(nltk.data, path=places),
         ):
             yield
     finally:
         prepare_niah.get_haystack.cache_clear()
         random.setstate(state)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, **values: Callable[..., Any] | list[str]) -> Iterator[None]:
-    """Attributes of a module have other values in here."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from muse_attention.attention_names import EXACT, short_names
 from muse_attention.by_name import config_at
-from muse_attention.evaluation.attentions import names_table, short_names
 from muse_attention.evaluation.means import Mean, Share
-from muse_attention.evaluation.provenance import count, provenance_of
 from muse_attention.evaluation.tasks.answers import Answer, TaskAnswers, TaskResults
 from muse_attention.evaluation.tasks.benchmarks import RULER
 from muse_attention.markup import csv_text
-from muse_attention.report.tree import Card, Report, Section, Table, number, text
+from muse_attention.report.provenance import count, names_table, provenance_of
+from muse_attention.report.tree import Card, Note, Report, Section, Table, number, text
 from muse_attention.sizes import format_size
-
-EXACT = "exact"
 
 _SCORE = (
     "Of lm-eval, without examples before the question and without a chat template: acc and acc_norm of ARC-Easy and "
@@ -24,11 +22,11 @@ _SCORE = (
 )
 _GAP = "Score less that of exact attention on the same samples, ± the standard error of the difference in each sample."
 _LONGER = "Samples on which MuSe is more than exact attention: those up to one block long are attended to exactly."
-_PREFILL = (
+_PREFILL = Note(
     "An attention runs in prefill, and decoding is exact. MuSe clusters the whole prompt, so a later token can move a "
     "centroid, and with it the approximation error of an earlier output."
 )
-_DATA = (
+_DATA = Note(
     "Samples are those of the published set only if their number is that of the published set, and the hash that of "
     "its file. RULER's samples are made with the model's tokenizer: their hash is of themselves."
 )
@@ -43,15 +41,15 @@ def tasks_report(results: TaskResults, file_name: str) -> Report:
     absent = [benchmark.name for benchmark in RULER if benchmark.name not in there]
     notes = [_PREFILL]
     if absent and len(absent) < len(RULER):
-        notes.append(f"Needle tasks of RULER that are not here: {', '.join(absent)}.")
+        notes.append(Note(f"Needle tasks of RULER that are not here: {', '.join(absent)}."))
     return Report(
         f"Standard tasks: {file_name}",
         verdict=[*_verdict(results), f"{settings.model}, {settings.harness}{limit}."],
         cards=_cards(results),
         sections=[
-            Section("Scores", tables=[scores_table(results)], notes=notes),
-            *([Section("Samples that failed", tables=[failures_table(results)])] if results.failed else []),
-            Section("Data", tables=[data_table(results)], notes=[_DATA]),
+            Section.of("Scores", scores_table(results), *notes),
+            Section.optional("Samples that failed", failures_table(results)),
+            Section.of("Data", data_table(results), _DATA),
         ],
         names=names_table(results.named),
         provenance=provenance_of(
@@ -97,7 +95,7 @@ def scores_table(results: TaskResults) -> Table:
         (number("score", _SCORE), lambda row: format_score(row[0].scored(row[1]), row[2])),
         (number("gap to exact", _GAP), lambda row: format_gap(*row)),
         (text("samples"), lambda row: samples_in_words(*row[:2])),
-        (number("longer than a block", _LONGER), lambda row: _shown(longer_than_a_block(*row[:2]))),
+        (number("longer than a block", _LONGER), lambda row: longer_than_a_block(*row[:2])),
     )
 
 
@@ -120,8 +118,8 @@ def data_table(results: TaskResults) -> Table:
         (text("task"), lambda cell: cell.task),
         (text("length"), _length),
         (text("data"), lambda cell: cell.data.source),
-        (number("rows"), lambda cell: str(cell.data.rows)),
-        (number("published"), lambda cell: str(cell.published)),
+        (number("rows"), lambda cell: cell.data.rows),
+        (number("published"), lambda cell: cell.published),
         (text("SHA-256"), lambda cell: cell.data.sha256),
     )
 
@@ -170,10 +168,6 @@ def format_gap(cell: TaskAnswers, attention: str, metric: str) -> str:
 
 def _with_error(mean: Mean, form: str) -> str:
     return f"{mean.mean:{form}}" + ("" if mean.standard_error is None else f" ± {mean.standard_error:.3f}")
-
-
-def _shown(count: int | None) -> str:
-    return "" if count is None else str(count)
 
 
 def _length(cell: TaskAnswers) -> str:
