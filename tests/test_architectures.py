@@ -39,8 +39,8 @@ WITHOUT_INTERFACE = {name for names in _WITHOUT_INTERFACE.values() for name in n
 NEVER_ASK = set(_WITHOUT_INTERFACE["and ask for nothing"].split())
 OTHER_SOFTMAX = {
     "caps its logits": "gemma2 vaultgemma",
-    "has attention sinks": "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash",
-    "selects the keys of each query": "axk2 deepseek_v32 glm_moe_dsa minimax_m3_vl_text",
+    "adds keys of its own": "deepseek_v4",
+    "selects the keys of each query": "axk2 deepseek_v32 glm_moe_dsa hy_v4 minimax_m3_vl_text",
 }
 EXACT = {
     "no attention": "falcon_mamba mamba mamba2 xlstm",

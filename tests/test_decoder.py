@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 from muse_attention import get_attention
 from muse_attention.capture import capture, visit_layers
 from muse_attention.evaluation.loss.positions import check_model, position_losses
-from muse_attention.huggingface import ExactAttentionWarning, register, use_attention
+from muse_attention.huggingface import register, use_attention
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining.model.configuration import DecoderConfig
 from muse_attention.pretraining.model.decoder import Decoder, DecoderForCausalLM
@@ -235,23 +235,25 @@ def test_padding_changes_nothing(side: str) -> None:
     assert_equal_to_rounding(found[mask.bool()], logits(model, ids)[0])
 
 
-def test_padding_under_muse_is_exact_attention() -> None:
+@pytest.mark.parametrize("attention", ["exact", "muse:QK4R1B16"])
+def test_padding_is_left_out_under_every_attention(attention: str) -> None:
     model, ids = tiny(), token_ids(60, batch=2)
+    model.set_attention(attention)
     mask = torch.ones_like(ids)
-    mask[0, :30] = 0
-    exact = logits(model, ids, attention_mask=mask)
-    model.set_attention(COARSE)
-    register()  # each warning is given anew
-    with pytest.warns(ExactAttentionWarning, match="padded or packed") as said:
-        found = logits(model, ids, attention_mask=mask)
-    assert len(said) == 1
-    assert torch.equal(found, exact)
+    mask[0, :20] = 0
+    found = logits(model, ids, attention_mask=mask)
+    alone = logits(model, ids[:1, 20:], position_ids=torch.arange(20, 60)[None])
+    assert_equal_to_rounding(found[:1, 20:], alone)
+    assert_equal_to_rounding(found[1:], logits(model, ids[1:]))
 
 
-def test_packed_sequences_do_not_see_each_other() -> None:
+@pytest.mark.parametrize("attention", ["exact", "muse:QK4R1B16"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_sequences_do_not_see_each_other(attention: str, use_cache: bool) -> None:
     model, ids = tiny(), token_ids(70)
+    model.set_attention(attention)
     positions = torch.cat([torch.arange(30), torch.arange(40)])[None]
-    packed = logits(model, ids, position_ids=positions, use_cache=False)
+    packed = logits(model, ids, position_ids=positions, use_cache=use_cache)
     assert_equal_to_rounding(packed, torch.cat([logits(model, ids[:, :30]), logits(model, ids[:, 30:])], 1))
 
 

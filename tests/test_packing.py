@@ -14,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from muse_attention import MuSeConfig
 from muse_attention.huggingface import ExactAttentionWarning, register, use_attention
 from muse_attention.packing import refuse_packed_documents
+from muse_attention.recording import recorded_calls
 from tests.models import tiny_llama, token_ids
 
 LENGTHS = (80, 120)
@@ -41,48 +44,138 @@ def logits(model: PreTrainedModel, attention: str, ids: Tensor, **arguments: Any
         return model(ids, **arguments).logits
 
 
-def assert_refused(attention: str, ids: Tensor, **arguments: Any) -> None:
-    with pytest.raises(
-        ValueError, match="packed documents would see each other: put one document into a row"
-    ) as raised:
-        logits(tiny_llama(), attention, ids, **arguments)
-    assert "\n" not in str(raised.value)
+def alone(model: PreTrainedModel, attention: str, ids: Tensor, lengths: tuple[int, ...], positions: Tensor) -> Tensor:
+    """The logits of each document by itself."""
+    parts = zip(ids.split(lengths, 1), positions.split(lengths, 1), strict=True)
+    return torch.cat([logits(model, attention, part, position_ids=told) for part, told in parts], 1)
+
+
+ON = torch.arange(LENGTH)[None]
+FIRST = torch.cat([torch.zeros(1, 1, dtype=torch.long), torch.arange(LENGTH - 1)[None]], 1)
 
 
 @pytest.mark.parametrize(
     "attention", ["muse:QK4R1B64", "muse:QK4R1B512", "exact", "moba:L64B16R2", "block_diagonal:64"]
 )
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "lengths", "positions"),
     [
-        {"position_ids": PACKED},
-        {"position_ids": PACKED, "use_cache": True},
-        {"position_ids": PACKED, "use_cache": False, "attention_mask": torch.ones(1, LENGTH)},
-        {"position_ids": torch.cat([torch.zeros(1, 1, dtype=torch.long), torch.arange(LENGTH - 1)[None]], 1)},
-        BY_LENGTH,
-        {**BY_LENGTH, "use_cache": False},
-        {**BY_LENGTH, "position_ids": PACKED},
+        ({"position_ids": PACKED}, LENGTHS, PACKED),
+        ({"position_ids": PACKED, "use_cache": True}, LENGTHS, PACKED),
+        ({"position_ids": PACKED, "use_cache": False}, LENGTHS, PACKED),
+        ({"position_ids": PACKED, "use_cache": False, "attention_mask": torch.ones(1, LENGTH)}, LENGTHS, PACKED),
+        ({"position_ids": FIRST}, (1, LENGTH - 1), FIRST),
+        (BY_LENGTH, LENGTHS, ON),
+        ({**BY_LENGTH, "use_cache": False}, LENGTHS, ON),
+        ({**BY_LENGTH, "position_ids": PACKED}, LENGTHS, PACKED),
     ],
-    ids=["default", "cache", "ones", "one token", "lengths", "lengths without cache", "lengths and positions"],
+    ids=["default", "cache", "no cache", "ones", "one token", "lengths", "lengths without cache", "both"],
 )
-def test_documents_that_would_see_each_other_are_refused(attention: str, arguments: dict[str, Any]) -> None:
-    assert_refused(attention, token_ids(LENGTH), **arguments)
+def test_a_packed_batch_gives_what_each_document_gives_alone(
+    attention: str, arguments: dict[str, Any], lengths: tuple[int, ...], positions: Tensor
+) -> None:
+    model, ids = tiny_llama(), token_ids(LENGTH)
+    expected = alone(model, attention, ids, lengths, positions)
+    torch.testing.assert_close(logits(model, attention, ids, **arguments), expected)
 
 
-def test_attn_implementation_muse_refuses_them_too() -> None:
-    model = tiny_llama()
+def test_packed_documents_run_muse() -> None:
+    model, ids = tiny_llama(), token_ids(LENGTH)
     model.set_attn_implementation("muse")
-    with pytest.raises(ValueError, match="packed documents would see each other"):
-        model(token_ids(LENGTH), position_ids=PACKED)
+    with recorded_calls() as calls:
+        model(ids, position_ids=PACKED, use_cache=False)
+    assert [call.query.shape[2] for call in calls] == [*LENGTHS] * model.config.num_hidden_layers
+    assert all(str(call.config) == str(MuSeConfig.parse(EVERYTHING)) for call in calls)
 
 
-def test_a_padding_mask_does_not_separate_documents() -> None:
-    """One row is padded, the other packed: there is a mask, but not one of documents."""
-    real = torch.ones(2, LENGTH, dtype=torch.long)
-    real[0, :50] = 0
-    positions = torch.cat([(real[:1].cumsum(1) - 1).clamp(min=0), PACKED])
-    assert_refused("exact", token_ids(LENGTH, batch=2), position_ids=positions, attention_mask=real)
-    assert_refused("muse", token_ids(LENGTH, batch=2), position_ids=positions, attention_mask=real)
+def test_gradients_of_a_packed_batch_are_those_of_its_documents() -> None:
+    model, ids = tiny_llama(), token_ids(LENGTH)
+    found = []
+    with use_attention(model, "muse:QK4R1B64"):
+        for rows in (
+            [(ids, PACKED)],
+            zip(ids.split(LENGTHS, 1), PACKED.split(LENGTHS, 1), strict=True),
+        ):
+            model.zero_grad()
+            for row, positions in rows:
+                model(row, position_ids=positions, use_cache=False).logits.square().sum().backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+    for packed, one_by_one in zip(*found, strict=True):
+        torch.testing.assert_close(packed, one_by_one)
+
+
+class _Layer(torch.nn.Module):
+    is_causal = True
+
+
+@pytest.mark.parametrize("arguments", [{"position_ids": PACKED}, BY_LENGTH], ids=["positions", "lengths"])
+def test_the_attention_function_leaks_nothing_without_a_mask(arguments: dict[str, Any]) -> None:
+    """As DeepSpeed's Ulysses calls it, which drops every mask."""
+    attend = ALL_ATTENTION_FUNCTIONS["muse"]
+    tensors = [torch.randn(1, heads, LENGTH, 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    before, _ = attend(_Layer(), *tensors, None, scaling=0.25, **arguments)
+    for tensor in tensors:
+        tensor[:, :, : LENGTHS[0]] += 1
+    after, _ = attend(_Layer(), *tensors, None, scaling=0.25, **arguments)
+    assert torch.equal(before[:, LENGTHS[0] :], after[:, LENGTHS[0] :])
+    assert (before - after)[:, : LENGTHS[0]].abs().min(dim=-1).values.max() > 0
+
+
+def documents_in(real: Tensor, positions: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(row, begin, end): tokens that are not padding, up to the next position 0."""
+    for row in range(len(real)):
+        begin = None
+        for at in range(LENGTH + 1):
+            goes_on = at < LENGTH and real[row, at] and positions[row, at] != 0
+            if begin is not None and not goes_on:
+                yield row, begin, at
+                begin = None
+            if begin is None and at < LENGTH and real[row, at]:
+                begin = at
+
+
+@pytest.mark.parametrize("attention", ["exact", "muse:QK4R1B16", "block_diagonal:16"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_and_packed_rows(attention: str, side: str) -> None:
+    """One row is padded, one packed, and one is both."""
+    real = padded(side)[[0, 1, 0]]
+    positions = torch.cat([(real[:1].cumsum(1) - 1).clamp(min=0), PACKED, PACKED])
+    model, ids = tiny_llama(), token_ids(LENGTH, batch=3)
+    found = logits(model, attention, ids, position_ids=positions, attention_mask=real)
+    documents = list(documents_in(real, positions))
+    assert len(documents) == 5
+    for row, begin, end in documents:
+        part = (slice(row, row + 1), slice(begin, end))
+        expected = logits(model, attention, ids[part], position_ids=positions[part])
+        torch.testing.assert_close(found[part], expected)
+
+
+def test_padding_inside_a_document_is_attended_to_exactly_and_refused_where_documents_are_packed() -> None:
+    real = torch.ones(1, LENGTH, dtype=torch.long)
+    real[0, 20:30] = 0
+    model, ids = tiny_llama(), token_ids(LENGTH)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=real).logits
+    found = logits(model, "muse:QK4R1B16", ids, attention_mask=real)
+    torch.testing.assert_close(found[real.bool()], expected[real.bool()])
+    with pytest.raises(ValueError, match="packed documents would see each other") as raised:
+        logits(model, "muse:QK4R1B16", ids, attention_mask=real, position_ids=PACKED)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seq_lens_k": torch.tensor([0, 90, LENGTH], dtype=torch.int32)}, "cu_seq_lens_q and cu_seq_lens_k differ"),
+        ({"cu_seq_lens_q": ENDS[:2], "cu_seq_lens_k": ENDS[:2]}, "cu_seq_lens_q ends at 80, the batch has 200 tokens"),
+        ({"cu_seq_lens_q": ENDS.long()}, "cu_seq_lens_q has dtype torch.int64"),
+    ],
+)
+def test_bad_lengths_are_refused_in_one_line(change: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        logits(tiny_llama(), "exact", token_ids(LENGTH), **(BY_LENGTH | change))
+    assert "\n" not in str(raised.value)
 
 
 def test_documents_in_a_continued_cache_are_refused() -> None:
@@ -159,16 +252,16 @@ def test_a_changed_tensor_is_read_again() -> None:
     model, ids, positions = tiny_llama(), token_ids(LENGTH), torch.arange(LENGTH)[None]
     logits(model, "exact", ids, position_ids=positions)
     positions.copy_(PACKED)
-    with pytest.raises(ValueError, match="packed documents"):
-        logits(model, "exact", ids, position_ids=positions)
+    found = logits(model, "exact", ids, position_ids=positions)
+    torch.testing.assert_close(found, alone(model, "exact", ids, LENGTHS, PACKED))
 
 
 def test_inference_mode() -> None:
     model, ids = tiny_llama(), token_ids(LENGTH)
+    expected = alone(model, "exact", ids, LENGTHS, PACKED)
     with torch.inference_mode(), use_attention(model, "exact"):
         model(ids, position_ids=torch.arange(LENGTH)[None])
-        with pytest.raises(ValueError, match="packed documents"):
-            model(ids, position_ids=PACKED.clone())
+        torch.testing.assert_close(model(ids, position_ids=PACKED.clone()).logits, expected)
 
 
 class _Reads(TorchDispatchMode):
@@ -177,16 +270,22 @@ class _Reads(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
         return func(*args, **(kwargs or {}))
 
 
-def test_positions_are_read_once_and_not_in_every_layer() -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"position_ids": PACKED}, BY_LENGTH, {"attention_mask": (torch.arange(LENGTH) > 9)[None].long()}],
+    ids=["plain", "packed", "lengths", "padded"],
+)
+def test_documents_are_read_once_and_not_in_every_layer(arguments: dict[str, Any]) -> None:
     counts = []
     for layers in (1, 4):
         model = tiny_llama(num_hidden_layers=layers)
+        fresh = {name: told.clone() if isinstance(told, Tensor) else told for name, told in arguments.items()}
         with use_attention(model, "exact"), torch.no_grad(), _Reads() as reads:
-            model(token_ids(LENGTH))
+            model(token_ids(LENGTH), **fresh)
         counts.append(reads.count)
     assert counts[0] == counts[1]
 

@@ -17,7 +17,8 @@ The algorithm, in order, and where to read each step:
 
 `kernels/` has the same files as `stages/`, in Triton for CUDA; `far_field.py` of each runs its steps in order.
 `reference.py` is the whole algorithm in one dense file, the definition. `pipeline.py` is forward and backward with
-either backend; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call.
+either backend; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call, and
+`packed.py` the same for documents in one row of tokens.
 
 `huggingface.py` runs models of transformers with MuSe, `pretrained.py` loads them, `capture.py` captures the queries,
 keys and values of their layers, and `evaluation` measures them. `pretraining` has data, the paper's decoder and a
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
     from muse_attention.by_name import Attention, get_attention
     from muse_attention.config import MuSeConfig
+    from muse_attention.documents import DocumentBoundaries
+    from muse_attention.packed import muse_attn_func, muse_attn_varlen_func
     from muse_attention.structures import Clusters
 
 __version__ = "0.3.0.dev0"
@@ -46,6 +49,7 @@ __version__ = "0.3.0.dev0"
 __all__ = [
     "Attention",
     "Clusters",
+    "DocumentBoundaries",
     "MuSeConfig",
     "block_diagonal_attention",
     "exact_attention",
@@ -53,11 +57,14 @@ __all__ = [
     "get_attention",
     "moba_attention",
     "muse_attention",
+    "muse_attn_func",
+    "muse_attn_varlen_func",
 ]
 
 _HOMES = {
     "Attention": "by_name",
     "Clusters": "structures",
+    "DocumentBoundaries": "documents",
     "MuSeConfig": "config",
     "block_diagonal_attention": "baselines",
     "exact_attention": "baselines",
@@ -65,6 +72,8 @@ _HOMES = {
     "get_attention": "by_name",
     "moba_attention": "baselines",
     "muse_attention": "attention",
+    "muse_attn_func": "packed",
+    "muse_attn_varlen_func": "packed",
 }
 """The module of each public name: imported when the name is used first, and PyTorch with it."""
 

@@ -10,6 +10,10 @@ SMALLEST_BLOCK = 1024
 """Of those that follow the length: sequences up to it are attended to exactly."""
 
 
+LONGEST_EXACT = 8 * 1024
+"""Up to here nothing is faster than exact attention on a GPU: packed documents up to it are attended to exactly."""
+
+
 class Default(NamedTuple):
     longest: int | None
     """longest sequence that it serves; None for any"""
@@ -20,7 +24,7 @@ class Default(NamedTuple):
 
 
 DEFAULTS = (
-    Default(8 * 1024, "Q128K128R32T0.001,caution=2,cap_factor=none", blocks=8),
+    Default(LONGEST_EXACT, "Q128K128R32T0.001,caution=2,cap_factor=none", blocks=8),
     Default(16 * 1024, "Q32K32R8T0.1,caution=2,cap_factor=none", blocks=8),
     Default(32 * 1024, "Q32K64R8T0.2,caution=2,cap_factor=none", blocks=8),
     Default(128 * 1024, "Q32K64R8T0.2,caution=2,cap_factor=none", blocks=16),

@@ -8,18 +8,20 @@
 model a configuration of its own, which `save_pretrained` keeps; in a model made of several it belongs in the config of
 the one that attends. Without it, and without `register(config)`, it is `MuSeConfig.for_length` of each input.
 
-MuSe attends where a whole sequence attends to itself: training, and prefill. Everything else is attended to exactly, by
-transformers' own function, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV cache,
-inputs of one block, padded batches, packed documents that a mask separates, layers with a sliding window, attention
-dropout.
+MuSe attends where whole documents attend to themselves: training, and prefill. Packed documents, told by
+`cu_seq_lens_q` or by `position_ids` that restart, never see each other, and padding is left out (`packed.py`,
+`masks.py`). Attention sinks are part of the softmax (`sinks.py`).
+
+Everything else is attended to exactly, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV
+cache, inputs of one block, layers with a sliding window, attention dropout, and masks that express more than padding
+and documents.
 
 A ValueError refuses what neither can do: models that do not use the attention interface (Bloom, GPT-J), attention that
-is not a softmax over all keys (a softcap, sinks, selected keys), and packed documents that would see each other, as
-they would in transformers with a KV cache or an `attention_mask` of ones. With `use_cache=False` and without
-`attention_mask`, transformers separates them.
+is not a softmax over all keys (a softcap, selected keys), and packed documents that would see each other, as in a
+continued KV cache.
 
-Under `torch.compile` of a whole model a padding mask cannot be looked at: leave it out where nothing is padded. Packed
-`position_ids` are an error there: compile the layers, not the whole model.
+Under `torch.compile` of a whole model neither a padding mask nor `position_ids` can be looked at: a padded batch is
+attended to exactly, and packed documents are an error. Compile the layers, not the whole model.
 """
 
 from __future__ import annotations
@@ -27,31 +29,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
+from muse_attention.documents import DocumentBoundaries
 from muse_attention.extras import how_to_install
-from muse_attention.packing import refuse_packed_documents
+from muse_attention.packed import EXACT, attend_to_documents, attend_to_each, config_of_document
+from muse_attention.sinks import exact_attention_with_sinks, with_sinks
 
 try:
-    from transformers import (
-        AttentionInterface,
-        AttentionMaskInterface,
-        PreTrainedConfig,
-        PreTrainedModel,
-        masking_utils,
-    )
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    from muse_attention.masks import Visible, guard_masks, make_mask, stands_for_documents, visible
+    from muse_attention.masks import stands_for_causal as stands_for_causal
 except ImportError as error:
     raise ImportError(
         f"models of transformers need transformers 5.17 or newer: {how_to_install('huggingface')} "
@@ -70,13 +72,13 @@ _SPECIAL_NAMES = ("eager", "sdpa", "flash", "flex", "paged", "/", "|")
 """Where one of these is part of a name, transformers takes paths of its own."""
 _OTHER_SOFTMAX = {
     "softcap": "caps its logits",
-    "s_aux": "has attention sinks",
     "indices": "selects the keys of each query",
     "block_indices": "selects the keys of each query",
 }
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _EXACT_ONLY = ("position_bias", "cache")
 """Arguments that change the attention, and that transformers' exact attention understands."""
+_SHORT = "the input, or every document in it, is no longer than one block"
 
 
 class ExactAttentionWarning(UserWarning):
@@ -115,7 +117,8 @@ def register_attention(attention: str) -> str:
     """Make an attention, named as for `get_attention`, an implementation of transformers, and return its name there."""
     named = get_attention(attention)
     kind, _, settings = attention.partition(":")
-    function: AttentionFunction = functools.partial(_forward, attention=named, asked_for=attention)
+    chosen = _Chosen(attention, named, functools.partial(_attend_to_each, named))
+    function: AttentionFunction = functools.partial(_forward, chosen=chosen)
     if kind == "exact":
         function = exact_forward
     elif kind == "muse":
@@ -148,6 +151,19 @@ def register_function(name: str, function: AttentionFunction) -> None:
     _guard_masks()
 
 
+class _Chosen(NamedTuple):
+    """An attention in place of exact attention."""
+
+    name: str
+    """as it was asked for"""
+    whole: Callable[..., Any]
+    """of rows that are one document each, with the signature of `scaled_dot_product_attention`, and `return_lse`"""
+    packed: Callable[..., tuple[Tensor, Tensor | None]]
+    """of documents, as `attend_to_documents`"""
+    longest_exact: Callable[[DocumentBoundaries | None, int], int] = lambda *_: 0
+    """called with the documents and the length of a row: up to how many tokens they are attended to exactly"""
+
+
 def exact_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -156,14 +172,11 @@ def exact_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' own exact attention: masks, caches, windows and dropout, but no softcap and no sinks."""
-    _refuse_other_softmax(module, others)
-    if stands_for_causal(attention_mask):
-        attention_mask, others["is_causal"] = None, True
-    refuse_packed_documents(query.shape[0], query.shape[2], attention_mask, others)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+    """Exact attention: masks, documents, caches, windows, sinks and dropout, but no softcap."""
+    return _forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, chosen=None, **others)
 
 
 def _muse_forward(
@@ -183,19 +196,13 @@ def _muse_forward(
         if own is not None and not isinstance(own, str):
             raise ValueError(f"model.config.muse={own!r} must be a string like 'QK32R2SP1B1k'")
         settings = settings if own is None else own
-    config = resolve_config(settings, query.shape[2])
-    return _forward(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        attention=functools.partial(muse_attention, config=settings),
-        asked_for="muse",
-        block_size=config.block_size,
-        **others,
+    chosen = _Chosen(
+        "muse",
+        functools.partial(muse_attention, config=settings),
+        functools.partial(_attend_to_documents, settings),
+        functools.partial(_longest_exact, settings),
     )
+    return _forward(module, query, key, value, attention_mask, dropout, chosen=chosen, **others)
 
 
 def _forward(
@@ -208,62 +215,172 @@ def _forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     *,
-    attention: Callable[..., Tensor],
-    asked_for: str,
-    block_size: int = 0,
+    chosen: _Chosen | None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse_other_softmax(module, others)
-    if stands_for_causal(attention_mask):
-        attention_mask, is_causal = None, True
-    elif is_causal is None:
+    if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    refuse_packed_documents(query.shape[0], query.shape[2], attention_mask, others)
-    reason = _why_exact(module, query, key, attention_mask, dropout, is_causal, block_size, others)
-    if reason is not None:
-        _say_once(asked_for, reason)
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
-        )
+    # The compiler leaves packed documents out of its graphs: which kernels run depends on their lengths.
+    attend = _attend_uncompiled if stands_for_documents(attention_mask) else _attend
+    return attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, chosen, others), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool,
+    chosen: _Chosen | None,
+    others: dict[str, Any],
+) -> Tensor:
+    """(batch, length, heads, head_dim)"""
+    has_window = not attends_to_everything(module, others)
+    seen = visible(module, query, key, attention_mask, is_causal, others, has_window=has_window)
+    sinks: Tensor | None = others.get("s_aux")
+    reason = None if chosen is None else _why_exact(module, query, key, seen, dropout, chosen, others)
+    if chosen is not None and reason is not None:
+        _say_once(chosen.name, reason)
     length = query.shape[2]  # a static cache has room for more keys, which no query sees yet
-    out = attention(
-        query, key[:, :, :length], value[:, :, :length], is_causal=is_causal, scale=scaling, enable_gqa=True
+    if seen.documents is not None and (reason is None or reason == _SHORT) and not _is_exact_only(dropout, others):
+        attend = functools.partial(_attend_to_documents, EXACT) if chosen is None else chosen.packed
+        rows = (_as_rows(tensor[:, :, :length]) for tensor in (query, key, value))
+        scale = 1 / math.sqrt(query.shape[3]) if scaling is None else scaling
+        out, lse = attend(*rows, seen.documents, seen.is_causal, scale, return_lse=sinks is not None)
+        out = out.unflatten(0, (query.shape[0], length)).transpose(1, 2)
+        if sinks is not None and lse is not None:
+            out = with_sinks(out, lse.unflatten(1, (query.shape[0], length)).transpose(0, 1), sinks)
+    elif chosen is None or reason is not None:
+        return _attend_exactly(module, query, key, value, seen, dropout, scaling, others)
+    else:
+        key, value = key[:, :, :length], value[:, :, :length]
+        settings: dict[str, Any] = {"is_causal": seen.is_causal, "scale": scaling, "enable_gqa": True}
+        if sinks is None:
+            out = chosen.whole(query, key, value, **settings)
+        else:
+            out, lse = chosen.whole(query, key, value, **settings, return_lse=True)
+            out = with_sinks(out, lse, sinks)
+    return out.transpose(1, 2).contiguous()
+
+
+_attend_uncompiled = _disable_dynamo(_attend)
+
+
+def _longest_exact(settings: str | None, documents: DocumentBoundaries | None, length: int) -> int:
+    config = resolve_config(settings, length) if documents is None else config_of_document(settings, length)
+    return config.block_size
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    """(batch, heads, length, dim) as (tokens, heads, dim)"""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_to_documents(
+    settings: MuSeConfig | str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: DocumentBoundaries,
+    is_causal: bool,
+    scale: float,
+    *,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    return attend_to_documents(
+        query, key, value, documents, settings, is_causal=is_causal, scale=scale, return_lse=return_lse
     )
-    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_to_each(
+    attention: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: DocumentBoundaries,
+    is_causal: bool,
+    scale: float,
+    *,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": True}
+        if return_lse:
+            out, lse = attention(*tensors, **settings, return_lse=True)
+            return out, lse
+        return attention(*tensors, **settings), None
+
+    return attend_to_each(query, key, value, documents, attend, return_lse=return_lse)
+
+
+def _attend_exactly(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Visible,
+    dropout: float,
+    scaling: float | None,
+    others: dict[str, Any],
+) -> Tensor:
+    """By transformers' own function, which knows no sinks."""
+    mask = seen.as_mask(query.shape[0], query.device)
+    if mask is not None and mask.shape[-1] < key.shape[2] and seen.documents is not None:
+        key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
+    if others.get("s_aux") is None:
+        found: Tensor = sdpa_attention_forward(
+            module, query, key, value, mask, dropout, scaling, is_causal=seen.is_causal, **others
+        )[0]
+        return found
+    is_causal = seen.is_causal and query.shape[2] > 1
+    out = exact_attention_with_sinks(
+        query, key, value, others["s_aux"], mask, is_causal=is_causal, scale=scaling, dropout=dropout
+    )
+    return out.transpose(1, 2).contiguous()
 
 
 def _refuse_other_softmax(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """transformers' SDPA would leave them out silently."""
-    for argument, what in _OTHER_SOFTMAX.items():
-        if others.get(argument) is not None:
-            raise ValueError(f"{type(module).__name__} {what}: only attn_implementation='eager' does that; use it")
+    found = [what for argument, what in _OTHER_SOFTMAX.items() if others.get(argument) is not None]
+    if getattr(module, "compressor", None) is not None:  # of DeepSeek V4: their mask is no boolean one
+        found.append("adds keys of its own")
+    if found:
+        raise ValueError(f"{type(module).__name__} {found[0]}: only attn_implementation='eager' does that; use it")
 
 
 def _why_exact(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
-    attention_mask: Tensor | None,
+    seen: Visible,
     dropout: float,
-    is_causal: bool,
-    block_size: int,
+    chosen: _Chosen,
     others: dict[str, Any],
 ) -> str | None:
-    """Why this call is not one sequence that attends to all of itself, or to all of its past; None if it is."""
+    """Why these are not documents that attend to all of themselves, or to all of their past; None if they are."""
     if not attends_to_everything(module, others):
         return "a layer with a sliding window or chunks keeps them"
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1:
         return "decoding attends to a KV cache"
-    if attention_mask is not None or any(others.get(argument) is not None for argument in _EXACT_ONLY):
-        return "the batch is padded or packed, continues a KV cache, or has a mask of its own"
-    if queries != keys and not (is_causal and queries < keys):
+    if seen.mask is not None or any(others.get(argument) is not None for argument in _EXACT_ONLY):
+        return "the batch continues a KV cache, is padded in a compiled model, or has a mask of its own"
+    if queries != keys and not (seen.is_causal and queries < keys):
         return "queries attend to another sequence"
     if dropout > 0:
         return "the model trains with attention dropout (attention_dropout=0 in its config switches it off)"
-    if queries <= block_size:
-        return "the input is no longer than one block"
+    longest = queries if seen.documents is None else seen.documents.longest
+    if longest <= chosen.longest_exact(seen.documents, longest):
+        return _SHORT
     return None
+
+
+def _is_exact_only(dropout: float, others: dict[str, Any]) -> bool:
+    return dropout > 0 or any(others.get(argument) is not None for argument in _EXACT_ONLY)
 
 
 def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bool:
@@ -279,74 +396,11 @@ def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bo
     return index is None or index >= len(types) or types[index] not in _WINDOWED
 
 
-def stands_for_causal(attention_mask: Tensor | None) -> bool:
-    """Whether it is what a registered attention gets in place of a plain causal mask: it has no keys."""
-    return attention_mask is not None and attention_mask.shape[-1] == 0
-
-
-def _mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Tensor] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **others: Any,
-) -> Tensor | None:
-    """transformers' mask for SDPA, (batch, 1, queries, keys), or none where the call is plainly causal or full.
-
-    None says that nothing is masked. A causal mask that would be None for SDPA has no keys instead: only the attention
-    functions of this file know what it stands for, and a layer that reads it itself fails rather than masks nothing.
-
-    Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
-    there is none if no padding mask was given, and the compiled graph checks that nothing was packed.
-    """
-    compiling = torch.compiler.is_compiling()
-    if not compiling:  # a model that is compiled was built, and refused then
-        _refuse_config(others.get("config"))
-    causal = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
-    if compiling and attention_mask is None and local_size is None and not use_vmap:
-        if allow_is_bidirectional_skip:
-            return None
-        if q_length == kv_length and (allow_is_causal_skip or mask_function is not causal_mask_function):
-            if not allow_is_causal_skip:
-                _assert_one_sequence(mask_function, batch_size, q_length, device)
-            return causal
-    mask = sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        use_vmap=use_vmap,
-        device=device,
-        **others,
-    )
-    # One query sees every key, whoever reads the mask.
-    return causal if mask is None and allow_is_causal_skip and q_length > 1 else mask
-
-
-def _assert_one_sequence(
-    mask_function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device | str
-) -> None:
-    """Every token sees the first one, and none sees the next: true of a causal mask, false of packed or blockwise."""
-    batch = torch.arange(batch_size, device=device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=device)
-    position = torch.arange(length, device=device)[None]
-    sees_first = mask_function(batch, head, position, torch.zeros_like(position))
-    sees_next = mask_function(batch, head, position[:, :-1], position[:, 1:])
-    torch._assert_async(
-        sees_first.all() & ~sees_next.any(),
-        "packed position_ids in a compiled model: compile its layers instead, or pass a 4D attention_mask",
-    )
+def _mask(**arguments: Any) -> Tensor | None:
+    """`make_mask`, for models that use the attention interface."""
+    if not torch.compiler.is_compiling():  # a model that is compiled was built, and refused then
+        _refuse_config(arguments.get("config"))
+    return make_mask(**arguments)
 
 
 _registered: set[str] = set()
@@ -391,28 +445,7 @@ def _guard_models() -> None:
 
 @functools.cache
 def _guard_masks() -> None:
-    """Refuse packed documents also in models that pass their `position_ids` to the makers of masks alone."""
-    prepare = masking_utils._preprocess_mask_arguments
-
-    @functools.wraps(prepare)
-    def guarded_prepare(
-        config: PreTrainedConfig,
-        inputs_embeds: Tensor,
-        attention_mask: Any,
-        past_key_values: Any,
-        position_ids: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-        is_cached = attention_mask is None and past_key_values is not None
-        if config._attn_implementation in _registered and (is_padding or is_cached):
-            batch, queries = inputs_embeds.shape[:2]
-            padding = attention_mask[:, None, None].bool() if is_padding else None
-            refuse_packed_documents(batch, queries, padding, {"position_ids": position_ids})
-        return prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
-
-    masking_utils._preprocess_mask_arguments = guarded_prepare
+    guard_masks(lambda name: name in _registered)
 
 
 def _configs_to_set(config: PreTrainedConfig, attn_implementation: str | dict[str, Any] | None) -> set[int]:

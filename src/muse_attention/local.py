@@ -25,7 +25,7 @@ _MULTIPLE = 8
 """Head dimensions that the operators of CUDA want are multiples of this."""
 _ALIGNMENT = 16
 """Bytes at which rows begin in memory, for the same operators."""
-_WIDEST_CUDNN, _WIDEST_FLASH = 128, 256
+_WIDEST_CUDNN, WIDEST_FLASH = 128, 256
 _SHORTEST_CUDNN = 128
 """Below that many queries there is nothing to gain from cuDNN."""
 
@@ -57,12 +57,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; `out` and `lse` are those of the merged softmax."""
     if grad_lse is not None:
-        grad_lse = grad_lse[..., None]
-        value = pad(value, (0, 1))
-        # Half of the exponent on either side keeps a large `dL` inside the range of float16.
-        root = torch.exp2((grad_lse.abs().amax().clamp(min=1).log2() / 2).ceil())
-        out = torch.cat([out, (-grad_lse / root).to(out.dtype)], dim=-1)
-        grad_out = torch.cat([grad_out, root.to(out.dtype).expand_as(grad_lse)], dim=-1)
+        value, out, grad_out = with_gradient_of_lse(grad_lse, value, out, grad_out)
     parts: list[tuple[Tensor, ...]] = []
     for *tensors, block_lse in _blocks((grad_out, query, key, value, out, lse[..., None]), block_size):
         rows = (*tensors, block_lse[..., 0])
@@ -76,11 +71,23 @@ def attend_backward(
     return grad_query, grad_key, grad_value if grad_lse is None else grad_value[..., :-1].contiguous()
 
 
+def with_gradient_of_lse(
+    grad_lse: Tensor, value: Tensor, out: Tensor, grad_out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, output and its gradient with one more column, by which the gradient of the lse enters."""
+    grad_lse = grad_lse[..., None]
+    # Half of the exponent on either side keeps a large `dL` inside the range of float16.
+    root = torch.exp2((grad_lse.abs().amax().clamp(min=1).log2() / 2).ceil())
+    out = torch.cat([out, (-grad_lse / root).to(out.dtype)], dim=-1)
+    grad_out = torch.cat([grad_out, root.to(out.dtype).expand_as(grad_lse)], dim=-1)
+    return pad(value, (0, 1)), out, grad_out
+
+
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Partial:
     """Exact attention and its lse by the fused operator of the device; head dimensions may differ."""
     value_dim = value.shape[-1]
     operator = _operator(query, key, value)
-    query, key, value = _equal_dims((query, key, value), operator)
+    query, key, value = equal_dims((query, key, value), operator)
     if operator == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=None, scale=scale
@@ -114,7 +121,7 @@ def fused_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     head_dim, value_dim, key_heads = query.shape[-1], value.shape[-1], key.shape[1]
     operator = _operator(query, key, value)
-    query, key, value, out, grad_out = _equal_dims((query, key, value, out, grad_out), operator)
+    query, key, value, out, grad_out = equal_dims((query, key, value, out, grad_out), operator)
     if operator == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=None, scale=scale
@@ -154,7 +161,7 @@ def _operator(query: Tensor, key: Tensor, value: Tensor) -> str:
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         if widest <= _WIDEST_CUDNN and query.shape[2] >= _SHORTEST_CUDNN and _has_cudnn(query.device):
             return "cudnn"
-        if widest <= _WIDEST_FLASH:
+        if widest <= WIDEST_FLASH:
             return "flash"
     return "chunked"
 
@@ -182,7 +189,7 @@ def _generation(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...]:
+def equal_dims(tensors: tuple[Tensor, ...], operator: str) -> tuple[Tensor, ...]:
     """Rows of one length, each contiguous, which is what the operators read.
 
     Zero columns fill them up: zeros change neither logits nor outputs.

@@ -1,8 +1,11 @@
-"""Packed documents in the arguments of an attention function of transformers.
+"""Documents in the arguments of an attention function of transformers.
 
-transformers keeps documents apart, by a mask, where it gets restarting `position_ids`, no `attention_mask` and no KV
-cache. Everywhere else it lets them see each other, under every attention without variable lengths: here that is an
-error.
+They are told by `cu_seq_lens_q` and `cu_seq_lens_k`, else by `position_ids` that restart, and by a padding mask, which
+leaves one document in each row. `find_documents` and `documents_in_rows` make them `DocumentBoundaries`.
+
+Where there is another mask, the mask must separate the documents. transformers makes it so where it gets restarting
+`position_ids`, no `attention_mask` and no KV cache. Everywhere else it lets documents see each other, under every
+attention without variable lengths: `refuse_packed_documents` makes that an error.
 """
 
 from __future__ import annotations
@@ -11,12 +14,84 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-_REFUSAL = (
+from muse_attention.documents import DocumentBoundaries, recall, refuse_capture, remember
+
+REFUSAL = (
     "packed documents would see each other: put one document into a row, or pass position_ids with use_cache=False and "
     "without attention_mask, or pass a 4D attention_mask that separates them"
 )
+
+
+def find_documents(batch: int, queries: int, arguments: dict[str, Any]) -> DocumentBoundaries | None:
+    """The documents that the arguments tell of, in all rows one after another; None if each row is one document.
+
+    Tensors are read once for all layers.
+
+    Args:
+        batch: rows of the input
+        queries: tokens in a row
+        arguments: the keyword arguments of the attention function. `cu_seq_lens_q` and `cu_seq_lens_k` are 0 and the
+            ends of all documents in all rows, `position_ids` are (batch or 1, queries) or (components, batch, queries)
+    """
+    ends, of_keys = (arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    positions = arguments.get("position_ids")
+    if ends is not None:
+        found = DocumentBoundaries.read(ends, "cu_seq_lens_q")
+        if of_keys is not None and DocumentBoundaries.read(of_keys, "cu_seq_lens_k") != found:
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: documents attend to themselves; pass the same")
+        if found.tokens != batch * queries:
+            raise ValueError(f"cu_seq_lens_q ends at {found.tokens}, the batch has {batch * queries} tokens")
+    elif isinstance(positions, Tensor) and not positions.is_meta and positions.shape[-1] == queries > 1:
+        known = recall(positions)
+        if known is None:
+            refuse_capture(positions, "position_ids")
+            known = documents_in_rows(starts_by_positions(positions).expand(batch, -1), None, None)
+            remember(positions, known)
+        found = known
+        if found.tokens != batch * queries:  # the tensor was read for another batch
+            found = documents_in_rows(starts_by_positions(positions).expand(batch, -1), None, None)
+    else:
+        return None
+    return None if are_whole_rows(found, batch) else found
+
+
+def documents_in_rows(starts: Tensor, real: Tensor | None, positions: Tensor | None) -> Any:
+    """The documents of all rows one after another. None if a document has padding inside.
+
+    Args:
+        starts: whether a document starts at each token but the first of a row, (batch, queries - 1)
+        real: which tokens are not padding, (batch, queries); None if all
+        positions: (batch, queries). After padding, a document starts at position 0
+    """
+    edges = torch.nn.functional.pad(starts, (1, 0), value=True)
+    if real is not None:
+        edges = edges | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0), value=True)
+    at = edges.flatten().nonzero()[:, 0]
+    columns = [at]
+    for tensor, otherwise in ((real, 1), (positions, 1)):
+        columns.append(torch.full_like(at, otherwise) if tensor is None else tensor.flatten()[at].to(at.dtype))
+    rows, queries = edges.shape
+    begins, ends = [], []
+    found = torch.stack(columns, 1).tolist()
+    has_document, follows_padding = False, False
+    for (begin, is_real, position), (end, *_) in zip(found, [*found[1:], [rows * queries]], strict=True):
+        if begin % queries == 0:
+            has_document, follows_padding = False, False
+        if is_real:
+            if has_document and follows_padding and position != 0:
+                return None
+            begins.append(begin)
+            ends.append(end)
+            has_document, follows_padding = True, False
+        else:
+            follows_padding = True
+    return DocumentBoundaries(tuple(begins), tuple(ends), rows * queries) if begins else None
+
+
+def are_whole_rows(boundaries: DocumentBoundaries, batch: int) -> bool:
+    """Whether each row is one document, without padding."""
+    return boundaries.lengths == (boundaries.tokens // batch,) * batch
 
 
 def refuse_packed_documents(batch: int, queries: int, attention_mask: Tensor | None, arguments: dict[str, Any]) -> None:
@@ -27,31 +102,29 @@ def refuse_packed_documents(batch: int, queries: int, attention_mask: Tensor | N
         queries: tokens in a row
         attention_mask: what a query sees, (batch, heads or 1, queries or 1, keys), boolean or added to the logits; None
             if it sees all of the row, or of its past
-        arguments: the keyword arguments of the attention function. `position_ids`, (batch or 1, queries) or
-            (components, batch, queries), and `cu_seq_lens_q`, the ends of all documents in all rows one after another,
-            tell where a document starts
+        arguments: as for `find_documents`
     """
     if queries == 1:
         return
     for name in ("position_ids", "cu_seq_lens_q"):
         told = arguments.get(name)
-        if not isinstance(told, Tensor) or told.is_meta or _is_known(told):
+        if not isinstance(told, Tensor) or told.is_meta:
             continue
         if name == "cu_seq_lens_q":
             starts = _starts_by_lengths(told, batch, queries)
         elif told.shape[-1] == queries:
-            starts = _starts_by_positions(told)
+            starts = starts_by_positions(told)
         else:
             continue
         if torch.compiler.is_compiling() or (told.is_cuda and torch.cuda.is_current_stream_capturing()):
-            torch._assert_async(~(starts & _sees_previous(attention_mask, starts)).any(), _REFUSAL)
-        elif not starts.any():
-            _remember(told)
+            torch._assert_async(~(starts & _sees_previous(attention_mask, starts)).any(), REFUSAL)
+        elif find_documents(batch, queries, {name: told}) is None:
+            continue
         elif (starts & _sees_previous(attention_mask, starts)).any():
-            raise ValueError(_REFUSAL)
+            raise ValueError(REFUSAL)
 
 
-def _starts_by_positions(position_ids: Tensor) -> Tensor:
+def starts_by_positions(position_ids: Tensor) -> Tensor:
     """Whether a document starts at each token but the first of a row, (batch or 1, queries - 1)."""
     if position_ids.dim() == 3:  # of a multimodal RoPE: the first component is time, which an image does not advance
         return position_ids[0, :, 1:] < position_ids[0, :, :-1]
@@ -83,19 +156,3 @@ def _visible(attention_mask: Tensor) -> Tensor:
     if attention_mask.dtype == torch.bool:
         return attention_mask
     return attention_mask > torch.finfo(attention_mask.dtype).min / 2
-
-
-_known = WeakIdKeyDictionary()
-"""Tensors that tell of no second document, with the version in which they were read: a read waits for the device, and
-all layers get the same tensor."""
-
-
-def _is_known(told: Tensor) -> bool:
-    if torch.compiler.is_compiling() or told.is_inference():  # an inference tensor has no version
-        return False
-    return _known.get(told) == told._version
-
-
-def _remember(told: Tensor) -> None:
-    if not told.is_inference():
-        _known[told] = told._version

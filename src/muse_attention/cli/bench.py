@@ -12,12 +12,15 @@ from rich.table import Table
 
 from muse_attention.benchmark import tables
 from muse_attention.benchmark.captured import CapturesFile
+from muse_attention.benchmark.documents import DocumentsSettings, parse_documents
 from muse_attention.benchmark.matched import MATCHED_KINDS
 from muse_attention.benchmark.plan import Plan
 from muse_attention.benchmark.report import bench_report, retrieval_table
 from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import SWEEPS, find_sweep, format_shape
+from muse_attention.by_name import get_attention
+from muse_attention.cli import bench_documents
 from muse_attention.cli.app import (
     Device,
     Overwrite,
@@ -42,6 +45,11 @@ from muse_attention.sizes import format_size, parse_size_list
 
 _LENGTHS = "32k,64k"
 _SWEEP = f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}."
+
+_DOCUMENTS = (
+    "Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against varlen_attn in the same "
+    "run."
+)
 
 
 @app.command()
@@ -73,6 +81,7 @@ def bench(
         ),
     ] = None,
     sweep: Annotated[str | None, option(_SWEEP, "no sweep")] = None,
+    documents: Annotated[str | None, option(_DOCUMENTS, "no packing")] = None,
     captures: Annotated[
         Path | None,
         option("Measure on heads of a model that muse tune --save-captures wrote.", "synthetic data"),
@@ -92,6 +101,9 @@ def bench(
     one warm-up, which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On
     CUDA the share of each stage is measured too, when all times are known.
 
+    With --documents it measures packed documents instead, laid out as (tokens, heads, head_dim), and muse_attention
+    too if there is one document.
+
     Writes NAME.json on the way, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run again, it adds what is
     missing.
     """
@@ -103,12 +115,33 @@ def bench(
         if heads is None and file is not None:
             heads, key_heads = file.heads, file.key_heads if key_heads is None else key_heads
         heads = heads if heads is not None else 8 if place.device == "cuda" else 1
+        key_heads = heads if key_heads is None else key_heads
+        head_dim = head_dim if head_dim is not None else 64 if file is None else file.head_dim
+        if documents is not None:
+            if length or sweep or captures or batch != 1:
+                raise ValueError("--documents has lengths and data of its own; leave out --length, --sweep, --captures")
+            packed = DocumentsSettings(
+                place.device, parse_documents(documents), heads, key_heads, head_dim, place.dtype, causal, repeats
+            )
+            configs = _configs(attention or ["muse"])
+            make_folder(output)
+            stem = file_stem(name if name is not None else f"{place.device}-documents")
+            path = output / f"{stem}.json"
+            if path.exists() and not overwrite:
+                raise ValueError(f"{path} exists; choose another --name, or --overwrite it")
+    if documents is not None:
+        settled = {name: getattr(packed, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")}
+        command = spell(context, {**settled, "name": stem}, is_recorded=True)
+        with run_errors(lambda: "nothing was written"):
+            bench_documents.run(packed, configs, path, command)
+        return
+    with user_errors():
         settings = BenchmarkSettings(
             device=place.device,
             batch=batch,
             heads=heads,
-            key_heads=heads if key_heads is None else key_heads,
-            head_dim=head_dim if head_dim is not None else 64 if file is None else file.head_dim,
+            key_heads=key_heads,
+            head_dim=head_dim,
             dtype=place.dtype,
             causal=causal,
             repeats=repeats,
@@ -139,6 +172,15 @@ def bench(
         for line in tables.noise_lines(results):
             say(line)
         write(bench_report(results, stem), path, path)
+
+
+def _configs(attentions: Sequence[str]) -> list[str]:
+    """The settings of names like `muse` and `muse:QK32R2`."""
+    for name in attentions:
+        if name.partition(":")[0] != "muse":
+            raise ValueError(f"--documents measures muse and muse:SETTINGS, not {name!r}")
+        get_attention(name)  # refuses what cannot be read
+    return [name.partition(":")[2] for name in attentions]
 
 
 def _plan(

@@ -62,7 +62,10 @@ def prepare(
         Path | None, typer.Option(help="tokenizer.json, or its folder, to take instead of training one.")
     ] = None,
     held_out: Annotated[float, typer.Option(help="Share of the repositories that is not for training.")] = 0.01,
-    smallest: Annotated[str, typer.Option(help="Fewest tokens of a document, at 3.5 bytes each.")] = "16k",
+    smallest: Annotated[
+        str | None,
+        typer.Option(help="Fewest tokens of a document, at 3.5 bytes each.", show_default="16k, or 1 with --pack"),
+    ] = None,
     largest: Annotated[str, typer.Option(help="Every document has fewer tokens than this.")] = "256k",
     skip_large: Annotated[
         bool | None,
@@ -70,6 +73,13 @@ def prepare(
             "--skip-large/--cut-large",
             help="Leave out what is too large, or cut it.",
             show_default="left out of stack and dolma, as in the paper, else cut",
+        ),
+    ] = None,
+    pack: Annotated[
+        str | None,
+        typer.Option(
+            help="Put whole documents into rows of so many tokens, for muse train document_mask=true length=THE SAME.",
+            show_default="no rows: documents follow one another",
         ),
     ] = None,
     largest_file: Annotated[
@@ -93,10 +103,11 @@ def prepare(
         settings = CorpusSettings(
             vocabulary=parse_size(vocabulary),
             tokenizer=tokenizer,
-            buckets=Buckets(parse_size(smallest), parse_size(largest)),
+            buckets=Buckets(parse_size(smallest or ("16k" if pack is None else "1")), parse_size(largest)),
             skip_large=kind in _OF_THE_PAPER if skip_large is None else skip_large,
             held_out=held_out,
             seed=seed,
+            pack=None if pack is None else parse_size(pack),
             largest_code=largest_bytes or LARGEST_CODE,
             largest_text=largest_bytes or LARGEST_TEXT,
         )

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from muse_attention.benchmark.documents import DocumentsResults
 from muse_attention.benchmark.errors_report import errors_report
 from muse_attention.benchmark.report import bench_report
 from muse_attention.benchmark.results import BenchmarkResults
@@ -16,6 +17,7 @@ from muse_attention.benchmark.synthetic_errors import Errors
 from muse_attention.benchmark.tuning.candidates import TuningResults
 from muse_attention.benchmark.tuning.report import tuning_report
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
+from muse_attention.cli.bench_documents import documents_report
 from muse_attention.cli.measuring import write
 from muse_attention.cli.needles import write_needle_comparisons
 from muse_attention.evaluation.comparison.report import comparison_report
@@ -58,6 +60,7 @@ _KINDS = (
     _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
     _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
     _Kind("Benchmarks", "cases", BenchmarkResults.read, bench_report),
+    _Kind("Packed documents", "packed", DocumentsResults.read, documents_report),
     _Kind("Errors on synthetic data", "bin_centres", Errors.read, errors_report),
 )
 

@@ -50,6 +50,7 @@ class Recipe:
         length: tokens of a sequence
         batch: sequences of an update, over all ranks
         micro_batch: sequences that a rank computes at the same time; gradients of more are accumulated
+        document_mask: keep the documents of a sequence apart: no attention and no prediction from one to the next
         attention: attention of the global layers, by name: exact, muse, muse:QK64R8T0.01B8k, moba:L8kB512R1
         exact_tail: share of the updates, the last ones, with exact attention
         further_steps: updates after all others, at the final learning rate; what --continue-from adds to a finished run
@@ -81,6 +82,7 @@ class Recipe:
     length: int = 65536
     batch: int = 2
     micro_batch: int = 1
+    document_mask: bool = False
     attention: str = PAPER_ATTENTION
     exact_tail: float = 0.001
     further_steps: int = 0
@@ -124,7 +126,7 @@ class Recipe:
             _check(self, name, lambda value: 0 <= value <= 1, "between 0 and 1")
         for name in ("beta1", "beta2"):
             _check(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
-        for name in ("compile", "recompute", "deterministic"):
+        for name in ("document_mask", "compile", "recompute", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.initial, str):

@@ -33,8 +33,10 @@ from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.continuing import begin_with_finished
 from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.document_mask import check_packed, separate_documents
 from muse_attention.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
 from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
+from muse_attention.pretraining.model.chunked_loss import IGNORED
 from muse_attention.pretraining.model.configuration import DecoderConfig
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.needles.mixture import NeedleDocuments
@@ -146,6 +148,7 @@ def train(
 
 
 def make_batches(corpus: Corpus, recipe: Recipe, ranks: int = 1) -> Batches:
+    check_packed(corpus, recipe.length, recipe.document_mask)
     mixture = None
     if recipe.mixture == "niah":
         mixture = NeedleDocuments(corpus, recipe.length, share=recipe.mixture_share, seed=recipe.seed)
@@ -242,14 +245,19 @@ class _Run:
         """The mean loss of this rank's sequences, and its gradients, which ranks average."""
         total = torch.zeros((), device=self.world.device)
         parts = tokens.split(self.recipe.micro_batch)
+        counted: Tensor | int = tokens[:, 1:].numel()
+        end = self.batches.windows.corpus.manifest.end
+        if self.recipe.document_mask:  # ranks may count different numbers of targets
+            targets = (separate_documents(tokens, end).shift_labels != IGNORED).sum()
+            counted = self.world.mean(targets.float()).clamp(min=1)
         for number, part in enumerate(parts):
             accumulate_gradients(self.model, is_last=number == len(parts) - 1)
+            ids, labels, positions = part[:, :-1], part[:, 1:].contiguous(), None
+            if self.recipe.document_mask:
+                ids, positions, labels = separate_documents(part, end)
             with self._autocast():
                 loss = self.model(
-                    part[:, :-1],
-                    shift_labels=part[:, 1:].contiguous(),
-                    num_items_in_batch=tokens[:, 1:].numel(),
-                    use_cache=False,
+                    ids, position_ids=positions, shift_labels=labels, num_items_in_batch=counted, use_cache=False
                 ).loss
             loss.backward()
             total += loss.detach()

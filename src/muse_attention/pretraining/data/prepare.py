@@ -31,6 +31,7 @@ from muse_attention.pretraining.data.corpus import (
 from muse_attention.pretraining.data.documents import Buckets, Document, cut_text, join_files
 from muse_attention.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_prose, read_text
 from muse_attention.pretraining.data.repositories import BrokenSourceError, Repository, SkippedFileError, printable
+from muse_attention.pretraining.data.rows import RowPacker
 from muse_attention.pretraining.data.shards import TOKENS_PER_SHARD, Stream, StreamWriter, smallest_dtype
 from muse_attention.pretraining.data.spool import Spool, Spooled
 from muse_attention.pretraining.data.tokenizer import (
@@ -68,6 +69,8 @@ class CorpusSettings:
     largest_code: int = LARGEST_CODE
     largest_text: int = LARGEST_TEXT
     tokens_per_shard: int = TOKENS_PER_SHARD
+    pack: int | None = None
+    """tokens of a row, where whole documents are packed into rows; None: documents follow one another by bucket"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
@@ -297,16 +300,20 @@ def _write_streams(
     for split, documents in splits.items():
         by_bucket: dict[int, list[Spooled]] = {}
         for document in documents:
-            by_bucket.setdefault(settings.buckets.find(document.size), []).append(document)
+            bucket = settings.buckets.find(document.size) if settings.pack is None else settings.pack
+            by_bucket.setdefault(bucket, []).append(document)
         for bucket in sorted(by_bucket):
             writer = StreamWriter(folder, split, bucket, dtype=dtype, tokens_per_shard=settings.tokens_per_shard)
+            packer = None if settings.pack is None else RowPacker(writer, settings.pack, encoder.end)
             with contextlib.closing(writer):
                 for group in _groups(by_bucket[bucket]):
                     for document, tokens in zip(group, encoder.encode([*map(spool.read, group)]), strict=True):
                         facts = {name: getattr(document, name) for name in ("repository", "part", "files", "size")}
-                        writer.add(tokens, **facts)
+                        (packer or writer).add(tokens, **facts)
                     finished += len(group)
                     report(f"encoding {split} documents of {format_size(bucket)} tokens", finished, total)
+                if packer is not None:
+                    packer.finish()
                 streams.append(writer.finish())
     return streams
 

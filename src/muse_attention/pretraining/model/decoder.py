@@ -20,11 +20,13 @@ Modules have the names they have in Llama. Importing this file tells transformer
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.functional import pad, relu, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -38,6 +40,8 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from muse_attention.huggingface import BY_NAME, register_attention, stands_for_causal
+from muse_attention.masks import stands_for_documents, told_documents
+from muse_attention.packed import attend_to_windows
 from muse_attention.precision import compute_dtype
 from muse_attention.pretraining.model.chunked_loss import IGNORED, chunked_cross_entropy
 from muse_attention.pretraining.model.configuration import GLOBAL, SLIDING, DecoderConfig
@@ -212,7 +216,10 @@ class Decoder(DecoderPreTrainedModel):
         }
         masks = {GLOBAL: create_causal_mask(config=self.config, **arguments), SLIDING: None}
         from_start = hidden_states.shape[1] > 1 and (past is None or past.get_seq_length() == 0)
-        if not (from_start and stands_for_causal(create_causal_mask(config=self._exact_config, **arguments))):
+        causal = create_causal_mask(config=self._exact_config, **arguments)
+        if from_start and stands_for_documents(causal):
+            masks[SLIDING] = causal
+        elif not (from_start and stands_for_causal(causal)):
             masks[SLIDING] = create_sliding_window_causal_mask(config=self._exact_config, **arguments)
         return masks
 
@@ -311,10 +318,24 @@ def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, attention_mask:
     length = query.shape[2]
     if stands_for_causal(attention_mask):
         attention_mask = None
+    if attention_mask is not None and stands_for_documents(attention_mask):
+        return _attend_in_windows_of_documents(query, key, value, attention_mask, window)
     if attention_mask is not None or length == 1:
         return scaled_dot_product_attention(query, key, value, attention_mask)
     key, value = key[:, :, :length], value[:, :, :length]  # a static cache has room for more, which no query sees yet
     return sliding_window_attention(query, key, value, is_causal=True, window=window)
+
+
+@_disable_dynamo
+def _attend_in_windows_of_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int) -> Tensor:
+    """`mask` stands for the documents of the batch, which the compiler cannot know."""
+    documents = told_documents(mask).documents
+    assert documents is not None
+    batch, _, length, head_dim = query.shape
+    attend = functools.partial(sliding_window_attention, is_causal=True, window=window)
+    query, key, value = (tensor[:, :, :length].transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    out = attend_to_windows(query, key, value, documents, attend, window=window, scale=head_dim**-0.5)
+    return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
 def _layer_norm(config: DecoderConfig) -> nn.LayerNorm:

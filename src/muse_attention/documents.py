@@ -1,0 +1,152 @@
+"""`DocumentBoundaries`: where the documents in a row of tokens lie, known on the host.
+
+Which kernels attend to a document depends on its length, so the host must know the lengths. FlashAttention's callers
+pass them as `cu_seqlens`, an int32 tensor on the GPU. To read it waits for the GPU. `DocumentBoundaries.read` therefore
+remembers what it read from a tensor: the first layer of a model waits, and all other layers that are handed the same
+tensor do not. Boundaries from a list, from a tensor on the CPU, or made with this class, never wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+@dataclass(frozen=True)
+class DocumentBoundaries:
+    """Documents in a row of tokens, from left to right. Tokens in no document are padding."""
+
+    begins: tuple[int, ...]
+    """first token of each document"""
+    ends: tuple[int, ...]
+    """token after the last one of each document"""
+    tokens: int
+    """in the row"""
+
+    def __post_init__(self) -> None:
+        edges = [edge for document in zip(self.begins, self.ends, strict=True) for edge in document]
+        if not edges:
+            raise ValueError("a row without documents: pass at least one")
+        for begin, end in zip(self.begins, self.ends, strict=True):
+            if begin >= end:
+                raise ValueError(f"the document from {begin} to {end} has no token; leave it out")
+        if any(before > after for before, after in pairwise([0, *edges, self.tokens])):
+            raise ValueError(f"documents must follow each other inside a row of {self.tokens} tokens; these do not")
+
+    @classmethod
+    def from_lengths(cls, lengths: Iterable[int]) -> Self:
+        """Documents of these lengths, one after another."""
+        ends = [0]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        return cls(tuple(ends[:-1]), tuple(ends[1:]), ends[-1])
+
+    @classmethod
+    def read(cls, cu_seqlens: DocumentBoundaries | Tensor | Sequence[int], name: str = "cu_seqlens") -> Self:
+        """Boundaries as FlashAttention takes them: 0, then the end of each document. Raises ValueError for bad ones.
+
+        A tensor on a GPU is read once: the answer is kept until the tensor is changed or deleted.
+        """
+        if isinstance(cu_seqlens, cls):
+            return cu_seqlens
+        if not isinstance(cu_seqlens, Tensor):
+            return cls._from_ends(_as_integers(cu_seqlens, name), name)
+        if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+            raise ValueError(
+                f"{name} has dtype {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}; it must be int32 with one "
+                "axis: 0, then the end of each document"
+            )
+        known: Any = recall(cu_seqlens)
+        if known is None:
+            refuse_capture(cu_seqlens, name)
+            known = cls._from_ends(cu_seqlens.tolist(), name)
+            remember(cu_seqlens, known)
+        return known
+
+    @classmethod
+    def _from_ends(cls, ends: list[int], name: str) -> Self:
+        if len(ends) < 2 or ends[0] != 0:
+            raise ValueError(f"{name} must begin with 0, and the end of at least one document must follow")
+        for begin, end in pairwise(ends):
+            if end <= begin:
+                raise ValueError(
+                    f"{name} must ascend, but {end} follows {begin}: leave documents without tokens out of it"
+                )
+        return cls(tuple(ends[:-1]), tuple(ends[1:]), ends[-1])
+
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(end - begin for begin, end in zip(self.begins, self.ends, strict=True))
+
+    @functools.cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def cut_at(self, begins: Iterable[int]) -> Self:
+        """The same, but a document also begins at each of these tokens that are in one."""
+        inside = sorted({*self.begins, *begins})
+        cut: list[tuple[int, int]] = []
+        for begin, end in zip(self.begins, self.ends, strict=True):
+            edges = [edge for edge in inside if begin <= edge < end]
+            cut += pairwise([*edges, end])
+        return type(self)(tuple(begin for begin, _ in cut), tuple(end for _, end in cut), self.tokens)
+
+    def numbers(self) -> Tensor:
+        """The document of each token, from 0; -1 for padding."""
+        number = torch.full((self.tokens,), -1)
+        for document, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
+            number[begin:end] = document
+        return number
+
+    def mask(self, rows: int, is_causal: bool, device: torch.device | str = "cpu") -> Tensor:
+        """What each token sees, (rows, length, length) boolean, for an attention that knows no documents.
+
+        Padding sees itself, so that no query sees nothing.
+        """
+        number = self.numbers().to(device).view(rows, -1)
+        position = torch.arange(number.shape[1], device=device)
+        seen = (number[:, :, None] == number[:, None]) & (number[:, None] >= 0)
+        if is_causal:
+            seen &= position[:, None] >= position
+        return seen | (position[:, None] == position)
+
+
+def _as_integers(ends: Any, name: str) -> list[int]:
+    found: list[Any] = list(ends) if isinstance(ends, list | tuple) else [None]
+    if not all(isinstance(end, int) and not isinstance(end, bool) for end in found):
+        raise ValueError(f"{name} must be an int32 tensor, a list of integers, or DocumentBoundaries")
+    return found
+
+
+_known = WeakIdKeyDictionary()
+"""What was read from a tensor, and the version of the tensor then."""
+
+
+def recall(told: Tensor) -> Any:
+    """What `remember` keeps of a tensor; None if nothing, or if the tensor has changed since."""
+    if told.is_inference():  # it has no version
+        return None
+    version, answer = _known.get(told, (None, None))
+    return answer if version == told._version else None
+
+
+def remember(told: Tensor, answer: Any) -> None:
+    """Keep what was read from a tensor. To read waits for the device, and all layers get the same tensor."""
+    if not told.is_inference():
+        _known[told] = (told._version, answer)
+
+
+def refuse_capture(told: Tensor, name: str) -> None:
+    """A tensor cannot be read while a CUDA graph is captured."""
+    if told.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name} on a GPU cannot be read while a CUDA graph is captured; pass DocumentBoundaries, or call once "
+            "with the same tensor before"
+        )

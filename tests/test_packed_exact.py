@@ -1,0 +1,107 @@
+"""Short documents in one call, as on CUDA, with plain PyTorch in place of FlashAttention's operators."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from muse_attention import DocumentBoundaries, packed_exact
+from muse_attention.packed import attend_to_windows
+from muse_attention.pretraining.model.sliding_window import sliding_window_attention
+from tests.closeness import assert_equal_to_rounding
+from tests.test_packed import gradients, loop, packed, row
+
+calls: list[list[int]] = []
+"""The ends of the documents of each call."""
+
+
+def weights(query: Tensor, key: Tensor, ends: Tensor, is_causal: bool, scale: float, window: int | None) -> Tensor:
+    """The logits, (heads, tokens, tokens); -inf where a token does not see another."""
+    assert query.shape[-1] % 8 == 0
+    number = torch.repeat_interleave(ends.diff())
+    position = torch.arange(len(number))
+    seen = number[:, None] == number
+    if is_causal or window is not None:
+        seen &= position[:, None] >= position
+    if window is not None:
+        seen &= position[:, None] - position <= window
+    return (torch.einsum("thd,shd->hts", query, key) * scale).masked_fill(~seen, -torch.inf)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, of_keys: Tensor, longest: int, of_keys_too: int,
+    dropout: float, is_causal: bool, debug: bool, *, scale: float, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    calls.append(ends.tolist())
+    assert int(ends.diff().max()) == longest
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    logits = weights(query, key, ends, is_causal, scale, window_size_left)
+    nothing = torch.empty(0)
+    return torch.einsum("hts,shd->thd", logits.softmax(-1), value), logits.logsumexp(-1), nothing, nothing, nothing
+
+
+def backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor,
+    of_keys: Tensor, longest: int, of_keys_too: int, dropout: float, is_causal: bool, state: Tensor, unused: Tensor, *,
+    scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    key_heads = key.shape[1]
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    logits = weights(query, key, ends, is_causal, scale, window_size_left)
+    weight = (logits - lse[..., None]).exp()
+    delta = (grad_out * out).sum(-1).T
+    grad_logits = weight * (torch.einsum("thd,shd->hts", grad_out, value) - delta[..., None]) * scale
+    grad_key = torch.einsum("hts,thd->shd", grad_logits, query).unflatten(1, (key_heads, -1)).sum(2)
+    grad_value = torch.einsum("hts,thd->shd", weight, grad_out).unflatten(1, (key_heads, -1)).sum(2)
+    return torch.einsum("hts,shd->thd", grad_logits, key), grad_key, grad_value
+
+
+@pytest.fixture(autouse=True)
+def _one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(lengths: tuple[int, ...], device: Any) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+    calls.clear()
+    monkeypatch.setattr(packed_exact, "FORWARD", forward)
+    monkeypatch.setattr(packed_exact, "BACKWARD", backward)
+    monkeypatch.setattr(packed_exact, "serves", lambda query, value: True)
+    monkeypatch.setattr(packed_exact, "cumulative_lengths", ends)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("lengths", "ends"),
+    [
+        ([1, 16, 40, 3, 16, 40, 17, 5], [0, 1, 17, 20, 36, 41]),
+        ([5, 9], [0, 5, 14]),
+        ([40, 3], [0, 3]),
+    ],
+    ids=["mixed", "all short", "one short"],
+)
+def test_short_documents_share_one_call(lengths: list[int], ends: list[int], key_heads: int, causal: bool) -> None:
+    """Output, lse and gradients are those of the loop; the gradient of the lse, too."""
+    tensors = row(sum(lengths), heads=4, key_heads=key_heads)
+    found = packed(tensors, lengths, causal=causal, return_lse=True)
+    assert calls == [ends]
+    expected = loop(tensors, lengths, is_causal=causal)
+    names = ("output", "lse", "query", "key", "value")
+    pairs = zip((*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True)
+    for name, (ours, theirs) in zip(names, pairs, strict=True):
+        assert_equal_to_rounding(ours, theirs, name)
+
+
+def test_windows_of_documents_share_one_call() -> None:
+    tensors = row(60, heads=2)
+    boundaries = DocumentBoundaries((5, 45), (40, 50), 60)
+    found = attend_to_windows(*tensors, boundaries, None, window=7, scale=0.3)  # type: ignore[arg-type]
+    assert calls == [[0, 35, 40]]
+    for begin, end in ((5, 40), (45, 50)):
+        one = (tensor[begin:end].transpose(0, 1)[None] for tensor in tensors)
+        expected = sliding_window_attention(*one, is_causal=True, window=7, scale=0.3)
+        assert_equal_to_rounding(found[begin:end], expected[0].transpose(0, 1))
