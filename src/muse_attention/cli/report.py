@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from muse_attention.benchmark.documents import DocumentsResults
+from muse_attention.benchmark.documents_report import documents_report
 from muse_attention.benchmark.errors_report import errors_report
 from muse_attention.benchmark.report import bench_report
 from muse_attention.benchmark.results import BenchmarkResults
@@ -17,7 +18,6 @@ from muse_attention.benchmark.synthetic_errors import Errors
 from muse_attention.benchmark.tuning.candidates import TuningResults
 from muse_attention.benchmark.tuning.report import tuning_report
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
-from muse_attention.cli.bench_documents import documents_report
 from muse_attention.cli.measuring import write
 from muse_attention.cli.needles import write_needle_comparisons
 from muse_attention.evaluation.comparison.report import comparison_report
