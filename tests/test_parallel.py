@@ -19,11 +19,12 @@ pytest.importorskip("rich")
 
 from muse_attention.files import alone_in
 from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.failures import TrainingError
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.run_folder import claimed
-from muse_attention.pretraining.training import TrainingError, train
+from muse_attention.pretraining.training import train
 from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.ranks import CONTEXT, run_command
 from tests.test_prepare import contents
