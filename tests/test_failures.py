@@ -23,9 +23,9 @@ from muse_attention.pretraining.failures import (
 )
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.training import train
-from tests.training_runs import SMALL, assert_same_run, stop_at
+from tests.training_runs import QUICK, assert_same_run, stop_at
 
-RECIPE = override(SMALL, ["skip_budget=1"])
+RECIPE = override(QUICK, ["skip_budget=1"])
 
 
 def poison(output: Path, step: int) -> None:
@@ -39,7 +39,10 @@ def poison(output: Path, step: int) -> None:
     checkpoints.finish(folder, step, checkpoint.about)
 
 
-def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    train(corpus, RECIPE, whole)
+    tmp_path /= "out"
     with pytest.raises(KeyboardInterrupt):
         train(corpus, RECIPE, tmp_path, on_step=stop_at(5))
     poison(tmp_path, 4)
@@ -54,7 +57,7 @@ def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, whole_run: Path, t
     (note,) = notes
     assert note.startswith("the run failed 2 times at step 6 (step 6 failed: its loss is nan; skip_budget=1")
     assert note.endswith("; the run goes on from step 2, once")
-    assert_same_run(tmp_path, whole_run)
+    assert_same_run(tmp_path, whole)
     assert not (tmp_path / FILE).exists()
 
 
@@ -100,7 +103,7 @@ def test_a_run_that_was_stopped_has_not_failed(error: BaseException, corpus: Cor
 
     for _ in range(3):
         with pytest.raises(type(error)):
-            train(corpus, SMALL, tmp_path, resume=True, on_step=fail)
+            train(corpus, QUICK, tmp_path, resume=True, on_step=fail)
     assert read_failures(tmp_path) is None
 
 

@@ -26,7 +26,7 @@ from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.recipes import differences, override
 from muse_attention.pretraining.run_state import RunState, read_state
 from muse_attention.pretraining.training import train
-from tests.training_runs import SMALL, assert_same_run, stop_at
+from tests.training_runs import QUICK, SMALL, assert_same_run, stop_at
 
 Poison = Callable[..., None]
 
@@ -37,7 +37,7 @@ def poison(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Poison:
     forward = DecoderForCausalLM.forward
 
     def poison(*steps: int, factor: float = math.nan) -> None:
-        batches = Batches(Windows(corpus, SMALL.length), SMALL.batch)
+        batches = Batches(Windows(corpus, QUICK.length), QUICK.batch)
         bad = [row[:-1] for step in steps for row in batches.read(step - 1)[:1]]
 
         def spoilt(model: DecoderForCausalLM, input_ids: torch.Tensor, *arguments: Any, **others: Any) -> Any:
@@ -54,7 +54,7 @@ def poison(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Poison:
 def test_a_batch_that_is_not_finite_is_skipped(corpus: Corpus, tmp_path: Path, poison: Poison) -> None:
     poison(4)
     notes: list[str] = []
-    train(corpus, override(SMALL, ["checkpoint_every=1", "keep=9"]), tmp_path, on_note=notes.append)
+    train(corpus, override(QUICK, ["checkpoint_every=1", "keep=9"]), tmp_path, on_note=notes.append)
     assert notes == ["step 4 is skipped: its loss is nan; 1 of skip_budget=10"]
     before, after, later = (
         dict(checkpoints.read_tensors(checkpoints.verify(tmp_path / "checkpoints", step))) for step in (3, 4, 5)
@@ -75,10 +75,10 @@ def test_a_batch_that_is_not_finite_is_skipped(corpus: Corpus, tmp_path: Path, p
 def test_a_run_that_is_resumed_skips_the_same(step: int, corpus: Corpus, tmp_path: Path, poison: Poison) -> None:
     """And AdamW counts the updates that were made: else its bias correction would be another."""
     poison(1, 4, 6)
-    train(corpus, SMALL, tmp_path / "whole")
+    train(corpus, QUICK, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(corpus, SMALL, tmp_path / "out", on_step=stop_at(step))
-    train(corpus, SMALL, tmp_path / "out", resume=True)
+        train(corpus, QUICK, tmp_path / "out", on_step=stop_at(step))
+    train(corpus, QUICK, tmp_path / "out", resume=True)
     assert_same_run(tmp_path / "out", tmp_path / "whole")
     assert [line["step"] for line in read_metrics(tmp_path / "out") if "skipped" in line] == [1, 4, 6]
 
@@ -86,11 +86,11 @@ def test_a_run_that_is_resumed_skips_the_same(step: int, corpus: Corpus, tmp_pat
 def test_a_run_stops_behind_its_budget(corpus: Corpus, tmp_path: Path, poison: Poison) -> None:
     poison(3, 5, 6)
     with pytest.raises(TrainingError, match=r"^step 6 failed: its loss is nan; skip_budget=2 allows no more") as raised:
-        train(corpus, override(SMALL, ["skip_budget=2"]), tmp_path)
+        train(corpus, override(QUICK, ["skip_budget=2"]), tmp_path)
     assert "the last good checkpoint is" in str(raised.value)
     assert "step-00000004; start again" in str(raised.value)
     assert "\n" not in str(raised.value)
-    train(corpus, override(SMALL, ["skip_budget=3"]), tmp_path, resume=True)
+    train(corpus, override(QUICK, ["skip_budget=3"]), tmp_path, resume=True)
     assert read_metrics(tmp_path)[5]["skipped"] == "its loss is nan"
 
 
@@ -106,7 +106,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(
         return clip(*arguments) * (math.inf if calls == 2 else 1)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoil)
-    train(corpus, SMALL, tmp_path)
+    train(corpus, QUICK, tmp_path)
     second = read_metrics(tmp_path)[1]
     assert second["skipped"] == "its gradient is inf"
     assert math.isfinite(second["loss"])
@@ -117,15 +117,15 @@ def test_an_outlier_is_skipped_if_asked_for(
 ) -> None:
     monkeypatch.setattr(guarding, "FEWEST", 3)
     poison(6, factor=30.0)
-    train(corpus, override(SMALL, ["skip_sigma=6"]), tmp_path / "whole")
+    train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "whole")
     lines = read_metrics(tmp_path / "whole")
     assert [line["step"] for line in lines if "skipped" in line] == [6]
     assert "more than 6 sigma" in lines[5]["skipped"]
-    train(corpus, SMALL, tmp_path / "taken")
+    train(corpus, QUICK, tmp_path / "taken")
     assert all("skipped" not in line for line in read_metrics(tmp_path / "taken"))
     with pytest.raises(KeyboardInterrupt):  # what recent losses were is in the checkpoint
-        train(corpus, override(SMALL, ["skip_sigma=6"]), tmp_path / "out", on_step=stop_at(6))
-    train(corpus, override(SMALL, ["skip_sigma=6"]), tmp_path / "out", resume=True)
+        train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out", on_step=stop_at(6))
+    train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out", resume=True)
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 

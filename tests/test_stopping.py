@@ -34,7 +34,7 @@ from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.stopping import Request, Stopped, Stopping, stop_on_signals
 from muse_attention.pretraining.training import train
-from tests.training_runs import SMALL, assert_same_run
+from tests.training_runs import QUICK, SMALL, assert_same_run
 
 EVALUATED = override(SMALL, ["evaluate_every=4", "evaluate_samples=2", "evaluate_needles=0"])
 
@@ -314,7 +314,7 @@ print(done)
 
 def test_signals_at_ten_random_moments_cost_nothing(corpus: Corpus, tmp_path: Path) -> None:
     """Some of them during a save. No update is made twice, and the run ends bit for bit as without."""
-    recipe = override(SMALL, ["steps=240", "checkpoint_every=16", "batch=2", "attention=exact"])
+    recipe = override(QUICK, ["steps=120", "checkpoint_every=8"])
     train(corpus, recipe, tmp_path / "whole")
     fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
     arguments = ["train", str(corpus.folder), *fields, "--output", str(tmp_path / "out"), "--device", "cpu"]
@@ -326,5 +326,5 @@ def test_signals_at_ten_random_moments_cost_nothing(corpus: Corpus, tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert 10 < int(done.stdout) < 240
+    assert 10 < int(done.stdout) < 120
     assert_same_run(tmp_path / "out", tmp_path / "whole")

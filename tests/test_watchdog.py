@@ -29,11 +29,9 @@ from muse_attention.pretraining.stopping import Request, Stopped, Stopping
 from muse_attention.pretraining.training import train
 from muse_attention.pretraining.watchdog import Watchdog
 from tests.needle_models import needle_corpus, needle_tokenizer
-from tests.training_runs import SMALL
+from tests.training_runs import QUICK
 
-NEEDLES = override(
-    SMALL, ["length=256", "steps=6", "mixture=niah", "attention=exact", "probe_every=0", "stall_minutes=0.05"]
-)
+NEEDLES = override(QUICK, ["length=256", "steps=6", "mixture=niah", "stall_minutes=0.05"])
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +104,7 @@ main()
 
 
 def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> None:
-    recipe = override(SMALL, ["stall_minutes=0.1", "probe_every=0"])
+    recipe = override(QUICK, ["stall_minutes=0.1"])
     fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
     asked = ["train", str(corpus.folder), *fields, "--output", str(tmp_path / "out"), "--device", "cpu"]
     done = subprocess.run(
@@ -172,5 +170,5 @@ def test_only_time_in_which_it_runs_is_counted(
 
 
 def test_no_thread_is_left(corpus: Corpus, tmp_path: Path) -> None:
-    train(corpus, override(SMALL, ["steps=2", "probe_every=0"]), tmp_path)
+    train(corpus, override(QUICK, ["steps=2"]), tmp_path)
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]

@@ -38,17 +38,18 @@ class Change(NamedTuple):
     is_relaxed: bool
 
     def describe(self, limit: float) -> str:
-        which = (
-            f"layer {self.layer}: the error of {self.after if self.is_relaxed else self.before} is {self.error:.3g}, "
-        )
+        switches, attention, why = "switches", self.before, f"above error_limit={limit:g}"
         if self.is_relaxed:
-            return f"{which}below {_RELAXED_BELOW:g} error_limit={limit:g}; it replaces {self.before} again"
-        return f"{which}above error_limit={limit:g}; {self.after} replaces it"
+            switches, attention, why = "switches back", self.after, f"below {_RELAXED_BELOW:g} of error_limit={limit:g}"
+        return (
+            f"layer {self.layer} {switches} from {self.before} to {self.after}: the relative squared error of "
+            f"{attention} is {self.error:.3g}, {why}"
+        )
 
 
 class Probed(NamedTuple):
     measures: dict[int, dict[str, float]]
-    """by layer, under its attention in the update; of exact attention the error alone, which is 0"""
+    """by layer, under its attention in the update; none of a layer that attends exactly"""
     levels: dict[int, int]
     """from the next update on"""
     changes: list[Change]
@@ -90,30 +91,28 @@ class ErrorLimit:
         found = Probed({}, dict(levels), [])
 
         def visit(layer: int, measure: Callable[[str], dict[str, float]]) -> None:
-            def measure_at(level: int) -> dict[str, float]:
-                attention = self.attentions[level]
-                return {ERROR: 0.0} if attention == EXACT else mean(measure(attention))
+            def error_at(level: int) -> float:
+                return 0.0 if self.attentions[level] == EXACT else mean(measure(self.attentions[level]))[ERROR]
 
-            level = levels.get(layer, 0)
-            found.measures[layer] = measure_at(level)
-            error = found.measures[layer][ERROR]
-            after = level
-            while not error <= self.limit:  # as of an error that is no number
+            level = after = levels.get(layer, 0)
+            error = 0.0
+            if self.attentions[level] != EXACT:
+                found.measures[layer] = mean(measure(self.attentions[level]))
+                error = found.measures[layer][ERROR]
+            tighter = error
+            while not tighter <= self.limit:  # as of an error that is no number
                 after += 1
-                error = measure_at(after)[ERROR]
-            if after > level:
-                found.changes.append(self._change(layer, found.measures[layer][ERROR], level, after))
-            elif level:
-                error = measure_at(level - 1)[ERROR]
-                if error <= _RELAXED_BELOW * self.limit:
-                    after = level - 1
-                    found.changes.append(self._change(layer, error, level, after))
+                tighter = error_at(after)
+            if after == level > 0:
+                error = error_at(level - 1)
+                after -= error <= _RELAXED_BELOW * self.limit
+            if after != level:
+                found.changes.append(
+                    Change(layer, error, self.attentions[level], self.attentions[after], after < level)
+                )
             found.levels.pop(layer, None)
             if after:
                 found.levels[layer] = after
 
         visit_measures(model, input_ids, visit)
         return found
-
-    def _change(self, layer: int, error: float, before: int, after: int) -> Change:
-        return Change(layer, error, self.attentions[before], self.attentions[after], after < before)

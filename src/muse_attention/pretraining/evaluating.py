@@ -20,7 +20,7 @@ from muse_attention.pretraining.model.chunked_loss import IGNORED
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.needles.writer import EVALUATION
-from muse_attention.pretraining.parallel import World
+from muse_attention.pretraining.parallel import World, gathered
 from muse_attention.pretraining.recipes import Recipe
 from muse_attention.pretraining.schedule import EXACT
 
@@ -47,12 +47,15 @@ class Evaluation:
 
         Collective: every rank must call it. `on_sample` is called behind every sample, and may raise.
         """
-        found = {"held_out_loss": self._loss(model, on_sample)}
-        if model.config.attention != EXACT:
-            with use_attention(model, EXACT):
-                found["held_out_loss_exact"] = self._loss(model, on_sample)
-        if self._needles:
-            found |= self._answers(model, on_sample)
+        with gathered(
+            model
+        ):  # whose weights are sharded again at the end: after a forward pass alone they would not be
+            found = {"held_out_loss": self._loss(model, on_sample)}
+            if model.config.attention != EXACT:
+                with use_attention(model, EXACT):
+                    found["held_out_loss_exact"] = self._loss(model, on_sample)
+            if self._needles:
+                found |= self._answers(model, on_sample)
         return found
 
     def _loss(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ class Saver:
     """step of the newest checkpoint; 0 if there is none"""
     on_note: Callable[[str], None] = lambda message: None
     """told on the first rank when space runs out"""
-    _saved_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._saved_at = time.monotonic()
 
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint, by the first rank's clock."""

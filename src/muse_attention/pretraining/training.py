@@ -293,7 +293,7 @@ class _Run:
             attention_means=probe.means,
             answers_loss=probe.answers,
             evaluation=evaluated,
-            tightened=self.probing.tightened(self.state.levels) if probe.errors else {},
+            tightened=self.probing.tightened(self.state.levels) if self.probing.is_due(step) else {},
             skipped=skipped,
         )
 
@@ -336,7 +336,7 @@ class _Run:
     def _tighten(self, probe: Probe) -> None:
         """Or relax: the attention of layers, from the next update on."""
         for change in probe.changes:
-            self.on_note(f"step {self.step + 1}, {change.describe(self.recipe.error_limit)}")
+            self.on_note(f"step {self.step + 1}: {change.describe(self.recipe.error_limit)}")
         self.state = dataclasses.replace(self.state, levels=probe.levels)
         self.probing.apply(probe.levels)
 
