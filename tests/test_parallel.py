@@ -121,7 +121,7 @@ def test_two_processes_learn_from_the_same_needles(tmp_path: Path) -> None:
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_path: Path) -> None:
     """With a checkpoint of that step, from which both go on."""
-    recipe = override(QUICK, ["micro_batch=1", "steps=40", "checkpoint_every=30"])
+    recipe = override(QUICK, ["micro_batch=1", "steps=24", "checkpoint_every=20"])
     whole, output = tmp_path / "whole", tmp_path / "out"
     train_together(corpus, recipe, whole)
     with ranks_of(corpus, recipe, output) as processes:
@@ -135,7 +135,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_pat
             process.join(timeout=200)
             assert process.exitcode == 143, file.read_text()
     step = len(read_metrics(output))
-    assert 3 <= step < 40
+    assert 3 <= step < 24
     assert checkpoints.steps_in(output / "checkpoints")[-1] == step
     assert f"stopped as another rank was after step {step}; " in processes[0][1].read_text()
     assert f"stopped by SIGTERM after step {step}; " in processes[1][1].read_text()

@@ -55,7 +55,7 @@ def calling_first(call: Callable[..., Any], action: Callable[[], None], *, at: i
 
 MOMENTS: dict[str, tuple[object, str, int, int]] = {
     "while a batch is read": (Batches, "read", 4, 3),
-    "during the backward pass": (torch.Tensor, "backward", 6, 2),
+    "during the backward pass": (torch.Tensor, "backward", 10, 4),
     "during an update": (torch.optim.AdamW, "step", 5, 5),
     "during a probe": (probing, "measure_attention", 1, 2),
     "during an evaluation": (Evaluation, "_ask", 2, 3),

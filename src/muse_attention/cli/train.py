@@ -220,21 +220,24 @@ def _warn_of_long_run(recipe: Recipe, corpus: Corpus) -> None:
 @contextlib.contextmanager
 def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
     """A line with the loss, the speed and the time left: moving on a terminal, else one now and then on stdout."""
-    speed, error, answers, said = 0.0, None, None, time.monotonic()
+    speed, error, answers, held_out, said = 0.0, None, None, None, time.monotonic()
     with phases_bar(says_lines=False) as on_phase:
 
         def on_step(step: Step) -> None:
-            nonlocal speed, error, answers, said
+            nonlocal speed, error, answers, held_out, said
             kept = _SMOOTHING if speed else 0.0
             speed = kept * speed + (1 - kept) * step.tokens_per_second
             error = error if step.mean_rse is None else step.mean_rse
             answers = answers if step.answers_loss is None else step.answers_loss
+            held_out = step.evaluation.get("held_out_loss", held_out)
             left = (recipe.steps - step.step) * recipe.tokens_per_step / speed
             line = f"loss {step.loss:.4f}, {speed:,.0f} tokens/s"
             if error is not None:
                 line += f", RSE {error:.2g}"
             if answers is not None:
                 line += f", answers {answers:.3f}"
+            if held_out is not None:
+                line += f", held-out {held_out:.4f}"
             on_phase(line, step.step, recipe.steps)
             if step.step == recipe.steps or time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()

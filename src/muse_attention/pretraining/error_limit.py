@@ -82,11 +82,13 @@ class ErrorLimit:
         input_ids: Tensor,
         levels: dict[int, int],
         mean: Callable[[dict[str, float]], dict[str, float]],
+        on_layer: Callable[[], None] = lambda: None,
     ) -> Probed:
         """Measure every layer under its attention, and under others where these come into question.
 
         Args:
             mean: over all ranks, so that all decide the same
+            on_layer: called behind every layer; it may raise
         """
         found = Probed({}, dict(levels), [])
 
@@ -113,6 +115,7 @@ class ErrorLimit:
             found.levels.pop(layer, None)
             if after:
                 found.levels[layer] = after
+            on_layer()
 
         visit_measures(model, input_ids, visit)
         return found

@@ -84,10 +84,10 @@ def note_fallback(output: Path, failures: Failures) -> None:
     _write(output, dataclasses.replace(failures, fell_back=True))
 
 
-def forget_failures(output: Path, step: int) -> None:
-    """There is a checkpoint behind this step: what failed before it does so no more."""
+def forget_failures(output: Path, step: int | None = None) -> None:
+    """Those up to a step, behind which there is a checkpoint, or all of them."""
     before = read_failures(output)
-    if before is not None and step >= before.step:
+    if before is not None and (step is None or step >= before.step):
         with errors_naming(output / FILE):
             (output / FILE).unlink(missing_ok=True)
 

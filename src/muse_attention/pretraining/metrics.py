@@ -87,6 +87,7 @@ class Metrics:
             scalars |= {f"rse/layer {layer}": error for layer, error in values.get("rse", {}).items()}
             scalars |= {f"attention/{name}": mean for name, mean in values.get("attention_means", {}).items()}
             scalars |= {f"evaluation/{name}": value for name, value in values.get("evaluation", {}).items()}
+            scalars |= {"skipped": 1} if "skipped" in values else {}
             for board in self._boards:
                 board.add(scalars, step.step)
 

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def measure_attention(model: PreTrainedModel, input_ids: Tensor, attention: str) -> dict[int, dict[str, float]]:
+def measure_attention(
+    model: PreTrainedModel, input_ids: Tensor, attention: str, on_layer: Callable[[], None] = lambda: None
+) -> dict[int, dict[str, float]]:
     """The measures of `fidelity.Fidelity` by layer, averaged over heads, on some tokens: the error, its tail, and what
-    was retrieved. The model attends exactly meanwhile."""
+    was retrieved. The model attends exactly meanwhile. `on_layer` is called behind every layer, and may raise."""
     found: dict[int, dict[str, float]] = {}
 
     def visit(layer: int, measure_under: Callable[[str], dict[str, float]]) -> None:
         found[layer] = measure_under(attention)
+        on_layer()
 
     visit_measures(model, input_ids, visit)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,20 +50,20 @@ class Probing:
         has_something = self.recipe.attention != EXACT or self.documents
         return every > 0 and (step + 1) % every == 0 and bool(has_something)
 
-    def run(self, tokens: Tensor, levels: dict[int, int]) -> Probe:
+    def run(self, tokens: Tensor, levels: dict[int, int], on_layer: Callable[[], None]) -> Probe:
         """What an attention that has errors does on the first sequence of each rank; and the loss of answers.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. `on_layer` is called behind every layer, and may raise.
         """
         recipe, model = self.recipe, self.model
         found = Probe(levels)
         with autocast(recipe, self.world.device), gathered(model), torch.compiler.set_stance("force_eager"):
             if self.error_limit is not None and model.config.attention == recipe.attention:
-                limited = self.error_limit.probe(model, tokens[:1, :-1], levels, self._mean)
+                limited = self.error_limit.probe(model, tokens[:1, :-1], levels, self._mean, on_layer)
                 found = _with_measures(found, limited.measures)
                 found = found._replace(levels=limited.levels, changes=tuple(limited.changes))
             elif recipe.attention != EXACT:
-                measures = measure_attention(model, tokens[:1, :-1], recipe.attention)
+                measures = measure_attention(model, tokens[:1, :-1], recipe.attention, on_layer)
                 found = _with_measures(found, self._means(measures))
             if self.documents:
                 found = found._replace(answers=self.world.mean(answers_loss(model, self.documents)).item())

@@ -39,7 +39,7 @@ from muse_attention.pretraining.run_state import RunState, read_state
 from muse_attention.recorded_names import recorded_name
 from muse_attention.strict_json import parse_json
 
-RUN, CHECKPOINTS, MODEL, STACKS = "run.json", "checkpoints", "model", "stacks.txt"
+RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
 
 
 @contextlib.contextmanager
@@ -71,9 +71,14 @@ def _remove_run(output: Path) -> None:
     for folder in (MODEL, CHECKPOINTS, TENSORBOARD, WANDB):
         remove_folder(output / folder)
     with errors_naming(output):
-        for name in (FILE, FAILURES, STACKS, WANDB_ID):
-            (output / name).unlink(missing_ok=True)
+        for path in [*(output / name for name in (FILE, FAILURES, WANDB_ID)), *output.glob("stacks*.txt")]:
+            path.unlink(missing_ok=True)
         (output / RUN).unlink()
+
+
+def stacks_name(world: World) -> str:
+    """The file for the stacks of a rank that stands still."""
+    return "stacks.txt" if world.ranks == 1 else f"stacks-{world.rank}.txt"
 
 
 def has_run(output: Path) -> bool:

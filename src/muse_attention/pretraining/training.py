@@ -34,7 +34,14 @@ from muse_attention.pretraining.boards import TENSORBOARD, WANDB, Board, TensorB
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.determinism import determinism
 from muse_attention.pretraining.evaluating import Evaluation
-from muse_attention.pretraining.failures import StepError, TrainingError, note_failure, note_fallback, read_failures
+from muse_attention.pretraining.failures import (
+    StepError,
+    TrainingError,
+    forget_failures,
+    note_failure,
+    note_fallback,
+    read_failures,
+)
 from muse_attention.pretraining.guarding import after_update, why_skipped
 from muse_attention.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
 from muse_attention.pretraining.metrics import Metrics, Step
@@ -49,7 +56,6 @@ from muse_attention.pretraining.recipes import Recipe
 from muse_attention.pretraining.run_folder import (
     CHECKPOINTS,
     MODEL,
-    STACKS,
     check_may_start,
     claimed,
     describe_changes,
@@ -57,6 +63,7 @@ from muse_attention.pretraining.run_folder import (
     describe_run,
     find_checkpoint,
     has_learnt,
+    stacks_name,
     state_of,
     with_full_name,
     write_run,
@@ -137,6 +144,8 @@ def train(
             if failures is not None and falls_back:
                 on_note(f"{failures.describe()}; the run goes on from step {step}, once")
                 note_fallback(output, failures)
+            if step == 0:
+                forget_failures(output)
             write_run(output, about)
             checkpoints.clear_unfinished(folder)
             checkpoints.clear_after(folder, step)
@@ -150,8 +159,7 @@ def train(
                 restore(model, optimiser, checkpoint, skipped=state.skipped)
             metrics = None
             if world.is_first:
-                boards: list[Board] = [TensorBoard(output, step)] if tensorboard else []
-                boards += [WeightsAndBiases(output, dataclasses.asdict(recipe))] if wandb else []
+                boards = _open_boards(output, step, recipe, tensorboard=tensorboard, wandb=wandb)
                 metrics = Metrics(output, step, boards=boards, on_broken=on_note)
             saver = Saver(folder, about, recipe, world, metrics, newest=step, on_note=on_note)
             if step < recipe.steps:
@@ -183,6 +191,15 @@ def train(
                 if metrics is not None:
                     metrics.close()
         return _write_model(model, make_config(corpus, recipe), tokenizer, recipe, output, world)
+
+
+def _open_boards(output: Path, step: int, recipe: Recipe, *, tensorboard: bool, wandb: bool) -> list[Board]:
+    boards: list[Board] = []
+    if tensorboard:
+        boards.append(TensorBoard(output, step))
+    if wandb:
+        boards.append(WeightsAndBiases(output, dataclasses.asdict(recipe)))
+    return boards
 
 
 def make_batches(corpus: Corpus, recipe: Recipe, ranks: int = 1) -> Batches:
@@ -229,8 +246,8 @@ class _Run:
     watchdog: Watchdog = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        output = self.saver.folder.parent
-        self.watchdog = Watchdog(60 * self.recipe.stall_minutes, output / STACKS, self._end_stalled)
+        stacks = self.saver.folder.parent / stacks_name(self.world)
+        self.watchdog = Watchdog(60 * self.recipe.stall_minutes, stacks, self._end_stalled)
 
     def steps(self, first: int) -> Generator[Step]:
         """Every update from `first` on, and a checkpoint behind those that are to have one."""
@@ -303,15 +320,17 @@ class _Run:
         reason = why_skipped(loss, norm, self.state, recipe.skip_sigma)
         if reason is None:
             return None
-        how_to_go_on = f"{describe_last_good(self.saver.folder)}; start again from its recipe with a lower peak_rate"
+        why_not = None
         if not (math.isfinite(loss) and math.isfinite(norm)):
             weights = (local_part(parameter) for parameter in self.model.parameters())
             if not self.world.all_succeed(are_finite(weights)):
-                raise StepError(f"step {number} failed: {reason}, and the weights are not finite; {how_to_go_on}")
-        if self.state.skipped >= recipe.skip_budget:
+                why_not = ", and the weights are not finite"
+        if why_not is None and self.state.skipped >= recipe.skip_budget:
+            why_not = f"; skip_budget={recipe.skip_budget} allows no more updates to be skipped"
+        if why_not is not None:
             raise StepError(
-                f"step {number} failed: {reason}; skip_budget={recipe.skip_budget} allows no more updates to be "
-                f"skipped; {how_to_go_on}"
+                f"step {number} failed: {reason}{why_not}; {describe_last_good(self.saver.folder)}; start again from "
+                "its recipe with a lower peak_rate"
             )
         self.on_note(
             f"step {number} is skipped: {reason}; {self.state.skipped + 1} of skip_budget={recipe.skip_budget}"
@@ -322,12 +341,11 @@ class _Run:
         """The probe and the evaluation that are due, of the weights before the update."""
         recipe, number = self.recipe, self.step + 1
         probe, evaluated = Probe(self.state.levels), {}
-        is_probed = self.probing.is_due(self.step)
-        if is_probed:
+        if self.probing.is_due(self.step):
             self.watchdog.beat(f"probing at step {number}")
-            probe = self.probing.run(tokens, self.state.levels)
-            self._check_together()
+            probe = self.probing.run(tokens, self.state.levels, self._check_together)
         if self.evaluation is not None and number % recipe.evaluate_every == 0:
+            self.watchdog.beat(f"evaluating at step {number}")
             with autocast(recipe, self.world.device), torch.compiler.set_stance("force_eager"):
                 evaluated = self.evaluation.run(self.model, self._check_together)
         self.watchdog.beat(f"changing the weights at step {number}")
@@ -348,7 +366,7 @@ class _Run:
 
     def _check_together(self) -> None:
         """Stop here if any rank was asked to. Collective: every rank must call it."""
-        self.watchdog.beat(f"evaluating at step {self.step + 1}")
+        self.watchdog.beat(f"measuring at step {self.step + 1}")
         if self.world.any(self.stopping.request is not None):
             raise _StopAsked
 
