@@ -276,6 +276,7 @@ class _Run:
         attention = _attention_of(recipe, step)
         if model.config.attention != attention:
             model.set_attention(attention)
+            self.probing.apply(self.state.levels if attention == recipe.attention else {})
         rate = learning_rate(
             step, steps=recipe.steps, warmup=recipe.warmup, peak=recipe.peak_rate, final=recipe.final_rate
         )
