@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.training import train
 from tests.needle_models import needle_corpus, needle_tokenizer
-from tests.training_runs import SMALL, assert_same_run, losses, stop_at
+from tests.training_runs import QUICK, SMALL, assert_same_run, losses, stop_at
 
 RECIPE = override(SMALL, ["evaluate_every=3", "evaluate_samples=3", "evaluate_needles=0"])
 ASKED = override(SMALL, ["length=512", "attention=muse:QK4R1B64", "evaluate_every=1", "evaluate_needles=3"])
@@ -193,8 +196,6 @@ class Run:
 
 def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in of that package with the few functions that are used, offline."""
-    import json
-
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(tmp_path / "packages")
@@ -217,6 +218,35 @@ def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, mon
     assert {"rse/layer 1", "attention/error_p99"} <= logged[6].keys()
     train(corpus, RECIPE, output, overwrite=True)
     assert not (output / "wandb-id.txt").exists()
+
+
+@pytest.mark.parametrize(("broken", "logged"), [("init", 0), ("log", 0), ("finish", 8)])
+def test_a_board_that_fails_is_left_out(
+    broken: str, logged: int, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Run:
+        def log(self, values: dict[str, float], step: int) -> None:
+            fail("log")
+            steps.append(step)
+
+        def finish(self) -> None:
+            fail("finish")
+
+    def fail(what: str) -> None:
+        if what == broken:
+            raise RuntimeError("no\nnetwork")
+
+    def init(**arguments: object) -> Run:
+        fail("init")
+        return Run()
+
+    steps: list[int] = []
+    notes: list[str] = []
+    monkeypatch.setitem(sys.modules, "wandb", cast(ModuleType, SimpleNamespace(init=init)))
+    train(corpus, QUICK, tmp_path, wandb=True, on_note=notes.append)
+    assert notes == ["Weights & Biases is left out from now on: no network"]
+    assert len(steps) == logged
+    assert len(losses(tmp_path)) == 8
 
 
 def test_what_is_not_installed_is_one_line(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

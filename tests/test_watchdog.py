@@ -84,7 +84,7 @@ def test_a_run_is_stopped_while_it_waits_for_a_batch(
 
 
 HANGS = """
-import sys, time, torch
+import multiprocessing, sys, time, torch
 import muse_attention.cli.train
 from muse_attention.cli import main
 
@@ -95,6 +95,8 @@ def hang(optimiser):
     global updates
     updates += 1
     if updates == 4:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000])
+        child.start()  # which would hold the lock, and what is read of stderr
         time.sleep(1000)
     step(optimiser)
 
@@ -154,7 +156,7 @@ def test_only_time_in_which_it_runs_is_counted(
     told: list[str] = []
     clock = Ticks(ticks)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock.monotonic))
-    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=lambda code: told.append(f"ended with {code}")))
+    monkeypatch.setattr(watchdog, "end_process", lambda code: told.append(f"ended with {code}"))
     dog = Watchdog(60.0, tmp_path / "stacks.txt", told.append)
     dog._has_ended = clock  # type: ignore[assignment]
     dog.beat("testing")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from muse_attention.files import errors_naming, replace_file, sync
-from muse_attention.pretraining.boards import Board
+from muse_attention.pretraining.boards import Boards
 from muse_attention.strict_json import parse_json
 
 FILE = "metrics.jsonl"
@@ -64,7 +64,7 @@ class Metrics:
         output: Path,
         step: int,
         *,
-        boards: Sequence[Board] = (),
+        boards: Boards | None = None,
         on_broken: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._path = output / FILE
@@ -88,8 +88,7 @@ class Metrics:
             scalars |= {f"attention/{name}": mean for name, mean in values.get("attention_means", {}).items()}
             scalars |= {f"evaluation/{name}": value for name, value in values.get("evaluation", {}).items()}
             scalars |= {"skipped": 1} if "skipped" in values else {}
-            for board in self._boards:
-                board.add(scalars, step.step)
+            self._boards.add(scalars, step.step)
 
     def sync(self) -> None:
         """Return when all lines are on the disk."""
@@ -98,8 +97,8 @@ class Metrics:
             sync(self._path.parent)
 
     def close(self) -> None:
-        for board in self._boards:
-            board.close()
+        if self._boards:
+            self._boards.close()
 
 
 def read_metrics(output: Path, on_broken: Callable[[str], None] = lambda message: None) -> list[dict[str, Any]]:

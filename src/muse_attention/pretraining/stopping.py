@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple
 
+from muse_attention.pretraining.ending import end_process
+
 TIME_IS_UP = 124
 """Exit code at the end of a time limit, as that of `timeout`."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -133,4 +135,4 @@ class _Signals:
                 name = signal.Signals(number).name
                 self._on_signal(f"{name}: the run stops at the next safe point; a second signal stops it at once")
             elif time.monotonic() - first > _TOGETHER and not self._has_left.wait(_PATIENCE):
-                os._exit(128 + number)
+                end_process(128 + number)

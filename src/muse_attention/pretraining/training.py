@@ -30,7 +30,7 @@ from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.autocast import autocast
 from muse_attention.pretraining.batches import Batches, Windows
-from muse_attention.pretraining.boards import TENSORBOARD, WANDB, Board, TensorBoard, WeightsAndBiases, check_installed
+from muse_attention.pretraining.boards import TENSORBOARD, WANDB, Boards, check_installed
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.determinism import determinism
 from muse_attention.pretraining.evaluating import Evaluation
@@ -111,9 +111,9 @@ def train(
         raise ValueError(
             f"micro_batch={recipe.micro_batch} does not divide the {recipe.batch // world.ranks} sequences of a rank"
         )
-    for name, is_wanted in ((TENSORBOARD, tensorboard), (WANDB, wandb)):
-        if is_wanted:
-            check_installed(name)
+    wanted = [name for name, is_wanted in ((TENSORBOARD, tensorboard), (WANDB, wandb)) if is_wanted]
+    for name in wanted:
+        check_installed(name)
     evaluation = Evaluation(corpus, recipe, world) if recipe.evaluate_every else None
     probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
     tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
@@ -159,7 +159,7 @@ def train(
                 restore(model, optimiser, checkpoint, skipped=state.skipped)
             metrics = None
             if world.is_first:
-                boards = _open_boards(output, step, recipe, tensorboard=tensorboard, wandb=wandb)
+                boards = Boards(wanted, output, step, dataclasses.asdict(recipe), on_note)
                 metrics = Metrics(output, step, boards=boards, on_broken=on_note)
             saver = Saver(folder, about, recipe, world, metrics, newest=step, on_note=on_note)
             if step < recipe.steps:
@@ -191,15 +191,6 @@ def train(
                 if metrics is not None:
                     metrics.close()
         return _write_model(model, make_config(corpus, recipe), tokenizer, recipe, output, world)
-
-
-def _open_boards(output: Path, step: int, recipe: Recipe, *, tensorboard: bool, wandb: bool) -> list[Board]:
-    boards: list[Board] = []
-    if tensorboard:
-        boards.append(TensorBoard(output, step))
-    if wandb:
-        boards.append(WeightsAndBiases(output, dataclasses.asdict(recipe)))
-    return boards
 
 
 def make_batches(corpus: Corpus, recipe: Recipe, ranks: int = 1) -> Batches:
@@ -321,17 +312,16 @@ class _Run:
         reason = why_skipped(loss, norm, self.state, recipe.skip_sigma)
         if reason is None:
             return None
-        why_not = None
+        is_broken = False
         if not (math.isfinite(loss) and math.isfinite(norm)):
             weights = (local_part(parameter) for parameter in self.model.parameters())
-            if not self.world.all_succeed(are_finite(weights)):
-                why_not = ", and the weights are not finite"
-        if why_not is None and self.state.skipped >= recipe.skip_budget:
-            why_not = f"; skip_budget={recipe.skip_budget} allows no more updates to be skipped"
-        if why_not is not None:
+            is_broken = not self.world.all_succeed(are_finite(weights))
+        if is_broken or self.state.skipped >= recipe.skip_budget:
+            no_more = f"; skip_budget={recipe.skip_budget} allows no more updates to be skipped"
+            why_not = ", and the weights are not finite" if is_broken else no_more
             raise StepError(
                 f"step {number} failed: {reason}{why_not}; {describe_last_good(self.saver.folder)}; start again from "
-                "its recipe with a lower peak_rate"
+                f"its recipe with a lower peak_rate{'' if is_broken else ', or resume with a larger skip_budget'}"
             )
         self.on_note(
             f"step {number} is skipped: {reason}; {self.state.skipped + 1} of skip_budget={recipe.skip_budget}"

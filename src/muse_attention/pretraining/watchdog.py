@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from muse_attention.pretraining.ending import end_process
 from muse_attention.pretraining.failures import StepError
 
 STALLED = 1
@@ -80,5 +80,7 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
         self._stalled = message
         if not self._has_ended.wait(_PATIENCE):
-            self._on_stall(message)
-            os._exit(STALLED)
+            try:
+                self._on_stall(message)
+            finally:
+                end_process(STALLED)
