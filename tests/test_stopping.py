@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,33 +133,33 @@ def test_other_threads_have_no_handlers() -> None:
     assert found == [signal.getsignal(signal.SIGTERM)]
 
 
-@pytest.mark.parametrize(("pause", "is_at_once"), [(0.05, False), (0.7, True)])
+@pytest.mark.parametrize(("together", "is_at_once"), [(60.0, False), (0.01, True)])
 def test_a_second_signal_stops_at_once(
-    pause: float, is_at_once: bool, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    together: float, is_at_once: bool, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But two of the same moment are one, as those of a terminal and of torchrun."""
 
     def send() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(pause)
+        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=send)
 
     def wait_long() -> None:
         sender.start()
-        time.sleep(1.5)
+        sender.join()
+        time.sleep(0.1)
 
     asked = Stopping()
+    monkeypatch.setattr(stopping, "_TOGETHER", together)
     monkeypatch.setattr(torch.optim.AdamW, "step", calling_first(torch.optim.AdamW.step, wait_long, at=4))
-    began = time.monotonic()
     with pytest.raises(Stopped) as raised, stop_on_signals(asked):
         train(corpus, SMALL, tmp_path, stopping=asked)
     sender.join()
     assert raised.value.exit_code == (143 if is_at_once else 130)
     assert str(raised.value) == ("stopped by SIGTERM" if is_at_once else "stopped by SIGINT after step 4")
     assert len(read_metrics(tmp_path)) == (3 if is_at_once else 4)
-    assert time.monotonic() - began < 20
 
 
 HANGS = """
@@ -182,8 +184,12 @@ def test_a_second_signal_ends_a_process_that_hangs() -> None:
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 143
+        for _ in range(30):  # the second one may be the first that is heard of, on a busy machine
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=4)
+                break
+        assert process.returncode == 143
 
 
 def test_a_time_limit_stops_a_run(
@@ -203,9 +209,9 @@ def test_a_time_limit_stops_a_run(
 
     monkeypatch.setattr(time, "time", go_back)
     with monkeypatch.context() as patch:
-        patch.setattr(stopping.time, "monotonic", lambda: now)
+        patch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
         with pytest.raises(Stopped, match=r"^the time limit is reached after step 3$") as raised:
-            train(corpus, override(SMALL, ["stall_minutes=0"]), tmp_path, stopping=Stopping(180), on_step=tick)
+            train(corpus, SMALL, tmp_path, stopping=Stopping(180), on_step=tick)
     assert raised.value.exit_code == 124
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [2, 3]
     train(corpus, SMALL, tmp_path, resume=True)
@@ -220,17 +226,24 @@ def test_a_run_that_is_stopped_before_its_first_update_has_no_checkpoint(corpus:
     assert checkpoints.steps_in(tmp_path / "checkpoints") == []
 
 
-def test_the_command_says_how_to_go_on(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    fields = [f"{name}={value}" for name, value in dataclasses.asdict(SMALL).items()]
+def test_the_command_says_how_to_go_on(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+
+    def pass_a_minute() -> None:
+        nonlocal now
+        now += 60
+
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(Metrics, "add", calling_first(Metrics.add, pass_a_minute, at=3))
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(QUICK).items()]
     asked = ["train", str(corpus.folder), "--output", str(tmp_path / "out"), "--device", "cpu", "--time-limit"]
-    result = CliRunner().invoke(commands.app, [*asked, "1s", *fields, "steps=100000"])
+    result = CliRunner().invoke(commands.app, [*asked, "1m", *fields])
     assert result.exit_code == 124
     (line,) = result.stderr.splitlines()
-    (step,) = checkpoints.steps_in(tmp_path / "out" / "checkpoints")[-1:]
-    assert line.startswith(f"muse: the time limit is reached after step {step}; the last good checkpoint is ")
+    assert line.startswith("muse: the time limit is reached after step 3; the last good checkpoint is ")
     assert line.endswith(
-        f"step-{step:08}; continue with: muse train {corpus.folder} --output {tmp_path / 'out'} --device cpu "
-        "--time-limit 1s --resume"
+        f"step-00000003; continue with: muse train {corpus.folder} --output {tmp_path / 'out'} --device cpu "
+        "--time-limit 1m --resume"
     )
     result = CliRunner().invoke(commands.app, [*asked, "soon"])
     assert result.exit_code == 2
@@ -293,8 +306,8 @@ for attempt in range(11):
         else:  # during a save
             while not has_ended(child) and not list(folder.glob("*.tmp")):
                 time.sleep(0.001)
+        made = len(metrics.read_text().splitlines())
         os.kill(child, number)
-        sent = time.monotonic()
         wanted = 128 + number
     else:
         wanted = 0
@@ -302,11 +315,11 @@ for attempt in range(11):
     lines = errors.read_text().splitlines()
     assert code == wanted, (attempt, number, code, lines)
     if wanted:
-        assert time.monotonic() - sent < 10, "it was not noticed"
         assert lines[0].endswith("a second signal stops it at once"), lines
         assert "stopped by" in lines[1] and "continue with: muse train" in lines[1], lines
         assert len(lines) == 2, lines
         done = len(metrics.read_text().splitlines())
+        assert done <= made + 3, "it was not noticed"
         assert (checkpoints.steps_in(folder) or [0])[-1] == done, "an update was lost"
 print(done)
 """
