@@ -96,7 +96,8 @@ def test_a_layer_is_relaxed_by_one_level_where_half_the_limit_holds(
         assert found.measures[3] == measure_attention(peaked, tokens, SIXTEENTH)[3]
     (change,) = found.changes
     assert change.describe(limiting.limit).startswith(f"layer 3 switches back from {SIXTEENTH} to {QUARTER}: ")
-    exact = ErrorLimit.of(1.0, LOOSE, 64).probe(peaked, tokens, {3: 3}, itself)
+    assert ErrorLimit.of(1.0, LOOSE, 64).by_layer({3: 99}) == {3: "exact"}
+    exact = ErrorLimit.of(1.0, LOOSE, 64).probe(peaked, tokens, {3: 99}, itself)
     assert exact.levels == {3: 2}
     assert set(exact.measures) == {1}, "exact attention has no error"
 

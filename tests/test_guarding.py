@@ -161,12 +161,15 @@ def test_a_state_is_read_as_it_was_written() -> None:
             read_state(broken)
 
 
-def test_a_checkpoint_with_a_forged_state_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("skipped", ["many", 8])
+def test_a_checkpoint_with_a_forged_state_is_refused(
+    skipped: object, corpus: Corpus, whole_run: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out"
     shutil.copytree(whole_run, output)
     folder = output / "checkpoints"
     tensors = dict(checkpoints.read_tensors(checkpoints.verify(folder, 8)))
-    about = {**checkpoints.verify(folder, 8).about, "state": {"skipped": "many"}}
+    about = {**checkpoints.verify(folder, 8).about, "state": {"skipped": skipped}}
     checkpoints.begin(folder, 8)
     checkpoints.write_shard(folder, 8, 0, tensors)
     checkpoints.finish(folder, 8, about)

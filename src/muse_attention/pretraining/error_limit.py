@@ -74,7 +74,11 @@ class ErrorLimit:
         model.replace_attention(self.attentions[0], self.by_layer(levels))
 
     def by_layer(self, levels: dict[int, int]) -> dict[int, str]:
-        return {layer: self.attentions[level] for layer, level in levels.items()}
+        return {layer: self.attentions[self._known(level)] for layer, level in levels.items()}
+
+    def _known(self, level: int) -> int:
+        """A level that a damaged checkpoint may name is the last one."""
+        return min(level, len(self.attentions) - 1)
 
     def probe(
         self,
@@ -96,7 +100,7 @@ class ErrorLimit:
             def error_at(level: int) -> float:
                 return 0.0 if self.attentions[level] == EXACT else mean(measure(self.attentions[level]))[ERROR]
 
-            level = after = levels.get(layer, 0)
+            level = after = self._known(levels.get(layer, 0))
             error = 0.0
             if self.attentions[level] != EXACT:
                 found.measures[layer] = mean(measure(self.attentions[level]))

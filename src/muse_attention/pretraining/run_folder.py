@@ -253,7 +253,8 @@ def _check_is_of(checkpoint: checkpoints.Checkpoint, recipe: Recipe, corpus: Cor
     if not isinstance(about.get("initial"), str | None):
         raise checkpoints.CheckpointError(f"checkpoint {folder} is damaged: it names no initial weights")
     try:
-        state_of(checkpoint)
+        if state_of(checkpoint).skipped >= checkpoint.step:
+            raise ValueError
     except ValueError:
         raise checkpoints.CheckpointError(f"checkpoint {folder} is damaged: it has no state of a run") from None
     checkpoints.check_tensors(checkpoint, expected_tensors(make_empty_model(corpus, recipe)))
