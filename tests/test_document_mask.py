@@ -20,8 +20,10 @@ from muse_attention.pretraining.batches import Windows
 from muse_attention.pretraining.data.corpus import TRAIN, Corpus, read_corpus
 from muse_attention.pretraining.data.documents import Buckets
 from muse_attention.pretraining.document_mask import separate_documents
+from muse_attention.pretraining.evaluating import Evaluation
 from muse_attention.pretraining.initial_model import make_model
 from muse_attention.pretraining.model.chunked_loss import IGNORED
+from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.training import make_batches, train
 from tests.test_prepare import SMALL as PREPARED
@@ -119,6 +121,19 @@ def test_training_on_a_packed_corpus(packed: Corpus, tmp_path: Path) -> None:
     ids, positions, labels = separate_documents(tokens, packed.manifest.end)
     expected = model(ids, position_ids=positions, shift_labels=labels, use_cache=False).loss.item()
     assert found[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_evaluation_keeps_documents_apart(packed: Corpus) -> None:
+    model, windows = make_model(packed, SEPARATE), Windows(packed, ROW, split=HELD_OUT)
+    recipe = override(SEPARATE, ["evaluate_every=1", f"evaluate_samples={len(windows)}", "evaluate_needles=0"])
+    found = Evaluation(packed, recipe, World(torch.device("cpu"))).run(model, lambda: None)["held_out_loss"]
+    total, number = 0.0, 0
+    for index in range(len(windows)):
+        ids, positions, labels = separate_documents(windows[index][None], packed.manifest.end)
+        with torch.no_grad():
+            loss = model(ids, position_ids=positions, shift_labels=labels, num_items_in_batch=1, use_cache=False).loss
+        total, number = total + loss.item(), number + int((labels != IGNORED).sum())
+    assert found == pytest.approx(total / number, rel=1e-5)
 
 
 @pytest.mark.parametrize("changes", [["document_mask=false"], ["length=64"]])

@@ -29,6 +29,7 @@ from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.data.tokenizer import read_tokenizer
+from muse_attention.pretraining.failures import TrainingError
 from muse_attention.pretraining.initial_model import make_model
 from muse_attention.pretraining.metrics import Step, read_metrics
 from muse_attention.pretraining.needles import writer
@@ -37,7 +38,7 @@ from muse_attention.pretraining.probe import answers_loss
 from muse_attention.pretraining.reading import READERS, read_ahead
 from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.run_folder import run_recipe
-from muse_attention.pretraining.training import TrainingError, make_batches, train
+from muse_attention.pretraining.training import make_batches, train
 from tests.needle_models import DEFINITION, QUESTION, needle_corpus, needle_tokenizer
 from tests.test_prepare import make
 from tests.training_runs import assert_same_run, stop_at

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
 import shutil
+import signal
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,26 +24,31 @@ pytest.importorskip("rich")
 
 
 from muse_attention.files import alone_in
+from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.continuing import further_recipe
 from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.failures import TrainingError
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.run_folder import claimed
-from muse_attention.pretraining.training import TrainingError, train
+from muse_attention.pretraining.training import train
 from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.ranks import CONTEXT, run_command
 from tests.test_prepare import contents
-from tests.training_runs import SMALL, STEPS, assert_same_run, learnt, losses
+from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, learnt, losses
 
 
-def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2) -> None:
+def _words(corpus: Corpus, recipe: Recipe) -> list[str]:
     fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
-    run_together([str(corpus.folder), *fields, "--recipe", "tiny"], output, ranks)
+    return [str(corpus.folder), *fields, "--recipe", "tiny"]
 
 
-def run_together(words: list[str], output: Path, ranks: int = 2) -> None:
-    """`muse train` as under `torchrun`, by the variables that it sets."""
+@contextlib.contextmanager
+def ranks_of(
+    words: list[str], output: Path, ranks: int = 2, poisoned: tuple[int, int] | None = None
+) -> Iterator[list[tuple[Any, Path]]]:
+    """Processes of `muse train` as under `torchrun`, by the variables that it sets, and the files of what they say."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,20 +57,32 @@ def run_together(words: list[str], output: Path, ranks: int = 2) -> None:
     errors = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(ranks)]
     processes = [
         CONTEXT.Process(
-            target=run_command, args=(arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, file)
+            target=run_command,
+            args=(arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, file, poisoned),
         )
         for rank, file in enumerate(errors)
     ]
     try:
         for process in processes:
             process.start()
-        for process, file in zip(processes, errors, strict=True):
-            process.join(timeout=240)
-            assert process.exitcode == 0, file.read_text()
+        yield list(zip(processes, errors, strict=True))
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def train_together(
+    corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2, poisoned: tuple[int, int] | None = None
+) -> None:
+    run_together(_words(corpus, recipe), output, ranks, poisoned)
+
+
+def run_together(words: list[str], output: Path, ranks: int = 2, poisoned: tuple[int, int] | None = None) -> None:
+    with ranks_of(words, output, ranks, poisoned) as processes:
+        for process, file in processes:
+            process.join(timeout=240)
+            assert process.exitcode == 0, file.read_text()
 
 
 def assert_close_runs(output: Path, expected: Path) -> None:
@@ -112,6 +135,50 @@ def test_two_processes_learn_from_the_same_needles(tmp_path: Path) -> None:
     train_together(corpus, recipe, tmp_path / "two")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
     assert ["answers_loss" in step for step in read_metrics(tmp_path / "two")] == [False, True, False]
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_path: Path) -> None:
+    """With a checkpoint of that step, from which both go on."""
+    recipe = override(QUICK, ["micro_batch=1", "steps=24", "checkpoint_every=20"])
+    whole, output = tmp_path / "whole", tmp_path / "out"
+    train_together(corpus, recipe, whole)
+    with ranks_of(_words(corpus, recipe), output) as processes:
+        metrics = output / "metrics.jsonl"
+        deadline = time.monotonic() + 200
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(processes[1][0].pid, signal.SIGTERM)
+        for process, file in processes:
+            process.join(timeout=200)
+            assert process.exitcode == 143, file.read_text()
+    step = len(read_metrics(output))
+    assert 3 <= step < 24
+    assert checkpoints.steps_in(output / "checkpoints")[-1] == step
+    assert f"stopped as another rank was after step {step}; " in processes[0][1].read_text()
+    assert f"stopped by SIGTERM after step {step}; " in processes[1][1].read_text()
+    train_together(corpus, recipe, output)
+    assert_same_run(output, whole)
+
+
+def test_all_ranks_skip_what_one_of_them_cannot_use(corpus: Corpus, tmp_path: Path) -> None:
+    """And they limit errors alike, and evaluate together."""
+    limits = ["probe_every=1", "error_limit=1e-5", "attention=muse:Q4K4R4T0.5B16,clustering=lloyd", "exact_tail=0"]
+    evaluated = ["evaluate_every=2", "evaluate_samples=3", "evaluate_needles=0"]
+    recipe = override(QUICK, ["micro_batch=1", "steps=4", *limits, *evaluated])
+    train_together(corpus, recipe, tmp_path / "two", poisoned=(1, 3))
+    lines = read_metrics(tmp_path / "two")
+    assert [line["step"] for line in lines if "skipped" in line] == [3]
+    assert lines[2]["skipped"] == "its loss is nan"
+    assert set(lines[0]["tightened"].values()) == {"exact"}
+    assert [line["step"] for line in lines if "evaluation" in line] == [2, 4]
+    assert "step 3 is skipped" in (tmp_path / "two-0.txt").read_text()
+    assert (tmp_path / "two-1.txt").read_text() == ""
+    manifest = json.loads((tmp_path / "two" / "checkpoints" / "step-00000004" / "manifest.json").read_text())
+    assert manifest["about"]["state"]["skipped"] == 1
+    train(corpus, recipe, tmp_path / "one")
+    one = read_metrics(tmp_path / "one")[1]["evaluation"]
+    assert lines[1]["evaluation"] == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -28,10 +28,10 @@ from typer.testing import CliRunner
 from muse_attention.cli import commands
 from muse_attention.pretraining import training
 from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.failures import TrainingError
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import RECIPES, override
 from muse_attention.pretraining.run_folder import run_recipe
-from muse_attention.pretraining.training import TrainingError
 from tests.training_runs import SMALL, STEPS, assert_same_run, losses
 
 

@@ -26,21 +26,18 @@ from muse_attention import huggingface
 from muse_attention.evaluation.loss.positions import position_losses
 from muse_attention.files import alone_in
 from muse_attention.pretrained import load_model
-from muse_attention.pretraining import checkpoints, training
+from muse_attention.pretraining import checkpoints, probing, training
 from muse_attention.pretraining.batches import Batches, Windows
 from muse_attention.pretraining.data.corpus import Corpus, read_corpus
+from muse_attention.pretraining.determinism import determinism
+from muse_attention.pretraining.failures import TrainingError
 from muse_attention.pretraining.initial_model import make_model
 from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
 from muse_attention.pretraining.model.decoder import DecoderLayer
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override, tiny
 from muse_attention.pretraining.run_folder import run_recipe
-from muse_attention.pretraining.training import (
-    TrainingError,
-    determinism,
-    make_ready,
-    train,
-)
+from muse_attention.pretraining.training import make_ready, train
 from tests.test_prepare import SMALL as PREPARED
 from tests.test_prepare import make
 from tests.training_runs import SMALL, STEPS, learnt, losses, stop_at
@@ -119,7 +116,7 @@ def test_the_speed_is_that_of_the_update_without_its_probe(
         return {1: {"relative_squared_error": 0.5}}
 
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(training, "measure_attention", probe)
+    monkeypatch.setattr(probing, "measure_attention", probe)
     train(corpus, override(SMALL, ["steps=2", "probe_every=2"]), tmp_path)
     first, second = read_metrics(tmp_path)
     assert (first.get("rse"), second.get("rse")) == (None, {"1": 0.5})
@@ -298,7 +295,7 @@ def test_a_deterministic_run_lets_no_compiler_choose_by_time(
 # Mishaps
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(
+def test_weights_that_are_not_finite_stop_the_run(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def poison(done: Any) -> None:
@@ -309,7 +306,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(
         with torch.no_grad():
             optimiser.param_groups[0]["params"][0].fill_(math.nan)
 
-    with pytest.raises(TrainingError, match=r"the loss of step 7 is nan; the last good checkpoint is .*step-00000004;"):
+    message = (
+        r"^step 7 failed: its loss is nan, and the weights are not finite; the last good checkpoint is .*-00000004;"
+    )
+    with pytest.raises(TrainingError, match=message):
         train(corpus, override(SMALL, ["checkpoint_every=4"]), tmp_path, on_step=poison)
     assert learnt(tmp_path)
 

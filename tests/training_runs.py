@@ -33,6 +33,8 @@ SMALL = override(
     ],
 )
 
+QUICK = override(SMALL, ["attention=exact", "batch=2", "probe_every=0"])
+
 
 def metrics_line(number: int, loss: float, speed: float, attention: str = "muse", **others: Any) -> dict[str, Any]:
     """A line of metrics, of 100 tokens an update."""

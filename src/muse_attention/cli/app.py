@@ -252,9 +252,9 @@ def run_errors(
     """Report Ctrl-C, a full disk and too little memory as one line that says how to continue."""
     try:
         yield
-    except KeyboardInterrupt:
-        say(f"interrupted; {how_to_continue()}")
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as stop:  # which `stopping.Stopped` is
+        say(f"{str(stop) or 'interrupted'}; {how_to_continue()}")
+        raise typer.Exit(getattr(stop, "exit_code", 130)) from None
     except OSError as error:
         if error.filename is None:
             raise

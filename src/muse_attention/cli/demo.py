@@ -66,7 +66,7 @@ def demo(
     """
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-        from muse_attention.pretraining.training import TrainingError
+        from muse_attention.pretraining.failures import TrainingError
 
         place = Place.choose(device, "float32")
         make_folder(output)

@@ -27,6 +27,7 @@ from muse_attention.cli.app import (
 )
 from muse_attention.cli.language_model import short_warnings
 from muse_attention.cli.options import with_option_groups
+from muse_attention.durations import parse_duration
 from muse_attention.pretraining.data.corpus import Corpus, read_corpus
 from muse_attention.pretraining.recipes import RECIPES, Recipe, field_meanings, get_recipe, override
 from muse_attention.sizes import format_size
@@ -99,10 +100,21 @@ def train(
     ] = False,
     device: Device = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write metrics for TensorBoard too.")] = False,
+    wandb: Annotated[
+        bool,
+        typer.Option("--wandb", help="Write metrics to Weights & Biases too; WANDB_MODE=offline needs no network."),
+    ] = False,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop after this time with a checkpoint, like 3h or 1h30m; exit code 124.", show_default="none"
+        ),
+    ] = None,
 ) -> None:
     """Pretrain a language model with any attention in its global layers.
 
-    A run that was stopped goes on when the same command is run again; another one in its folder is refused.
+    A run that was stopped goes on when the same command is run again; another one in its folder is refused. SIGTERM and
+    Ctrl-C stop it with a checkpoint, a second signal at once.
 
     On several GPUs: torchrun --nproc-per-node 2 -m muse_attention.cli train ...
     """
@@ -110,6 +122,7 @@ def train(
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
         from muse_attention.pretraining.continuing import check_whole, further_recipe
+        from muse_attention.pretraining.failures import TrainingError
         from muse_attention.pretraining.parallel import has_launcher, open_world
         from muse_attention.pretraining.run_folder import (
             CHECKPOINTS,
@@ -118,11 +131,12 @@ def train(
             has_run,
             run_recipe,
         )
-        from muse_attention.pretraining.training import TrainingError
+        from muse_attention.pretraining.stopping import Stopping, stop_on_signals
         from muse_attention.pretraining.training import train as train_model
 
         if resume and overwrite:
             raise ValueError("--resume continues a run and --overwrite replaces it; leave one out")
+        stopping = Stopping(parse_duration(time_limit) if time_limit else None)
         place = device or default_device()
         check_device(place)
         wanted = [*(changes or []), *(f"{name}={text}" for name, text in options.items() if text is not None)]
@@ -147,6 +161,7 @@ def train(
         make_folder(output)
     program = "torchrun ... -m muse_attention.cli" if has_launcher() else "muse"
     words = ["--output", str(output), *(["--device", device] if device else []), *["--tensorboard"] * tensorboard]
+    words += [*["--wandb"] * wandb, *(["--time-limit", time_limit] if time_limit else [])]
     command = f"{program} train {shlex.join([str(corpus), *words])} --resume"
 
     def how_to_continue() -> str:
@@ -167,6 +182,7 @@ def train(
             run_errors(how_to_continue, how_to_save_memory),
             user_errors(),
             short_warnings(),
+            stop_on_signals(stopping, say),
             open_world(place) as world,
         ):
             quiet = contextlib.nullcontext(lambda step: None)
@@ -180,6 +196,8 @@ def train(
                     continue_from=continue_from,
                     world=world,
                     tensorboard=tensorboard,
+                    wandb=wandb,
+                    stopping=stopping,
                     on_step=on_step,
                     on_refused=say,
                     on_note=say,
@@ -226,21 +244,24 @@ def _warn_of_long_run(recipe: Recipe, corpus: Corpus, updates: int) -> None:
 @contextlib.contextmanager
 def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
     """A line with the loss, the speed and the time left: moving on a terminal, else one now and then on stdout."""
-    speed, error, answers, said = 0.0, None, None, time.monotonic()
+    speed, error, answers, held_out, said = 0.0, None, None, None, time.monotonic()
     with phases_bar(says_lines=False) as on_phase:
 
         def on_step(step: Step) -> None:
-            nonlocal speed, error, answers, said
+            nonlocal speed, error, answers, held_out, said
             kept = _SMOOTHING if speed else 0.0
             speed = kept * speed + (1 - kept) * step.tokens_per_second
             error = error if step.mean_rse is None else step.mean_rse
             answers = answers if step.answers_loss is None else step.answers_loss
+            held_out = step.evaluation.get("held_out_loss", held_out)
             left = (recipe.updates - step.step) * recipe.tokens_per_step / speed
             line = f"loss {step.loss:.4f}, {speed:,.0f} tokens/s"
             if error is not None:
                 line += f", RSE {error:.2g}"
             if answers is not None:
                 line += f", answers {answers:.3f}"
+            if held_out is not None:
+                line += f", held-out {held_out:.4f}"
             on_phase(line, step.step, recipe.updates)
             if step.step == recipe.updates or time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()

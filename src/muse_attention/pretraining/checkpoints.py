@@ -35,6 +35,8 @@ _FORMAT = 1
 _NAME = re.compile(r"step-([0-9]{8,})")
 _FILE_NAME = re.compile(r"rank-[0-9]{5,}-[0-9]{5,}\.safetensors")
 _UNFINISHED = ".tmp"
+UNTIL_NEXT = "until_next"
+"""What `about` has of a checkpoint that is removed when there is a newer one."""
 _SHOWN = 200
 """Characters of a foreign text."""
 
@@ -145,9 +147,17 @@ def copy_checkpoint(checkpoint: Checkpoint, folder: Path, about: dict[str, Any])
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Remove the checkpoints before `step`, which is durable, but for the newest `keep - 1`."""
-    older = [found for found in steps_in(folder) if found < step]
-    for found in older[: max(0, len(older) - (keep - 1))]:
+    """Remove checkpoints before `step`, which is durable: those until the next one, and others but for the newest.
+
+    `keep` are left, and `step` as one more if it is itself one until the next.
+    """
+    lasting: list[int] = []
+    passing: list[int] = []
+    for found in steps_in(folder):
+        (passing if _is_until_next(folder_of(folder, found)) else lasting).append(found)
+    older = [found for found in lasting if found < step]
+    left = keep - (step in lasting)
+    for found in sorted([*(found for found in passing if found < step), *older[: max(0, len(older) - left)]]):
         remove_folder(folder_of(folder, found))
 
 
@@ -194,14 +204,17 @@ def latest_good(
     folder: Path,
     on_refused: Callable[[str], None],
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    *,
+    before: int | None = None,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, or None if there is none at all.
 
     Args:
         on_refused: told why a checkpoint is not used
         check: raises a CheckpointError for a checkpoint that is whole, but not to be used
+        before: a step, for one that is older
     """
-    steps = steps_in(folder)
+    steps = [step for step in steps_in(folder) if before is None or step < before]
     for step in reversed(steps):
         try:
             found = verify(folder, step)
@@ -279,6 +292,14 @@ def _read_manifest(path: Path, step: int) -> tuple[dict[str, Any], list[_File]]:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"checkpoint {path} is damaged: its {MANIFEST} is not what was written") from None
     return document["about"], files
+
+
+def _is_until_next(path: Path) -> bool:
+    """Of one that cannot be read: False."""
+    try:
+        return parse_json((path / MANIFEST).read_bytes())["about"].get(UNTIL_NEXT) is True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _check_is_inside(folder: Path, name: str) -> None:

@@ -1,8 +1,7 @@
-"""What a run measures at every step: a line of JSON each, and TensorBoard where it is asked for."""
+"""What a run measures at every step: a line of JSON each, and the boards of boards.py where they are asked for."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Callable
@@ -10,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muse_attention.extras import how_to_install
 from muse_attention.files import errors_naming, replace_file, sync
+from muse_attention.pretraining.boards import Boards
 from muse_attention.strict_json import parse_json
 
-FILE, BOARD = "metrics.jsonl", "tensorboard"
+FILE = "metrics.jsonl"
+_SCALARS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "answers_loss")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,12 @@ class Step:
     and keys per query, share of queries that retrieve, share of heads at their budget"""
     answers_loss: float | None = None
     """in nats for each token of a uid that is imported, where needles are learnt from and it was measured"""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """of evaluating.py, where the model was evaluated, before the update"""
+    tightened: dict[int, str] = field(default_factory=dict)
+    """layers that have a tighter attention from the next update on, where errors are limited and were measured"""
+    skipped: str | None = None
+    """why the update was not made; None if it was"""
 
     @property
     def mean_rse(self) -> float | None:
@@ -49,7 +55,8 @@ class Metrics:
 
     `on_broken` hears of lines before it that cannot be read, and are left out.
 
-    JSON has no number for what is not finite, as an error behind exact attention that is zero: it is left out.
+    JSON has no number for what is not finite, as the loss of an update that was skipped, or an error behind exact
+    attention that is zero: it is left out.
     """
 
     def __init__(
@@ -57,32 +64,31 @@ class Metrics:
         output: Path,
         step: int,
         *,
-        tensorboard: bool = False,
+        boards: Boards | None = None,
         on_broken: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._path = output / FILE
         lines = _read_lines(self._path, on_broken)
         replace_file(self._path, "".join(line for number, line in lines.items() if number <= step))
-        self._board = _open_board(output / BOARD, step) if tensorboard else None
+        self._boards = boards
 
     def add(self, step: Step) -> None:
         values = asdict(step)
-        for name in ("rse", "attention_means"):
+        for name in ("rse", "attention_means", "evaluation"):
             values[name] = {key: number for key, number in values[name].items() if math.isfinite(number)}
-        if step.answers_loss is not None and not math.isfinite(step.answers_loss):
-            values["answers_loss"] = None
+        for name in ("loss", "gradient_norm", "answers_loss"):
+            if values[name] is not None and not math.isfinite(values[name]):
+                values[name] = None
         values = {name: value for name, value in values.items() if value not in (None, {})}
         with errors_naming(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
-        if self._board is not None:
-            for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
-                self._board.add_scalar(name, values[name], step.step)
-            if "answers_loss" in values:
-                self._board.add_scalar("answers_loss", step.answers_loss, step.step)
-            for layer, error in step.rse.items():
-                self._board.add_scalar(f"rse/layer {layer}", error, step.step)
-            for name, mean in step.attention_means.items():
-                self._board.add_scalar(f"attention/{name}", mean, step.step)
+        if self._boards:
+            scalars = {name: values[name] for name in _SCALARS if name in values}
+            scalars |= {f"rse/layer {layer}": error for layer, error in values.get("rse", {}).items()}
+            scalars |= {f"attention/{name}": mean for name, mean in values.get("attention_means", {}).items()}
+            scalars |= {f"evaluation/{name}": value for name, value in values.get("evaluation", {}).items()}
+            scalars |= {"skipped": 1} if "skipped" in values else {}
+            self._boards.add(scalars, step.step)
 
     def sync(self) -> None:
         """Return when all lines are on the disk."""
@@ -91,21 +97,13 @@ class Metrics:
             sync(self._path.parent)
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+        if self._boards:
+            self._boards.close()
 
 
 def read_metrics(output: Path, on_broken: Callable[[str], None] = lambda message: None) -> list[dict[str, Any]]:
     """Every line that can be read, by step; `on_broken` hears of the others."""
     return [parse_json(line) for line in _read_lines(output / FILE, on_broken).values()]
-
-
-def check_tensorboard() -> None:
-    """An ImportError of one line if it is not there."""
-    try:
-        importlib.import_module("tensorboard")
-    except ImportError:
-        raise ImportError(f"TensorBoard is not installed: {how_to_install('tensorboard')}, or leave it out") from None
 
 
 def _read_lines(path: Path, on_broken: Callable[[str], None]) -> dict[int, str]:
@@ -135,8 +133,3 @@ def _step_of(line: str) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return step if type(step) is int and step >= 1 else None
-
-
-def _open_board(folder: Path, step: int) -> Any:
-    check_tensorboard()
-    return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=step + 1)

@@ -46,11 +46,15 @@ def expected_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"{kind}/{name}": parameter for name, parameter in model.named_parameters() for kind in _KINDS}
 
 
-def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint into a model and an optimiser; a CheckpointError if it is of another model."""
+def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoint, *, skipped: int = 0) -> None:
+    """Put a checkpoint into a model and an optimiser; a CheckpointError if it is of another model.
+
+    Args:
+        skipped: updates of the run that were not made
+    """
     for parameter in model.parameters():
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
-        optimiser.state[parameter] = {"step": torch.tensor(float(checkpoint.step)), **moments}
+        optimiser.state[parameter] = {"step": torch.tensor(float(checkpoint.step - skipped)), **moments}
     _fill(dict(_named(model, optimiser)), checkpoint)
 
 

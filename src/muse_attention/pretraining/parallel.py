@@ -41,6 +41,19 @@ class World:
         dist.all_reduce(total)
         return total / self.ranks
 
+    def mean_and_flags(self, number: Tensor, *flags: bool) -> tuple[float, list[bool]]:
+        """The mean of a number over all ranks, and of each flag whether any rank has it: one exchange, and one
+        synchronisation of the device, as for the mean alone. Collective: every rank must call it."""
+        if self.mesh is None:
+            return number.item(), list(flags)
+        of_rank = [number.detach(), *(torch.full_like(number, float(flag)) for flag in flags)]
+        mean, *shares = self.mean(torch.stack(of_rank)).tolist()
+        return mean, [share > 0 for share in shares]
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank has a flag. Collective: every rank must call it."""
+        return not self.all_succeed(not flag)
+
     def all_succeed(self, success: bool) -> bool:
         """Whether all ranks succeeded. Collective: every rank must call it."""
         if self.mesh is None:

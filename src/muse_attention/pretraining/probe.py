@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,17 +17,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def measure_attention(model: PreTrainedModel, input_ids: Tensor, attention: str) -> dict[int, dict[str, float]]:
+def measure_attention(
+    model: PreTrainedModel, input_ids: Tensor, attention: str, on_layer: Callable[[], None] = lambda: None
+) -> dict[int, dict[str, float]]:
     """The measures of `fidelity.Fidelity` by layer, averaged over heads, on some tokens: the error, its tail, and what
-    was retrieved. The model attends exactly meanwhile."""
-    attend = get_attention(attention)
+    was retrieved. The model attends exactly meanwhile. `on_layer` is called behind every layer, and may raise."""
     found: dict[int, dict[str, float]] = {}
 
-    def visit(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        found[layer] = measure(attend, query, key, value, is_causal=True, scale=scale).pooled()
+    def visit(layer: int, measure_under: Callable[[str], dict[str, float]]) -> None:
+        found[layer] = measure_under(attention)
+        on_layer()
 
-    visit_layers(model, input_ids, visit)
+    visit_measures(model, input_ids, visit)
     return found
+
+
+def visit_measures(
+    model: PreTrainedModel, input_ids: Tensor, visit: Callable[[int, Callable[[str], dict[str, float]]], None]
+) -> None:
+    """The same for each layer under the attentions that `visit` asks for: it is called with the number of the layer,
+    and with a function from the name of an attention to its measures."""
+
+    def visit_inputs(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        visit(
+            layer,
+            lambda name: measure(get_attention(name), query, key, value, is_causal=True, scale=scale).pooled(),
+        )
+
+    visit_layers(model, input_ids, visit_inputs)
 
 
 @torch.no_grad()

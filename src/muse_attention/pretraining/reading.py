@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection
 
 import torch
@@ -22,6 +22,7 @@ from muse_attention.pretraining.batches import Batches
 
 READERS = 2
 """Processes, which take turns."""
+_SECONDS_BETWEEN_CHECKS = 0.5
 
 
 class ReadingError(RuntimeError):
@@ -46,13 +47,19 @@ def read_batches(batches: Batches, steps: range, rank: int = 0) -> Generator[Ten
             raise ReadingError(str(error)) from None
 
 
-def read_ahead(batches: Batches, steps: range, rank: int = 0) -> Generator[Tensor]:
-    """The same, but the next ones are read meanwhile. Close the iterator if it is left early."""
+def read_ahead(
+    batches: Batches, steps: range, rank: int = 0, while_waiting: Callable[[], None] = lambda: None
+) -> Generator[Tensor]:
+    """The same, but the next ones are read meanwhile. Close the iterator if it is left early.
+
+    Args:
+        while_waiting: called now and then while the next batch is not there yet; it may raise
+    """
     readers: list[_Reader] = []
     try:
         readers += (_Reader(batches, steps[number::READERS], rank) for number in range(READERS))
         for step, reader in zip(steps, itertools.cycle(readers), strict=False):
-            yield reader.take(step)
+            yield reader.take(step, while_waiting)
     finally:
         for reader in readers:
             reader.stop()
@@ -73,9 +80,11 @@ class _Reader:
             raise ReaderError(f"no process can be started to read ahead ({error.strerror})") from None
         there.close()  # so that the end of the process is the end of what comes from it
 
-    def take(self, step: int) -> Tensor:
+    def take(self, step: int, while_waiting: Callable[[], None]) -> Tensor:
         """The next one, which is of this step."""
         try:
+            while not self._here.poll(_SECONDS_BETWEEN_CHECKS):
+                while_waiting()
             found = self._here.recv()
         except (EOFError, OSError):  # between two batches, or within one
             raise ReaderError(f"a process that reads ahead has died before step {step + 1}") from None

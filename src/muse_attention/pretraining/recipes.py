@@ -35,8 +35,12 @@ MOST_STEPS, MOST_TOKENS, MOST_SEQUENCES = 10**9, 2**30, 2**20
 """Of a run, of a sequence, and of an update."""
 MOST_CLIP, LEAST_EPSILON = 1e9, 1e-30
 """The square of a clipped gradient is far from overflow in float32, and epsilon far from 0."""
-FREE = ("checkpoint_every", "keep", "probe_every")
+FREE = (
+    *("checkpoint_every", "checkpoint_minutes", "keep", "probe_every", "stall_minutes", "skip_budget"),
+    *("evaluate_every", "evaluate_samples", "evaluate_needles"),
+)
 """Fields that do not change what is learned: a run may continue with other values."""
+MOST_MINUTES, MOST_SIGMA = 10**6, 1000
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,15 @@ class Recipe:
         mixture: what is mixed into the corpus: none, or niah for needle documents
         mixture_share: share of the sequences that are of the mixture
         probe_every: updates between two measurements of the attention's error, and of answers to needles; 0 for none
+        error_limit: relative squared error above which the probe gives a layer a tighter attention; 0 for no limit
+        evaluate_every: updates between two evaluations, of held-out loss and needles; 0 for none
+        evaluate_samples: sequences of the held-out split in an evaluation
+        evaluate_needles: needle documents, of held-out files, in an evaluation; 0 for none
+        skip_sigma: standard deviations above its recent mean at which loss or gradient skip an update; 0 for no limit
+        skip_budget: updates that may be skipped, as outliers or as not finite, before the run stops
+        stall_minutes: minutes without progress after which a run stops; 0 for never
         checkpoint_every: updates between two checkpoints
+        checkpoint_minutes: minutes between two checkpoints, at most; 0 for no limit
         keep: newest checkpoints that are kept; older ones are removed
     """
 
@@ -104,7 +116,15 @@ class Recipe:
     mixture: str = "none"
     mixture_share: float = 0.5
     probe_every: int = 500
+    error_limit: float = 0.0
+    evaluate_every: int = 0
+    evaluate_samples: int = 8
+    evaluate_needles: int = 4
+    skip_sigma: float = 0.0
+    skip_budget: int = 10
+    stall_minutes: float = 60.0
     checkpoint_every: int = 500
+    checkpoint_minutes: float = 30.0
     keep: int = 2
 
     def __post_init__(self) -> None:
@@ -114,6 +134,14 @@ class Recipe:
             _check(self, name, lambda value: 0 <= value <= MOST_STEPS, f"at least 0 and at most {MOST_STEPS}")
         for name in ("batch", "micro_batch"):
             _check(self, name, lambda value: 1 <= value <= MOST_SEQUENCES, f"at least 1 and at most {MOST_SEQUENCES}")
+        for name in ("evaluate_every", "skip_budget"):
+            _check(self, name, lambda value: 0 <= value <= MOST_STEPS, f"at least 0 and at most {MOST_STEPS}")
+        _check(self, "evaluate_samples", lambda value: 1 <= value <= MOST_SEQUENCES, f"1 to {MOST_SEQUENCES}")
+        _check(self, "evaluate_needles", lambda value: 0 <= value <= MOST_SEQUENCES, f"0 to {MOST_SEQUENCES}")
+        for name in ("checkpoint_minutes", "stall_minutes"):
+            _check(self, name, lambda value: 0 <= value <= MOST_MINUTES, f"at least 0 and at most {MOST_MINUTES}")
+        _check(self, "skip_sigma", lambda value: 0 <= value <= MOST_SIGMA, f"at least 0 and at most {MOST_SIGMA}")
+        _check(self, "error_limit", lambda value: 0 <= value <= 1, "between 0 and 1")
         _check(self, "length", lambda value: 1 <= value <= MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}")
         _check(self, "scale", lambda value: 0 <= value <= max(PAPER_TOKENS), f"at least 0, at most {max(PAPER_TOKENS)}")
         _check(self, "head_dim", lambda value: value in HEAD_DIMS, f"one of {', '.join(map(str, HEAD_DIMS))}")
@@ -155,6 +183,10 @@ class Recipe:
                 raise ValueError(f"further_attention={self.further_attention} needs further_steps=, of at least 1")
         if self.further_steps and not self.final_rate:
             raise ValueError(f"further_steps={self.further_steps} would learn nothing: final_rate=0; choose another")
+        if self.error_limit and not self.probe_every:
+            raise ValueError(
+                f"error_limit={self.error_limit:g} needs the probe, which measures errors; choose a probe_every above 0"
+            )
 
     @property
     def updates(self) -> int:
@@ -285,7 +317,8 @@ def read_recipe(document: dict[str, Any]) -> Recipe:
 
 def differences(recorded: Recipe, other: Recipe) -> list[str]:
     """Fields that change what is learnt, and differ between a recorded recipe and another."""
-    names = [field.name for field in dataclasses.fields(recorded) if field.name not in FREE]
+    free = [name for name in FREE if name != "probe_every" or not recorded.error_limit]
+    names = [field.name for field in dataclasses.fields(recorded) if field.name not in free]
     differing = [name for name in names if getattr(recorded, name) != getattr(other, name)]
     if may_mean(recorded.attention, full_name(other.attention, other.length), recorded.length):
         differing = [name for name in differing if name != "attention"]

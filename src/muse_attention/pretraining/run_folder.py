@@ -3,6 +3,8 @@
     run.json         recipe and corpus, written first
     checkpoints/     see checkpoints.py
     metrics.jsonl    see metrics.py
+    failures.json    see failures.py; only of a run that failed
+    stacks.txt       see watchdog.py; only of a run that stood still
     model/           written last: the model, as transformers reads it, with its tokenizer
 
 A folder with `run.json` alone has no checkpoint yet, and may be used for another run.
@@ -24,13 +26,16 @@ import muse_attention
 from muse_attention.by_name import full_name
 from muse_attention.files import alone_in, errors_naming, remove_folder, replace_file
 from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.boards import TENSORBOARD, WANDB, WANDB_ID
 from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.failures import FILE as FAILURES
 from muse_attention.pretraining.initial_model import make_empty_model
-from muse_attention.pretraining.metrics import BOARD, FILE
+from muse_attention.pretraining.metrics import FILE
 from muse_attention.pretraining.needles import writer
 from muse_attention.pretraining.optimiser import expected_tensors
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
+from muse_attention.pretraining.run_state import RunState, read_state
 from muse_attention.recorded_names import recorded_name
 from muse_attention.strict_json import parse_json
 
@@ -63,11 +68,17 @@ def _remove_run(output: Path) -> None:
     if not has_run(output):
         return
     _read_run(output)  # a file of something else is left alone
-    for folder in (MODEL, CHECKPOINTS, BOARD):
+    for folder in (MODEL, CHECKPOINTS, TENSORBOARD, WANDB):
         remove_folder(output / folder)
     with errors_naming(output):
-        (output / FILE).unlink(missing_ok=True)
+        for path in [*(output / name for name in (FILE, FAILURES, WANDB_ID)), *output.glob("stacks*.txt")]:
+            path.unlink(missing_ok=True)
         (output / RUN).unlink()
+
+
+def stacks_name(world: World) -> str:
+    """The file for the stacks of a rank that stands still."""
+    return "stacks.txt" if world.ranks == 1 else f"stacks-{world.rank}.txt"
 
 
 def has_run(output: Path) -> bool:
@@ -115,23 +126,41 @@ def with_full_name(recipe: Recipe, output: Path, device: torch.device) -> Recipe
 
 
 def find_checkpoint(
-    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
+    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None], *, falls_back: bool = False
 ) -> checkpoints.Checkpoint | None:
-    """The checkpoint from which the run in a folder continues; None to start from the beginning."""
+    """The checkpoint from which the run in a folder continues; None to start from the beginning.
+
+    Args:
+        falls_back: leave the newest good one out, if there is another
+    """
     if has_run(output):
         document = _read_run(output)
         if has_learnt(output):
             _check_same(document, output / RUN, recipe, corpus)
-    return latest_checkpoint(output, recipe, corpus, on_refused)
+    newest = latest_checkpoint(output, recipe, corpus, on_refused)
+    if newest is None or not falls_back or newest.step == min(checkpoints.steps_in(output / CHECKPOINTS)):
+        return newest
+    try:
+        return latest_checkpoint(output, recipe, corpus, on_refused, before=newest.step)
+    except checkpoints.CheckpointError:  # none before it is whole
+        return newest
 
 
 def latest_checkpoint(
-    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None]
+    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None], *, before: int | None = None
 ) -> checkpoints.Checkpoint | None:
-    """The newest good checkpoint of the run in a folder, or None; `on_refused` hears of each that is not good."""
-    return checkpoints.latest_good(
-        output / CHECKPOINTS, on_refused, functools.partial(_check_is_of, recipe=recipe, corpus=corpus)
-    )
+    """The newest good checkpoint of the run in a folder, or None; `on_refused` hears of each that is not good.
+
+    Args:
+        before: a step, for one that is older
+    """
+    check = functools.partial(_check_is_of, recipe=recipe, corpus=corpus)
+    return checkpoints.latest_good(output / CHECKPOINTS, on_refused, check, before=before)
+
+
+def state_of(checkpoint: checkpoints.Checkpoint | None) -> RunState:
+    """That of a run which continues from a checkpoint, or begins; a ValueError if it cannot be read."""
+    return RunState() if checkpoint is None else read_state(checkpoint.about.get("state", {}))
 
 
 def open_checkpoint(output: Path, step: int, recipe: Recipe, corpus: Corpus) -> checkpoints.Checkpoint:
@@ -224,6 +253,11 @@ def _check_is_of(checkpoint: checkpoints.Checkpoint, recipe: Recipe, corpus: Cor
         )
     if not isinstance(about.get("initial"), str | None):
         raise checkpoints.CheckpointError(f"checkpoint {folder} is damaged: it names no initial weights")
+    try:
+        if state_of(checkpoint).skipped >= checkpoint.step:
+            raise ValueError
+    except ValueError:
+        raise checkpoints.CheckpointError(f"checkpoint {folder} is damaged: it has no state of a run") from None
     checkpoints.check_tensors(checkpoint, expected_tensors(make_empty_model(corpus, recipe)))
 
 

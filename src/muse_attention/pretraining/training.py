@@ -16,13 +16,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NoReturn
 
 import torch
 from safetensors.torch import save
@@ -30,19 +28,32 @@ from torch import Tensor
 
 from muse_attention.files import errors_naming, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.autocast import autocast
 from muse_attention.pretraining.batches import Batches, Windows
+from muse_attention.pretraining.boards import TENSORBOARD, WANDB, Boards, check_installed
 from muse_attention.pretraining.continuing import begin_with_finished
 from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.determinism import determinism
 from muse_attention.pretraining.document_mask import check_packed, separate_documents
+from muse_attention.pretraining.evaluating import Evaluation
+from muse_attention.pretraining.failures import (
+    StepError,
+    TrainingError,
+    forget_failures,
+    note_failure,
+    note_fallback,
+    read_failures,
+)
+from muse_attention.pretraining.guarding import after_update, why_skipped
 from muse_attention.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
-from muse_attention.pretraining.metrics import Metrics, Step, check_tensorboard
+from muse_attention.pretraining.metrics import Metrics, Step
 from muse_attention.pretraining.model.chunked_loss import IGNORED
 from muse_attention.pretraining.model.configuration import DecoderConfig
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.optimiser import are_finite, learnt, make_optimiser, restore, set_learning_rate
-from muse_attention.pretraining.parallel import World, accumulate_gradients, gathered, shard_model, whole
-from muse_attention.pretraining.probe import answers_loss, measure_attention
+from muse_attention.pretraining.parallel import World, accumulate_gradients, local_part, shard_model, whole
+from muse_attention.pretraining.probing import Probe, Probing
 from muse_attention.pretraining.reading import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_attention.pretraining.recipes import Recipe
 from muse_attention.pretraining.run_folder import (
@@ -54,14 +65,17 @@ from muse_attention.pretraining.run_folder import (
     describe_last_good,
     describe_run,
     find_checkpoint,
+    has_learnt,
+    stacks_name,
+    state_of,
     with_full_name,
     write_run,
 )
-from muse_attention.pretraining.schedule import EXACT, learning_rate
-
-
-class TrainingError(RuntimeError):
-    """A run cannot continue; its state so far is in its checkpoints."""
+from muse_attention.pretraining.run_state import RunState
+from muse_attention.pretraining.saving import Saver
+from muse_attention.pretraining.schedule import learning_rate
+from muse_attention.pretraining.stopping import OF_ANOTHER_RANK, Stopped, Stopping
+from muse_attention.pretraining.watchdog import Watchdog
 
 
 def train(
@@ -74,30 +88,38 @@ def train(
     continue_from: Path | None = None,
     world: World | None = None,
     tensorboard: bool = False,
+    wandb: bool = False,
+    stopping: Stopping | None = None,
     on_step: Callable[[Step], None] = lambda step: None,
     on_refused: Callable[[str], None] = lambda message: None,
     on_note: Callable[[str], None] = lambda message: None,
 ) -> Path:
     """Train a model, and return the folder that it is in.
 
-    Raises ValueError for bad arguments, TrainingError if the run cannot continue.
+    Raises ValueError for bad arguments, TrainingError if the run cannot continue, Stopped if it was asked to stop.
 
     Args:
         resume: continue the run in `output`, or start one if there is none
         overwrite: remove the run in `output` first
         continue_from: folder of a finished run to begin with; the recipe is that of `continuing.further_recipe`
+        stopping: who asks the run to stop, if anybody does
         on_step: called after every update, on the first rank
         on_refused: told why a checkpoint is not used
-        on_note: told of lost lines of metrics and of changed versions when a run continues
+        on_note: told, on the first rank, of what is no reason to stop: updates that are skipped, layers whose error is
+            too large, lost lines of metrics, other versions than before
     """
     world = world or World(torch.device("cpu"))
+    if not world.is_first:
+        on_refused = on_note = _say_nothing
     batches = make_batches(corpus, recipe, world.ranks)
     if recipe.batch // world.ranks % recipe.micro_batch:
         raise ValueError(
             f"micro_batch={recipe.micro_batch} does not divide the {recipe.batch // world.ranks} sequences of a rank"
         )
-    if tensorboard:
-        check_tensorboard()
+    wanted = [name for name, is_wanted in ((TENSORBOARD, tensorboard), (WANDB, wandb)) if is_wanted]
+    for name in wanted:
+        check_installed(name)
+    evaluation = Evaluation(corpus, recipe, world) if recipe.evaluate_every else None
     probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
     tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
     with claimed(output, world, overwrite=overwrite):  # before anything is decided by what is in there
@@ -105,8 +127,12 @@ def train(
             begin_with_finished(continue_from, output, recipe, corpus, world)
         recipe = with_full_name(recipe, output, world.device)
         checkpoint = None
+        failures = read_failures(output) if resume and has_learnt(output) else None
+        falls_back = failures is not None and failures.calls_for_fallback
+        if failures is not None:
+            failures.check_may_resume(output)
         if resume or continue_from is not None:
-            checkpoint = find_checkpoint(output, recipe, corpus, on_refused if world.is_first else lambda message: None)
+            checkpoint = find_checkpoint(output, recipe, corpus, on_refused, falls_back=falls_back)
         else:
             check_may_start(output)
         step = 0 if checkpoint is None else checkpoint.step
@@ -122,25 +148,52 @@ def train(
         if world.is_first:
             if checkpoint is not None and (changes := describe_changes(checkpoint, about, world.device)):
                 on_note(changes)
+            if failures is not None and falls_back:
+                on_note(f"{failures.describe()}; the run goes on from step {step}, once")
+                note_fallback(output, failures)
+            if step == 0:
+                forget_failures(output)
             write_run(output, about)
             checkpoints.clear_unfinished(folder)
             checkpoints.clear_after(folder, step)
         with determinism(recipe, world.device):
             model = make_model(corpus, recipe, initial.tensors if initial else None).to(world.device)
             del initial
+            parameters = sum(parameter.numel() for parameter in model.parameters())
             optimiser = make_ready(model, recipe, world)
+            state = state_of(checkpoint)
             if checkpoint is not None:
-                restore(model, optimiser, checkpoint)
+                restore(model, optimiser, checkpoint, skipped=state.skipped)
             metrics = None
             if world.is_first:
-                metrics = Metrics(output, step, tensorboard=tensorboard, on_broken=on_note)
-            run = _Run(model, optimiser, recipe, batches, world, folder, about, metrics, probed)
+                boards = Boards(wanted, output, step, dataclasses.asdict(recipe), on_note)
+                metrics = Metrics(output, step, boards=boards, on_broken=on_note)
+            saver = Saver(folder, about, recipe, world, metrics, newest=step, on_note=on_note)
+            if step < recipe.updates:
+                saver.check_room(parameters)
+            run = _Run(
+                model,
+                optimiser,
+                recipe,
+                batches,
+                world,
+                saver,
+                Probing(model, recipe, world, probed),
+                evaluation,
+                stopping or Stopping(),
+                state,
+                on_note,
+            )
             try:
-                with contextlib.closing(run.steps(step)) as steps:
+                with run.watchdog, contextlib.closing(run.steps(step)) as steps:
                     for done in steps:
                         if metrics is not None:
                             metrics.add(done)
                             on_step(done)
+            except RuntimeError as error:
+                if world.is_first and _may_fail_again(error):
+                    note_failure(output, run.step + 1, str(error))
+                raise
             finally:
                 if metrics is not None:
                     metrics.close()
@@ -168,12 +221,8 @@ def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch
     return make_optimiser(model, recipe)
 
 
-class _Probe(NamedTuple):
-    """What was measured beside an update, as `Step` has it."""
-
-    errors: dict[int, float]
-    means: dict[str, float]
-    answers: float | None
+class _StopAsked(Exception):  # noqa: N818 - no error
+    """The run is at a safe point, and was asked to stop: nothing of the step that it is in has changed its state."""
 
 
 @dataclasses.dataclass
@@ -183,51 +232,72 @@ class _Run:
     recipe: Recipe
     batches: Batches
     world: World
-    folder: Path
-    """of the checkpoints"""
-    about: dict[str, Any]
-    """what each of them says of the run"""
-    metrics: Metrics | None
-    """on the first rank"""
-    probed: list[tuple[Tensor, Tensor]]
-    """documents, and which of their tokens are answers, of this rank"""
+    saver: Saver
+    probing: Probing
+    evaluation: Evaluation | None
+    stopping: Stopping
+    state: RunState
+    on_note: Callable[[str], None]
+    step: int = 0
+    """updates that are done"""
+    is_due: bool = False
+    """whether it is time for a checkpoint"""
+    watchdog: Watchdog = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        stacks = self.saver.folder.parent / stacks_name(self.world)
+        self.watchdog = Watchdog(60 * self.recipe.stall_minutes, stacks, self._end_stalled)
 
     def steps(self, first: int) -> Generator[Step]:
         """Every update from `first` on, and a checkpoint behind those that are to have one."""
         recipe = self.recipe
+        self.probing.apply(self.state.levels)
         with contextlib.closing(self._read(range(first, recipe.updates))) as batches:
             for step in range(first, recipe.updates):
-                done = self._update(step, batches)
+                self.step, self.is_due = step, False
+                try:
+                    done = self._update(step, batches)
+                except _StopAsked:
+                    self._stop()
                 yield done  # before its checkpoint: a line too many is forgotten when the run goes on
+                self.step = done.step
                 if done.step % recipe.checkpoint_every == 0 or done.step == recipe.updates:
-                    self._save(done.step)
+                    self._save()
+                elif self.is_due:
+                    self._save(until_next=True)
 
     def _update(self, step: int, batches: Iterator[Tensor]) -> Step:
         recipe, model = self.recipe, self.model
+        self._check_alone()
         began = time.perf_counter()
+        self.watchdog.beat(f"reading the batch of step {step + 1}")
         tokens = next(batches)
         attention = recipe.attention_at(step)
         if model.config.attention != attention:
             model.set_attention(attention)
+            self.probing.apply(self.state.levels if attention == recipe.attention else {})
         rate = learning_rate(
             step, steps=recipe.steps, warmup=recipe.warmup, peak=recipe.peak_rate, final=recipe.final_rate
         )
         set_learning_rate(self.optimiser, rate)
         self.optimiser.zero_grad()
-        loss = self.world.mean(self._differentiate(tokens)).item()
+        loss, (is_asked, self.is_due) = self.world.mean_and_flags(
+            self._differentiate(tokens), self.stopping.request is not None, self.saver.is_due()
+        )
+        if is_asked:
+            raise _StopAsked
         norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)).item()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            what, value = ("gradient", norm) if math.isfinite(loss) else ("loss", loss)
-            raise TrainingError(
-                f"the {what} of step {step + 1} is {value}; {describe_last_good(self.folder)}; "
-                "start again from its recipe with a lower peak_rate"
-            )
+        skipped = self._why_skipped(loss, norm)
         seconds = time.perf_counter() - began
         # Of the weights that the loss is of; before the first forward pass of the whole model, FSDP runs no part of it.
-        probe = self._probe(tokens) if self._is_probed(step) else _Probe({}, {}, None)
+        probe, evaluated = self._measure(tokens)
         began = time.perf_counter()
-        self.optimiser.step()
+        if skipped is None:
+            self.optimiser.step()
         seconds += time.perf_counter() - began
+        self.state = after_update(self.state, loss, norm, is_skipped=skipped is not None, sigma=recipe.skip_sigma)
+        if probe.changes:
+            self._tighten(probe)
         return Step(
             step=step + 1,
             loss=loss,
@@ -239,7 +309,82 @@ class _Run:
             rse=probe.errors,
             attention_means=probe.means,
             answers_loss=probe.answers,
+            evaluation=evaluated,
+            tightened=self.probing.tightened(self.state.levels) if self.probing.is_due(step) else {},
+            skipped=skipped,
         )
+
+    def _why_skipped(self, loss: float, norm: float) -> str | None:
+        """None for an update that is made. All ranks have the same loss and norm, and decide the same."""
+        recipe, number = self.recipe, self.step + 1
+        reason = why_skipped(loss, norm, self.state, recipe.skip_sigma)
+        if reason is None:
+            return None
+        is_broken = False
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            weights = (local_part(parameter) for parameter in self.model.parameters())
+            is_broken = not self.world.all_succeed(are_finite(weights))
+        if is_broken or self.state.skipped >= recipe.skip_budget:
+            no_more = f"; skip_budget={recipe.skip_budget} allows no more updates to be skipped"
+            why_not = ", and the weights are not finite" if is_broken else no_more
+            raise StepError(
+                f"step {number} failed: {reason}{why_not}; {describe_last_good(self.saver.folder)}; start again from "
+                f"its recipe with a lower peak_rate{'' if is_broken else ', or resume with a larger skip_budget'}"
+            )
+        self.on_note(
+            f"step {number} is skipped: {reason}; {self.state.skipped + 1} of skip_budget={recipe.skip_budget}"
+        )
+        return reason
+
+    def _measure(self, tokens: Tensor) -> tuple[Probe, dict[str, float]]:
+        """The probe and the evaluation that are due, of the weights before the update."""
+        recipe, number = self.recipe, self.step + 1
+        probe, evaluated = Probe(self.state.levels), {}
+        if self.probing.is_due(self.step):
+            self.watchdog.beat(f"probing at step {number}")
+            probe = self.probing.run(tokens, self.state.levels, self._check_together)
+        if self.evaluation is not None and number % recipe.evaluate_every == 0:
+            self.watchdog.beat(f"evaluating at step {number}")
+            with autocast(recipe, self.world.device), torch.compiler.set_stance("force_eager"):
+                evaluated = self.evaluation.run(self.model, self._check_together)
+        self.watchdog.beat(f"changing the weights at step {number}")
+        return probe, evaluated
+
+    def _tighten(self, probe: Probe) -> None:
+        """Or relax: the attention of layers, from the next update on."""
+        for change in probe.changes:
+            self.on_note(f"step {self.step + 1}: {change.describe(self.recipe.error_limit)}")
+        self.state = dataclasses.replace(self.state, levels=probe.levels)
+        self.probing.apply(probe.levels)
+
+    def _check_alone(self) -> None:
+        """Stop here if this is the only process, and was asked to; several have to agree first."""
+        self.watchdog.check()
+        if self.world.ranks == 1 and self.stopping.request is not None:
+            raise _StopAsked
+
+    def _check_together(self) -> None:
+        """Stop here if any rank was asked to. Collective: every rank must call it."""
+        self.watchdog.beat(f"measuring at step {self.step + 1}")
+        if self.world.any(self.stopping.request is not None):
+            raise _StopAsked
+
+    def _stop(self) -> NoReturn:
+        if self.step > self.saver.newest:
+            self._save(until_next=True)
+        cause, exit_code = self.stopping.request or OF_ANOTHER_RANK
+        raise Stopped(f"{cause} after step {self.step}", exit_code)
+
+    def _save(self, *, until_next: bool = False) -> None:
+        if self.step > self.state.skipped:  # before the first update there is nothing to keep
+            self.watchdog.beat(f"saving step {self.step}")
+            self.saver.save(self.step, learnt(self.model, self.optimiser), self.state, until_next=until_next)
+
+    def _end_stalled(self, message: str) -> None:
+        """In the watchdog's thread, before it ends the process."""
+        if self.world.is_first:
+            note_failure(self.saver.folder.parent, self.step + 1, message)
+        self.on_note(f"{message}; {describe_last_good(self.saver.folder)}; resume the run")
 
     def _differentiate(self, tokens: Tensor) -> Tensor:
         """The mean loss of this rank's sequences, and its gradients, which ranks average."""
@@ -255,7 +400,8 @@ class _Run:
             ids, labels, positions = part[:, :-1], part[:, 1:].contiguous(), None
             if self.recipe.document_mask:
                 ids, positions, labels = separate_documents(part, end)
-            with self._autocast():
+            self.watchdog.beat(f"computing step {self.step + 1}")
+            with autocast(self.recipe, self.world.device):
                 loss = self.model(
                     ids, position_ids=positions, shift_labels=labels, num_items_in_batch=counted, use_cache=False
                 ).loss
@@ -265,82 +411,32 @@ class _Run:
 
     def _read(self, steps: range) -> Generator[Tensor]:
         """Windows are read at once, but needle documents take time to write."""
-        read = read_ahead if can_read_ahead() and self.batches.mixture is not None else read_batches
+        if can_read_ahead() and self.batches.mixture is not None:
+            read = read_ahead(self.batches, steps, self.world.rank, self._check_alone)
+        else:
+            read = read_batches(self.batches, steps, self.world.rank)
         try:
-            with contextlib.closing(read(self.batches, steps, self.world.rank)) as batches:
+            with contextlib.closing(read) as batches:
                 for tokens in batches:
                     yield tokens.to(self.world.device)
         except ReaderError as error:
-            raise TrainingError(f"{error}; {describe_last_good(self.folder)}; resume the run") from None
+            raise TrainingError(f"{error}; {describe_last_good(self.saver.folder)}; resume the run") from None
         except ReadingError as error:
             raise TrainingError(
                 f"the corpus in {self.batches.windows.corpus.folder} cannot be read any more ({error}); "
-                f"{describe_last_good(self.folder)}; run muse prepare again as before, then resume the run"
+                f"{describe_last_good(self.saver.folder)}; run muse prepare again as before, then resume the run"
             ) from None
 
-    def _is_probed(self, step: int) -> bool:
-        every = self.recipe.probe_every
-        has_something = self.recipe.attention != EXACT or self.probed
-        return every > 0 and (step + 1) % every == 0 and bool(has_something)
 
-    def _probe(self, tokens: Tensor) -> _Probe:
-        """What an attention that has errors does on the first sequence of each rank; and the loss of answers."""
-        errors: dict[int, float] = {}
-        means: dict[str, float] = {}
-        answers = None
-        with self._autocast(), gathered(self.model), torch.compiler.set_stance("force_eager"):
-            if self.recipe.attention != EXACT:
-                found = measure_attention(self.model, tokens[:1, :-1], self.recipe.attention)
-                numbers = torch.tensor([list(layer.values()) for layer in found.values()], device=self.world.device)
-                of_layers = self.world.mean(numbers).tolist()
-                layers = [
-                    dict(zip(layer, of_layer, strict=True))
-                    for layer, of_layer in zip(found.values(), of_layers, strict=True)
-                ]
-                errors = {number: layer["relative_squared_error"] for number, layer in zip(found, layers, strict=True)}
-                means = (
-                    {name: statistics.fmean(layer[name] for layer in layers) for name in layers[0]} if layers else {}
-                )
-            if self.probed:
-                answers = self.world.mean(answers_loss(self.model, self.probed)).item()
-        return _Probe(errors, means, answers)
+def _may_fail_again(error: RuntimeError) -> bool:
+    """Whether the state of the run may be why: not where memory is short, the corpus is gone, or the disk is full."""
+    if isinstance(error, TrainingError):
+        return isinstance(error, StepError)
+    return not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error)
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
 
-    def _save(self, step: int) -> None:
-        world, folder = self.world, self.folder
-        tensors = learnt(self.model, self.optimiser)
-        if not world.all_succeed(are_finite(tensors.values())):
-            raise TrainingError(
-                f"the weights after step {step} are not finite, and are not kept; {describe_last_good(folder)}; "
-                "start again from its recipe with a lower peak_rate"
-            )
-
-        def finish() -> None:
-            if self.metrics is not None:
-                self.metrics.sync()  # a run that goes on from this checkpoint has all lines before it
-            checkpoints.finish(folder, step, self.about, ranks=world.ranks)
-            checkpoints.prune(folder, step, self.recipe.keep)
-
-        self._together(lambda: checkpoints.begin(folder, step), first_alone=True)
-        self._together(lambda: checkpoints.write_shard(folder, step, world.rank, tensors))
-        self._together(finish, first_alone=True)
-
-    def _together(self, action: Callable[[], None], *, first_alone: bool = False) -> None:
-        """No rank waits forever for one that failed."""
-        mishap = None
-        try:
-            if self.world.is_first or not first_alone:
-                action()
-        except OSError as error:
-            mishap = error
-        if not self.world.all_succeed(mishap is None):
-            if self.world.is_first:
-                checkpoints.clear_unfinished(self.folder)  # it may be what fills the disk
-            raise mishap or TrainingError(
-                f"another rank cannot write its checkpoint; {describe_last_good(self.folder)}"
-            )
+def _say_nothing(message: str) -> None:
+    pass
 
 
 def _write_model(
@@ -373,29 +469,3 @@ def _write_model(
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
     return folder
-
-
-@contextlib.contextmanager
-def determinism(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Make a run on CUDA bitwise reproducible: every operator must be, as PyTorch's attention knows no other way."""
-    if not (recipe.deterministic and device.type == "cuda"):
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first product is made
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fill = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    except TrainingError:
-        raise
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        first_line = str(error).partition("\n")[0]
-        raise TrainingError(f"{first_line}; with deterministic=false the run is not bitwise reproducible") from error
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = fill

@@ -71,7 +71,8 @@ class TrainingCurves:
 
     @classmethod
     def of(cls, steps: Sequence[Mapping[str, Any]]) -> TrainingCurves:
-        """From the lines of `metrics.jsonl`."""
+        """From the lines of `metrics.jsonl`. Updates without a finite loss, which were skipped, are left out."""
+        steps = [step for step in steps if "loss" in step or "skipped" not in step]
         averaged = max(1, -(-len(steps) // POINTS))
         updates = list(_updates(steps))
         return cls(

@@ -64,6 +64,8 @@ class SelfAttention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.layer_type = config.layer_types[layer_idx]
         self.sliding_window = config.sliding_window if self.layer_type == SLIDING else None
+        self.replaced: tuple[str, str] | None = None
+        """an implementation of attention, and the one that this layer has in its place"""
         width = config.hidden_size
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, width, bias=False)
@@ -87,7 +89,10 @@ class SelfAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         weights = None
         if self.sliding_window is None:
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            name = self.config._attn_implementation
+            if self.replaced is not None and self.replaced[0] == name:
+                name = self.replaced[1]
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
             out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **others)
         else:
             out = _attend_in_window(query, key, value, attention_mask, self.sliding_window).transpose(1, 2)
@@ -144,6 +149,15 @@ class DecoderPreTrainedModel(PreTrainedModel):
         """
         self.set_attn_implementation(register_attention(attention))
         self.config.attention = attention
+
+    def replace_attention(self, attention: str, by_layer: dict[int, str]) -> None:
+        """Let some layers attend by others wherever the model attends by `attention`; all other layers by that again.
+
+        `save_pretrained` does not keep it.
+        """
+        for index, layer in enumerate(self.base_model.layers):
+            own = by_layer.get(index)
+            layer.self_attn.replaced = own and (register_attention(attention), register_attention(own))
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -49,12 +49,27 @@ class _Event(NamedTuple):
 class NeedleDocuments:
     """Documents of `length + 1` tokens, and which samples of a run they take the place of."""
 
-    def __init__(self, corpus: Corpus, length: int, *, share: float, seed: int = 0) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        length: int,
+        *,
+        share: float,
+        seed: int = 0,
+        split: str = TRAIN,
+        purpose: str = TRAINING,
+    ) -> None:
+        """
+        Args:
+            split: whose files they are among
+            purpose: `TRAINING` or `EVALUATION`: names and uids are for one of them
+        """
         self._writer = NeedleWriter(read_tokenizer(corpus.folder))
-        self._haystack = CorpusHaystack(corpus, TRAIN)
+        self._haystack = CorpusHaystack(corpus, split)
         self._length = length
         self._share = share
         self._seed = seed
+        self._purpose = purpose
         check_enough(self._haystack, length)
         longest = self._writer.longest
         self._definition = len(self._writer.definition(longest))
@@ -77,7 +92,7 @@ class NeedleDocuments:
 
     def make_with_answers(self, number: int) -> tuple[Tensor, Tensor]:
         """A document, and which of its tokens are of uids that must be looked up: those of imports."""
-        rng = random.Random(f"{self._seed}/{TRAINING}/{self._length}/{number}")
+        rng = random.Random(f"{self._seed}/{self._purpose}/{self._length}/{number}")
         opening = self._writer.opening()
         events = sorted(self._events(rng), key=lambda event: event.point)
         free = self._length + 1 - len(opening) - sum(len(event.tokens) for event in events)
@@ -126,7 +141,7 @@ class NeedleDocuments:
             sizes.append(rng.choice(fitting))
             room -= costs[sizes[-1]]
         sizes = sizes or [1]
-        needles = iter(self._writer.draw(rng, TRAINING, sum(sizes)))
+        needles = iter(self._writer.draw(rng, self._purpose, sum(sizes)))
         return [[next(needles) for _ in range(size)] for size in sizes]
 
     def _draw_distance(self, rng: random.Random) -> float:

@@ -1,0 +1,141 @@
+"""Evaluation while a model trains: its loss on the held-out split, and what it answers when needles are asked for.
+
+Samples are evenly spaced windows of the held-out split, under the attention of the update and under exact attention.
+Needle documents are made of held-out files, with names and uids that training never draws. Both are the same at every
+evaluation of a run, and on any number of ranks, which share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.huggingface import use_attention
+from muse_attention.pretraining.batches import Windows
+from muse_attention.pretraining.data.corpus import HELD_OUT, Corpus
+from muse_attention.pretraining.document_mask import separate_documents
+from muse_attention.pretraining.model.chunked_loss import IGNORED
+from muse_attention.pretraining.model.decoder import DecoderForCausalLM
+from muse_attention.pretraining.needles.mixture import NeedleDocuments
+from muse_attention.pretraining.needles.writer import EVALUATION
+from muse_attention.pretraining.parallel import World, gathered
+from muse_attention.pretraining.recipes import Recipe
+from muse_attention.pretraining.schedule import EXACT
+
+
+@dataclass(frozen=True)
+class _Document:
+    """A rank's share of what a model is asked."""
+
+    tokens: Tensor
+    """(length + 1,)"""
+    counts: Tensor
+    """(length + 1,): which tokens count as targets; none where a rank has fewer documents than others"""
+
+
+class Evaluation:
+    def __init__(self, corpus: Corpus, recipe: Recipe, world: World) -> None:
+        """A ValueError if the held-out split has no text for it."""
+        self._world = world
+        self._end = corpus.manifest.end if recipe.document_mask else None
+        self._windows = self._share([_window(tokens) for tokens in _held_out(corpus, recipe)])
+        self._needles = self._share([_Document(*needle) for needle in _needles(corpus, recipe)])
+
+    def run(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
+        """Mean nats for each token, and the share of needles whose every token is the most probable one.
+
+        Collective: every rank must call it. `on_sample` is called behind every sample, and may raise.
+        """
+        with gathered(model):  # sharded again at the end: after a forward pass alone weights would not be
+            found = {"held_out_loss": self._loss(model, on_sample)}
+            if model.config.attention != EXACT:
+                with use_attention(model, EXACT):
+                    found["held_out_loss_exact"] = self._loss(model, on_sample)
+            if self._needles:
+                found |= self._answers(model, on_sample)
+        return found
+
+    def _loss(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> float:
+        total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        for document in self._windows:
+            total += self._ask(model, document)[:2]
+            on_sample()
+        loss, tokens = self._world.mean(total).tolist()
+        return float(loss / tokens)
+
+    def _answers(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
+        total = torch.zeros(4, dtype=torch.float64, device=self._world.device)
+        for document in self._needles:
+            total += self._ask(model, document, with_answers=True)
+            on_sample()
+        loss, tokens, right, answers = self._world.mean(total).tolist()
+        return {"needles_loss": loss / tokens, "needles_right": right / answers}
+
+    @torch.no_grad()
+    def _ask(self, model: DecoderForCausalLM, document: _Document, *, with_answers: bool = False) -> Tensor:
+        """(4,) float64: summed loss, tokens, answers that are right, answers."""
+        tokens, counts = document.tokens.to(model.device), document.counts.to(model.device)
+        ids, positions, labels = tokens[None, :-1], None, tokens[None, 1:]
+        if self._end is not None:
+            ids, positions, labels = separate_documents(tokens[None], self._end)
+        targets = labels[0].masked_fill(~counts[1:], IGNORED)
+        places = torch.nonzero(targets != IGNORED)[:, 0]
+        out = model(
+            ids,
+            position_ids=positions,
+            shift_labels=targets[None],
+            num_items_in_batch=1,
+            use_cache=False,
+            **({"logits_to_keep": places} if with_answers else {}),
+        )
+        right, answers = 0, 0
+        if with_answers:
+            right, answers = _count_right((out.logits[0].argmax(-1) == targets[places]).cpu(), places.cpu())
+        counted = torch.tensor([len(places), right, answers], dtype=torch.float64, device=model.device)
+        return torch.cat([out.loss.double()[None], counted])
+
+    def _share(self, documents: list[_Document]) -> list[_Document]:
+        """As many for each rank, as all must call the model together."""
+        ranks, rank = self._world.ranks, self._world.rank
+        missing = -len(documents) % ranks
+        if documents:
+            empty = _Document(documents[0].tokens, torch.zeros_like(documents[0].counts))
+            documents = documents + [empty] * missing
+        return documents[rank::ranks]
+
+
+def _count_right(is_right: Tensor, places: Tensor) -> tuple[int, int]:
+    """Answers whose every token is right, and all answers: tokens in places that follow one another are of one."""
+    if not len(places):
+        return 0, 0
+    answer = torch.cat([torch.zeros(1, dtype=torch.int64), (places.diff() != 1).cumsum(0)])
+    wrong = torch.bincount(answer, weights=(~is_right).double())
+    return int((wrong == 0).sum()), len(wrong)
+
+
+def _window(tokens: Tensor) -> _Document:
+    return _Document(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def _held_out(corpus: Corpus, recipe: Recipe) -> list[Tensor]:
+    try:
+        windows = Windows(corpus, recipe.length, split=HELD_OUT)
+    except ValueError as error:
+        raise ValueError(f"{error}, or set evaluate_every=0") from None
+    number = min(recipe.evaluate_samples, len(windows))
+    return [windows[index * len(windows) // number] for index in range(number)]
+
+
+def _needles(corpus: Corpus, recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
+    if not recipe.evaluate_needles:
+        return []
+    try:
+        documents = NeedleDocuments(
+            corpus, recipe.length, share=1.0, seed=recipe.seed, split=HELD_OUT, purpose=EVALUATION
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}; or set evaluate_needles=0") from None
+    return [documents.make_with_answers(number) for number in range(recipe.evaluate_needles)]

@@ -1,0 +1,149 @@
+"""When a run is saved, what is kept, and what happens when the disk is full."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_attention.cli import commands
+from muse_attention.pretraining import checkpoints, disk_space, saving
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.metrics import Step, read_metrics
+from muse_attention.pretraining.recipes import override
+from muse_attention.pretraining.training import train
+from tests.training_runs import QUICK, assert_same_run, learnt
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(scope="module")
+def quick_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("quick")
+    train(corpus, QUICK, output)
+    return output
+
+
+def test_checkpoints_are_also_made_by_time(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not among those that are kept, and a clock that goes backwards changes nothing."""
+    now, wall = 1000.0, 1e9
+    found: list[list[int]] = []
+
+    def tick(done: Step) -> None:
+        nonlocal now, wall
+        found.append(checkpoints.steps_in(tmp_path / "checkpoints"))
+        now += 60
+        wall -= 86400
+
+    monkeypatch.setattr(time, "time", lambda: wall)
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now)
+    recipe = override(QUICK, ["steps=12", "checkpoint_every=5", "checkpoint_minutes=2", "stall_minutes=0", "keep=2"])
+    train(corpus, recipe, tmp_path, on_step=tick)
+    found.append(checkpoints.steps_in(tmp_path / "checkpoints"))
+    assert found == [
+        *([], [], [], [3], [3], [5], [5], [5], [5, 8], [5, 8]),
+        *([5, 10], [5, 10], [10, 12]),
+    ]
+
+
+def test_what_is_saved_by_time_is_as_good(corpus: Corpus, quick_run: Path, tmp_path: Path) -> None:
+    recipe = override(QUICK, ["checkpoint_every=1000", "checkpoint_minutes=1e-9"])
+
+    def stop(done: Step) -> None:
+        if done.step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, recipe, tmp_path, on_step=stop)
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [5]
+    steps: list[int] = []
+    train(corpus, recipe, tmp_path, resume=True, on_step=lambda done: steps.append(done.step))
+    assert steps == [6, 7, 8]
+    assert_same_run(tmp_path, quick_run)
+
+
+def size_of(run: Path) -> int:
+    return sum(tensor.nbytes for tensor in learnt(run).values())
+
+
+def test_a_disk_without_room_is_said_before_anything_is_learnt(
+    corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = size_of(quick_run)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(10**12, 0, size - 1))
+    fields = ["steps=4", "length=64", "warmup=1", "attention=exact", "probe_every=0"]
+    output = tmp_path / "out"
+    result = CliRunner().invoke(
+        commands.app, ["train", str(corpus.folder), *fields, "--output", str(output), "--device", "cpu"]
+    )
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    megabytes = f"{size / 1e6:.1f} MB"
+    assert line.startswith(
+        f"muse: {output / 'checkpoints'}: a checkpoint takes {megabytes} and {megabytes} are free; free some space; "
+    )
+    assert "continue with: muse train" in line
+    assert read_metrics(output) == []
+
+
+def test_a_disk_that_fills_up_is_announced_and_then_stops_the_run(
+    corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = size_of(quick_run)
+    free = 10 * size
+    notes: list[str] = []
+
+    def fill(done: Step) -> None:
+        nonlocal free
+        if done.step == 4:
+            free = size + 2**20
+        if done.step > 4:
+            free = size // 2
+
+    def usage(folder: Path) -> Usage:
+        assert folder.exists()
+        written = sum(len(list(step.glob("*.safetensors"))) for step in folder.glob("step-00000004*"))
+        return Usage(10**12, 0, max(0, free - written * size))
+
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage)
+    with pytest.raises(OSError, match=r"a checkpoint takes .* are free; free some space") as raised:
+        train(corpus, QUICK, tmp_path, on_step=fill, on_note=notes.append)
+    assert raised.value.filename == str(tmp_path / "checkpoints")
+    (note,) = notes
+    assert note.startswith(f"{tmp_path / 'checkpoints'}: a checkpoint takes ")
+    assert note.endswith(": the next one will stop the run; free some space")
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [2, 4]
+    assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
+    monkeypatch.undo()
+    train(corpus, QUICK, tmp_path, resume=True)
+    assert_same_run(tmp_path, quick_run)
+
+
+def test_a_finished_run_needs_no_room(
+    corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(quick_run, tmp_path / "out")
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(10**12, 10**12, 0))
+    train(corpus, QUICK, tmp_path / "out", resume=True)
+
+
+def test_checkpoints_until_the_next_one_are_removed(tmp_path: Path) -> None:
+    for step, about in ((1, {}), (2, {"until_next": True}), (3, {}), (4, {}), (5, {"until_next": True})):
+        checkpoints.begin(tmp_path, step)
+        checkpoints.write_shard(tmp_path, step, 0, {"a": torch.zeros(3)})
+        checkpoints.finish(tmp_path, step, about)
+    checkpoints.prune(tmp_path, 5, 2)
+    assert checkpoints.steps_in(tmp_path) == [3, 4, 5]
+    checkpoints.prune(tmp_path, 4, 1)
+    assert checkpoints.steps_in(tmp_path) == [4, 5]

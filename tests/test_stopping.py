@@ -1,0 +1,343 @@
+"""Signals and time limits: a run stops with a checkpoint, says how to go on, and goes on bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_attention.cli import commands
+from muse_attention.durations import parse_duration
+from muse_attention.pretraining import checkpoints, probing, stopping
+from muse_attention.pretraining.batches import Batches
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.evaluating import Evaluation
+from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
+from muse_attention.pretraining.recipes import override
+from muse_attention.pretraining.stopping import Request, Stopped, Stopping, stop_on_signals
+from muse_attention.pretraining.training import train
+from tests.training_runs import QUICK, SMALL, assert_same_run
+
+EVALUATED = override(SMALL, ["evaluate_every=4", "evaluate_samples=2", "evaluate_needles=0"])
+
+
+def calling_first(call: Callable[..., Any], action: Callable[[], None], *, at: int = 1) -> Callable[..., Any]:
+    """A function that acts before its call of this number."""
+    number = 0
+
+    def wrapped(*arguments: Any, **others: Any) -> Any:
+        nonlocal number
+        number += 1
+        if number == at:
+            action()
+        return call(*arguments, **others)
+
+    return wrapped
+
+
+MOMENTS: dict[str, tuple[object, str, int, int]] = {
+    "while a batch is read": (Batches, "read", 4, 3),
+    "during the backward pass": (torch.Tensor, "backward", 10, 4),
+    "during an update": (torch.optim.AdamW, "step", 5, 5),
+    "during a probe": (probing, "measure_attention", 1, 2),
+    "during an evaluation": (Evaluation, "_ask", 2, 3),
+    "before a checkpoint": (checkpoints, "begin", 2, 4),
+    "while a checkpoint is written": (checkpoints, "write_shard", 2, 4),
+    "while a checkpoint is finished": (checkpoints, "finish", 2, 4),
+    "while metrics are written": (Metrics, "add", 3, 3),
+}
+"""What is called then, its how manyth call it is, and the step after which the run stops."""
+
+
+@pytest.fixture(scope="module")
+def evaluated_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("evaluated")
+    train(corpus, EVALUATED, output)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"), list(zip(itertools.cycle([signal.SIGTERM, signal.SIGINT]), MOMENTS, strict=False))
+)
+def test_a_signal_stops_a_run_at_the_next_safe_point(
+    number: int, moment: str, corpus: Corpus, evaluated_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, at, step = MOMENTS[moment]
+    told: list[str] = []
+    asked = Stopping()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, calling_first(getattr(owner, name), lambda: os.kill(os.getpid(), number), at=at))
+        with pytest.raises(Stopped) as raised, stop_on_signals(asked, told.append):
+            train(corpus, EVALUATED, tmp_path, stopping=asked)
+    name = signal.Signals(number).name
+    assert str(raised.value) == f"stopped by {name} after step {step}"
+    assert raised.value.exit_code == 128 + number
+    assert told == [f"{name}: the run stops at the next safe point; a second signal stops it at once"]
+    assert checkpoints.steps_in(tmp_path / "checkpoints")[-1] == step
+    assert len(read_metrics(tmp_path)) == step
+    train(corpus, EVALUATED, tmp_path, resume=True, on_refused=pytest.fail)
+    assert_same_run(tmp_path, evaluated_run)
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [6, 8]
+
+
+def test_a_finished_run_is_not_stopped(
+    corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal while the last checkpoint is written leaves nothing to do for another command."""
+    asked = Stopping()
+    signalled = calling_first(checkpoints.finish, lambda: os.kill(os.getpid(), signal.SIGTERM), at=4)
+    monkeypatch.setattr(checkpoints, "finish", signalled)
+    with stop_on_signals(asked):
+        train(corpus, SMALL, tmp_path, stopping=asked)
+    assert asked.request is not None
+    assert_same_run(tmp_path, whole_run)
+
+
+def test_handlers_are_those_of_before_at_the_end() -> None:
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+    with stop_on_signals(Stopping()):
+        assert [signal.getsignal(number) for number in stopping.SIGNALS] != before
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+    assert "listen to signals" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_other_threads_have_no_handlers() -> None:
+    def run() -> None:
+        with stop_on_signals(Stopping()):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    found: list[object] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("together", "is_at_once"), [(60.0, False), (0.01, True)])
+def test_a_second_signal_stops_at_once(
+    together: float, is_at_once: bool, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But two of the same moment are one, as those of a terminal and of torchrun."""
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+
+    def wait_long() -> None:
+        sender.start()
+        sender.join()
+        time.sleep(0.1)
+
+    asked = Stopping()
+    monkeypatch.setattr(stopping, "_TOGETHER", together)
+    monkeypatch.setattr(torch.optim.AdamW, "step", calling_first(torch.optim.AdamW.step, wait_long, at=4))
+    with pytest.raises(Stopped) as raised, stop_on_signals(asked):
+        train(corpus, SMALL, tmp_path, stopping=asked)
+    sender.join()
+    assert raised.value.exit_code == (143 if is_at_once else 130)
+    assert str(raised.value) == ("stopped by SIGTERM" if is_at_once else "stopped by SIGINT after step 4")
+    assert len(read_metrics(tmp_path)) == (3 if is_at_once else 4)
+
+
+HANGS = """
+import ctypes, sys
+from muse_attention.pretraining.stopping import Stopping, stop_on_signals
+
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(256)
+with stop_on_signals(Stopping()):
+    libc.pthread_mutex_lock(mutex)
+    print("hangs", flush=True)
+    libc.pthread_mutex_lock(mutex)  # which no signal interrupts
+"""
+
+
+def test_a_second_signal_ends_a_process_that_hangs() -> None:
+    """As in an exchange with a rank that is gone: Python never runs a handler there."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", HANGS], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        for _ in range(30):  # the second one may be the first that is heard of, on a busy machine
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=4)
+                break
+        assert process.returncode == 143
+
+
+def test_a_time_limit_stops_a_run(
+    corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that never goes backwards, whatever the other one does."""
+    now, wall = 100.0, 1e9
+
+    def go_back() -> float:
+        nonlocal wall
+        wall -= 1000
+        return wall
+
+    def tick(done: Step) -> None:
+        nonlocal now
+        now += 60
+
+    monkeypatch.setattr(time, "time", go_back)
+    with monkeypatch.context() as patch:
+        patch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
+        with pytest.raises(Stopped, match=r"^the time limit is reached after step 3$") as raised:
+            train(corpus, SMALL, tmp_path, stopping=Stopping(180), on_step=tick)
+    assert raised.value.exit_code == 124
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [2, 3]
+    train(corpus, SMALL, tmp_path, resume=True)
+    assert_same_run(tmp_path, whole_run)
+
+
+def test_a_run_that_is_stopped_before_its_first_update_has_no_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+    asked = Stopping()
+    asked.ask(Request("stopped by somebody", 7))
+    with pytest.raises(Stopped, match=r"^stopped by somebody after step 0$"):
+        train(corpus, SMALL, tmp_path, stopping=asked)
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == []
+
+
+def test_the_command_says_how_to_go_on(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+
+    def pass_a_minute() -> None:
+        nonlocal now
+        now += 60
+
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(Metrics, "add", calling_first(Metrics.add, pass_a_minute, at=3))
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(QUICK).items()]
+    asked = ["train", str(corpus.folder), "--output", str(tmp_path / "out"), "--device", "cpu", "--time-limit"]
+    result = CliRunner().invoke(commands.app, [*asked, "1m", *fields])
+    assert result.exit_code == 124
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("muse: the time limit is reached after step 3; the last good checkpoint is ")
+    assert line.endswith(
+        f"step-00000003; continue with: muse train {corpus.folder} --output {tmp_path / 'out'} --device cpu "
+        "--time-limit 1m --resume"
+    )
+    result = CliRunner().invoke(commands.app, [*asked, "soon"])
+    assert result.exit_code == 2
+    assert result.stderr == "muse: cannot read the duration 'soon': write it like 45s, 90m, 3h or 1h30m\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("45s", 45), ("90m", 5400), ("3h", 10800), ("1h30m", 5400), ("2d", 172800)]
+)
+def test_durations(text: str, seconds: int) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "3", "-1h", "30m1h", "1.5h", "h", "9999999s"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="write it like 45s"):
+        parse_duration(text)
+
+
+SIGNALLED_AGAIN_AND_AGAIN = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+import muse_attention.cli.train
+from muse_attention.cli import main
+from muse_attention.pretraining import checkpoints, training
+
+torch.set_num_threads(1)
+arguments, output = sys.argv[1:], Path(sys.argv[1 + sys.argv[1:].index("--output") + 1])
+metrics, folder = output / "metrics.jsonl", output / "checkpoints"
+write_shard = checkpoints.write_shard
+
+def write_slowly(*arguments):
+    write_shard(*arguments)
+    time.sleep(0.05)  # for the signal to arrive meanwhile
+
+def inode():
+    return metrics.stat().st_ino if metrics.exists() else None
+
+def has_ended(child):
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+draw = random.Random(0)
+for attempt in range(11):
+    number = draw.choice([signal.SIGTERM, signal.SIGINT])
+    errors = output.with_name(f"errors-{attempt}.txt")
+    before = inode()
+    child = os.fork()
+    if not child:
+        checkpoints.write_shard = write_slowly
+        sys.argv = ["muse", *arguments]
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        main()
+    if attempt < 10:
+        while not has_ended(child) and inode() in (None, before):
+            time.sleep(0.001)  # the file is replaced when training starts
+        if attempt % 3:
+            time.sleep(draw.uniform(0, 0.15))
+        else:  # during a save
+            while not has_ended(child) and not list(folder.glob("*.tmp")):
+                time.sleep(0.001)
+        made = len(metrics.read_text().splitlines())
+        os.kill(child, number)
+        wanted = 128 + number
+    else:
+        wanted = 0
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    lines = errors.read_text().splitlines()
+    assert code == wanted, (attempt, number, code, lines)
+    if wanted:
+        assert lines[0].endswith("a second signal stops it at once"), lines
+        assert "stopped by" in lines[1] and "continue with: muse train" in lines[1], lines
+        assert len(lines) == 2, lines
+        done = len(metrics.read_text().splitlines())
+        assert done <= made + 3, "it was not noticed"
+        assert (checkpoints.steps_in(folder) or [0])[-1] == done, "an update was lost"
+print(done)
+"""
+
+
+def test_signals_at_ten_random_moments_cost_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    """Some of them during a save. No update is made twice, and the run ends bit for bit as without."""
+    recipe = override(QUICK, ["steps=120", "checkpoint_every=8"])
+    train(corpus, recipe, tmp_path / "whole")
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
+    arguments = ["train", str(corpus.folder), *fields, "--output", str(tmp_path / "out"), "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED_AGAIN_AND_AGAIN, *arguments, "--recipe", "tiny"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 10 < int(done.stdout) < 120
+    assert_same_run(tmp_path / "out", tmp_path / "whole")

@@ -1,0 +1,174 @@
+"""A run that stands still is ended, with the stacks of its threads, and so is one whose reader does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from muse_attention.pretraining import watchdog
+from muse_attention.pretraining.batches import Batches
+from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.failures import TrainingError, read_failures
+from muse_attention.pretraining.recipes import override
+from muse_attention.pretraining.stopping import Request, Stopped, Stopping
+from muse_attention.pretraining.training import train
+from muse_attention.pretraining.watchdog import Watchdog
+from tests.needle_models import needle_corpus, needle_tokenizer
+from tests.training_runs import QUICK
+
+NEEDLES = override(QUICK, ["length=256", "steps=6", "mixture=niah", "stall_minutes=0.1"])
+
+
+@pytest.fixture(scope="module")
+def needles(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return needle_corpus(needle_tokenizer(), tmp_path_factory.mktemp("needles"))
+
+
+def stall(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The processes that read ahead never come to this step."""
+    read = Batches.read
+
+    def slow(batches: Batches, step: int, rank: int = 0) -> torch.Tensor:
+        if step == at:
+            time.sleep(1000)
+        return read(batches, step, rank)
+
+    monkeypatch.setattr(Batches, "read", slow)
+
+
+def test_a_reader_that_stalls_ends_the_run(needles: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stall(monkeypatch, at=3)
+    message = r"^no progress for 0.1 minutes while reading the batch of step 4; stacks are in .*stacks.txt$"
+    with pytest.raises(TrainingError, match=message):
+        train(needles, NEEDLES, tmp_path)
+    assert "reading.py" in (tmp_path / "stacks.txt").read_text()
+    failures = read_failures(tmp_path)
+    assert failures is not None
+    assert failures.step == 4
+    monkeypatch.undo()
+    train(needles, NEEDLES, tmp_path, resume=True)
+    assert read_failures(tmp_path) is None
+
+
+def test_a_run_is_stopped_while_it_waits_for_a_batch(
+    needles: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall(monkeypatch, at=3)
+    asked = Stopping()
+
+    def ask(done: Any) -> None:
+        if done.step == 3:
+            timer.start()
+
+    timer = threading.Timer(1, asked.ask, [Request("stopped by a test", 3)])
+    with pytest.raises(Stopped, match="stopped by a test after step 3"):
+        train(needles, override(NEEDLES, ["stall_minutes=0"]), tmp_path, stopping=asked, on_step=ask)
+    assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
+
+
+HANGS = """
+import multiprocessing, sys, time, torch
+import muse_attention.cli.train
+from muse_attention.cli import main
+
+torch.set_num_threads(1)
+step, updates = torch.optim.AdamW.step, 0
+
+def hang(optimiser):
+    global updates
+    updates += 1
+    if updates == 4:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000])
+        child.start()  # which would hold the lock, and what is read of stderr
+        time.sleep(1000)
+    step(optimiser)
+
+torch.optim.AdamW.step = hang
+main()
+"""
+
+
+def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> None:
+    recipe = override(QUICK, ["stall_minutes=0.1"])
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
+    asked = ["train", str(corpus.folder), *fields, "--output", str(tmp_path / "out"), "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, *asked],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    stacks = tmp_path / "out" / "stacks.txt"
+    assert line.startswith(
+        f"muse: no progress for 0.1 minutes while changing the weights at step 4; stacks are in {stacks}; the last "
+    )
+    assert line.endswith("step-00000002; resume the run")
+    assert "in hang" in stacks.read_text()
+    failures = read_failures(tmp_path / "out")
+    assert failures is not None
+    assert failures.step == 4
+
+
+class Ticks:
+    """A clock, and an event that is waited for: each wait takes as long as the next of some numbers."""
+
+    def __init__(self, ticks: list[float]) -> None:
+        self.now, self.ticks, self.quiet = 0.0, iter(ticks), []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        tick = next(self.ticks, None)
+        self.now += tick or 0
+        return tick is None
+
+
+@pytest.mark.parametrize(
+    ("ticks", "is_stalled"),
+    [([1.0] * 59, False), ([1.0] * 61 + [0.0], True), ([1.0] * 20 + [36000.0] + [1.0] * 20, False)],
+    ids=["a minute less", "a minute", "a process that was suspended"],
+)
+def test_only_time_in_which_it_runs_is_counted(
+    ticks: list[float], is_stalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    clock = Ticks(ticks)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(watchdog, "end_process", lambda code: told.append(f"ended with {code}"))
+    dog = Watchdog(60.0, tmp_path / "stacks.txt", told.append)
+    dog._has_ended = clock  # type: ignore[assignment]
+    dog.beat("testing")
+    dog._watch()
+    if not is_stalled:
+        assert told == []
+        dog.check()
+        return
+    message = f"no progress for 1 minutes while testing; stacks are in {tmp_path / 'stacks.txt'}"
+    assert told == [message, "ended with 1"]
+    with pytest.raises(TrainingError, match="no progress for 1 minutes"):
+        dog.check()
+
+
+def test_no_thread_is_left(corpus: Corpus, tmp_path: Path) -> None:
+    train(corpus, override(QUICK, ["steps=2"]), tmp_path)
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
