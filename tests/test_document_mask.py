@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.pretraining.batches import Windows
-from muse_attention.pretraining.data.corpus import TRAIN, Corpus, read_corpus
+from muse_attention.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus, read_corpus
 from muse_attention.pretraining.data.documents import Buckets
 from muse_attention.pretraining.document_mask import separate_documents
 from muse_attention.pretraining.evaluating import Evaluation
