@@ -7,7 +7,7 @@ padding apart, a tensor without keys stands for it, which costs nothing:
 - (batch, 1, queries, 0): each query sees its past;
 - (batch, 2, queries, 0): as its attribute tells, the documents of each row.
 
-A layer that reads such a mask itself fails, rather than masks nothing.
+A layer that reads such a mask itself fails.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def check_arguments(
             raise ValueError(f"{name} is a {type(switch).__name__}; it must be True or False")
     if attn_mask is not None:
         raise ValueError(
-            "attn_mask is not None: only is_causal=True or full attention is supported; pass attn_mask=None, and pack "
-            "or pad sequences to equal length instead of masking"
+            "attn_mask is not None: only is_causal=True or full attention is supported; pass attn_mask=None; "
+            "muse_attn_varlen_func keeps packed documents apart"
         )
     if not isinstance(dropout_p, int | float) or dropout_p != 0:
         raise ValueError(f"dropout_p={_one_line(dropout_p)}: attention dropout is not supported; pass dropout_p=0.0")

@@ -19,7 +19,7 @@ from muse_attention.sizes import format_size
 
 @app.command()
 def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show versions, hardware, the backends that work here, and the default configurations."""
     machine = describe_machine()

@@ -59,7 +59,7 @@ def prepare(
     output: Annotated[Path, typer.Option(help="Folder of the corpus.")] = Path("out/corpus"),
     vocabulary: Annotated[str, typer.Option(help="Tokens of the tokenizer; k means 1024.")] = "32k",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, or its folder, to take instead of training one.")
+        Path | None, typer.Option(help="tokenizer.json, or its folder; without it one is trained.")
     ] = None,
     held_out: Annotated[float, typer.Option(help="Share of the repositories that is not for training.")] = 0.01,
     smallest: Annotated[
