@@ -11,7 +11,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -29,6 +28,7 @@ from muse_attention import DocumentBoundaries, get_attention, muse_attn_varlen_f
 from muse_attention.distributed import heads_to_sequence, sequence_to_heads, ulysses, ulysses_bytes
 from muse_attention.recording import recorded_calls
 from tests.closeness import assert_equal_to_rounding
+from tests.markdown_pages import ROOT
 
 LENGTH = 64
 MUSE = "muse:Q3K4R2B16"
@@ -278,8 +278,20 @@ def ring(mesh: DeviceMesh) -> None:
         )
 
 
+def documentation(mesh: DeviceMesh) -> None:
+    """The code of docs/distributed.md runs, on a smaller mesh of CPUs."""
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    query, key, value = (tensor.detach().chunk(2, 2)[mesh.get_local_rank() % 2] for tensor in whole_tensors(batch=1))
+    names: dict[str, Any] = {"query": query, "key": key, "value": value, "lengths": [24, 40]}
+    code = "\n".join(blocks)
+    assert '"cuda", (2, 4)' in code
+    exec(compile(code.replace('"cuda", (2, 4)', '"cpu", (2, 2)'), "distributed.md", "exec"), names)
+    assert names["out"].shape == (*query.shape[:3], value.shape[3])
+
+
 def _load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ring", Path(__file__).parents[1] / "examples" / "ring.py")
+    spec = importlib.util.spec_from_file_location("ring", ROOT / "examples" / "ring.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -291,7 +303,7 @@ _EVERYWHERE = [exact, muse, muse_that_sees_all, groups_that_ranks_cut, packed_do
 CHECKS: dict[int, list[Callable[[DeviceMesh], None]]] = {
     1: [exact, muse, one_rank_copies_nothing],
     2: [*_EVERYWHERE, bytes_moved, memory, compiled, ring],
-    4: [*_EVERYWHERE, bytes_moved, memory, of_a_mesh_with_two_dimensions, refusals, ring],
+    4: [*_EVERYWHERE, bytes_moved, memory, of_a_mesh_with_two_dimensions, refusals, ring, documentation],
 }
 """By number of ranks."""
 
