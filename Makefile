@@ -28,7 +28,7 @@ test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks, which need
 docs: $(READY_DOCS)  ## the documentation site, in out/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-pictures: $(READY)  ## the pictures of README.md and docs/, README's table and docs/paper.md, from the records and from seeded data
+pictures: $(READY)  ## the pictures of README.md and docs/, README's table, docs/paper.md and the tables of docs/scaling.md, from the records and from seeded data
 	$(BIN)/python -m docs_build.speed_picture
 	$(BIN)/python -m docs_build.readme_table
 	$(BIN)/python -m docs_build.algorithm_pictures
@@ -36,6 +36,7 @@ pictures: $(READY)  ## the pictures of README.md and docs/, README's table and d
 	$(BIN)/python -m docs_build.error_map
 	$(BIN)/python -m docs_build.tutorial_output
 	$(BIN)/python -m docs_build.paper_page
+	$(BIN)/python -m docs_build.scaling_tables
 
 lint: $(READY)  ## formatting, lint, types, and the direction of imports
 	$(BIN)/ruff format --check

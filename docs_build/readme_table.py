@@ -45,13 +45,13 @@ def make_table(timings: list[Timing]) -> str:
     return "\n".join([head, *(_row(*row) for row in rows)])
 
 
-def with_table(text: str, table: str) -> str:
-    """README with its table replaced."""
-    before, begin, rest = text.partition(BEGIN)
+def with_table(text: str, table: str, first_line: str = BEGIN) -> str:
+    """A page with the table after this line replaced."""
+    before, begin, rest = text.partition(first_line)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+        raise ValueError(f"the page needs the lines {first_line} and {END}")
+    return f"{before}{first_line}\n\n{table}\n\n{END}{after}"
 
 
 def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:

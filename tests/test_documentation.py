@@ -130,3 +130,12 @@ def test_every_command_is_described() -> None:
         shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
         options = [option for parameter in shown for option in parameter.opts if option.startswith("--")]
         assert not [option for option in options if option not in described]
+
+
+@needs_records
+def test_scaling_page_has_the_numbers_of_the_records() -> None:
+    from docs_build.records import read_timings
+    from docs_build.scaling_tables import HEAD_DIM, PAGE, RECORDED_HEADS, make_tables, with_tables
+
+    tables = make_tables(read_timings(heads=RECORDED_HEADS, head_dim=HEAD_DIM))
+    assert PAGE.read_text() == with_tables(PAGE.read_text(), tables)

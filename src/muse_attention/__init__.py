@@ -18,7 +18,7 @@ The algorithm, in order, and where to read each step:
 `kernels/` has the same files as `stages/`, in Triton for CUDA; `far_field.py` of each runs its steps in order.
 `reference.py` is the whole algorithm in one dense file, the definition. `pipeline.py` is forward and backward with
 either backend; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call, and
-`packed.py` the same for documents in one row of tokens.
+`packed.py` the same for documents in one row of tokens. `distributed` attends to sequences over a device mesh.
 
 `huggingface.py` runs models of transformers with MuSe, `pretrained.py` loads them, `capture.py` captures the queries,
 keys and values of their layers, and `evaluation` measures them. `pretraining` has data, the paper's decoder and a
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muse_attention import baselines as baselines
     from muse_attention import config as config
+    from muse_attention import distributed as distributed
     from muse_attention import fidelity as fidelity
     from muse_attention import huggingface as huggingface
     from muse_attention.attention import find_clusters, muse_attention

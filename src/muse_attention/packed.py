@@ -169,7 +169,10 @@ def muse_attn_func(
         q: (batch, length, heads, head_dim)
         k: (batch, length, key heads, head_dim); the key heads divide the heads
         v: (batch, length, key heads, value_dim)
-        softmax_scale, causal, config, backend: as for `muse_attn_varlen_func`
+        softmax_scale: factor of the logits, 1/sqrt(head_dim) by default
+        causal: attend to the past only
+        config: as for `muse_attn_varlen_func`
+        backend: as for `muse_attention`
         return_lse: also return the lse, (batch, heads, length)
 
     Returns:

@@ -11,13 +11,16 @@ from muse_attention.stages.exponential import exp_
 from muse_attention.structures import Partial
 
 
-def merge(partials: Sequence[Partial]) -> Partial:
-    """The softmax over all terms of all partials. A query without any term gets output 0 and lse -inf."""
+def merge(partials: Sequence[Partial], dtype: torch.dtype | None = None) -> Partial:
+    """The softmax over all terms of all partials. A query without any term gets output 0 and lse -inf.
+
+    Outputs are summed in `dtype`; None for that of the first.
+    """
     if len(partials) == 1:
         return partials[0]
     lse = torch.stack([partial.lse for partial in partials]).logsumexp(0)
     shift = torch.where(lse == -torch.inf, 0, lse)
-    out = torch.zeros_like(partials[0].out)
+    out = torch.zeros_like(partials[0].out, dtype=dtype)
     for partial in partials:
         out += exp_(partial.lse - shift)[..., None] * partial.out
     return Partial(out, lse)
