@@ -17,7 +17,7 @@ demo: $(READY)  ## see what MuSe is for, then train a tiny model with and withou
 	$(BIN)/muse demo
 
 test: $(READY)  ## the tests that need no GPU
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)

@@ -25,8 +25,8 @@ class Conformance:
     is_dense = False
     """Whether the backend multiplies what is invisible by 0 instead of leaving it out: `0 * nan` is then everywhere."""
     device = "cpu"
-    batch, heads = 2, 4
-    """Of inputs that need several."""
+    batch, heads, length = 2, 4, 150
+    """Of inputs that need several, and of those that may be of any length."""
     sums_in_any_order = False
     """Whether gradients are summed by atomic additions."""
 
@@ -101,7 +101,7 @@ class Conformance:
     )
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
         config = MuSeConfig.parse(variant)
-        inputs = Shape(variant, variant, length=150, batch=self.batch, heads=self.heads).tensors(torch.float64)
+        inputs = Shape(variant, variant, length=self.length, batch=self.batch, heads=self.heads).tensors(torch.float64)
         _, _, clusters, selection = self.attend(*inputs, config, is_causal=True)
         expected = reference_attention(*inputs, config, is_causal=True)
         assert_equal_to_rounding(clusters.query_centroids, expected.clusters.query_centroids)
@@ -116,7 +116,7 @@ class Conformance:
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R5SP100B32", "Q3K5R25T0B32"])
     def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
-        query, key, value = Shape(config, config, length=150, heads=self.heads).tensors(torch.float64)
+        query, key, value = Shape(config, config, length=self.length, heads=self.heads).tensors(torch.float64)
         out, lse = self._call(query, key, value, config, is_causal=is_causal, return_lse=True)
         logits = _exact_logits(query, key, is_causal=is_causal)
         expected_out, expected_lse = (
@@ -133,7 +133,7 @@ class Conformance:
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     def test_property_2_exact_when_queries_are_their_centroids(self, is_causal: bool) -> None:
-        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        query, key, value = Shape("", "", length=self.length).tensors(torch.float64, requires_grad=False)
         scale = 0.25
         prototypes = torch.randn(1, 2, 6, 16, dtype=torch.float64)
         assignment = torch.randint(6, (1, 2, 150))
@@ -178,7 +178,7 @@ class Conformance:
         if MuSeConfig.parse(variant).uses_second_order:
             variant += ",second_order=false"
             variant = variant.replace("second_order=true,", "")
-        query, key, value = Shape(variant, variant, length=150).tensors(torch.float64, requires_grad=False)
+        query, key, value = Shape(variant, variant, length=self.length).tensors(torch.float64, requires_grad=False)
         _, lse = self._call(query, key, value, variant, is_causal=is_causal, return_lse=True)
         gap = _exact_logits(query, key, is_causal=is_causal).logsumexp(-1) - lse
         assert gap.min() > -1e-12
@@ -186,7 +186,7 @@ class Conformance:
             assert gap.max() > 1e-6, "the approximation cannot be exact here"
 
     def test_property_4_invariance_under_translation_of_keys(self) -> None:
-        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        query, key, value = Shape("", "", length=self.length).tensors(torch.float64, requires_grad=False)
         clusters = find_clusters(query, key, config="Q4K5R2B32", backend=self.backend)
         shift = torch.randn(16, dtype=torch.float64)
         arguments = {"config": "Q4K5R2B32", "is_causal": True, "clusters": clusters, "return_lse": True}
@@ -196,7 +196,7 @@ class Conformance:
         assert_equal_to_rounding(moved_lse, lse + (query @ shift) / 4)
 
     def test_property_4_invariance_under_change_of_basis(self) -> None:
-        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        query, key, value = Shape("", "", length=self.length).tensors(torch.float64, requires_grad=False)
         clusters = find_clusters(query, key, config="Q4K5R2B32", backend=self.backend)
         basis = torch.randn(16, 16, dtype=torch.float64) + 4 * torch.eye(16, dtype=torch.float64)
         inverse = torch.linalg.inv(basis)
@@ -239,13 +239,13 @@ class Conformance:
         if MuSeConfig.parse(variant).tolerance is not None:
             variant = str(MuSeConfig.parse(variant).replace(retrieved_clusters=999))
         cut = 85
-        inputs = Shape(variant, variant, length=150).tensors(torch.float64)
+        inputs = Shape(variant, variant, length=self.length).tensors(torch.float64)
         clusters = find_clusters(inputs[0], inputs[1], config=variant, backend=self.backend)
         out = self._call(*inputs, variant, is_causal=True, clusters=clusters)
         gradients = torch.autograd.grad(out[:, :, :cut].square().sum(), inputs)
         for name, gradient in zip(("query", "key", "value"), gradients, strict=True):
             assert (gradient[:, :, cut:] == 0).all(), f"the future {name} has a gradient"
-        others = Shape(variant, variant, length=150).tensors(torch.float64)
+        others = Shape(variant, variant, length=self.length).tensors(torch.float64)
         changed = [
             torch.cat([tensor[:, :, :cut], other[:, :, cut:]], dim=2)
             for tensor, other in zip(inputs, others, strict=True)
@@ -254,7 +254,7 @@ class Conformance:
         assert_equal_to_rounding(after[:, :, :cut], out[:, :, :cut])
 
     def test_property_6_values_of_later_tokens_have_no_influence_at_all(self) -> None:
-        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
+        query, key, value = Shape("", "", length=self.length).tensors(torch.float64, requires_grad=False)
         out = self._call(query, key, value, "Q4K5R2B32", is_causal=True)
         value[:, :, 85:] = 1e6
         assert torch.equal(self._call(query, key, value, "Q4K5R2B32", is_causal=True)[:, :, :85], out[:, :, :85])
@@ -287,7 +287,7 @@ class Conformance:
     # --- inputs as users have them -----------------------------------------------------------------------------------
 
     def test_non_contiguous_inputs_give_the_same_result(self) -> None:
-        inputs = Shape("", "", length=150, batch=self.batch, heads=self.heads).tensors(torch.float32)
+        inputs = Shape("", "", length=self.length, batch=self.batch, heads=self.heads).tensors(torch.float32)
         strided = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
         strided = [tensor.requires_grad_() for tensor in strided]
         assert not any(tensor.is_contiguous() for tensor in strided)

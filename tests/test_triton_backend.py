@@ -62,7 +62,7 @@ FOUND = [
 
 class TestTritonBackend(OperatorConformance):
     backend = "triton"
-    batch, heads = 1, 2
+    batch, heads, length = 1, 2, 80
 
     # What equals the reference to rounding has its properties. (The interpreter has one order of everything.)
     test_property_2_exact_when_queries_are_their_centroids = None
@@ -104,7 +104,7 @@ class TestTritonBackend(OperatorConformance):
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
         super().test_finds_the_clusters_and_selection_of_the_reference(variant)
 
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
     @pytest.mark.parametrize("config", ["Q3K5R25T0B64"])
     def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
         super().test_property_1_exact_when_one_block_or_everything_is_retrieved(config, is_causal)
@@ -114,8 +114,7 @@ class TestTritonBackend(OperatorConformance):
     def test_property_3_lse_is_never_above_the_exact_lse(self, variant: str, is_causal: bool) -> None:
         super().test_property_3_lse_is_never_above_the_exact_lse(variant, is_causal)
 
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32", "Q4K5R1T0.01B32"])
+    @pytest.mark.parametrize(("variant", "is_causal"), [("Q4K5R2SP1B32", False), ("Q4K5R1T0.01B32", True)])
     def test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(self, variant: str, is_causal: bool) -> None:
         super().test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(variant, is_causal)
 
@@ -128,8 +127,16 @@ class TestTritonBackend(OperatorConformance):
         super().test_only_some_inputs_require_grad(wanted)
 
     @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
-    @pytest.mark.parametrize("config", ["QK4R2B64,cap_factor=1.0,query_cap_factor=1.5", "QK4R1T0.001B64"])
-    @pytest.mark.parametrize("case", ["equal keys", "zeros", "logits 1e4", "gigantic key", "gigantic query"])
+    @pytest.mark.parametrize(
+        ("case", "config"),
+        [
+            ("equal keys", "QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"),
+            ("zeros", "QK4R1T0.001B64"),
+            ("logits 1e4", "QK4R1T0.001B64"),
+            ("gigantic key", "QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"),
+            ("gigantic query", "QK4R1T0.001B64"),
+        ],
+    )
     def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
         super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
 
@@ -137,6 +144,10 @@ class TestTritonBackend(OperatorConformance):
     @pytest.mark.parametrize("length", [20])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
+
+    @pytest.mark.parametrize(("scale", "is_causal"), [(-0.3, True), (0.0, False)])
+    def test_a_scale_that_is_not_above_zero(self, scale: float, is_causal: bool) -> None:
+        super().test_a_scale_that_is_not_above_zero(scale, is_causal)
 
     def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
         shape = Shape("", "", length=70, heads=4, key_heads=2)
