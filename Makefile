@@ -22,8 +22,8 @@ test: $(READY)  ## the tests that need no GPU
 fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 
-test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks, which need lm-eval: 620 MB
-	$(BIN)/python -m pytest -q tests/test_harness.py
+test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks and of Parquet files, which need lm-eval: 620 MB
+	$(BIN)/python -m pytest -q tests/test_harness.py tests/test_paper_data.py tests/test_options.py tests/test_tasks.py
 
 docs: $(READY_DOCS)  ## the documentation site, in out/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -573,7 +573,7 @@ PASSAGES = (
         "Model (D)",
         (f"{SRC}/pretraining/model/decoder.py", f"{SRC}/pretraining/model/configuration.py"),
         "sizes, RoPE base, window, norms",
-        "Neither biases nor initialisation are given: no biases, normal with a deviation of 0.02.",
+        "Neither biases nor initialisation are given: no biases, GPT-2's initialisation.",
     ),
     Passage(
         "Optimiser (D)",
@@ -598,7 +598,7 @@ PASSAGES = (
         "Hardware (D)",
         (f"{SRC}/pretraining/parallel.py",),
         "several processes share the sequences of an update (FSDP2)",
-        "The paper's mesh also splits heads over four GPUs.",
+        "The paper's mesh also splits heads over four GPUs, which `muse train` does not do yet.",
     ),
     Passage(
         "Quality metric (D)",
@@ -608,9 +608,10 @@ PASSAGES = (
     ),
     Passage(
         "Distributed training (H)",
-        (f"{SRC}/pretraining/parallel.py",),
-        "sequences and weights are split over processes",
-        "Heads and sequences of one attention call are not split here; ring attention is future work in the "
-        "paper, too.",
+        (f"{SRC}/pretraining/parallel.py", f"{SRC}/distributed/ulysses_attention.py", f"{SRC}/distributed/remote.py"),
+        "sequences and weights are split over processes in training; `ulysses` splits the heads of one call, and "
+        "`remote_attention` the keys",
+        "`muse train` does not use the split of heads yet. Ring attention is future work in the paper; here it is an "
+        "example.",
     ),
 )

@@ -45,9 +45,10 @@ def test_opcheck(config: str, backend: str, request: pytest.FixtureRequest) -> N
     parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment, clusters.key_spread)
     torch.library.opcheck(operator.FORWARD, (query, key, value, *parts, None, None, *settings))
     out, lse, opened, retrieved, memory = operator.FORWARD(*plain, *parts, None, None, *settings)
-    torch.library.opcheck(operator.FORWARD, (query, key, value, *parts, opened, retrieved, *settings))
     saved = (*plain, *parts, opened, retrieved, out, lse, memory)
-    torch.library.opcheck(operator.BACKWARD, (torch.randn_like(out), None, *saved, *settings))
+    if backend == "torch":  # the interpreter takes seconds for each
+        torch.library.opcheck(operator.FORWARD, (query, key, value, *parts, opened, retrieved, *settings))
+        torch.library.opcheck(operator.BACKWARD, (torch.randn_like(out), None, *saved, *settings))
     torch.library.opcheck(operator.BACKWARD, (torch.randn_like(out), torch.randn_like(lse), *saved, *settings))
 
 

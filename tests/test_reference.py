@@ -22,6 +22,11 @@ class TestReference(Conformance):
     test_is_as_accurate_as_the_reference_in_its_precision = None
     test_finds_the_clusters_and_selection_of_the_reference = None
 
+    @pytest.mark.parametrize("config", ["QK40R4B16,clustering=streaming", "Q2K64R8SP3B16", "Q64K2R1B32"])
+    @pytest.mark.parametrize("length", [5, 33])
+    def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
+        super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool
     ) -> tuple[Tensor, Tensor, Clusters, Selection]:
