@@ -598,7 +598,7 @@ PASSAGES = (
         "Hardware (D)",
         (f"{SRC}/pretraining/parallel.py",),
         "several processes share the sequences of an update (FSDP2)",
-        "The paper's mesh also splits heads over four GPUs, which `muse train` does not do yet.",
+        "The paper's mesh also splits heads over four GPUs, which the trainer does not do yet.",
     ),
     Passage(
         "Quality metric (D)",
@@ -611,7 +611,7 @@ PASSAGES = (
         (f"{SRC}/pretraining/parallel.py", f"{SRC}/distributed/ulysses_attention.py", f"{SRC}/distributed/remote.py"),
         "sequences and weights are split over processes in training; `ulysses` splits the heads of one call, and "
         "`remote_attention` the keys",
-        "`muse train` does not use the split of heads yet. Ring attention is future work in the paper; here it is an "
+        "The trainer does not use the split of heads yet. Ring attention is future work in the paper; here it is an "
         "example.",
     ),
 )
