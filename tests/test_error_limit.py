@@ -22,7 +22,7 @@ from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.probe import measure_attention
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.training import train
-from tests.training_runs import SMALL, assert_same_run, losses, stop_at
+from tests.training_runs import SMALL, assert_same_run, attentions_called, losses, stop_at
 
 LOOSE = "muse:Q4K4R4T0.5B16,clustering=lloyd"
 QUARTER, SIXTEENTH = LOOSE.replace("0.5", "0.125"), LOOSE.replace("0.5", "0.03125")
@@ -126,24 +126,13 @@ def test_a_run_tightens_and_relaxes_and_says_so(
 ) -> None:
     """By what the layers call: what the line of an update says is so from the next one on."""
     notes: list[str] = []
-    called: list[str] = []
+    called = attentions_called(monkeypatch)
     updates: list[list[str]] = []
-    muse, exact = huggingface.muse_attention, huggingface.sdpa_attention_forward
-
-    def spy_on_muse(*arguments: Any, config: str, **others: Any) -> Any:
-        called.append(f"muse:{config}")
-        return muse(*arguments, config=config, **others)
-
-    def spy_on_exact(*arguments: Any, **others: Any) -> Any:
-        called.append("exact")
-        return exact(*arguments, **others)
 
     def note(done: Step) -> None:
         updates.append(called[:4])  # two layers, two parts of a batch; the probe follows
         called.clear()
 
-    monkeypatch.setattr(huggingface, "muse_attention", spy_on_muse)
-    monkeypatch.setattr(huggingface, "sdpa_attention_forward", spy_on_exact)
     train(corpus, LIMITED, tmp_path, on_note=notes.append, on_step=note)
     lines = read_metrics(tmp_path)
     assert lines[0]["tightened"] == {"1": "exact", "3": "exact"}

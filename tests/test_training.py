@@ -22,7 +22,6 @@ pytest.importorskip("rich")
 
 from safetensors.torch import load_file
 
-from muse_attention import huggingface
 from muse_attention.evaluation.loss.positions import position_losses
 from muse_attention.files import alone_in
 from muse_attention.pretrained import load_model
@@ -40,7 +39,7 @@ from muse_attention.pretraining.run_folder import run_recipe
 from muse_attention.pretraining.training import make_ready, train
 from tests.test_prepare import SMALL as PREPARED
 from tests.test_prepare import make
-from tests.training_runs import SMALL, STEPS, learnt, losses, stop_at
+from tests.training_runs import SMALL, STEPS, attentions_called, learnt, losses, stop_at
 
 GOLDEN = [5.82854, 5.26275, 4.79373, 4.30235, 3.99389, 3.64250, 3.41044, 3.49443]
 
@@ -77,24 +76,13 @@ def test_metrics_have_a_line_for_every_step(whole_run: Path) -> None:
 
 def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the layers call, as the weights of so small a run are about the same under any attention."""
-    called: list[str] = []
+    called = attentions_called(monkeypatch)
     updates: list[list[str]] = []
-    muse, exact = huggingface.muse_attention, huggingface.sdpa_attention_forward
-
-    def spy_on_muse(*arguments: Any, config: str, **others: Any) -> Any:
-        called.append(f"muse:{config}")
-        return muse(*arguments, config=config, **others)
-
-    def spy_on_exact(*arguments: Any, **others: Any) -> Any:
-        called.append("exact")
-        return exact(*arguments, **others)
 
     def note(done: Step) -> None:
         updates.append(list(called))
         called.clear()
 
-    monkeypatch.setattr(huggingface, "muse_attention", spy_on_muse)
-    monkeypatch.setattr(huggingface, "sdpa_attention_forward", spy_on_exact)
     train(corpus, override(SMALL, ["probe_every=0"]), tmp_path, on_step=note)
     calls = 2 * 2  # global layers, and parts of a batch
     assert updates == [[SMALL.attention] * calls] * 6 + [["exact"] * calls] * 2

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from muse_attention import huggingface
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import override, tiny
@@ -34,6 +35,24 @@ SMALL = override(
 )
 
 QUICK = override(SMALL, ["attention=exact", "batch=2", "probe_every=0"])
+
+
+def attentions_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The attention of every call of a global layer, from now on."""
+    called: list[str] = []
+    muse, exact = huggingface.muse_attention, huggingface.sdpa_attention_forward
+
+    def spy_on_muse(*arguments: Any, config: str, **others: Any) -> Any:
+        called.append(f"muse:{config}")
+        return muse(*arguments, config=config, **others)
+
+    def spy_on_exact(*arguments: Any, **others: Any) -> Any:
+        called.append("exact")
+        return exact(*arguments, **others)
+
+    monkeypatch.setattr(huggingface, "muse_attention", spy_on_muse)
+    monkeypatch.setattr(huggingface, "sdpa_attention_forward", spy_on_exact)
+    return called
 
 
 def metrics_line(number: int, loss: float, speed: float, attention: str = "muse", **others: Any) -> dict[str, Any]:
