@@ -52,9 +52,13 @@ class ScalingLaw:
 
 
 def reference_of(results: ComparisonResults, run: Run) -> Run:
-    """The first run of the same size that was trained with exact attention, or else the first of that size."""
+    """The first run of the same size that was trained with exact attention, or else the first of that size.
+
+    Of several such runs it is the first with the same seed, so an exact run of another seed is a reference itself.
+    """
     alike = [other for other in results.runs.values() if other.parameters == run.parameters]
-    return next((other for other in alike if other.attention == EXACT), alike[0])
+    exact = [other for other in alike if other.attention == EXACT]
+    return next((other for other in exact if other.recipe.seed == run.recipe.seed), next(iter(exact), alike[0]))
 
 
 def difference(results: ComparisonResults, run: Run) -> Difference | None:

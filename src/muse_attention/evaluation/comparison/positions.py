@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from muse_attention.attention_names import muse_config
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.loss.report import span
+from muse_attention.evaluation.means import Mean
 from muse_attention.plots import GREY, Axis, Line, Rule, shades
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.report.figures import line_figure
-from muse_attention.report.tree import Figure, Table, number
+from muse_attention.report.tree import Figure, Table, number, text
 
+_NEAR = 10
+"""The bin from position 1024 on."""
 OWN = (
     "Under the attention that the run was trained with (solid lines of the pictures), less under exact attention "
     "(dashed), of the same weights. The paper's Figure 6 is of five checkpoints; its values and bins are not printed."
@@ -67,6 +70,26 @@ def own_attention_tables(results: ComparisonResults) -> list[Table]:
         if steps:
             tables.append(_gaps(results, run, steps))
     return tables
+
+
+def context_tables(results: ComparisonResults) -> list[Table]:
+    """How much lower the loss is at the end of the context than between positions 1k and 2k, of every finished model.
+
+    It says whether what is far away helps a model at all: without that, no attention can be told from another.
+    """
+    rows = []
+    for run in results.runs.values():
+        cell = results.whole(run, EXACT)
+        if cell is None or len(cell.sizes) <= _NEAR + 1:
+            continue
+        near, far = ([losses[place] for losses in cell.bins] for place in (_NEAR, -1))
+        gap = Mean.of_differences(far, near)
+        rows.append((run.name, str(Mean.of(near)), str(Mean.of(far)), gap.signed()))
+    if not rows:
+        return []
+    sizes = results.cells[0].sizes
+    titles = [span(1 << _NEAR, (2 << _NEAR) - 1), span(sum(sizes) - sizes[-1] + 1, sum(sizes)), "difference"]
+    return [Table([text("run"), *map(number, titles)], rows, "What the far context is worth, tested: exact")]
 
 
 def _gaps(results: ComparisonResults, run: Run, steps: Sequence[int]) -> Table:

@@ -12,11 +12,13 @@ from muse_attention.evaluation.comparison import findings
 from muse_attention.evaluation.comparison.further import further_sections
 from muse_attention.evaluation.comparison.positions import (
     OWN,
+    context_tables,
     losses_by_position,
     own_attention_tables,
     position_figures,
 )
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
+from muse_attention.evaluation.comparison.seeds import in_percent, seeds_headline, seeds_sections
 from muse_attention.evaluation.comparison.training_curves import UNSETTLED
 from muse_attention.evaluation.loss.report import LEAK, span
 from muse_attention.evaluation.means import Mean
@@ -33,8 +35,8 @@ _LOSS = (
     "which is what the texts differ by."
 )
 _DIFFERENCE = (
-    "Loss minus that of the reference on the same samples, ± the standard error of the difference. Seed-to-seed "
-    "variance is not included."
+    "Loss minus that of the reference on the same samples, ± the standard error of the difference over samples. What "
+    "another seed would change is not in it."
 )
 _SWITCHING = (
     "The loss of one and the same model under an attention, minus its loss under exact attention: what is gained or "
@@ -85,9 +87,10 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
     own_tables = own_attention_tables(results)
     return Report(
         f"Training runs compared: {', '.join(results.runs)}",
-        verdict=[*headline(results), *warnings(results)],
+        verdict=[*seeds_headline(results), *headline(results), *warnings(results)],
         cards=_cards(results),
         sections=[
+            *seeds_sections(results),
             Section.of("Training attention against test attention", matrix_table(results)),
             Section.of("Runs", runs_table(results), _TOKENS, *_beginnings(results)),
             *(Section.of("Switching the attention", _SWITCHING, table, LEAK) for table in switched),
@@ -105,7 +108,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
                 "Loss by position",
                 *(_POSITIONS, *([OWN] if own_tables else [])),
                 *position_figures(results),
-                *(positions_table(results), *own_tables),
+                *(positions_table(results), *context_tables(results), *own_tables),
             ),
             Section.of("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW),
         ],
@@ -323,8 +326,7 @@ def _duration(seconds: float) -> datetime.timedelta:
 
 
 def _percent(found: findings.Difference) -> str:
-    mean, error = found.percent
-    return f"{mean:+.2f}%" if error is None else f"{mean:+.2f} ± {error:.2f}%"
+    return in_percent(found.percent)
 
 
 def _runs(results: ComparisonResults) -> Iterable[Run]:

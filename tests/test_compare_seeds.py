@@ -1,0 +1,95 @@
+"""Runs of several seeds in `muse compare`: pairs of the same seed, and the error over seeds."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from muse_attention.evaluation.comparison.findings import difference, reference_of
+from muse_attention.evaluation.comparison.positions import context_tables
+from muse_attention.evaluation.comparison.report import comparison_report
+from muse_attention.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
+from muse_attention.evaluation.comparison.seeds import seeds_headline, seeds_of
+from muse_attention.evaluation.comparison.training_curves import TrainingCurves
+from muse_attention.machine import describe_machine
+from muse_attention.pretraining.recipes import override, tiny
+from muse_attention.report.markdown import as_markdown
+from tests.training_runs import metrics_line
+
+MUSE = "muse:QK8R2B128"
+
+
+def trained(*runs: tuple[str, int, float]) -> ComparisonResults:
+    """Of each run: its attention, its seed, and its loss, the mean of two samples that are far apart."""
+    settings = ComparisonSettings("made up", "", 2, 2, 9, "cpu", "float32")
+    results = ComparisonResults(describe_machine(), settings)
+    for attention, seed, loss in runs:
+        name = f"{attention.partition(':')[0]}-{seed}"
+        recipe = override(tiny(), [f"attention={attention}", f"seed={seed}", "length=64"])
+        speed = 300.0 if attention == MUSE else 150.0
+        curves = TrainingCurves.of([metrics_line(index, 5.0, speed, attention) for index in range(1, 9)])
+        results.runs[name] = Run(name, recipe, 10, recipe.steps, curves)
+        results.cells.append(
+            Cell(name, recipe.steps, "", "exact", [1, 1], [[loss - 1, loss - 1], [loss + 1, loss + 1]])
+        )
+    return results
+
+
+def test_a_run_is_compared_with_exact_training_of_its_seed() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1), (MUSE, 2, 9.0))
+    assert [reference_of(results, run).name for run in results.runs.values()] == [
+        *("exact-0", "exact-1", "exact-0", "exact-1"),
+        "exact-0",  # of another seed, for want of one of its own
+    ]
+    assert difference(results, results.runs["exact-1"]) is None
+
+
+def test_the_error_is_that_over_seeds() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    exact, muse = seeds_of(results)
+    assert [len(exact.runs), len(muse.runs)] == [2, 2]
+    assert exact.spread(results) == pytest.approx(statistics.stdev([2.0, 4.0]))
+    assert exact.difference(results) is None
+    gap = muse.difference(results)
+    assert gap is not None
+    assert tuple(gap) == pytest.approx((0.15, 0.05))  # of 0.2 and 0.1; the two samples differ by 2
+    percent = muse.difference(results, is_percent=True)
+    assert percent is not None
+    assert tuple(percent) == pytest.approx((6.25, 3.75))  # of 10% and 2.5%
+    assert muse.speedup(results) == pytest.approx(2.0)
+    (line,) = seeds_headline(results)
+    assert line.endswith(
+        "2 seeds: held-out loss under exact attention +6.25 ± 3.75% against exact training with the same "
+        "seeds, 2.00x its tokens per second"
+    )
+    assert "| 0, 1 |" in as_markdown(comparison_report(results))
+
+
+def test_a_seed_without_its_exact_run_leaves_the_difference_out() -> None:
+    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    _, muse = seeds_of(results)
+    assert muse.difference(results) is None
+    assert seeds_headline(results) == []
+
+
+def test_other_recipes_are_no_seeds() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
+    run = results.runs["exact-1"]
+    results.runs["exact-1"] = Run(run.name, override(run.recipe, ["peak_rate=0.1"]), 10, run.step, run.curves)
+    assert seeds_of(results) == []
+    results.runs["exact-1"] = Run(run.name, override(run.recipe, ["keep=7"]), 10, run.step, run.curves)
+    assert [len(group.runs) for group in seeds_of(results)] == [2]
+
+
+def test_what_the_far_context_is_worth() -> None:
+    results = ComparisonResults({}, ComparisonSettings("made up", "", 4096, 2, 9, "cpu", "float32"))
+    recipe = override(tiny(), ["length=4k", "attention=exact"])
+    results.runs["exact"] = Run("exact", recipe, 10, recipe.steps, TrainingCurves.of([]))
+    sizes = [1 << power for power in range(11)] + [2049]
+    bins = [[9.0] * 10 + [2.0, 1.5], [9.0] * 10 + [4.0, 3.7]]
+    results.cells.append(Cell("exact", recipe.steps, "", "exact", sizes, bins))
+    (table,) = context_tables(results)
+    assert [column.title for column in table.columns] == ["run", "1024 to 2047", "2048 to 4096", "difference"]
+    assert table.rows[0] == ("exact", "3.0000 ± 1.0000", "2.6000 ± 1.1000", "-0.4000 ± 0.1000")
+    assert context_tables(trained(("exact", 0, 2.0))) == []
