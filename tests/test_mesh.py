@@ -189,7 +189,7 @@ def test_a_request_to_one_rank_stops_all(together: Together) -> None:
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("2x4", "mesh=2x4 has 8 ranks, but 1 process runs: start as many with torchrun, or use mesh=1x1"),
+        ("2x4", "mesh=2x4 has 8 ranks, but 1 process runs: start 8 with torchrun, or use mesh=1x1"),
         ("2", "mesh='2' must be auto, or data x sequence ranks, like 2x4"),
         ("0x1", "mesh='0x1' must be auto"),
         ("2x-1", "mesh='2x-1' must be auto"),
@@ -225,7 +225,7 @@ def test_a_mesh_that_cannot_be_is_one_line(mesh: str, message: str, corpus: Corp
         (
             "2x2",
             {},
-            "mesh=2x2 has 4 ranks, but 8 run: start as many with torchrun, or use mesh=2x4",
+            "mesh=2x2 has 4 ranks, but 8 run: start 4 with torchrun, or use mesh=2x4",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def choose_shape(text: str, *, ranks: int, batch: int, heads: int, length: int) 
     wanted = shape.data * shape.sequence
     if wanted != ranks:
         running = "1 process runs" if ranks == 1 else f"{ranks} run"
-        raise ValueError(f"{shape} has {wanted} ranks, but {running}: start as many with torchrun{instead}")
+        raise ValueError(f"{shape} has {wanted} ranks, but {running}: start {wanted} with torchrun{instead}")
     if batch % shape.data:
         raise ValueError(
             f"batch={batch} cannot be shared by {shape.data} ranks along data; choose a multiple, like "

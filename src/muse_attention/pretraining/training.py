@@ -124,7 +124,8 @@ def train(
     batches = make_batches(corpus, recipe, shape.data)
     if recipe.batch // shape.data % recipe.micro_batch:
         raise ValueError(
-            f"micro_batch={recipe.micro_batch} does not divide the {recipe.batch // shape.data} sequences of a rank"
+            f"micro_batch={recipe.micro_batch} does not divide the {recipe.batch // shape.data} sequences of a rank; "
+            "choose a number that does, like micro_batch=1"
         )
     world = share_sequences(world, shape)
     wanted = [name for name, is_wanted in ((TENSORBOARD, tensorboard), (WANDB, wandb)) if is_wanted]
