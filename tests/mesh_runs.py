@@ -36,7 +36,7 @@ from tests.training_runs import SMALL
 TIMEOUT = 200
 UPDATES = 20
 WINDOW = 24
-"""Of the local layers: it crosses the edge of a part, and is longer than a part of a fourth."""
+"""Of the local layers: it crosses the edge of a part, and is longer than half of the shortest sequences."""
 PLAIN, PACKED, NEEDLES = "plain", "packed", "needles"
 """Folders of corpora."""
 
@@ -50,15 +50,15 @@ _BASE = override(
 _EVALUATED = ["evaluate_samples=2", "evaluate_needles=0"]
 EXACT = override(_BASE, [f"steps={UPDATES}", "attention=exact", "exact_tail=0"])
 MUSE = override(_BASE, [f"steps={UPDATES}", f"probe_every={UPDATES}", f"evaluate_every={UPDATES}", *_EVALUATED])
-SHORT = override(_BASE, ["steps=3", "exact_tail=0", "recompute=true"])
+SHORT = override(_BASE, ["steps=3", "length=128", "exact_tail=0", "recompute=true"])
 SEPARATE = override(
     _BASE, ["steps=2", "length=128", "document_mask=true", "recompute=true", "evaluate_every=2", *_EVALUATED]
 )
 LIMITED = override(
     _BASE,
     [
-        *("steps=2", "probe_every=1", "error_limit=1e-5", "exact_tail=0"),
-        "attention=muse:Q4K4R4T0.5B16,clustering=lloyd",
+        *("steps=2", "length=32", "probe_every=1", "error_limit=1e-5", "exact_tail=0"),
+        "attention=muse:Q4K4R4T0.5B8,clustering=lloyd",
     ],
 )
 ASKED = override(

@@ -130,7 +130,6 @@ def test_a_mesh_learns_what_one_process_does(
 
 
 def test_the_tiny_recipe_on_eight_ranks(alone: Alone, together: Together) -> None:
-    """With parts that are shorter than the window of the local layers."""
     run = together(8, "short") / "short-2x4"
     assert len(losses(run)) == 3
     close_to(run, alone("short"))
@@ -156,6 +155,7 @@ def test_documents_have_the_boundaries_of_the_whole_row(alone: Alone, together: 
 
 
 def test_all_ranks_limit_errors_alike(alone: Alone, together: Together) -> None:
+    """With parts that are shorter than the window of the local layers."""
     run = together(2, "limited") / "limited-1x2"
     close_to(run, alone("limited"))
     found, expected = ([line["tightened"] for line in read_metrics(folder)] for folder in (run, alone("limited")))

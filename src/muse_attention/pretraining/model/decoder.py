@@ -12,8 +12,9 @@ interface: by `config.attention`, unless an `attn_implementation` is given, and 
 other. The layers with a window keep it under every attention, and need no mask but for padding and a KV cache.
 
 After `model.share_sequences(mesh)` a model takes whole sequences, and computes this rank's part of each: outputs are of
-that part. Attention exchanges parts of all heads for whole sequences of some (`distributed.ulysses`), so masks,
-documents, windows and the clusters of MuSe are those of one process. Layers with a window do so too.
+that part. Global layers exchange parts of all heads for whole sequences of some (`distributed.ulysses`), so documents
+and the clusters of MuSe are those of one process. Layers with a window need the keys and values of one window from the
+rank before, which is far less, unless a part is shorter than a window; then they exchange as global layers do.
 
 The paper is silent about initialisation. Here it is GPT-2's: normal with a deviation of 0.02, and in the projections
 that add to the residual stream of 0.02 / sqrt(2 layers).
@@ -45,6 +46,8 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from muse_attention.distributed import ulysses
+from muse_attention.distributed.neighbours import from_rank_before
+from muse_attention.documents import DocumentBoundaries
 from muse_attention.huggingface import BY_NAME, register_attention, stands_for_causal
 from muse_attention.masks import stands_for_documents, told_documents
 from muse_attention.packed import attend_to_windows
@@ -103,8 +106,11 @@ class SelfAttention(nn.Module):
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._attend(query, key, value, attention_mask, others)[0].transpose(1, 2)
 
-        out = ulysses(attend, query, key, value, self.sequence_mesh).transpose(1, 2)
-        return self.o_proj(out.flatten(2)), None
+        if self.sliding_window is not None and self.sliding_window <= query.shape[2]:
+            out = _attend_in_window_of_part(query, key, value, attention_mask, self.sliding_window, self.sequence_mesh)
+        else:
+            out = ulysses(attend, query, key, value, self.sequence_mesh)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, others: dict[str, Any]
@@ -187,7 +193,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
         """Compute this rank's part of each sequence from now on, with the other ranks of a mesh of one dimension.
 
         Inputs stay whole, and are the same on all of its ranks, which must divide the heads and the length. Hidden
-        states, logits and the loss are of the part. There is no KV cache. None undoes it.
+        states, logits and the loss are of the part. There is neither padding nor a KV cache. None undoes it.
         """
         self.base_model.sequence_mesh = mesh
         for layer in self.base_model.layers:
@@ -235,6 +241,8 @@ class Decoder(DecoderPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if self.sequence_mesh is not None and (use_cache or past_key_values is not None):
             raise ValueError("ranks that share sequences have no KV cache; pass use_cache=False")
+        if self.sequence_mesh is not None and attention_mask is not None:
+            raise ValueError("ranks that share sequences have no attention_mask; leave it out, and pack what is short")
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         assert inputs is not None
         batch, length = inputs.shape[:2]
@@ -377,13 +385,43 @@ def register_auto_classes() -> None:
     AutoModelForCausalLM.register(DecoderConfig, DecoderForCausalLM, exist_ok=True)
 
 
-def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, window: int) -> Tensor:
-    """Without a mask, one token attends to all keys, and more are a whole sequence."""
+def _attend_in_window_of_part(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, window: int, mesh: DeviceMesh
+) -> Tensor:
+    """Of a part of each sequence, (batch, heads, length / ranks, head_dim), which is at least as long as the window.
+
+    The keys and values that the first tokens see in the part before come first. They have queries, too, so that all are
+    one sequence; what comes out for those is dropped.
+    """
+    rank, length, before = mesh.get_local_rank(), query.shape[2], window - 1
+    part = (rank * length, (rank + 1) * length)
+    if before:
+        received = from_rank_before(torch.stack([tensor[:, :, length - before :] for tensor in (key, value)]), mesh)
+        key, value = (torch.cat([theirs, own], 2) for theirs, own in zip(received, (key, value), strict=True))
+    if rank == 0:  # nothing is before it: what it received is cut off again, as its gradient must be sent back
+        key, value = key[:, :, before:], value[:, :, before:]
+        return _attend_in_window(query, key, value, attention_mask, window, part)
+    part = (part[0] - before, part[1])
+    return _attend_in_window(pad(query, (0, 0, before, 0)), key, value, attention_mask, window, part)[:, :, before:]
+
+
+def _attend_in_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    window: int,
+    part: tuple[int, int] | None = None,
+) -> Tensor:
+    """Without a mask, one token attends to all keys, and more are a whole sequence.
+
+    `part` are the tokens of each row, first and last, that queries and keys are of; None is all. The mask is of all.
+    """
     length = query.shape[2]
     if stands_for_causal(attention_mask):
         attention_mask = None
     if attention_mask is not None and stands_for_documents(attention_mask):
-        return _attend_in_windows_of_documents(query, key, value, attention_mask, window)
+        return _attend_in_windows_of_documents(query, key, value, attention_mask, window, part)
     if attention_mask is not None or length == 1:
         return scaled_dot_product_attention(query, key, value, attention_mask)
     key, value = key[:, :, :length], value[:, :, :length]  # a static cache has room for more, which no query sees yet
@@ -391,15 +429,25 @@ def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, attention_mask:
 
 
 @_disable_dynamo
-def _attend_in_windows_of_documents(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int) -> Tensor:
+def _attend_in_windows_of_documents(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int, part: tuple[int, int] | None
+) -> Tensor:
     """`mask` stands for the documents of the batch, which the compiler cannot know."""
     documents = told_documents(mask).documents
     assert documents is not None
     batch, _, length, head_dim = query.shape
+    if part is not None:
+        documents = _documents_of_part(documents, batch, *part)
     attend = functools.partial(sliding_window_attention, is_causal=True, window=window)
     query, key, value = (tensor[:, :, :length].transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     out = attend_to_windows(query, key, value, documents, attend, window=window, scale=head_dim**-0.5)
     return out.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _documents_of_part(documents: DocumentBoundaries, rows: int, begin: int, end: int) -> DocumentBoundaries:
+    """All layers of a batch ask for the same."""
+    return documents.in_columns(rows, begin, end)
 
 
 def _layer_norm(config: DecoderConfig) -> nn.LayerNorm:
