@@ -28,7 +28,7 @@ from muse_attention.pretraining.model.configuration import DecoderConfig
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.model.sequence_parts import own_part
 from muse_attention.pretraining.parallel import World, open_world, share_sequences
-from muse_attention.pretraining.recipes import override
+from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.stopping import Request, Stopped, Stopping
 from muse_attention.pretraining.training import train
 from tests.training_runs import SMALL
@@ -191,6 +191,39 @@ def answers_across_edges(ranks: Ranks) -> None:
     assert 0.1 < alone["needles_right"] < 0.9
 
 
+def refusals(ranks: Ranks) -> None:
+    """What a model that shares sequences cannot do; nothing is exchanged before it says so."""
+    model = _sharing_model(ranks, SHORT)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match="have no KV cache; pass use_cache=False"):
+        model(tokens, use_cache=True)
+    with pytest.raises(ValueError, match="have no attention_mask; leave it out"):
+        model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    with pytest.raises(ValueError, match="2 ranks along the sequence do not divide its 7 tokens"):
+        model(tokens[:, :7], use_cache=False)
+
+
+def logits(ranks: Ranks) -> None:
+    """Those of this rank's part, with positions and windows of the whole; without a mesh, of the whole again."""
+    model = _sharing_model(ranks, SHORT)
+    tokens = torch.randint(model.config.vocab_size, (2, 128), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = model(tokens, use_cache=False).logits
+        mesh = model.model.sequence_mesh
+        model.share_sequences(None)
+        whole = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(found, own_part(whole, mesh), atol=1e-5, rtol=1e-5)
+
+
+def _sharing_model(ranks: Ranks, recipe: Recipe) -> DecoderForCausalLM:
+    shape = read_mesh("1x2")
+    assert shape is not None
+    with small_model(2):
+        model = make_model(ranks.corpus(PLAIN), recipe)
+    model.share_sequences(share_sequences(ranks.world, shape).sequence)
+    return model
+
+
 class _AnswersAtTheEdge:
     """Documents of which the targets in the middle, in both parts, are one answer, and some at the end another."""
 
@@ -221,7 +254,7 @@ def _know_some(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 MESHES = {2: ["2x1", "1x2"], 4: ["2x2"], 8: ["2x4"]}
 CHECKS: dict[int, list[Callable[[Ranks], None]]] = {
-    2: [exact, muse, separate, limited, asked, another_mesh, stopped, answers_across_edges],
+    2: [exact, muse, separate, limited, asked, another_mesh, stopped, answers_across_edges, refusals, logits],
     4: [exact, muse],
     8: [short],
 }

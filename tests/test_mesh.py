@@ -171,8 +171,9 @@ def test_needles_are_learnt_and_asked_for(alone: Alone, together: Together) -> N
     assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=ROUNDING)
 
 
-def test_answers_in_two_parts_of_a_sequence(together: Together) -> None:
-    together(2, "answers_across_edges")
+@pytest.mark.parametrize("check", ["answers_across_edges", "logits", "refusals"])
+def test_a_model_that_shares_sequences(check: str, together: Together) -> None:
+    together(2, check)
 
 
 def test_a_run_goes_on_on_another_mesh(alone: Alone, together: Together) -> None:
