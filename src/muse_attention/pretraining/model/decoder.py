@@ -415,7 +415,7 @@ def _attend_in_window(
 ) -> Tensor:
     """Without a mask, one token attends to all keys, and more are a whole sequence.
 
-    `part` are the tokens of each row, first and last, that queries and keys are of; None is all. The mask is of all.
+    Queries and keys are tokens `part[0]` to `part[1]` of each row; None is all of it. The mask is of whole rows.
     """
     length = query.shape[2]
     if stands_for_causal(attention_mask):
