@@ -596,9 +596,10 @@ PASSAGES = (
     ),
     Passage(
         "Hardware (D)",
-        (f"{SRC}/pretraining/parallel.py",),
-        "several processes share the sequences of an update (FSDP2)",
-        "The paper's mesh also splits heads over four GPUs, which the trainer does not do yet.",
+        (f"{SRC}/pretraining/mesh_shape.py", f"{SRC}/pretraining/parallel.py"),
+        "`mesh=2x4`, data x sequence: groups of processes share the sequences of an update, the processes of a group "
+        "the tokens of each, and all of them the weights (FSDP2)",
+        "Tested with gloo on a CPU, on up to eight processes.",
     ),
     Passage(
         "Quality metric (D)",
@@ -609,9 +610,8 @@ PASSAGES = (
     Passage(
         "Distributed training (H)",
         (f"{SRC}/pretraining/parallel.py", f"{SRC}/distributed/ulysses_attention.py", f"{SRC}/distributed/remote.py"),
-        "sequences and weights are split over processes in training; `ulysses` splits the heads of one call, and "
-        "`remote_attention` the keys",
-        "The trainer does not use the split of heads yet. Ring attention is future work in the paper; here it is an "
-        "example.",
+        "the trainer splits sequences, and in attention heads, by `ulysses`, which serves one call as well; "
+        "`remote_attention` splits keys",
+        "Ring attention is future work in the paper; here it is an example.",
     ),
 )

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from muse_attention import DocumentBoundaries, get_attention, muse_attn_varlen_func
 from muse_attention.distributed import heads_to_sequence, sequence_to_heads, ulysses, ulysses_bytes
+from muse_attention.distributed.neighbours import from_rank_before
 from muse_attention.recording import recorded_calls
 from tests.closeness import assert_equal_to_rounding
 from tests.markdown_pages import ROOT
@@ -127,6 +128,17 @@ def there_and_back(mesh: DeviceMesh) -> None:
     heads = sequence_to_heads(part, mesh)
     assert torch.equal(heads, query.chunk(mesh.size(), 1)[mesh.get_local_rank()])
     assert torch.equal(heads_to_sequence(heads, mesh), part)
+
+
+def rank_before(mesh: DeviceMesh) -> None:
+    """In a ring; a gradient goes to the rank that the tensor came from. Compiled, too."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for call in (from_rank_before, torch.compile(from_rank_before, fullgraph=True, backend="aot_eager")):
+        tensor = torch.full((2, 3), float(rank)).requires_grad_()
+        received = call(tensor, mesh)
+        assert torch.equal(received, torch.full((2, 3), float((rank - 1) % ranks)))
+        (received * (rank + 1)).sum().backward()
+        assert torch.equal(tensor.grad, torch.full((2, 3), float((rank + 1) % ranks + 1)))
 
 
 def bytes_moved(mesh: DeviceMesh) -> None:
@@ -309,7 +321,7 @@ def _load_example() -> ModuleType:
     return module
 
 
-_EVERYWHERE = [exact, muse, muse_that_sees_all, groups_that_ranks_cut, packed_documents, there_and_back]
+_EVERYWHERE = [exact, muse, muse_that_sees_all, groups_that_ranks_cut, packed_documents, there_and_back, rank_before]
 CHECKS: dict[int, list[Callable[[DeviceMesh], None]]] = {
     1: [exact, muse, one_rank_copies_nothing],
     2: [*_EVERYWHERE, bytes_moved, memory, compiled, ring],

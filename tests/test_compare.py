@@ -414,6 +414,7 @@ def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
         (["mixture=niah"], ["mixture"], ""),
         (["weight_decay=0.5", "clip=2"], ["weight_decay", "clip"], ""),
         (["deterministic=false"], ["deterministic"], " (deterministic differs)"),
+        (["mesh=2x4"], [], " (mesh differs)"),
         (
             ["micro_batch=1", "precision=bfloat16", "compile=true", "seed=1"],
             ["micro_batch", "precision", "compile", "seed"],

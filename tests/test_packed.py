@@ -256,6 +256,10 @@ def test_the_mask_of_documents() -> None:
 def test_documents_are_cut() -> None:
     boundaries = DocumentBoundaries((2, 9), (9, 12), 14)
     assert boundaries.cut_at([0, 5, 9, 12, 13]) == DocumentBoundaries((2, 5, 9), (5, 9, 12), 14)
+    rows = DocumentBoundaries((0, 3, 9, 12), (3, 8, 12, 16), 16)
+    assert rows.in_columns(2, 2, 6) == DocumentBoundaries((0, 1, 4, 6), (1, 4, 6, 8), 8)
+    assert rows.in_columns(2, 0, 8) == rows
+    assert rows.in_columns(2, 3, 4) == DocumentBoundaries((0, 1), (1, 2), 2)
 
 
 INT32 = {"dtype": torch.int32}

@@ -98,6 +98,20 @@ class DocumentBoundaries:
             cut += pairwise([*edges, end])
         return type(self)(tuple(begin for begin, _ in cut), tuple(end for _, end in cut), self.tokens)
 
+    def in_columns(self, rows: int, begin: int, end: int) -> Self:
+        """Of `rows` equal rows, one after another, tokens `begin` to `end` of each; documents are cut at both."""
+        length = self.tokens // rows
+        starts = range(0, self.tokens, length)
+        cut = [
+            (max(first, start + begin) - start - begin, min(last, start + end) - start - begin, row)
+            for row, start in enumerate(starts)
+            for first, last in zip(self.begins, self.ends, strict=True)
+            if first < start + end and last > start + begin
+        ]
+        width = end - begin
+        begins, ends = (tuple(edge[at] + edge[2] * width for edge in cut) for at in (0, 1))
+        return type(self)(begins, ends, rows * width)
+
     def numbers(self) -> Tensor:
         """The document of each token, from 0; -1 for padding."""
         number = torch.full((self.tokens,), -1)

@@ -116,7 +116,7 @@ def train(
     A run that was stopped goes on when the same command is run again; another one in its folder is refused. SIGTERM and
     Ctrl-C stop it with a checkpoint, a second signal at once.
 
-    On several GPUs: torchrun --nproc-per-node 2 -m muse_attention.cli train ...
+    On several GPUs: torchrun --nproc-per-node 8 -m muse_attention.cli train ... mesh=2x4
     """
     options = vars(fields)
     with user_errors():

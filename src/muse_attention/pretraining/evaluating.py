@@ -2,7 +2,8 @@
 
 Samples are evenly spaced windows of the held-out split, under the attention of the update and under exact attention.
 Needle documents are made of held-out files, with names and uids that training never draws. Both are the same at every
-evaluation of a run, and on any number of ranks, which share them.
+evaluation of a run, and on any number of ranks, which share them. Where ranks share each sequence, all of them ask, and
+each counts its own part of the tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from muse_attention.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_attention.pretraining.document_mask import separate_documents
 from muse_attention.pretraining.model.chunked_loss import IGNORED
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
+from muse_attention.pretraining.model.sequence_parts import own_part
 from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.needles.writer import EVALUATION
 from muse_attention.pretraining.parallel import World, gathered
@@ -76,13 +78,14 @@ class Evaluation:
 
     @torch.no_grad()
     def _ask(self, model: DecoderForCausalLM, document: _Document, *, with_answers: bool = False) -> Tensor:
-        """(4,) float64: summed loss, tokens, answers that are right, answers."""
+        """(4,) float64: summed loss and tokens, of this rank's part; answers that are right, and answers, of all."""
         tokens, counts = document.tokens.to(model.device), document.counts.to(model.device)
         ids, positions, labels = tokens[None, :-1], None, tokens[None, 1:]
         if self._end is not None:
             ids, positions, labels = separate_documents(tokens[None], self._end)
         targets = labels[0].masked_fill(~counts[1:], IGNORED)
-        places = torch.nonzero(targets != IGNORED)[:, 0]
+        own_targets = own_part(targets, self._world.sequence, 0)
+        places = torch.nonzero(own_targets != IGNORED)[:, 0]
         out = model(
             ids,
             position_ids=positions,
@@ -93,13 +96,15 @@ class Evaluation:
         )
         right, answers = 0, 0
         if with_answers:
-            right, answers = _count_right((out.logits[0].argmax(-1) == targets[places]).cpu(), places.cpu())
+            is_right = torch.zeros_like(own_targets)
+            is_right[places] = (out.logits[0].argmax(-1) == own_targets[places]).long()
+            right, answers = _count_right(self._world.joined(is_right).bool().cpu(), (targets != IGNORED).cpu())
         counted = torch.tensor([len(places), right, answers], dtype=torch.float64, device=model.device)
         return torch.cat([out.loss.double()[None], counted])
 
     def _share(self, documents: list[_Document]) -> list[_Document]:
-        """As many for each rank, as all must call the model together."""
-        ranks, rank = self._world.ranks, self._world.rank
+        """As many for each group of ranks, as all must call the model together."""
+        ranks, rank = self._world.data_ranks, self._world.data_rank
         missing = -len(documents) % ranks
         if documents:
             empty = _Document(documents[0].tokens, torch.zeros_like(documents[0].counts))
@@ -107,12 +112,13 @@ class Evaluation:
         return documents[rank::ranks]
 
 
-def _count_right(is_right: Tensor, places: Tensor) -> tuple[int, int]:
-    """Answers whose every token is right, and all answers: tokens in places that follow one another are of one."""
+def _count_right(is_right: Tensor, counts: Tensor) -> tuple[int, int]:
+    """Answers whose every token is right, and all answers: tokens that count and follow one another are of one."""
+    places = torch.nonzero(counts)[:, 0]
     if not len(places):
         return 0, 0
     answer = torch.cat([torch.zeros(1, dtype=torch.int64), (places.diff() != 1).cumsum(0)])
-    wrong = torch.bincount(answer, weights=(~is_right).double())
+    wrong = torch.bincount(answer, weights=(~is_right[places]).double())
     return int((wrong == 0).sum()), len(wrong)
 
 

@@ -1,12 +1,14 @@
 """One process, or as many as `torchrun` started: the process group, the mesh, and FSDP2's sharding of the model.
 
-Weights, gradients and the optimiser's state are sharded over all ranks along their first dimension, and each rank
-computes its share of the sequences. One process needs none of it.
+Weights, gradients and the optimiser's state are sharded over all ranks along their first dimension, whatever the shape
+of the mesh: a checkpoint does not depend on it. Each rank computes its share of the sequences, or, with several ranks
+along the sequence, its part of each sequence of its group. One process needs none of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from muse_attention.pretraining.mesh_shape import MeshShape
+
 
 @dataclass(frozen=True)
 class World:
@@ -27,11 +31,27 @@ class World:
     rank: int = 0
     ranks: int = 1
     mesh: DeviceMesh | None = None
-    """None for one process"""
+    """all ranks in one dimension; None for one process"""
+    sequence: DeviceMesh | None = None
+    """the ranks that share each sequence with this one; None if it has whole sequences"""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def sequence_ranks(self) -> int:
+        return 1 if self.sequence is None else self.sequence.size()
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that have sequences of their own."""
+        return self.ranks // self.sequence_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's group."""
+        return self.rank // self.sequence_ranks
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Over all ranks."""
@@ -61,6 +81,17 @@ class World:
         flag = torch.tensor(int(success), device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
+
+    def joined(self, part: Tensor) -> Tensor:
+        """This rank's part of the tokens of a sequence, and those of the others, along the first dimension.
+
+        Collective: every rank must call it.
+        """
+        if self.sequence is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.sequence_ranks)]
+        dist.all_gather(parts, part.contiguous(), group=self.sequence.get_group())
+        return torch.cat(parts)
 
     def range_of(self, number: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' numbers. Collective: every rank must call it."""
@@ -93,6 +124,14 @@ def open_world(device: str) -> Iterator[World]:
         yield World(place, dist.get_rank(), dist.get_world_size(), mesh)
     finally:
         dist.destroy_process_group()
+
+
+def share_sequences(world: World, shape: MeshShape) -> World:
+    """The same ranks, in groups that share each sequence. Collective: every rank must call it."""
+    if shape.sequence == 1:
+        return world
+    grid = init_device_mesh(world.device.type, tuple(shape), mesh_dim_names=shape._fields)
+    return dataclasses.replace(world, sequence=grid["sequence"])
 
 
 def shard_model(model: nn.Module, layers: nn.ModuleList, world: World) -> None:

@@ -49,7 +49,8 @@ def visit_measures(
 
 @torch.no_grad()
 def answers_loss(model: PreTrainedModel, documents: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Nats for each token that is an answer, under the model's own attention.
+    """Nats for each token that is an answer, under the model's own attention; of a model that has a part of each
+    sequence, the share of that part in it.
 
     `documents` are (length + 1,) tokens, and which of them are answers.
     """

@@ -36,7 +36,7 @@ class Probing:
     recipe: Recipe
     world: World
     documents: list[tuple[Tensor, Tensor]]
-    """with needles, and which of their tokens are answers, of this rank"""
+    """with needles, and which of their tokens are answers, of this rank's group"""
     error_limit: ErrorLimit | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +53,8 @@ class Probing:
     def run(self, tokens: Tensor, levels: dict[int, int], on_layer: Callable[[], None]) -> Probe:
         """What an attention that has errors does on the first sequence of each rank; and the loss of answers.
 
+        Of a sequence that ranks share, each rank measures some of the heads.
+
         Collective: every rank must call it. `on_layer` is called behind every layer, and may raise.
         """
         recipe, model = self.recipe, self.model
@@ -66,7 +68,8 @@ class Probing:
                 measures = measure_attention(model, tokens[:1, :-1], recipe.attention, on_layer)
                 found = _with_measures(found, self._means(measures))
             if self.documents:
-                found = found._replace(answers=self.world.mean(answers_loss(model, self.documents)).item())
+                of_part = self.world.mean(answers_loss(model, self.documents)).item()
+                found = found._replace(answers=of_part * self.world.sequence_ranks)
         return found
 
     def tightened(self, levels: dict[int, int]) -> dict[int, str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muse_attention.by_name import full_name, get_attention
+from muse_attention.pretraining.mesh_shape import AUTO, read_mesh
 from muse_attention.pretraining.schedule import attention_at
 from muse_attention.recorded_names import may_mean
 from muse_attention.sizes import format_size, parse_size
@@ -37,7 +38,7 @@ MOST_CLIP, LEAST_EPSILON = 1e9, 1e-30
 """The square of a clipped gradient is far from overflow in float32, and epsilon far from 0."""
 FREE = (
     *("checkpoint_every", "checkpoint_minutes", "keep", "probe_every", "stall_minutes", "skip_budget"),
-    *("evaluate_every", "evaluate_samples", "evaluate_needles"),
+    *("evaluate_every", "evaluate_samples", "evaluate_needles", "mesh"),
 )
 """Fields that do not change what is learned: a run may continue with other values."""
 MOST_MINUTES, MOST_SIGMA = 10**6, 1000
@@ -54,6 +55,7 @@ class Recipe:
         length: tokens of a sequence
         batch: sequences of an update, over all ranks
         micro_batch: sequences that a rank computes at the same time; gradients of more are accumulated
+        mesh: ranks along data x ranks along the sequence, like 2x4; auto has all along data
         document_mask: keep the documents of a sequence apart: no attention and no prediction from one to the next
         attention: attention of the global layers, by name: exact, muse, muse:QK64R8T0.01B8k, moba:L8kB512R1
         exact_tail: share of the updates, the last ones, with exact attention
@@ -94,6 +96,7 @@ class Recipe:
     length: int = 65536
     batch: int = 2
     micro_batch: int = 1
+    mesh: str = AUTO
     document_mask: bool = False
     attention: str = PAPER_ATTENTION
     exact_tail: float = 0.001
@@ -174,6 +177,7 @@ class Recipe:
             raise ValueError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
         if self.mixture not in MIXTURES:
             raise ValueError(f"mixture={self.mixture!r} must be one of {', '.join(MIXTURES)}")
+        read_mesh(self.mesh)
         get_attention(self.attention)
         if not isinstance(self.further_attention, str):
             raise ValueError(f"further_attention={self.further_attention!r} must be a string, the name of an attention")

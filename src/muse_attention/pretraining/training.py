@@ -46,13 +46,21 @@ from muse_attention.pretraining.failures import (
 )
 from muse_attention.pretraining.guarding import after_update, why_skipped
 from muse_attention.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
+from muse_attention.pretraining.mesh_shape import choose_shape
 from muse_attention.pretraining.metrics import Metrics, Step
 from muse_attention.pretraining.model.chunked_loss import IGNORED
 from muse_attention.pretraining.model.configuration import DecoderConfig
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.optimiser import are_finite, learnt, make_optimiser, restore, set_learning_rate
-from muse_attention.pretraining.parallel import World, accumulate_gradients, local_part, shard_model, whole
+from muse_attention.pretraining.parallel import (
+    World,
+    accumulate_gradients,
+    local_part,
+    shard_model,
+    share_sequences,
+    whole,
+)
 from muse_attention.pretraining.probing import Probe, Probing
 from muse_attention.pretraining.reading import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_attention.pretraining.recipes import Recipe
@@ -111,16 +119,20 @@ def train(
     world = world or World(torch.device("cpu"))
     if not world.is_first:
         on_refused = on_note = _say_nothing
-    batches = make_batches(corpus, recipe, world.ranks)
-    if recipe.batch // world.ranks % recipe.micro_batch:
+    heads = make_config(corpus, recipe).num_attention_heads
+    shape = choose_shape(recipe.mesh, ranks=world.ranks, batch=recipe.batch, heads=heads, length=recipe.length)
+    batches = make_batches(corpus, recipe, shape.data)
+    if recipe.batch // shape.data % recipe.micro_batch:
         raise ValueError(
-            f"micro_batch={recipe.micro_batch} does not divide the {recipe.batch // world.ranks} sequences of a rank"
+            f"micro_batch={recipe.micro_batch} does not divide the {recipe.batch // shape.data} sequences of a rank; "
+            "choose a number that does, like micro_batch=1"
         )
+    world = share_sequences(world, shape)
     wanted = [name for name, is_wanted in ((TENSORBOARD, tensorboard), (WANDB, wandb)) if is_wanted]
     for name in wanted:
         check_installed(name)
     evaluation = Evaluation(corpus, recipe, world) if recipe.evaluate_every else None
-    probed = [] if batches.mixture is None else batches.mixture.make_probes(world.rank, world.ranks)
+    probed = [] if batches.mixture is None else batches.mixture.make_probes(world.data_rank, world.data_ranks)
     tokenizer = {name: corpus.read_file(name) for name in corpus.manifest.files}  # the corpus may be gone at the end
     with claimed(output, world, overwrite=overwrite):  # before anything is decided by what is in there
         if continue_from is not None:
@@ -217,6 +229,7 @@ def make_ready(model: DecoderForCausalLM, recipe: Recipe, world: World) -> torch
         options = {"deterministic": True} if recipe.deterministic else None
         for layer in model.model.layers:  # two kinds of layers are two short graphs, for any number of them
             layer.compile(options=options)
+    model.share_sequences(world.sequence)
     shard_model(model, model.model.layers, world)
     return make_optimiser(model, recipe)
 
@@ -387,14 +400,18 @@ class _Run:
         self.on_note(f"{message}; {describe_last_good(self.saver.folder)}; resume the run")
 
     def _differentiate(self, tokens: Tensor) -> Tensor:
-        """The mean loss of this rank's sequences, and its gradients, which ranks average."""
+        """The mean loss of this rank's tokens, and its gradients, which ranks average.
+
+        Of a sequence that ranks share, each has the whole, and the model computes this rank's part of it.
+        """
         total = torch.zeros((), device=self.world.device)
         parts = tokens.split(self.recipe.micro_batch)
-        counted: Tensor | int = tokens[:, 1:].numel()
+        counted: Tensor | float = tokens[:, 1:].numel()
         end = self.batches.windows.corpus.manifest.end
         if self.recipe.document_mask:  # ranks may count different numbers of targets
             targets = (separate_documents(tokens, end).shift_labels != IGNORED).sum()
             counted = self.world.mean(targets.float()).clamp(min=1)
+        counted = counted / self.world.sequence_ranks
         for number, part in enumerate(parts):
             accumulate_gradients(self.model, is_last=number == len(parts) - 1)
             ids, labels, positions = part[:, :-1], part[:, 1:].contiguous(), None
@@ -412,9 +429,9 @@ class _Run:
     def _read(self, steps: range) -> Generator[Tensor]:
         """Windows are read at once, but needle documents take time to write."""
         if can_read_ahead() and self.batches.mixture is not None:
-            read = read_ahead(self.batches, steps, self.world.rank, self._check_alone)
+            read = read_ahead(self.batches, steps, self.world.data_rank, self._check_alone)
         else:
-            read = read_batches(self.batches, steps, self.world.rank)
+            read = read_batches(self.batches, steps, self.world.data_rank)
         try:
             with contextlib.closing(read) as batches:
                 for tokens in batches:

@@ -96,8 +96,9 @@ def unlike(results: ComparisonResults, run: Run) -> list[str]:
 
 
 def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
-    """Those of them that change the speed."""
-    return [name for name in unlike(results, run) if name in _OF_THE_SPEED]
+    """Those of them that change the speed, and the mesh, which changes nothing else."""
+    names = [name for name in unlike(results, run) if name in _OF_THE_SPEED]
+    return names if run.recipe.mesh == reference_of(results, run).recipe.mesh else [*names, "mesh"]
 
 
 def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
