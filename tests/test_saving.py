@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -42,6 +43,7 @@ def test_checkpoints_are_also_made_by_time(corpus: Corpus, tmp_path: Path, monke
 
     def tick(done: Step) -> None:
         nonlocal now, wall
+        wait_for_writes()
         found.append(checkpoints.steps_in(tmp_path / "checkpoints"))
         now += 60
         wall -= 86400
@@ -71,6 +73,13 @@ def test_what_is_saved_by_time_is_as_good(corpus: Corpus, quick_run: Path, tmp_p
     train(corpus, recipe, tmp_path, resume=True, on_step=lambda done: steps.append(done.step))
     assert steps == [6, 7, 8]
     assert_same_run(tmp_path, quick_run)
+
+
+def wait_for_writes() -> None:
+    """Until a checkpoint that is being written is there."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("save step "):
+            thread.join()
 
 
 def size_of(run: Path) -> int:
@@ -140,9 +149,7 @@ def test_a_finished_run_needs_no_room(
 
 def test_checkpoints_until_the_next_one_are_removed(tmp_path: Path) -> None:
     for step, about in ((1, {}), (2, {"until_next": True}), (3, {}), (4, {}), (5, {"until_next": True})):
-        checkpoints.begin(tmp_path, step)
-        checkpoints.write_shard(tmp_path, step, 0, {"a": torch.zeros(3)})
-        checkpoints.finish(tmp_path, step, about)
+        checkpoints.save(tmp_path, step, about, {"a": torch.zeros(3)})
     checkpoints.prune(tmp_path, 5, 2)
     assert checkpoints.steps_in(tmp_path) == [3, 4, 5]
     checkpoints.prune(tmp_path, 4, 1)
