@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 import time
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,68 @@ def wait_for_writes() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("save step "):
             thread.join()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is the state of its step, and there is one write at a time."""
+    goes_on, steps = threading.Event(), []
+    write = checkpoints.write_shard
+
+    def write_late(folder: Path, step: int, *others: Any) -> Any:
+        steps.append((step, checkpoints.steps_in(folder)))
+        assert goes_on.wait(60) or step != 2
+        return write(folder, step, *others)
+
+    def set_at_4(done: Step) -> None:
+        assert (done.step, checkpoints.steps_in(tmp_path / "checkpoints")) != (4, [2])
+        if done.step == 4:
+            goes_on.set()
+
+    monkeypatch.setattr(checkpoints, "write_shard", write_late)
+    train(corpus, override(QUICK, ["keep=4"]), tmp_path, on_step=set_at_4)
+    assert steps == [(2, []), (4, [2]), (6, [2, 4]), (8, [2, 4, 6])]
+    folder, expected = tmp_path / "checkpoints", quick_run / "checkpoints"
+    assert (folder / "step-00000006" / "manifest.json").exists()
+    name = "step-00000006/rank-00000-00000.safetensors"
+    assert (folder / name).read_bytes() == (expected / name).read_bytes()
+    for step in (2, 4):  # of other steps than the weights are of now
+        train(corpus, QUICK, resumed_at(step, tmp_path, tmp_path / f"from-{step}"), resume=True)
+        assert_same_run(tmp_path / f"from-{step}", quick_run)
+
+
+def resumed_at(step: int, run: Path, output: Path) -> Path:
+    """A copy of a run, with one checkpoint."""
+    output.mkdir()
+    for name in ("run.json", "metrics.jsonl"):
+        shutil.copy(run / name, output)
+    shutil.copytree(run / "checkpoints" / f"step-{step:08}", output / "checkpoints" / f"step-{step:08}")
+    return output
+
+
+def test_an_error_of_the_write_is_said_at_the_next_step(
+    corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoints.write_shard
+
+    def fail(folder: Path, step: int, *others: Any) -> Any:
+        if step == 4:
+            (folder / "step-00000004.tmp" / "half").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        return write(folder, step, *others)
+
+    monkeypatch.setattr(checkpoints, "write_shard", fail)
+    recipe = override(QUICK, ["checkpoint_every=2", "steps=8"])
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        train(corpus, recipe, tmp_path, on_step=lambda done: wait_for_writes())
+    assert raised.value.filename == str(tmp_path / "checkpoints")
+    assert len(read_metrics(tmp_path)) in (4, 5)  # as the write fails before or after the next loss is there
+    assert checkpoints.steps_in(tmp_path / "checkpoints") == [2]
+    assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
+    monkeypatch.undo()
+    train(corpus, recipe, tmp_path, resume=True)
+    assert_same_run(tmp_path, quick_run)
 
 
 def size_of(run: Path) -> int:

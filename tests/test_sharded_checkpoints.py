@@ -35,7 +35,9 @@ from tests.test_parallel import assert_close_runs, ranks_of, train_together, wor
 from tests.training_runs import QUICK, assert_same_run
 
 KILLS = 10
-RECIPE = override(QUICK, ["micro_batch=1", "steps=26", "checkpoint_every=1"])
+CALLS_IN_A_SAVE = 22, 4
+"""To the file system, about: by the first rank, and by another."""
+RECIPE = override(QUICK, ["micro_batch=1", "steps=12", "checkpoint_every=1"])
 LAST = RECIPE.steps
 
 
@@ -54,13 +56,15 @@ def go_back(output: Path, step: int, source: Path) -> None:
 
 
 def test_kills_at_ten_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_ranks: Path, tmp_path: Path) -> None:
-    """Of one rank, which ends the other, and of both. What was durable is whole, and the run ends bit for bit as without;
-    one of them also goes on with one process."""
+    """Of one rank, which ends the other, and of both. All that was durable stays whole.
+
+    The run ends bit for bit as one that was not killed. In the middle, it also goes on with one process.
+    """
     output, folder = tmp_path / "out", tmp_path / "out" / "checkpoints"
     draw, durable = random.Random(0), 0
     for kill in range(KILLS):
         victim = kill % 2
-        mishap = Mishap(victim, "die_in_save", draw.randint(1, 8 if victim else 30))
+        mishap = Mishap(victim, "die_in_save", draw.randint(1, CALLS_IN_A_SAVE[victim]))
         with ranks_of(words_of(corpus, RECIPE), output, mishap=mishap) as processes:
             processes[victim][0].join(timeout=200)
             assert processes[victim][0].exitcode == -9, processes[victim][1].read_text()
@@ -75,7 +79,7 @@ def test_kills_at_ten_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_
             checkpoints.verify(folder, step)
         if kill == KILLS // 2:
             shutil.copytree(output, tmp_path / "one")
-    assert 0 < durable < LAST
+    assert 2 < durable < LAST
     train_together(corpus, RECIPE, output)
     assert_same_run(output, two_ranks)
     train(corpus, RECIPE, tmp_path / "one", resume=True, on_refused=pytest.fail)
