@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,8 @@ from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import find_checkpoint
 from muse_attention.pretraining.training import train
-from tests.ranks import Mishap
+from tests import shard_checks
+from tests.ranks import CONTEXT, Mishap
 from tests.test_checkpoints import Bomb, flip, forge
 from tests.test_parallel import assert_close_runs, ranks_of, train_together, words_of
 from tests.training_runs import QUICK, assert_same_run
@@ -222,6 +224,45 @@ def test_ranks_refuse_together_what_one_of_them_finds_damaged(corpus: Corpus, tw
     assert line.endswith(f"step-{LAST:08} is damaged: rank-00001-00000.safetensors is not what was written")
     assert (tmp_path / "out-1.txt").read_text() == ""
     assert_same_run(output, two_ranks)
+
+
+def run_checks(action: str, ranks: int, folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        CONTEXT.Process(target=shard_checks.run, args=(action, rank, ranks, port, folder)) for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=200)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_what_four_ranks_wrote_on_any_mesh_is_read_by_two_and_by_one(tmp_path: Path) -> None:
+    """What several ranks have is written once, and a rank opens only files that have something for it."""
+    run_checks("save", 4, tmp_path)
+    assert checkpoints.steps_in(tmp_path) == list(shard_checks.LAYOUTS)
+    for step in shard_checks.LAYOUTS:
+        found = dict(checkpoints.read_tensors(checkpoints.verify(tmp_path, step)))
+        expected = shard_checks.whole_tensors()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    run_checks("load", 2, tmp_path)
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_four(corpus: Corpus, tmp_path: Path) -> None:
+    recipe = override(RECIPE, ["batch=4", "steps=3"])
+    train_together(corpus, recipe, tmp_path / "four", ranks=4)
+    go_back(tmp_path / "two", 2, tmp_path / "four")
+    train_together(corpus, recipe, tmp_path / "two")
+    assert_close_runs(tmp_path / "two", tmp_path / "four")
 
 
 def test_each_file_is_hashed_by_one_rank(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
