@@ -32,7 +32,7 @@ class Mishap(NamedTuple):
 
     rank: int
     kind: str
-    """a function of this module"""
+    """of those that `run_command` has"""
     number: int
     """which call it is that goes wrong"""
 
@@ -43,9 +43,14 @@ def run_command(
     """`muse` with some arguments; what it says on stderr goes to a file."""
     os.environ.update(environment)
     if mishap is not None and mishap.rank == int(environment["RANK"]):
-        {"poison": poison, "die_in_save": die_in_save, "fill_disk": fill_disk, "forget_moments": forget_moments}[
-            mishap.kind
-        ](mishap.number)
+        {
+            "poison": poison,
+            "die_in_save": die_in_save,
+            "all_die_in_save": lambda number: die_in_save(number, errors.parent),
+            "fill_disk": fill_disk,
+            "forget_moments": forget_moments,
+        }[mishap.kind](mishap.number)
+    errors.with_suffix(".pid").write_text(str(os.getpid()))
     sys.argv = ["muse", *arguments]
     with open(errors, "w") as file:
         os.dup2(file.fileno(), 2)
@@ -70,9 +75,18 @@ def poison(number: int) -> None:
     DecoderForCausalLM.forward = spoilt
 
 
-def die_in_save(number: int) -> None:
-    """`kill -9` at this call to the file system by the thread that saves."""
+def die_in_save(number: int, ranks: Path | None = None) -> None:
+    """`kill -9` at this call to the file system by the thread that saves.
+
+    Args:
+        ranks: folder with the numbers of all processes, which are killed first
+    """
     calls = 0
+
+    def kill() -> None:
+        processes = set() if ranks is None else {int(path.read_text()) for path in ranks.glob("*.pid")}
+        for process in [*(processes - {os.getpid()}), os.getpid()]:
+            os.kill(process, signal.SIGKILL)
 
     def counting(call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **others: Any) -> Any:
@@ -80,7 +94,7 @@ def die_in_save(number: int) -> None:
             if threading.current_thread().name.startswith("save step "):
                 calls += 1
                 if calls == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    kill()
             return call(*arguments, **others)
 
         return counted

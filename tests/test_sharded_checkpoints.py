@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -65,15 +66,17 @@ def test_kills_at_ten_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_
     output, folder = tmp_path / "out", tmp_path / "out" / "checkpoints"
     draw, durable = random.Random(0), 0
     for kill in range(KILLS):
-        victim = kill % 2
-        mishap = Mishap(victim, "die_in_save", draw.randint(1, CALLS_IN_A_SAVE[victim]))
+        victim, kind = kill % 2, "die_in_save" if kill % 3 else "all_die_in_save"
+        mishap = Mishap(victim, kind, draw.randint(1, CALLS_IN_A_SAVE[victim]))
         with ranks_of(words_of(corpus, RECIPE), output, mishap=mishap) as processes:
-            processes[victim][0].join(timeout=200)
-            assert processes[victim][0].exitcode == -9, processes[victim][1].read_text()
-            if kill % 3 == 0:  # all of them
-                processes[1 - victim][0].kill()
-            processes[1 - victim][0].join(timeout=200)
-            assert processes[1 - victim][0].exitcode not in (None, 0)
+            for process, _ in processes:
+                process.join(timeout=200)
+            codes = [process.exitcode for process, _ in processes]
+        said = [file.read_text() for _, file in processes]
+        assert codes[victim] == -9, said
+        assert codes[1 - victim] == (1 if kill % 3 else -9), said
+        if kill % 3:
+            assert re.fullmatch(r"muse: another rank is gone; .*; resume the run\n", said[1 - victim])
         steps = checkpoints.steps_in(folder)
         assert max(steps, default=0) >= durable, "what was durable is lost"
         durable = max(steps, default=0)

@@ -37,8 +37,10 @@ from muse_attention.pretraining.checkpointing.manifest import (
 from muse_attention.pretraining.checkpointing.shards import (
     Piece,
     check_contents,
+    contents_by_file,
     read_headers,
     read_tensor,
+    reading,
     whole_pieces,
     write_pieces,
 )
@@ -184,11 +186,13 @@ def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
     all_check(world, check_hashes)
     tensors = manifest.tensors
     if tensors is None:
-        tensors = read_headers(path, [file.name for file in manifest.files])
+        names = [file.name for file in manifest.files]
+        tensors = agree(world, str(path), lambda: read_headers(path, names), str)
+    contents = contents_by_file(tensors)
 
     def check_share() -> None:
         for file in share:
-            check_contents(path, file.name, tensors)
+            check_contents(path, file.name, contents.get(file.name, {}))
 
     all_check(world, check_share)
     return Checkpoint(path, step, manifest.about, tuple(file.name for file in manifest.files), tensors)
@@ -207,11 +211,12 @@ def _look_at(path: Path, step: int) -> Manifest:
             raise CheckpointError(f"checkpoint {path} is torn: {file.name} has {size} bytes, not {file.size}")
     if manifest.tensors is not None:
         expected = {MANIFEST, *(file.name for file in manifest.files)}
-        for name in sorted(found.name for found in path.iterdir()):
-            if name not in expected:
-                raise CheckpointError(
-                    f"checkpoint {path} is damaged: {as_line(name)} was not written with it; move it away"
-                )
+        with reading(path, "its folder"):
+            unexpected = sorted({found.name for found in path.iterdir()} - expected)
+        for name in unexpected:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {as_line(name)} was not written with it; move it away"
+            )
     return manifest
 
 

@@ -30,11 +30,14 @@ from muse_attention.pretraining.disk_space import check_room, describe_room, has
 from muse_attention.pretraining.failures import StepError, TrainingError, forget_failures
 from muse_attention.pretraining.metrics import Metrics
 from muse_attention.pretraining.optimiser import are_finite
-from muse_attention.pretraining.parallel import World, local_part
+from muse_attention.pretraining.parallel import World, is_of_lost_rank, local_part
 from muse_attention.pretraining.recipes import Recipe
 from muse_attention.pretraining.run_folder import describe_last_good
 from muse_attention.pretraining.run_state import RunState
 from muse_attention.pretraining.stopping import Stopped
+
+_PATIENCE = 60.0
+"""Seconds that a write has to end, when an error has ended the run."""
 
 
 @dataclass
@@ -122,7 +125,7 @@ class Saver:
     def describe_last_good(self) -> str:
         """The newest checkpoint that is whole, in words, when no write is in flight."""
         if self._in_flight is not None:
-            self._in_flight.wait()
+            self._in_flight.wait(_PATIENCE)
         return describe_last_good(self.folder)
 
     def __enter__(self) -> Self:
@@ -134,7 +137,8 @@ class Saver:
         if error is None:
             self.wait()
         elif not isinstance(error, Stopped) and self._in_flight is not None:
-            self._in_flight.wait()  # what ends the run is said, and not what else went wrong
+            # What ends the run is said, and not what else went wrong. A rank that is gone may never write its part.
+            self._in_flight.wait(None if self._group is None else _PATIENCE)
 
     def _prepare(
         self, step: int, tensors: Mapping[str, Tensor], about: dict[str, Any], size: int
@@ -193,8 +197,8 @@ class Saver:
         if isinstance(error, CheckpointException):
             of_rank = error.failures.get(self.world.rank)
             return self._describe_failure_elsewhere() if of_rank is None else of_rank[0]
-        if isinstance(error, RuntimeError):  # of gloo: another rank is gone
-            return TrainingError(f"a checkpoint was not written: {error}; {describe_last_good(self.folder)}")
+        if is_of_lost_rank(error):
+            return TrainingError(f"another rank is gone; {describe_last_good(self.folder)}; resume the run")
         return error
 
     def _describe_failure_elsewhere(self) -> TrainingError:

@@ -52,7 +52,14 @@ from muse_attention.pretraining.model.configuration import DecoderConfig
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.optimiser import are_finite, learnt, make_optimiser, restore, set_learning_rate
-from muse_attention.pretraining.parallel import World, accumulate_gradients, local_part, shard_model, whole
+from muse_attention.pretraining.parallel import (
+    World,
+    accumulate_gradients,
+    is_of_lost_rank,
+    local_part,
+    shard_model,
+    whole,
+)
 from muse_attention.pretraining.probing import Probe, Probing
 from muse_attention.pretraining.reading import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_attention.pretraining.recipes import Recipe
@@ -191,6 +198,10 @@ def train(
                             metrics.add(done)
                             on_step(done)
             except RuntimeError as error:
+                if is_of_lost_rank(error):
+                    raise TrainingError(
+                        f"another rank is gone; {saver.describe_last_good()}; resume the run"
+                    ) from error
                 if world.is_first and _may_fail_again(error):
                     note_failure(output, run.step + 1, str(error))
                 raise

@@ -19,9 +19,9 @@ class BackgroundTask:
     def has_failed(self) -> bool:
         return self._error is not None
 
-    def wait(self) -> BaseException | None:
-        """Return when it is done, with the error that it raised."""
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> BaseException | None:
+        """Return when it is done, with the error that it raised, or after so many seconds."""
+        self._thread.join(seconds)
         return self._error
 
     def _run(self) -> None:

@@ -64,16 +64,19 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> list[Store
     return parts
 
 
-def check_contents(folder: Path, file: str, tensors: Mapping[str, StoredTensor]) -> None:
+def contents_by_file(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, TensorKind]]:
+    """What each file has of which tensor."""
+    contents: dict[str, dict[str, TensorKind]] = {}
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            contents.setdefault(chunk.file, {})[name] = TensorKind(chunk.sizes, tensor.kind.dtype)
+    return contents
+
+
+def check_contents(folder: Path, file: str, expected: Mapping[str, TensorKind]) -> None:
     """A CheckpointError unless a file has the chunks that the manifest says, and all numbers are finite."""
     from safetensors import safe_open
 
-    expected = {
-        name: TensorKind(chunk.sizes, tensor.kind.dtype)
-        for name, tensor in tensors.items()
-        for chunk in tensor.chunks
-        if chunk.file == file
-    }
     with reading(folder, file), safe_open(folder / file, "pt") as opened:
         # A rank that has nothing of a tensor did write that, in checkpoints of format 1.
         names = {name for name in opened.keys() if 0 not in opened.get_slice(name).get_shape()}  # noqa: SIM118
