@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.data.corpus import Corpus
+from muse_attention.pretraining.failures import TrainingError
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import override
@@ -227,6 +228,21 @@ def test_ranks_refuse_together_what_one_of_them_finds_damaged(corpus: Corpus, tw
     assert line.endswith(f"step-{LAST:08} is damaged: rank-00001-00000.safetensors is not what was written")
     assert (tmp_path / "out-1.txt").read_text() == ""
     assert_same_run(output, two_ranks)
+
+
+@pytest.mark.parametrize("theirs", ["another manifest", "its manifest.json: No such file or directory"])
+def test_ranks_that_see_different_files_do_not_go_on(
+    theirs: str, corpus: Corpus, two_ranks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a network's folder shows a checkpoint to one rank and not yet to another: it must not be refused."""
+
+    def gather(found: list[Any], value: Any) -> None:
+        found[:] = [value, value if isinstance(value, list) else theirs]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    world = World(torch.device("cpu"), 0, 2, cast(Any, object()))
+    with pytest.raises(TrainingError, match=rf"not all ranks see the same in .*step-{LAST:08} yet; resume again"):
+        find_checkpoint(two_ranks, RECIPE, corpus, pytest.fail, world=world)
 
 
 def run_checks(action: str, ranks: int, folder: Path) -> None:
