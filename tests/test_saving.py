@@ -6,6 +6,7 @@ import errno
 import shutil
 import threading
 import time
+import weakref
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.pretraining import checkpoints, disk_space, saving
+from muse_attention.pretraining.checkpointing import shards
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.metrics import Step, read_metrics
 from muse_attention.pretraining.recipes import override
@@ -111,6 +113,28 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     for step in (2, 4):  # of other steps than the weights are of now
         train(corpus, QUICK, resumed_at(step, tmp_path, tmp_path / f"from-{step}"), resume=True)
         assert_same_run(tmp_path / f"from-{step}", quick_run)
+
+
+def test_copies_are_freed_when_they_are_written(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not only when the next ones are made."""
+    copies: list[weakref.ref[torch.Tensor]] = []
+    copy = shards.copy_to_host
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        copied = copy(tensor)
+        copies.append(weakref.ref(copied))
+        return copied
+
+    def check(done: Step) -> None:
+        if done.step > 1:
+            wait_for_writes()
+            assert copies
+            assert not any(copied() is not None for copied in copies)
+
+    monkeypatch.setattr(shards, "copy_to_host", note)
+    train(corpus, override(QUICK, ["checkpoint_every=1", "steps=3"]), tmp_path, on_step=check)
 
 
 def resumed_at(step: int, run: Path, output: Path) -> Path:

@@ -112,8 +112,8 @@ class Saver:
 
     def wait(self) -> None:
         """Return when no write is in flight; raises the error of the one that was."""
-        task, self._in_flight = self._in_flight, None
-        error = None if task is None else task.wait()
+        error = None if self._in_flight is None else self._in_flight.wait()
+        self._in_flight = None
         if error is not None:
             raise self._as_own(error) from error
 

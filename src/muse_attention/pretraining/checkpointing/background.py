@@ -10,9 +10,8 @@ class BackgroundTask:
     """Its thread ends with the process: what it writes is whole or absent."""
 
     def __init__(self, action: Callable[[], None], name: str) -> None:
-        self._action = action
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(action,), name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -24,8 +23,9 @@ class BackgroundTask:
         self._thread.join(seconds)
         return self._error
 
-    def _run(self) -> None:
+    def _run(self, action: Callable[[], None]) -> None:
+        """What the action holds, as copies of tensors, is freed with the thread."""
         try:
-            self._action()
+            action()
         except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
             self._error = error
