@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import muse_attention.cli.train
+import muse_attention.pretraining.checkpointing.together
 import muse_attention.pretraining.training  # noqa: F401 - imported once, for all ranks
 from muse_attention.cli import main
+from muse_attention.pretraining import checkpoints, optimiser
+from muse_attention.pretraining.checkpointing import together
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
 
-def run_command(
-    arguments: Sequence[str], environment: Mapping[str, str], errors: Path, poisoned: tuple[int, int] | None = None
-) -> None:
-    """`muse` with some arguments; what it says on stderr goes to a file.
+class Mishap(NamedTuple):
+    """What goes wrong on one rank."""
 
-    `poisoned` is a rank, and the number of its backward pass whose loss is not finite.
-    """
+    rank: int
+    kind: str
+    """of those that `run_command` has"""
+    number: int
+    """which call it is that goes wrong"""
+
+
+def run_command(
+    arguments: Sequence[str], environment: Mapping[str, str], errors: Path, mishap: Mishap | None = None
+) -> None:
+    """`muse` with some arguments; what it says on stderr goes to a file."""
     os.environ.update(environment)
-    if poisoned is not None and poisoned[0] == int(environment["RANK"]):
-        _poison(poisoned[1])
+    if mishap is not None and mishap.rank == int(environment["RANK"]):
+        {
+            "poison": poison,
+            "die_in_save": die_in_save,
+            "all_die_in_save": lambda number: die_in_save(number, errors.parent),
+            "fill_disk": fill_disk,
+            "forget_moments": forget_moments,
+        }[mishap.kind](mishap.number)
+    errors.with_suffix(".pid").write_text(str(os.getpid()))
     sys.argv = ["muse", *arguments]
     with open(errors, "w") as file:
         os.dup2(file.fileno(), 2)
@@ -39,7 +59,8 @@ def run_command(
     main()
 
 
-def _poison(number: int) -> None:
+def poison(number: int) -> None:
+    """The loss of this backward pass is not finite."""
     forward = DecoderForCausalLM.forward
     calls = 0
 
@@ -52,3 +73,58 @@ def _poison(number: int) -> None:
         return out
 
     DecoderForCausalLM.forward = spoilt
+
+
+def die_in_save(number: int, ranks: Path | None = None) -> None:
+    """`kill -9` at this call to the file system by the thread that saves.
+
+    Args:
+        ranks: folder with the numbers of all processes, which are killed first
+    """
+    calls = 0
+
+    def kill() -> None:
+        processes = set() if ranks is None else {int(path.read_text()) for path in ranks.glob("*.pid")}
+        for process in [*(processes - {os.getpid()}), os.getpid()]:
+            os.kill(process, signal.SIGKILL)
+
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **others: Any) -> Any:
+            nonlocal calls
+            if threading.current_thread().name.startswith("save step "):
+                calls += 1
+                if calls == number:
+                    kill()
+            return call(*arguments, **others)
+
+        return counted
+
+    for name in ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, counting(getattr(os, name)))
+
+
+def fill_disk(number: int) -> None:
+    """This shard of the rank does not fit on its disk."""
+    write, calls = checkpoints.write_shard, 0
+
+    def failing(folder: Path, *others: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        return write(folder, *others)
+
+    checkpoints.write_shard = failing
+
+
+def forget_moments(number: int) -> None:
+    """What is loaded of them is lost."""
+    load = together.load_together
+
+    def forgetting(targets: Mapping[str, torch.Tensor], *others: Any) -> None:
+        load(targets, *others)
+        for name, target in targets.items():
+            if name.startswith(optimiser.MOMENTS):
+                target.zero_()
+
+    together.load_together = forgetting

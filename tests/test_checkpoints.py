@@ -28,10 +28,12 @@ pytest.importorskip("rich")
 from safetensors.torch import load_file, save
 
 from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.checkpointing import shards
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import describe_last_good, find_checkpoint, run_recipe
 from muse_attention.pretraining.training import train
+from tests.old_checkpoints import write_old
 from tests.test_prepare import contents
 from tests.training_runs import SMALL, STEPS, assert_same_run, losses, stop_at
 
@@ -168,7 +170,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "another step": lambda folder: edit_manifest(folder, step=4),
     "another recipe": lambda folder: edit_manifest(folder, about={}),
     "no files": lambda folder: edit_manifest(folder, files=[]),
-    "another format": lambda folder: edit_manifest(folder, format=2),
+    "another format": lambda folder: edit_manifest(folder, format=3),
 }
 
 
@@ -374,13 +376,10 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_one_line(whole_run: Path, tm
     assert "\n" not in str(raised.value)
 
 
-def test_shards_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
-    checkpoints.begin(tmp_path, 1)
-    for rank in range(2):
-        checkpoints.write_shard(tmp_path, 1, rank, {"a": torch.ones(2, 3 + rank)})
-    checkpoints.finish(tmp_path, 1, {}, ranks=2)
+def test_old_shards_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    write_old(tmp_path, 1, {}, [{"a": torch.ones(2, 3)}, {"a": torch.ones(2, 4)}])
     with pytest.raises(
-        checkpoints.CheckpointError, match=r"is damaged: rank-00001-.* holds no tensors of a run: Sizes"
+        checkpoints.CheckpointError, match=r"is damaged: rank-00001-.* holds no tensors of a run: its shard of a does"
     ):
         checkpoints.verify(tmp_path, 1)
 
@@ -512,29 +511,45 @@ def test_what_is_half_written_or_half_removed_is_no_checkpoint(corpus: Corpus, w
     assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
 
 
-def test_shards_of_several_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "BYTES_PER_FILE", 50)
-    rows = torch.arange(30.0).view(10, 3)
-    checkpoints.begin(tmp_path, 1)
-    for rank, part in enumerate(rows.split(4)):
-        checkpoints.write_shard(tmp_path, 1, rank, {"a": part, "b": 2 * part})
-    checkpoints.finish(tmp_path, 1, {}, ranks=3)
+def test_large_states_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "BYTES_PER_FILE", 150)
+    tensors = {name: torch.randn(10, 3) for name in "abcd"}
+    checkpoints.save(tmp_path, 1, {}, tensors)
     checkpoint = checkpoints.verify(tmp_path, 1)
-    assert len(checkpoint.files) > 3
+    assert len(checkpoint.files) == 4
     found = dict(checkpoints.read_tensors(checkpoint))
-    assert torch.equal(found["a"], rows)
-    assert torch.equal(found["b"], 2 * rows)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_an_old_checkpoint_still_loads(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    """One of three ranks, whose manifest has no table of tensors; the last rank has nothing of one of them."""
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "checkpoints"
+    checkpoint = checkpoints.verify(folder, 6)
+    ranks: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+    for name, tensor in checkpoints.read_tensors(checkpoint):
+        rows = -(-len(tensor) // 2) if name.endswith("norm.weight") else -(-len(tensor) // 3)
+        for rank, tensors in enumerate(ranks):
+            tensors[name] = tensor[rank * rows : (rank + 1) * rows].clone()
+    assert any(not len(tensor) for tensor in ranks[-1].values())
+    for step in (6, 8):
+        shutil.rmtree(folder / f"step-{step:08}")
+    write_old(folder, 6, checkpoint.about, ranks)
+    steps: list[int] = []
+    train(corpus, SMALL, tmp_path, resume=True, on_refused=pytest.fail, on_step=lambda done: steps.append(done.step))
+    assert steps == [7, 8]
+    assert_same_run(tmp_path, whole_run)
 
 
 DIE_AT_EVERY_CALL = """
 import os, shutil, sys, torch
 from pathlib import Path
 from muse_attention.pretraining import checkpoints
+from muse_attention.pretraining.checkpointing import shards
 
 def save(folder, step):
-    checkpoints.begin(folder, step)
-    checkpoints.write_shard(folder, step, 0, {"a": torch.full((3,), float(step))})
-    checkpoints.finish(folder, step, {})
+    checkpoints.save(folder, step, {}, {"a": torch.full((3,), float(step))})
     checkpoints.prune(folder, step, 1)
 
 def die_at(number):

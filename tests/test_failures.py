@@ -34,9 +34,7 @@ def poison(output: Path, step: int) -> None:
     checkpoint = checkpoints.verify(folder, step)
     tensors = dict(checkpoints.read_tensors(checkpoint))
     tensors = {name: torch.full_like(tensor, 1e38) if "norm" in name else tensor for name, tensor in tensors.items()}
-    checkpoints.begin(folder, step)
-    checkpoints.write_shard(folder, step, 0, tensors)
-    checkpoints.finish(folder, step, checkpoint.about)
+    checkpoints.save(folder, step, checkpoint.about, tensors)
 
 
 def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, tmp_path: Path) -> None:

@@ -170,9 +170,7 @@ def test_a_checkpoint_with_a_forged_state_is_refused(
     folder = output / "checkpoints"
     tensors = dict(checkpoints.read_tensors(checkpoints.verify(folder, 8)))
     about = {**checkpoints.verify(folder, 8).about, "state": {"skipped": skipped}}
-    checkpoints.begin(folder, 8)
-    checkpoints.write_shard(folder, 8, 0, tensors)
-    checkpoints.finish(folder, 8, about)
+    checkpoints.save(folder, 8, about, tensors)
     refused: list[str] = []
     train(corpus, SMALL, output, resume=True, on_refused=refused.append)
     assert refused == [f"checkpoint {folder / 'step-00000008'} is damaged: it has no state of a run"]

@@ -34,19 +34,19 @@ from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.run_folder import claimed
 from muse_attention.pretraining.training import train
 from tests.needle_models import needle_corpus, needle_tokenizer
-from tests.ranks import CONTEXT, run_command
+from tests.ranks import CONTEXT, Mishap, run_command
 from tests.test_prepare import contents
 from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, learnt, losses
 
 
-def _words(corpus: Corpus, recipe: Recipe) -> list[str]:
+def words_of(corpus: Corpus, recipe: Recipe) -> list[str]:
     fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
     return [str(corpus.folder), *fields, "--recipe", "tiny"]
 
 
 @contextlib.contextmanager
 def ranks_of(
-    words: list[str], output: Path, ranks: int = 2, poisoned: tuple[int, int] | None = None
+    words: list[str], output: Path, ranks: int = 2, mishap: Mishap | None = None
 ) -> Iterator[list[tuple[Any, Path]]]:
     """Processes of `muse train` as under `torchrun`, by the variables that it sets, and the files of what they say."""
     with socket.socket() as free:
@@ -58,7 +58,7 @@ def ranks_of(
     processes = [
         CONTEXT.Process(
             target=run_command,
-            args=(arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, file, poisoned),
+            args=(arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, file, mishap),
         )
         for rank, file in enumerate(errors)
     ]
@@ -72,14 +72,12 @@ def ranks_of(
             process.join()
 
 
-def train_together(
-    corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2, poisoned: tuple[int, int] | None = None
-) -> None:
-    run_together(_words(corpus, recipe), output, ranks, poisoned)
+def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2, mishap: Mishap | None = None) -> None:
+    run_together(words_of(corpus, recipe), output, ranks, mishap)
 
 
-def run_together(words: list[str], output: Path, ranks: int = 2, poisoned: tuple[int, int] | None = None) -> None:
-    with ranks_of(words, output, ranks, poisoned) as processes:
+def run_together(words: list[str], output: Path, ranks: int = 2, mishap: Mishap | None = None) -> None:
+    with ranks_of(words, output, ranks, mishap) as processes:
         for process, file in processes:
             process.join(timeout=240)
             assert process.exitcode == 0, file.read_text()
@@ -142,7 +140,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_pat
     recipe = override(QUICK, ["micro_batch=1", "steps=24", "checkpoint_every=20"])
     whole, output = tmp_path / "whole", tmp_path / "out"
     train_together(corpus, recipe, whole)
-    with ranks_of(_words(corpus, recipe), output) as processes:
+    with ranks_of(words_of(corpus, recipe), output) as processes:
         metrics = output / "metrics.jsonl"
         deadline = time.monotonic() + 200
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
@@ -166,7 +164,7 @@ def test_all_ranks_skip_what_one_of_them_cannot_use(corpus: Corpus, tmp_path: Pa
     limits = ["probe_every=1", "error_limit=1e-5", "attention=muse:Q4K4R4T0.5B16,clustering=lloyd", "exact_tail=0"]
     evaluated = ["evaluate_every=2", "evaluate_samples=3", "evaluate_needles=0"]
     recipe = override(QUICK, ["micro_batch=1", "steps=4", *limits, *evaluated])
-    train_together(corpus, recipe, tmp_path / "two", poisoned=(1, 3))
+    train_together(corpus, recipe, tmp_path / "two", mishap=Mishap(1, "poison", 3))
     lines = read_metrics(tmp_path / "two")
     assert [line["step"] for line in lines if "skipped" in line] == [3]
     assert lines[2]["skipped"] == "its loss is nan"
@@ -219,11 +217,11 @@ def test_ranks_that_find_other_checkpoints_do_not_go_on(
         shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
     before = contents(output)
 
-    def reduce(number: torch.Tensor, operation: object) -> None:
-        choose = min if operation == torch.distributed.ReduceOp.MIN else max
-        number.fill_(choose(int(number), theirs))
+    def gather(found: list[Any], steps: list[int]) -> None:
+        found[:] = [steps, [step for step in (6, 8) if step <= theirs]]
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     world = World(torch.device("cpu"), ranks=2, mesh=cast(Any, object()))
     with pytest.raises(TrainingError, match="some ranks would continue from step 6 and some from step 8"):
         train(corpus, SMALL, output, resume=True, world=world)

@@ -66,7 +66,10 @@ MOMENTS: dict[str, tuple[object, str, int, int]] = {
     "while a checkpoint is finished": (checkpoints, "finish", 2, 4),
     "while metrics are written": (Metrics, "add", 3, 3),
 }
-"""What is called then, its how manyth call it is, and the step after which the run stops."""
+"""What is called then, its how manyth call it is, and the step after which the run stops.
+
+Checkpoints are written while the run goes on, so that it may be one step further.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ def evaluated_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_signal_stops_a_run_at_the_next_safe_point(
     number: int, moment: str, corpus: Corpus, evaluated_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name, at, step = MOMENTS[moment]
+    owner, name, at, first = MOMENTS[moment]
     told: list[str] = []
     asked = Stopping()
     with monkeypatch.context() as patch:
@@ -90,11 +93,12 @@ def test_a_signal_stops_a_run_at_the_next_safe_point(
         with pytest.raises(Stopped) as raised, stop_on_signals(asked, told.append):
             train(corpus, EVALUATED, tmp_path, stopping=asked)
     name = signal.Signals(number).name
+    step = len(read_metrics(tmp_path))
+    assert step in ((first, first + 1) if owner is checkpoints else (first,))
     assert str(raised.value) == f"stopped by {name} after step {step}"
     assert raised.value.exit_code == 128 + number
     assert told == [f"{name}: the run stops at the next safe point; a second signal stops it at once"]
     assert checkpoints.steps_in(tmp_path / "checkpoints")[-1] == step
-    assert len(read_metrics(tmp_path)) == step
     train(corpus, EVALUATED, tmp_path, resume=True, on_refused=pytest.fail)
     assert_same_run(tmp_path, evaluated_run)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [6, 8]
@@ -277,8 +281,8 @@ metrics, folder = output / "metrics.jsonl", output / "checkpoints"
 write_shard = checkpoints.write_shard
 
 def write_slowly(*arguments):
-    write_shard(*arguments)
     time.sleep(0.05)  # for the signal to arrive meanwhile
+    return write_shard(*arguments)
 
 def inode():
     return metrics.stat().st_ino if metrics.exists() else None

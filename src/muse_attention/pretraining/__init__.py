@@ -13,7 +13,8 @@ evaluation. `model/` is the paper's decoder. The files here are the trainer, in 
    needles. `error_limit.py`: what follows from an error that is too large. `evaluating.py`: held-out loss and needles.
    `metrics.py`: a line for every update. `boards.py`: TensorBoard, and Weights & Biases.
 6. `run_folder.py`: what a run has on disk, and who may work there. `checkpoints.py`: its checkpoints, whole or absent.
-   `saving.py`: when they are made. `run_state.py`: what they keep beside tensors. `disk_space.py`: whether they fit.
+   `checkpointing/`: what they are made of. `saving.py`: when they are made. `run_state.py`: what they keep beside
+   tensors. `disk_space.py`: whether they fit.
 7. `stopping.py`: signals and time limits. `guarding.py`: updates that are skipped. `failures.py`: runs that fail again
    and again. `watchdog.py`: runs that stand still. `ending.py`: the end of a process that does not end by itself.
 """

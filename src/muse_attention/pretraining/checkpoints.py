@@ -1,53 +1,58 @@
 """Checkpoints that are whole or absent: written aside, hashed, renamed, and verified before anything is read from them.
 
     checkpoints/step-00000500/
-        manifest.json                    hash of every file, and of itself
-        rank-00000-00000.safetensors     tensors, sharded along their first dimension; each rank writes its own
+        manifest.json                    hash of every file, and of itself; which part of which tensor is where
+        rank-00000-00000.safetensors     what the first rank has of the tensors; each rank writes its own
 
 While it is written, a checkpoint is `step-00000500.tmp`, and so is an old one while it is removed: such
-folders are removed by the next run. Nothing is pickled. Shards of any number of ranks are read by any other.
+folders are removed by the next run. Nothing is pickled. What any number of ranks wrote is read by any other.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from muse_attention.files import errors_naming, remove_folder, replace_file, replace_folder, sync
+from muse_attention.pretraining.checkpointing.agreement import agree, all_check, gather, share_of
+from muse_attention.pretraining.checkpointing.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    StoredPart,
+    StoredTensor,
+    TensorKind,
+    as_line,
+    check_is_inside,
+    make_manifest,
+    read_manifest,
+    write_manifest,
+)
+from muse_attention.pretraining.checkpointing.shards import (
+    Piece,
+    check_contents,
+    contents_by_file,
+    read_headers,
+    read_tensor,
+    reading,
+    whole_pieces,
+    write_pieces,
+)
 from muse_attention.pretraining.data.shards import hash_file
+from muse_attention.pretraining.failures import TrainingError
+from muse_attention.pretraining.parallel import World
 from muse_attention.strict_json import parse_json
 
-MANIFEST = "manifest.json"
-BYTES_PER_FILE = 2**30
-_BYTES_OF_A_MANIFEST = 2**26
-_FORMAT = 1
 _NAME = re.compile(r"step-([0-9]{8,})")
-_FILE_NAME = re.compile(r"rank-[0-9]{5,}-[0-9]{5,}\.safetensors")
 _UNFINISHED = ".tmp"
 UNTIL_NEXT = "until_next"
 """What `about` has of a checkpoint that is removed when there is a newer one."""
-_SHOWN = 200
-"""Characters of a foreign text."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is torn, damaged, or of another run."""
-
-
-class TensorKind(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -60,23 +65,8 @@ class Checkpoint:
     about: dict[str, Any]
     """what its writer noted: the recipe, the corpus"""
     files: tuple[str, ...]
-    tensors: dict[str, TensorKind] = field(default_factory=dict)
-    """by name, shards joined"""
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file of a checkpoint. Its name is never a path: nothing outside of the checkpoint is read."""
-
-    name: str
-    size: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _FILE_NAME.fullmatch(self.name):
-            raise ValueError("no name of a file of tensors")
-        if type(self.size) is not int or not isinstance(self.sha256, str):
-            raise ValueError("no size and hash of a file")
+    tensors: dict[str, StoredTensor]
+    """by name: shape and dtype of the whole tensor, and its chunks"""
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -95,6 +85,12 @@ def steps_in(folder: Path) -> list[int]:
 # Writing
 
 
+def save(folder: Path, step: int, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write a checkpoint of tensors that this process has whole."""
+    begin(folder, step)
+    return finish(folder, step, about, write_shard(folder, step, 0, whole_pieces(tensors)))
+
+
 def begin(folder: Path, step: int) -> None:
     """Make the folder that a checkpoint is written into."""
     unfinished = _aside(folder, step)
@@ -103,47 +99,38 @@ def begin(folder: Path, step: int) -> None:
         unfinished.mkdir(parents=True)
 
 
-def write_shard(folder: Path, step: int, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """What one rank has: tensors by name, as files of safetensors, and a list of them with their hashes."""
-    from safetensors.torch import save
-
-    unfinished = _aside(folder, step)
-    files = []
-    for number, part in enumerate(_parts(tensors)):
-        path = unfinished / f"rank-{rank:05}-{number:05}.safetensors"
-        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in part.items()})
-        replace_file(path, content)
-        files.append(_File(path.name, len(content), hashlib.sha256(content).hexdigest()))
-    replace_file(_list_path(unfinished, rank), json.dumps([asdict(file) for file in files]))
+def write_shard(folder: Path, step: int, rank: int, pieces: Iterable[Piece]) -> list[StoredPart]:
+    """Write what one rank has, as files of safetensors; what they hold is for `finish`."""
+    return write_pieces(_aside(folder, step), rank, pieces)
 
 
-def finish(folder: Path, step: int, about: dict[str, Any], *, ranks: int = 1) -> Path:
-    """Add the manifest to a checkpoint that all ranks have written, and rename it to its final name."""
-    unfinished, finished = _aside(folder, step), folder_of(folder, step)
-    files = []
-    for rank in range(ranks):
-        path = _list_path(unfinished, rank)
-        with errors_naming(path):
-            files += json.loads(path.read_text())
-            path.unlink()
-    document = {"format": _FORMAT, "step": step, "about": about, "files": files}
-    replace_file(unfinished / MANIFEST, json.dumps({**document, "sha256": _own_hash(document)}, indent=2) + "\n")
-    replace_folder(unfinished, finished)
-    return finished
+def finish(folder: Path, step: int, about: dict[str, Any], parts: Iterable[StoredPart]) -> Path:
+    """Add the manifest to a checkpoint that all ranks have written, and rename it to its final name.
+
+    Args:
+        parts: what all ranks have written
+    """
+    return _finish(folder, step, make_manifest(step, about, parts))
 
 
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path, about: dict[str, Any]) -> Path:
     """Put one that was verified into another folder, with another note of its writer."""
-    _, files = _read_manifest(checkpoint.folder, checkpoint.step)
+    manifest = read_manifest(checkpoint.folder, checkpoint.step)
     begin(folder, checkpoint.step)
     unfinished = _aside(folder, checkpoint.step)
-    for file in files:
+    for file in manifest.files:
         path = unfinished / file.name
         with errors_naming(path):
             shutil.copyfile(checkpoint.folder / file.name, path)
             sync(path)
-    replace_file(_list_path(unfinished, 0), json.dumps([asdict(file) for file in files]))
-    return finish(folder, checkpoint.step, about)
+    return _finish(folder, checkpoint.step, write_manifest(checkpoint.step, about, manifest.files, checkpoint.tensors))
+
+
+def _finish(folder: Path, step: int, manifest: str) -> Path:
+    unfinished, finished = _aside(folder, step), folder_of(folder, step)
+    replace_file(unfinished / MANIFEST, manifest)
+    replace_folder(unfinished, finished)
+    return finished
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
@@ -176,28 +163,61 @@ def clear_unfinished(folder: Path) -> None:
 # Reading
 
 
-def verify(folder: Path, step: int) -> Checkpoint:
-    """Raise CheckpointError if a file was changed, or if no run can continue from the checkpoint."""
+def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
+    """Raise CheckpointError if a file was changed, or if no run can continue from the checkpoint.
+
+    Args:
+        world: ranks that share the work: each hashes some of the files, and none goes on before all are verified.
+            Collective: every rank must call it.
+    """
     path = folder_of(folder, step)
-    about, files = _read_manifest(path, step)
-    for file in files:
-        try:
-            _check_is_inside(path, file.name)
-            size = (path / file.name).stat().st_size
-            if size != file.size:
-                raise CheckpointError(f"checkpoint {path} is torn: {file.name} has {size} bytes, not {file.size}")
-            if hash_file(path / file.name) != file.sha256:
+    manifest = agree(world, str(path), lambda: _look_at(path, step), lambda found: found.sha256)
+    share = share_of(world, manifest.files)
+
+    def check_hashes() -> None:
+        for file in share:
+            try:
+                is_same = hash_file(path / file.name) == file.sha256
+            except OSError as error:
+                raise CheckpointError(f"checkpoint {path} is torn: {file.name}: {error.strerror}") from None
+            if not is_same:
                 raise CheckpointError(f"checkpoint {path} is damaged: {file.name} is not what was written")
+
+    all_check(world, check_hashes)
+    tensors = manifest.tensors
+    if tensors is None:
+        names = [file.name for file in manifest.files]
+        tensors = agree(world, str(path), lambda: read_headers(path, names), str)
+    contents = contents_by_file(tensors)
+
+    def check_share() -> None:
+        for file in share:
+            check_contents(path, file.name, contents.get(file.name, {}))
+
+    all_check(world, check_share)
+    return Checkpoint(path, step, manifest.about, tuple(file.name for file in manifest.files), tensors)
+
+
+def _look_at(path: Path, step: int) -> Manifest:
+    """The manifest of a checkpoint whose files are there, and have the sizes that it says."""
+    manifest = read_manifest(path, step)
+    for file in manifest.files:
+        try:
+            check_is_inside(path, file.name)
+            size = (path / file.name).stat().st_size
         except OSError as error:
             raise CheckpointError(f"checkpoint {path} is torn: {file.name}: {error.strerror}") from None
-    checkpoint = Checkpoint(path, step, about, tuple(file.name for file in files))
-    for name, tensor in read_tensors(checkpoint):
-        with _reading(checkpoint, _shown(name)):
-            is_finite = bool(tensor.isfinite().all())
-        if not is_finite:
-            raise CheckpointError(f"checkpoint {path} is damaged: {_shown(name)} has numbers that are not finite")
-        checkpoint.tensors[name] = TensorKind(tuple(tensor.shape), tensor.dtype)
-    return checkpoint
+        if size != file.size:
+            raise CheckpointError(f"checkpoint {path} is torn: {file.name} has {size} bytes, not {file.size}")
+    if manifest.tensors is not None:
+        expected = {MANIFEST, *(file.name for file in manifest.files)}
+        with reading(path, "its folder"):
+            unexpected = sorted({found.name for found in path.iterdir()} - expected)
+        for name in unexpected:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {as_line(name)} was not written with it; move it away"
+            )
+    return manifest
 
 
 def latest_good(
@@ -206,6 +226,7 @@ def latest_good(
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     *,
     before: int | None = None,
+    world: World | None = None,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, or None if there is none at all.
 
@@ -213,11 +234,13 @@ def latest_good(
         on_refused: told why a checkpoint is not used
         check: raises a CheckpointError for a checkpoint that is whole, but not to be used
         before: a step, for one that is older
+        world: ranks that look together and share the work. Collective: every rank must call it.
     """
     steps = [step for step in steps_in(folder) if before is None or step < before]
+    _check_same_steps(folder, gather(world, steps))
     for step in reversed(steps):
         try:
-            found = verify(folder, step)
+            found = verify(folder, step, world)
             check(found)
         except CheckpointError as error:
             on_refused(str(error))
@@ -228,70 +251,31 @@ def latest_good(
     return None
 
 
+def _check_same_steps(folder: Path, steps: Sequence[list[int]]) -> None:
+    """Raise TrainingError unless all ranks have found the same: a network's folder may show them one after another."""
+    newest = [max(found, default=0) for found in steps]
+    if any(found != steps[0] for found in steps):
+        raise TrainingError(
+            f"some ranks would continue from step {min(newest)} and some from step {max(newest)}: not all of them see "
+            f"all files in {folder} yet; resume again in a minute"
+        )
+
+
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
     """A CheckpointError unless a checkpoint has tensors of these names, shapes and dtypes, and no others."""
     for name in [*checkpoint.tensors, *expected]:
         if name not in checkpoint.tensors:
             raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has no {name}")
         tensor = expected.get(name)
-        if tensor is None or checkpoint.tensors[name] != TensorKind(tuple(tensor.shape), tensor.dtype):
-            raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has another {_shown(name)}")
+        if tensor is None or checkpoint.tensors[name].kind != TensorKind(tuple(tensor.shape), tensor.dtype):
+            raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has another {as_line(name)}")
 
 
 def read_tensors(checkpoint: Checkpoint, beginning: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor whose name has this prefix, shards joined; a CheckpointError if they cannot be read."""
-    from safetensors import safe_open
-
-    places: dict[str, list[str]] = {}
-    for name in checkpoint.files:  # in the order of the ranks
-        with _reading(checkpoint, name), safe_open(checkpoint.folder / name, "pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - no mapping
-                if key.startswith(beginning):
-                    places.setdefault(key, []).append(name)
-    for key, names in places.items():
-        shards = []
-        for name in names:
-            with _reading(checkpoint, name), safe_open(checkpoint.folder / name, "pt") as tensors:
-                shards.append(tensors.get_tensor(key))
-        with _reading(checkpoint, names[-1]):
-            whole = shards[0] if len(shards) == 1 else torch.cat(shards)
-        yield key, whole
-
-
-@contextlib.contextmanager
-def _reading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
-    """Turn errors in this block into a CheckpointError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or _shown(str(error))
-        raise CheckpointError(f"checkpoint {checkpoint.folder} is torn: {name}: {reason}") from None
-    except Exception as error:  # safetensors and PyTorch have an error for each way in which a file can be damaged
-        raise CheckpointError(
-            f"checkpoint {checkpoint.folder} is damaged: {name} holds no tensors of a run: {_shown(str(error))}"
-        ) from None
-
-
-def _read_manifest(path: Path, step: int) -> tuple[dict[str, Any], list[_File]]:
-    """What the writer of the checkpoint noted, and its files."""
-    try:
-        _check_is_inside(path, MANIFEST)
-        if (path / MANIFEST).stat().st_size > _BYTES_OF_A_MANIFEST:
-            raise ValueError
-        document = parse_json((path / MANIFEST).read_bytes())
-        claimed = document.pop("sha256")
-        files = [_File(**file) for file in document["files"]]
-        if _own_hash(document) != claimed or document["format"] != _FORMAT:
-            raise ValueError
-        if type(document["step"]) is not int or document["step"] != step:
-            raise ValueError
-        if not isinstance(document["about"], dict) or len({file.name for file in files}) != len(files):
-            raise ValueError
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} is torn: its {MANIFEST}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-        raise CheckpointError(f"checkpoint {path} is damaged: its {MANIFEST} is not what was written") from None
-    return document["about"], files
+    for name, tensor in checkpoint.tensors.items():
+        if name.startswith(beginning):
+            yield name, read_tensor(checkpoint.folder, name, tensor)
 
 
 def _is_until_next(path: Path) -> bool:
@@ -302,39 +286,5 @@ def _is_until_next(path: Path) -> bool:
         return False
 
 
-def _check_is_inside(folder: Path, name: str) -> None:
-    """Raise CheckpointError for a link out of the folder, and for anything but a regular file: a pipe never ends."""
-    path = os.path.realpath(folder / name, strict=True)
-    if os.path.dirname(path) != os.path.realpath(folder) or not os.path.isfile(path):
-        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not a file of its own")
-
-
-def _shown(text: str) -> str:
-    """Text from a file that may be damaged, as part of a line."""
-    words = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
-
-
-def _parts(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > BYTES_PER_FILE:
-            yield part
-            part, size = {}, 0
-        part[name] = tensor
-        size += tensor.nbytes
-    if part:
-        yield part
-
-
 def _aside(folder: Path, step: int) -> Path:
     return folder / (folder_of(folder, step).name + _UNFINISHED)
-
-
-def _list_path(unfinished: Path, rank: int) -> Path:
-    return unfinished / f"rank-{rank:05}.json"
-
-
-def _own_hash(document: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

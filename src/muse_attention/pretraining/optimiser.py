@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from muse_attention.pretraining.checkpoints import Checkpoint, CheckpointError, read_tensors
-from muse_attention.pretraining.parallel import copy_whole, local_part
+from muse_attention.pretraining.checkpointing.manifest import CheckpointError
+from muse_attention.pretraining.checkpoints import Checkpoint, check_tensors, read_tensors
+from muse_attention.pretraining.parallel import copy_whole
 from muse_attention.pretraining.recipes import Recipe
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
@@ -32,8 +34,8 @@ def set_learning_rate(optimiser: torch.optim.AdamW, rate: float) -> None:
 
 
 def learnt(model: nn.Module, optimiser: torch.optim.AdamW) -> dict[str, Tensor]:
-    """This rank's part of it, after at least one update."""
-    return {name: local_part(tensor) for name, tensor in _named(model, optimiser)}
+    """All of it, sharded as the model is, after at least one update."""
+    return dict(_named(model, optimiser))
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -65,6 +67,12 @@ def restore_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, beginning: str = "") -> None:
     """With all tensors of a checkpoint, or with those whose names have this prefix."""
+    if any(isinstance(target, DTensor) for target in targets.values()):
+        from muse_attention.pretraining.checkpointing.together import load_together
+
+        check_tensors(checkpoint, targets)
+        load_together(targets, checkpoint.folder, checkpoint.tensors)
+        return
     for name, tensor in read_tensors(checkpoint, beginning):
         target = targets.pop(name, None)
         if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:

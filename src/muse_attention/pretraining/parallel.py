@@ -178,3 +178,8 @@ def copy_whole(target: Tensor, source: Tensor) -> None:
             target.copy_(distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None))
         else:
             target.copy_(source)
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Whether an exchange failed, as it does where another process has ended."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

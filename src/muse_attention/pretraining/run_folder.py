@@ -27,6 +27,7 @@ from muse_attention.by_name import full_name
 from muse_attention.files import alone_in, errors_naming, remove_folder, replace_file
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.boards import TENSORBOARD, WANDB, WANDB_ID
+from muse_attention.pretraining.checkpointing.manifest import CheckpointError
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.failures import FILE as FAILURES
 from muse_attention.pretraining.initial_model import make_empty_model
@@ -126,36 +127,50 @@ def with_full_name(recipe: Recipe, output: Path, device: torch.device) -> Recipe
 
 
 def find_checkpoint(
-    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None], *, falls_back: bool = False
+    output: Path,
+    recipe: Recipe,
+    corpus: Corpus,
+    on_refused: Callable[[str], None],
+    *,
+    falls_back: bool = False,
+    world: World | None = None,
 ) -> checkpoints.Checkpoint | None:
     """The checkpoint from which the run in a folder continues; None to start from the beginning.
 
     Args:
         falls_back: leave the newest good one out, if there is another
+        world: ranks that share the work of verifying. Collective: every rank must call it.
     """
     if has_run(output):
         document = _read_run(output)
         if has_learnt(output):
             _check_same(document, output / RUN, recipe, corpus)
-    newest = latest_checkpoint(output, recipe, corpus, on_refused)
+    newest = latest_checkpoint(output, recipe, corpus, on_refused, world=world)
     if newest is None or not falls_back or newest.step == min(checkpoints.steps_in(output / CHECKPOINTS)):
         return newest
     try:
-        return latest_checkpoint(output, recipe, corpus, on_refused, before=newest.step)
-    except checkpoints.CheckpointError:  # none before it is whole
+        return latest_checkpoint(output, recipe, corpus, on_refused, before=newest.step, world=world)
+    except CheckpointError:  # none before it is whole
         return newest
 
 
 def latest_checkpoint(
-    output: Path, recipe: Recipe, corpus: Corpus, on_refused: Callable[[str], None], *, before: int | None = None
+    output: Path,
+    recipe: Recipe,
+    corpus: Corpus,
+    on_refused: Callable[[str], None],
+    *,
+    before: int | None = None,
+    world: World | None = None,
 ) -> checkpoints.Checkpoint | None:
     """The newest good checkpoint of the run in a folder, or None; `on_refused` hears of each that is not good.
 
     Args:
         before: a step, for one that is older
+        world: ranks that share the work of verifying. Collective: every rank must call it.
     """
     check = functools.partial(_check_is_of, recipe=recipe, corpus=corpus)
-    return checkpoints.latest_good(output / CHECKPOINTS, on_refused, check, before=before)
+    return checkpoints.latest_good(output / CHECKPOINTS, on_refused, check, before=before, world=world)
 
 
 def state_of(checkpoint: checkpoints.Checkpoint | None) -> RunState:
@@ -205,7 +220,7 @@ def describe_last_good(folder: Path) -> str:
     """The newest checkpoint that is whole, in words."""
     try:
         found = checkpoints.latest_good(folder, lambda message: None)
-    except checkpoints.CheckpointError as error:
+    except CheckpointError as error:
         return str(error)
     except OSError as error:
         return f"the checkpoints in {folder} cannot be read: {error.strerror}"
@@ -245,19 +260,19 @@ def _check_is_of(checkpoint: checkpoints.Checkpoint, recipe: Recipe, corpus: Cor
     try:
         _recipe_of(about, folder)
     except ValueError as error:
-        raise checkpoints.CheckpointError(f"checkpoint {error}") from None
+        raise CheckpointError(f"checkpoint {error}") from None
     _check_same(about, folder, recipe, corpus)
     if not 1 <= checkpoint.step <= recipe.updates:
-        raise checkpoints.CheckpointError(
+        raise CheckpointError(
             f"checkpoint {folder} is damaged: the run has {recipe.updates} steps, and none is {checkpoint.step}"
         )
     if not isinstance(about.get("initial"), str | None):
-        raise checkpoints.CheckpointError(f"checkpoint {folder} is damaged: it names no initial weights")
+        raise CheckpointError(f"checkpoint {folder} is damaged: it names no initial weights")
     try:
         if state_of(checkpoint).skipped >= checkpoint.step:
             raise ValueError
     except ValueError:
-        raise checkpoints.CheckpointError(f"checkpoint {folder} is damaged: it has no state of a run") from None
+        raise CheckpointError(f"checkpoint {folder} is damaged: it has no state of a run") from None
     checkpoints.check_tensors(checkpoint, expected_tensors(make_empty_model(corpus, recipe)))
 
 

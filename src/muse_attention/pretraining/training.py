@@ -56,6 +56,7 @@ from muse_attention.pretraining.optimiser import are_finite, learnt, make_optimi
 from muse_attention.pretraining.parallel import (
     World,
     accumulate_gradients,
+    is_of_lost_rank,
     local_part,
     shard_model,
     share_sequences,
@@ -144,7 +145,7 @@ def train(
         if failures is not None:
             failures.check_may_resume(output)
         if resume or continue_from is not None:
-            checkpoint = find_checkpoint(output, recipe, corpus, on_refused, falls_back=falls_back)
+            checkpoint = find_checkpoint(output, recipe, corpus, on_refused, falls_back=falls_back, world=world)
         else:
             check_may_start(output)
         step = 0 if checkpoint is None else checkpoint.step
@@ -197,12 +198,16 @@ def train(
                 on_note,
             )
             try:
-                with run.watchdog, contextlib.closing(run.steps(step)) as steps:
+                with run.watchdog, saver, contextlib.closing(run.steps(step)) as steps:
                     for done in steps:
                         if metrics is not None:
                             metrics.add(done)
                             on_step(done)
             except RuntimeError as error:
+                if is_of_lost_rank(error):
+                    raise TrainingError(
+                        f"another rank is gone; {saver.describe_last_good()}; resume the run"
+                    ) from error
                 if world.is_first and _may_fail_again(error):
                     note_failure(output, run.step + 1, str(error))
                 raise
@@ -294,9 +299,14 @@ class _Run:
         )
         set_learning_rate(self.optimiser, rate)
         self.optimiser.zero_grad()
-        loss, (is_asked, self.is_due) = self.world.mean_and_flags(
-            self._differentiate(tokens), self.stopping.request is not None, self.saver.is_due()
+        loss, (is_asked, self.is_due, has_failed) = self.world.mean_and_flags(
+            self._differentiate(tokens),
+            self.stopping.request is not None,
+            self.saver.is_due(),
+            self.saver.has_failed(),
         )
+        if has_failed:
+            self.saver.fail()
         if is_asked:
             raise _StopAsked
         norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)).item()
@@ -341,7 +351,7 @@ class _Run:
             no_more = f"; skip_budget={recipe.skip_budget} allows no more updates to be skipped"
             why_not = ", and the weights are not finite" if is_broken else no_more
             raise StepError(
-                f"step {number} failed: {reason}{why_not}; {describe_last_good(self.saver.folder)}; start again from "
+                f"step {number} failed: {reason}{why_not}; {self.saver.describe_last_good()}; start again from "
                 f"its recipe with a lower peak_rate{'' if is_broken else ', or resume with a larger skip_budget'}"
             )
         self.on_note(
@@ -385,6 +395,8 @@ class _Run:
     def _stop(self) -> NoReturn:
         if self.step > self.saver.newest:
             self._save(until_next=True)
+        self.watchdog.beat(f"writing the checkpoint of step {self.saver.newest}")
+        self.saver.wait()
         cause, exit_code = self.stopping.request or OF_ANOTHER_RANK
         raise Stopped(f"{cause} after step {self.step}", exit_code)
 
@@ -437,11 +449,11 @@ class _Run:
                 for tokens in batches:
                     yield tokens.to(self.world.device)
         except ReaderError as error:
-            raise TrainingError(f"{error}; {describe_last_good(self.saver.folder)}; resume the run") from None
+            raise TrainingError(f"{error}; {self.saver.describe_last_good()}; resume the run") from None
         except ReadingError as error:
             raise TrainingError(
                 f"the corpus in {self.batches.windows.corpus.folder} cannot be read any more ({error}); "
-                f"{describe_last_good(self.saver.folder)}; run muse prepare again as before, then resume the run"
+                f"{self.saver.describe_last_good()}; run muse prepare again as before, then resume the run"
             ) from None
 
 

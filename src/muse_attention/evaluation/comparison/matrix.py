@@ -21,7 +21,7 @@ from muse_attention.evaluation.loss.curves import bins_of
 from muse_attention.evaluation.loss.positions import token_losses
 from muse_attention.evaluation.settings import take_fingerprint
 from muse_attention.pretraining.batches import Windows
-from muse_attention.pretraining.checkpoints import CheckpointError
+from muse_attention.pretraining.checkpointing.manifest import CheckpointError
 from muse_attention.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.stored_results import OnStep
