@@ -87,11 +87,11 @@ def test_packed_documents(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(family: str, side: str) -> None:
+@pytest.mark.parametrize("padded", [slice(0, 30), slice(70, LENGTH), slice(30, 40)], ids=["left", "right", "inside"])
+def test_padding(family: str, padded: slice) -> None:
     ids = token_ids(batch=2)
     real = torch.ones_like(ids)
-    real[0, slice(0, 30) if side == "left" else slice(70, LENGTH)] = 0
+    real[0, padded] = 0
     batch = [{"input_ids": ids, "attention_mask": real}]
     assert_muse_agrees_with_eager(model_of(family), batch, batch)
 
@@ -126,7 +126,7 @@ def test_generation_from_a_padded_batch(family: str, cache: str | None) -> None:
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])  # which SDPA cannot serve
 def test_dropout_in_training_is_that_of_sdpa_also_for_packed_documents(family: str) -> None:
     model, ids = model_of(family).train(), token_ids()
     for layer in model.model.layers:

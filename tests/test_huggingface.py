@@ -222,7 +222,7 @@ def test_cross_attention() -> None:
 def test_a_bias_of_the_logits() -> None:
     config = transformers.T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
     model = transformers.T5ForConditionalGeneration(config).double().eval()
-    assert_encoder_and_decoder_agree_with_sdpa(model, reason="a mask of its own")
+    assert_encoder_and_decoder_agree_with_sdpa(model, reason="a bias to its logits")
 
 
 def test_attention_dropout() -> None:
