@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from muse_attention import DocumentBoundaries, MuSeConfig, muse_attention, muse_attn_func, muse_attn_varlen_func
 from muse_attention.defaults import LONGEST_EXACT
-from muse_attention.packed import attend_to_documents
+from muse_attention.document_rows import attend_to_documents
 from muse_attention.recording import recorded_calls
 from tests.closeness import assert_equal_to_rounding
 
@@ -30,8 +30,12 @@ def ends_of(lengths: list[int]) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
+def ends_tensor(lengths: list[int]) -> Tensor:
+    return torch.tensor(ends_of(lengths), dtype=torch.int32)
+
+
 def packed(tensors: tuple[Tensor, ...], lengths: list[int], **settings: Any) -> Any:
-    ends = torch.tensor(ends_of(lengths), dtype=torch.int32)
+    ends = ends_tensor(lengths)
     settings = {"config": CONFIG, "causal": True} | settings
     return muse_attn_varlen_func(*tensors, ends, ends, max(lengths), max(lengths), **settings)
 
@@ -191,27 +195,31 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert torch.equal(out, expected)
 
 
-def test_a_compiled_function_attends_to_every_batch_without_compiling_again() -> None:
-    tensors = row(60)
+@pytest.mark.parametrize("form", [DocumentBoundaries.from_lengths, ends_tensor], ids=["boundaries", "tensor"])
+def test_one_graph_serves_every_batch(form: Any) -> None:
     torch.compiler.reset()
-
     counter = CompileCounterWithBackend("aot_eager")
 
-    @torch.compile(backend=counter, dynamic=True)
-    def compiled(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
-        return muse_attn_varlen_func(query * 2, key, value, ends, ends, 60, 60, causal=True, config=CONFIG) + 1
+    @torch.compile(backend=counter, dynamic=True, fullgraph=True)
+    def compiled(query: Tensor, key: Tensor, value: Tensor, ends: Any, longest: int) -> tuple[Tensor, Tensor]:
+        settings: dict[str, Any] = {"causal": True, "config": CONFIG, "return_lse": True}
+        out, lse = muse_attn_varlen_func(query * 2, key, value, ends, ends, longest, longest, **settings)
+        return out + 1, lse
 
-    for count, lengths in enumerate(([40, 20], [1, 59], [17, 16, 27], [60], [30, 30])):
-        ends = torch.tensor(ends_of(lengths), dtype=torch.int32)
-        found = compiled(*tensors, ends)
-        expected = packed((tensors[0] * 2, *tensors[1:]), lengths) + 1
-        assert_equal_to_rounding(found, expected, str(count))
-        pairs = zip(
-            torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(expected.sum(), tensors), strict=True
-        )
-        for ours, theirs in pairs:
-            assert_equal_to_rounding(ours, theirs)
-    assert counter.frame_count == 2  # before the attention, and after it
+    for lengths in ([40, 20], [2, 59], [17, 16, 27], [60], [30, 1, 30, 9]):
+        tensors = row(sum(lengths))
+        found = compiled(*tensors, form(lengths), max(lengths))
+        out, lse = packed((tensors[0] * 2, *tensors[1:]), lengths, return_lse=True)
+        expected = (out + 1, lse)
+        for ours, theirs in zip(
+            (*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True
+        ):
+            assert_equal_to_rounding(ours, theirs, str(lengths))
+    assert counter.frame_count == 1
+    with pytest.raises(ValueError, match="cu_seqlens_q ends at 50, q has 60 tokens"):
+        compiled(*row(60), form([20, 30]), 30)
+    with pytest.raises(ValueError, match="max_seqlen_q=29 must be an integer of at least 30"):
+        compiled(*row(60), form([30, 30]), 29)
 
 
 def test_a_batch_of_one_length_compiles_into_one_graph() -> None:

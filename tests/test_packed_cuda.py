@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muse_attention import DocumentBoundaries, muse_attn_varlen_func
-from muse_attention.packed import attend_to_windows
+from muse_attention.document_rows import attend_to_windows
 from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from tests.closeness import assert_as_accurate_as_pytorch
 from tests.test_packed import loop

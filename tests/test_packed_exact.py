@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muse_attention import DocumentBoundaries, packed_exact
-from muse_attention.packed import attend_to_windows
+from muse_attention.document_rows import attend_to_windows
 from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from tests.closeness import assert_equal_to_rounding
 from tests.test_packed import gradients, loop, packed, row

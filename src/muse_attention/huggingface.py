@@ -9,8 +9,8 @@ model a configuration of its own, which `save_pretrained` keeps; in a model made
 the one that attends. Without it, and without `register(config)`, it is `MuSeConfig.for_length` of each input.
 
 MuSe attends where whole documents attend to themselves: training, and prefill. Packed documents, told by
-`cu_seq_lens_q` or by `position_ids` that restart, never see each other, and padding is left out (`packed.py`,
-`masks.py`). Attention sinks are part of the softmax (`sinks.py`).
+`cu_seq_lens_q` or by `position_ids` that restart, never see each other, and padding is left out
+(`document_rows.py`, `masks.py`). Attention sinks are part of the softmax (`sinks.py`).
 
 Everything else is attended to exactly, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV
 cache, inputs of one block, layers with a sliding window, attention dropout, a bias of the logits, and padding inside a
@@ -42,9 +42,9 @@ from torch._compile import _disable_dynamo
 from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
+from muse_attention.document_rows import EXACT, attend_to_documents, attend_to_each, config_of_document
 from muse_attention.documents import DocumentBoundaries
 from muse_attention.extras import how_to_install
-from muse_attention.packed import EXACT, attend_to_documents, attend_to_each, config_of_document
 from muse_attention.sinks import exact_attention_with_sinks, with_sinks
 
 try:
