@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import DocumentBoundaries, packed_exact
+from muse_attention import DocumentBoundaries, muse_attn_varlen_func, packed_exact
 from muse_attention.document_rows import attend_to_windows
 from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from tests.closeness import assert_equal_to_rounding
-from tests.test_packed import gradients, loop, packed, row
+from tests.test_packed import CONFIG, gradients, loop, packed, row
 
 calls: list[list[int]] = []
 """The ends of the documents of each call."""
@@ -94,6 +94,21 @@ def test_short_documents_share_one_call(lengths: list[int], ends: list[int], key
     pairs = zip((*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True)
     for name, (ours, theirs) in zip(names, pairs, strict=True):
         assert_equal_to_rounding(ours, theirs, name)
+
+
+def test_a_compiled_graph_does_not_attend_to_short_documents_again() -> None:
+    lengths = [1, 16, 40, 3, 17]
+    tensors = row(sum(lengths))
+    torch.compiler.reset()
+    compiled = torch.compile(muse_attn_varlen_func, backend="aot_eager", fullgraph=True)
+    boundaries = DocumentBoundaries.from_lengths(lengths)
+    settings: dict[str, Any] = {"causal": True, "config": CONFIG, "return_lse": True}
+    found = compiled(*tensors, boundaries, boundaries, 40, 40, **settings)
+    results = (*found, *gradients(*found, tensors))
+    assert calls == [[0, 1, 17, 20]]
+    expected = loop(tensors, lengths)
+    for ours, theirs in zip(results, (*expected, *gradients(*expected, tensors)), strict=True):
+        assert_equal_to_rounding(ours, theirs)
 
 
 def test_windows_of_documents_share_one_call() -> None:

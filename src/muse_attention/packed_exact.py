@@ -83,8 +83,8 @@ class _Attention(torch.autograd.Function):
             out = out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].contiguous()
         else:
             out, lse = known.out.contiguous(), known.lse.contiguous()
-            # Of dropout, which there is none of.
-            random_state = [torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(())]
+            # Of dropout, which there is none of: what the forward operator would return, not read.
+            random_state = [query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]
         ctx.save_for_backward(query, key, value, out, lse, ends, *random_state)
         ctx.settings = (longest, is_causal, options)
         ctx.set_materialize_grads(False)
