@@ -91,19 +91,29 @@ def test_grouped_heads_and_other_configurations(config: Any) -> None:
         assert_equal_to_rounding(ours, theirs)
 
 
-def test_kernels_give_the_bits_of_the_loop() -> None:
-    """Documents of 20 tokens share their launches."""
+def test_kernels_give_the_bits_of_the_loop_and_change_no_other_document() -> None:
+    """Documents of 20 tokens share their launches. The last one changes."""
     pytest.importorskip("triton")
     lengths = [20, 1, 17, 16, 20]
     tensors = row(sum(lengths), heads=1, key_heads=1, dtype=torch.float32)
+    settings: dict[str, Any] = {"config": "QK2R1B16", "backend": "triton"}
     with recorded_calls() as calls:
-        found = packed(tensors, lengths, config="QK2R1B16", backend="triton", return_lse=True)
+        found = packed(tensors, lengths, **settings, return_lse=True)
     assert sorted(call.query.shape[0] for call in calls) == [1, 1, 1, 2]
-    expected = loop(tensors, lengths, config="QK2R1B16", backend="triton")
-    for ours, theirs in zip(
-        (*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True
-    ):
+    before = (*found, *gradients(*found, tensors))
+    expected = loop(tensors, lengths, **settings)
+    for ours, theirs in zip(before, (*expected, *gradients(*expected, tensors)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.split(lengths)[4].mul_(-3).add_(1)
+    found = packed(tensors, lengths, **settings, return_lse=True)
+    for name, one, two in zip(
+        ("output", "lse", "query", "key", "value"), before, (*found, *gradients(*found, tensors)), strict=True
+    ):
+        dim = 1 if name == "lse" else 0
+        pairs = zip(one.split(lengths, dim), two.split(lengths, dim), strict=True)
+        assert [torch.equal(*pair) for pair in pairs] == [True, True, True, True, False], name
 
 
 @pytest.mark.parametrize("changed", [0, 2, 4])
@@ -319,7 +329,25 @@ def test_other_mistakes_are_refused_in_one_line() -> None:
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match=r"q has shape \(60, 2, 8\); it must be a tensor with 4 axes"):
         muse_attn_func(q, k, v)
-    with pytest.raises(ValueError, match="has no token; leave it out"):
-        DocumentBoundaries((0, 4), (4, 4), 9)
-    with pytest.raises(ValueError, match="documents must follow each other inside a row of 5 tokens"):
-        DocumentBoundaries((0, 4), (4, 9), 5)
+    with pytest.raises(ValueError, match=r"query has shape \(1, 2, 0, 8\); every axis must be at least 1"):
+        muse_attn_varlen_func(q[:0], k[:0], v[:0], [0, 1], [0, 1], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "tokens", "message"),
+    [
+        ((), (), 9, "a row without documents: pass at least one"),
+        ((0, 4), (4, 4), 9, "the document from 4 to 4 has no token; leave it out"),
+        ((0, 5), (4, 4), 9, "the document from 5 to 4 has no token"),
+        ((0, 4), (4, 9), 5, "documents must follow each other inside a row of 5 tokens"),
+        ((0, 3), (4, 9), 9, "documents must follow each other"),
+        ((0, 4), (4,), 9, "2 documents begin and 1 end; give each both"),
+        ((0, 4.0), (4, 9), 9, "must be integers"),
+        (torch.tensor([0, 4]), torch.tensor([4, 9]), 9, "must be integers (of a tensor: tolist())"),
+    ],
+)
+def test_bad_documents_are_refused_in_one_line(begins: Any, ends: Any, tokens: int, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as raised:
+        DocumentBoundaries(begins, ends, tokens)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -34,6 +34,11 @@ class DocumentBoundaries:
     """begins, ends and tokens, int64 on the CPU: what a compiled graph is handed, to which integers are constants"""
 
     def __post_init__(self) -> None:
+        given = (*self.begins, *self.ends, self.tokens)
+        if any(isinstance(edge, bool) or not isinstance(edge, int) for edge in given):
+            raise ValueError("the boundaries of documents must be integers (of a tensor: tolist())")
+        if len(self.begins) != len(self.ends):
+            raise ValueError(f"{len(self.begins)} documents begin and {len(self.ends)} end; give each both")
         edges = [edge for document in zip(self.begins, self.ends, strict=True) for edge in document]
         if not edges:
             raise ValueError("a row without documents: pass at least one")

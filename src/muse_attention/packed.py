@@ -224,5 +224,4 @@ def _as_tensor(ends: DocumentBoundaries | Tensor | Sequence[int]) -> Tensor:
 
 def _as_text(config: MuSeConfig | str | None) -> str | None:
     """What an operator takes. Its documents have configurations of their own."""
-    resolved = resolve_config(config, 1)  # refuses what is no configuration
-    return str(resolved) if isinstance(config, MuSeConfig) else config
+    return config if config is None or isinstance(config, str) else str(resolve_config(config, 1))
