@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
@@ -214,25 +215,27 @@ def test_a_general_mask_is_heeded_by_exact_attention_and_refused_by_all_others(d
 
 
 def test_a_general_mask_is_refused_whoever_makes_it() -> None:
-    """A caller of the attention function, a function that changes the causal mask, and a compiled model's user."""
+    """A caller of the attention function, or a function that changes the causal mask; also in one compiled graph."""
+    attend, message = ALL_ATTENTION_FUNCTIONS["muse"], "MuSe reads no general attention_mask"
     tensors = [torch.randn(1, heads, LENGTH, 16, dtype=torch.float64) for heads in (4, 2, 2)]
-    refused = pytest.raises(ValueError, match="MuSe reads no general attention_mask")
-    with refused:
-        ALL_ATTENTION_FUNCTIONS["muse"](_Layer(), *tensors, general_mask(torch.bool), scaling=0.25)
-    model, ids = tiny_llama(num_hidden_layers=1), token_ids(LENGTH)
+    with pytest.raises(ValueError, match=message):
+        attend(_Layer(), *tensors, general_mask(torch.bool), scaling=0.25)
+    model = tiny_llama(num_hidden_layers=1)
     model.set_attn_implementation("muse")
-    prefix_sees_itself = create_causal_mask(
-        model.config,
-        torch.zeros(1, LENGTH, 64),
-        attention_mask=None,
-        past_key_values=None,
-        or_mask_function=lambda batch, head, query, key: (query < 9) & (key < 9),
-    )
-    with refused:
-        ALL_ATTENTION_FUNCTIONS["muse"](_Layer(), *tensors, prefix_sees_itself, scaling=0.25)
+    a_prefix_sees_itself = {"or_mask_function": lambda batch, head, query, key: (query < 9) & (key < 9)}
+
+    def make(attention_mask: Tensor | None, **changes: Any) -> Tensor | None:
+        embeddings = torch.zeros(1, LENGTH, 64)
+        return create_causal_mask(model.config, embeddings, attention_mask, past_key_values=None, **changes)
+
+    with pytest.raises(ValueError, match=message):
+        attend(_Layer(), *tensors, make(None, **a_prefix_sees_itself), scaling=0.25)
     torch.compiler.reset()
-    with refused:
-        torch.compile(model, backend="eager")(ids, attention_mask=general_mask(torch.bool))
+    compiled = torch.compile(make, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match=message):
+        compiled(None, **a_prefix_sees_itself)
+    with pytest.raises(Unsupported, match=message):
+        compiled(general_mask(torch.bool))
 
 
 def padded(side: str) -> Tensor:

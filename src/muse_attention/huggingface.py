@@ -416,7 +416,8 @@ def _mask(**arguments: Any) -> Tensor | None:
     """`make_mask`, for models that use the attention interface."""
     if not torch.compiler.is_compiling():  # a model that is compiled was built, and refused then
         _refuse_config(arguments.get("config"))
-    return make_mask(**arguments)
+    name = getattr(arguments.get("config"), "_attn_implementation", None)
+    return make_mask(**arguments, reads_masks=name in _reading_masks)
 
 
 _registered: set[str] = set()

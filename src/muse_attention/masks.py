@@ -173,14 +173,20 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    reads_masks: bool,
     **others: Any,
 ) -> Tensor | None:
     """transformers' mask for SDPA, (batch, 1, queries, keys), or what stands for it; None if nothing is masked.
 
     Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
-    there is none if no padding mask was given, and the compiled graph checks that nothing was packed.
+    there is none if no padding mask was given, and the compiled graph checks that nothing was packed. A general mask is
+    refused here then, unless the attention `reads_masks`; elsewhere the attention function refuses it.
     """
     compiling = torch.compiler.is_compiling()
+    is_usual = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    may_be_general = compiling and not reads_masks and local_size is None and q_length > 1
+    if may_be_general and (use_vmap or (attention_mask is not None and not is_usual)):
+        raise ValueError(GENERAL)
     documents = None if compiling else _take_documents(batch_size, q_length)
     causal = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
     if compiling and attention_mask is None and local_size is None and not use_vmap:
@@ -216,7 +222,6 @@ def make_mask(
         **others,
     )
     if mask is not None and not compiling:
-        is_usual = mask_function in (causal_mask_function, bidirectional_mask_function)
         setattr(mask, _MADE, is_usual and local_size is None and not use_vmap)
     # One query sees every key, whoever reads the mask.
     return causal if mask is None and allow_is_causal_skip and q_length > 1 else mask
