@@ -47,7 +47,8 @@ class DocumentBoundaries:
                 raise ValueError(f"the document from {begin} to {end} has no token; leave it out")
         if any(before > after for before, after in pairwise([0, *edges, self.tokens])):
             raise ValueError(f"documents must follow each other inside a row of {self.tokens} tokens; these do not")
-        object.__setattr__(self, "table", torch.tensor([*self.begins, *self.ends, self.tokens], device="cpu"))
+        with torch.inference_mode(False):  # whose tensors no backward pass could keep
+            object.__setattr__(self, "table", torch.tensor(given, device="cpu"))
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> Self:
@@ -59,6 +60,7 @@ class DocumentBoundaries:
 
     @classmethod
     def from_table(cls, table: Tensor) -> Self:
+        """The boundaries that have this `table`."""
         *edges, tokens = table.tolist()
         number = len(edges) // 2
         return cls(tuple(edges[:number]), tuple(edges[number:]), tokens)

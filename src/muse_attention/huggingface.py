@@ -153,7 +153,7 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
 def register_function(name: str, function: AttentionFunction, *, reads_masks: bool = True) -> None:
     """Make `attn_implementation=name` this function, and a ValueError for models that would not call it.
 
-    A mask that users pass is another one, unless the function `reads_masks`.
+    A general mask is a ValueError too, unless the function `reads_masks`.
     """
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _mask)  # without one, padding would be dropped silently

@@ -19,6 +19,7 @@ from muse_attention.document_rows import attend_to_documents, config_of_document
 from muse_attention.documents import DocumentBoundaries, read_boundaries
 from muse_attention.operator import NAMESPACE, cast_for_autocast
 from muse_attention.precision import compute_dtype
+from muse_attention.recording import unrecorded_calls
 from muse_attention.structures import Partial
 
 _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
@@ -43,7 +44,7 @@ def attend(
     Boundaries are tensors: int32 as `DocumentBoundaries.read` takes them, or a `DocumentBoundaries.table`. They are
     checked where the graph runs.
     """
-    query, key, value = (tensor.contiguous() for tensor in cast_for_autocast(query, key, value))
+    query, key, value = cast_for_autocast(query, key, value)
     settings = (config, is_causal, scale, backend)
     return Partial(*_forward(query, key, value, ends, ends_of_keys, longest, longest_of_keys, *settings))
 
@@ -62,11 +63,11 @@ def _forward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    of_queries = _known(ends)
-    of_keys = of_queries if ends_of_keys is ends else _known(ends_of_keys)
+    of_queries = _as_boundaries(ends)
+    of_keys = of_queries if ends_of_keys is ends else _as_boundaries(ends_of_keys)
     boundaries = read_boundaries(query.shape[0], of_queries, of_keys, longest, longest_of_keys)
     config_of_document(config, boundaries.longest)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    with unrecorded_calls(), torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         out, lse = attend_to_documents(
             query, key, value, boundaries, config, is_causal=is_causal, scale=scale, backend=backend, return_lse=True
         )
@@ -98,11 +99,11 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    boundaries = DocumentBoundaries.read(_known(ends))
+    boundaries = DocumentBoundaries.read(_as_boundaries(ends))
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     # An operator runs below autograd. What it calls is differentiated here all the same.
     above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with above, torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+    with unrecorded_calls(), above, torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
         found = attend_to_documents(
             query,
             key,
@@ -128,7 +129,7 @@ def _(
     return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
 
 
-def _known(ends: Tensor) -> DocumentBoundaries | Tensor:
+def _as_boundaries(ends: Tensor) -> DocumentBoundaries | Tensor:
     """The boundaries of a table."""
     return DocumentBoundaries.from_table(ends) if ends.dtype == torch.int64 else ends
 
