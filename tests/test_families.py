@@ -139,6 +139,21 @@ def test_dropout_in_training_is_that_of_sdpa_also_for_packed_documents(family: s
     torch.testing.assert_close(*results)
 
 
+def test_dropout_with_sinks_keeps_documents_apart() -> None:
+    """SDPA has no sinks to compare with. When the first document changes, the others stay as they were."""
+    model, ids = model_of("gpt_oss").train(), token_ids()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    model.set_attn_implementation("muse")
+    changed = torch.cat([token_ids()[:, : LENGTHS[0]], ids[:, LENGTHS[0] :]], 1)
+    results = []
+    for row, seed in ((ids, 1), (changed, 1), (ids, 2)):
+        torch.manual_seed(seed)
+        results.append(model(row, position_ids=PACKED, use_cache=False).logits[:, LENGTHS[0] :])
+    torch.testing.assert_close(results[0], results[1])
+    assert (results[0] - results[2]).abs().max() > 0.1 * results[0].std()
+
+
 def test_a_sink_is_one_more_logit() -> None:
     query, key, value = (torch.randn(2, heads, 20, 8, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.randn(4, dtype=torch.float64)
