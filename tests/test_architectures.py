@@ -41,18 +41,19 @@ OTHER_SOFTMAX = {
     "caps its logits": "gemma2 vaultgemma",
     "adds keys of its own": "deepseek_v4",
     "selects the keys of each query": "axk2 deepseek_v32 glm_moe_dsa hy_v4 minimax_m3_vl_text",
+    "MuSe reads no general attention_mask": "doge gemma4_unified qwen4_exp qwen4_exp_text",
 }
 EXACT = {
     "no attention": "falcon_mamba mamba mamba2 xlstm",
     "a sliding window in every layer": "ministral mistral recurrent_gemma",
-    "a mask or a bias of its own": "doge gemma4_unified inkling_text qwen4_exp qwen4_exp_text",
+    "a bias of its own": "inkling_text",
 }
 _IS_5_17 = transformers.__version__.startswith("5.17.")
 READS_ITS_MASK = {"doge"} if _IS_5_17 else set()
 """Later it asks for a mask that it can read."""
 POSITIONS_UNSEEN = {"granitemoehybrid", "moshi"} if _IS_5_17 else {"granitemoehybrid"}
 """They pass position_ids neither to an attention function nor to the maker of a mask, so packing is not seen."""
-REFUSED = {name: what for what, names in OTHER_SOFTMAX.items() for name in names.split()}
+REFUSED = {name: what for what, names in OTHER_SOFTMAX.items() for name in names.split() if name not in READS_ITS_MASK}
 REFUSED |= dict.fromkeys(WITHOUT_INTERFACE, "does not use the attention interface")
 NOT_MUSE = {name for names in EXACT.values() for name in names.split()}
 SERVED = [name for name in ARCHITECTURES if name not in NOT_BUILT and name not in REFUSED]

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from muse_attention import DocumentBoundaries, MuSeConfig, muse_attention, muse_attn_func, muse_attn_varlen_func
 from muse_attention.defaults import LONGEST_EXACT
-from muse_attention.packed import attend_to_documents
+from muse_attention.document_rows import attend_to_documents
 from muse_attention.recording import recorded_calls
 from tests.closeness import assert_equal_to_rounding
 
@@ -30,8 +30,12 @@ def ends_of(lengths: list[int]) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
+def ends_tensor(lengths: list[int]) -> Tensor:
+    return torch.tensor(ends_of(lengths), dtype=torch.int32)
+
+
 def packed(tensors: tuple[Tensor, ...], lengths: list[int], **settings: Any) -> Any:
-    ends = torch.tensor(ends_of(lengths), dtype=torch.int32)
+    ends = ends_tensor(lengths)
     settings = {"config": CONFIG, "causal": True} | settings
     return muse_attn_varlen_func(*tensors, ends, ends, max(lengths), max(lengths), **settings)
 
@@ -87,19 +91,29 @@ def test_grouped_heads_and_other_configurations(config: Any) -> None:
         assert_equal_to_rounding(ours, theirs)
 
 
-def test_kernels_give_the_bits_of_the_loop() -> None:
-    """Documents of 20 tokens share their launches."""
+def test_kernels_give_the_bits_of_the_loop_and_change_no_other_document() -> None:
+    """Documents of 20 tokens share their launches. The last one changes."""
     pytest.importorskip("triton")
     lengths = [20, 1, 17, 16, 20]
     tensors = row(sum(lengths), heads=1, key_heads=1, dtype=torch.float32)
+    settings: dict[str, Any] = {"config": "QK2R1B16", "backend": "triton"}
     with recorded_calls() as calls:
-        found = packed(tensors, lengths, config="QK2R1B16", backend="triton", return_lse=True)
+        found = packed(tensors, lengths, **settings, return_lse=True)
     assert sorted(call.query.shape[0] for call in calls) == [1, 1, 1, 2]
-    expected = loop(tensors, lengths, config="QK2R1B16", backend="triton")
-    for ours, theirs in zip(
-        (*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True
-    ):
+    before = (*found, *gradients(*found, tensors))
+    expected = loop(tensors, lengths, **settings)
+    for ours, theirs in zip(before, (*expected, *gradients(*expected, tensors)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.split(lengths)[4].mul_(-3).add_(1)
+    found = packed(tensors, lengths, **settings, return_lse=True)
+    for name, one, two in zip(
+        ("output", "lse", "query", "key", "value"), before, (*found, *gradients(*found, tensors)), strict=True
+    ):
+        dim = 1 if name == "lse" else 0
+        pairs = zip(one.split(lengths, dim), two.split(lengths, dim), strict=True)
+        assert [torch.equal(*pair) for pair in pairs] == [True, True, True, True, False], name
 
 
 @pytest.mark.parametrize("changed", [0, 2, 4])
@@ -191,27 +205,31 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert torch.equal(out, expected)
 
 
-def test_a_compiled_function_attends_to_every_batch_without_compiling_again() -> None:
-    tensors = row(60)
+@pytest.mark.parametrize("form", [DocumentBoundaries.from_lengths, ends_tensor], ids=["boundaries", "tensor"])
+def test_one_graph_serves_every_batch(form: Any) -> None:
     torch.compiler.reset()
-
     counter = CompileCounterWithBackend("aot_eager")
 
-    @torch.compile(backend=counter, dynamic=True)
-    def compiled(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
-        return muse_attn_varlen_func(query * 2, key, value, ends, ends, 60, 60, causal=True, config=CONFIG) + 1
+    @torch.compile(backend=counter, dynamic=True, fullgraph=True)
+    def compiled(query: Tensor, key: Tensor, value: Tensor, ends: Any, longest: int) -> tuple[Tensor, Tensor]:
+        settings: dict[str, Any] = {"causal": True, "config": CONFIG, "return_lse": True}
+        out, lse = muse_attn_varlen_func(query * 2, key, value, ends, ends, longest, longest, **settings)
+        return out + 1, lse
 
-    for count, lengths in enumerate(([40, 20], [1, 59], [17, 16, 27], [60], [30, 30])):
-        ends = torch.tensor(ends_of(lengths), dtype=torch.int32)
-        found = compiled(*tensors, ends)
-        expected = packed((tensors[0] * 2, *tensors[1:]), lengths) + 1
-        assert_equal_to_rounding(found, expected, str(count))
-        pairs = zip(
-            torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(expected.sum(), tensors), strict=True
-        )
-        for ours, theirs in pairs:
-            assert_equal_to_rounding(ours, theirs)
-    assert counter.frame_count == 2  # before the attention, and after it
+    for lengths in ([40, 20], [2, 59], [17, 16, 27], [60], [30, 1, 30, 9]):
+        tensors = row(sum(lengths))
+        found = compiled(*tensors, form(lengths), max(lengths))
+        out, lse = packed((tensors[0] * 2, *tensors[1:]), lengths, return_lse=True)
+        expected = (out + 1, lse)
+        for ours, theirs in zip(
+            (*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True
+        ):
+            assert_equal_to_rounding(ours, theirs, str(lengths))
+    assert counter.frame_count == 1
+    with pytest.raises(ValueError, match="cu_seqlens_q ends at 50, q has 60 tokens"):
+        compiled(*row(60), form([20, 30]), 30)
+    with pytest.raises(ValueError, match="max_seqlen_q=29 must be an integer of at least 30"):
+        compiled(*row(60), form([30, 30]), 29)
 
 
 def test_a_batch_of_one_length_compiles_into_one_graph() -> None:
@@ -315,7 +333,25 @@ def test_other_mistakes_are_refused_in_one_line() -> None:
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match=r"q has shape \(60, 2, 8\); it must be a tensor with 4 axes"):
         muse_attn_func(q, k, v)
-    with pytest.raises(ValueError, match="has no token; leave it out"):
-        DocumentBoundaries((0, 4), (4, 4), 9)
-    with pytest.raises(ValueError, match="documents must follow each other inside a row of 5 tokens"):
-        DocumentBoundaries((0, 4), (4, 9), 5)
+    with pytest.raises(ValueError, match=r"query has shape \(1, 2, 0, 8\); every axis must be at least 1"):
+        muse_attn_varlen_func(q[:0], k[:0], v[:0], [0, 1], [0, 1], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "tokens", "message"),
+    [
+        ((), (), 9, "a row without documents: pass at least one"),
+        ((0, 4), (4, 4), 9, "the document from 4 to 4 has no token; leave it out"),
+        ((0, 5), (4, 4), 9, "the document from 5 to 4 has no token"),
+        ((0, 4), (4, 9), 5, "documents must follow each other inside a row of 5 tokens"),
+        ((0, 3), (4, 9), 9, "documents must follow each other"),
+        ((0, 4), (4,), 9, "2 documents begin and 1 end; give each both"),
+        ((0, 4.0), (4, 9), 9, "must be integers"),
+        (torch.tensor([0, 4]), torch.tensor([4, 9]), 9, "must be integers (of a tensor: tolist())"),
+    ],
+)
+def test_bad_documents_are_refused_in_one_line(begins: Any, ends: Any, tokens: int, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as raised:
+        DocumentBoundaries(begins, ends, tokens)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from muse_attention import DocumentBoundaries, muse_attn_varlen_func
-from muse_attention.packed import attend_to_windows
+from muse_attention.document_rows import attend_to_windows
 from muse_attention.pretraining.model.sliding_window import sliding_window_attention
 from tests.closeness import assert_as_accurate_as_pytorch
 from tests.test_packed import loop
@@ -164,12 +165,30 @@ def test_boundaries_on_the_gpu_are_refused_while_a_graph_is_captured() -> None:
         muse_attn_varlen_func(*inputs, ends, ends, 300, 300)
 
 
-def test_a_compiled_function() -> None:
-    inputs = as_inputs(row(sum(MIXED)), torch.bfloat16)
-    boundaries = ends_of(MIXED)
-    expected = packed(tuple(tensor * 2 for tensor in inputs), boundaries, config=CONFIG)
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("form", [DocumentBoundaries.from_lengths, ends_of], ids=["boundaries", "tensor"])
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_one_compiled_graph_serves_every_batch(form: Any, return_lse: bool) -> None:
+    """Short documents share one call, whose backward pass has the output and the lse of the forward pass."""
     torch.compiler.reset()
-    compiled = torch.compile(
-        lambda *tensors: packed(tuple(tensor * 2 for tensor in tensors), boundaries, config=CONFIG)
-    )
-    torch.testing.assert_close(compiled(*inputs), expected)
+    counter = CompileCounterWithBackend("inductor")
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def compiled(query: Tensor, key: Tensor, value: Tensor, ends: Any, longest: int) -> Any:
+        settings: dict[str, Any] = {"causal": True, "config": CONFIG, "return_lse": return_lse}
+        return muse_attn_varlen_func(query * 2, key, value, ends, ends, longest, longest, **settings)
+
+    for lengths in (MIXED, SHORT, [2000], [700, 20]):
+        inputs = as_inputs(row(sum(lengths)), torch.bfloat16)
+        doubled = (inputs[0] * 2, *inputs[1:])
+        results = (
+            compiled(*inputs, form(lengths), max(lengths)),
+            packed(doubled, ends_of(lengths), config=CONFIG, return_lse=return_lse),
+        )
+        if return_lse:
+            found, expected = (everything(result, inputs) for result in results)
+        else:
+            found, expected = ([out, *torch.autograd.grad(out.square().sum(), inputs)] for out in results)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert counter.frame_count == 1

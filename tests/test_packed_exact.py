@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import DocumentBoundaries, packed_exact
-from muse_attention.packed import attend_to_windows
+from muse_attention import DocumentBoundaries, document_rows, muse_attn_varlen_func, packed_exact
+from muse_attention.document_rows import attend_to_windows
 from muse_attention.pretraining.model.sliding_window import sliding_window_attention
+from muse_attention.recording import recorded_calls
 from tests.closeness import assert_equal_to_rounding
-from tests.test_packed import gradients, loop, packed, row
+from tests.test_packed import CONFIG, gradients, loop, packed, row
 
 calls: list[list[int]] = []
 """The ends of the documents of each call."""
@@ -94,6 +95,47 @@ def test_short_documents_share_one_call(lengths: list[int], ends: list[int], key
     pairs = zip((*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True)
     for name, (ours, theirs) in zip(names, pairs, strict=True):
         assert_equal_to_rounding(ours, theirs, name)
+
+
+@pytest.mark.parametrize("together", [4, 2])
+def test_what_documents_cost_does_not_depend_on_their_order(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones share one call, long ones of equal length as many as the grid of the kernels allows."""
+    monkeypatch.setattr(document_rows, "resolve_backend", lambda *_: "triton")  # which stacks them; PyTorch attends
+    monkeypatch.setattr(document_rows, "MOST_PROGRAMS", 4 * together)
+    generator = torch.Generator().manual_seed(5)
+    lengths = [40, 40, 1, 16, 40, 17, 3, 40, 40]
+    costs = []
+    for _ in range(3):
+        order = [lengths[index] for index in torch.randperm(len(lengths), generator=generator)]
+        tensors = row(sum(order))
+        calls.clear()
+        with recorded_calls() as long:
+            found = packed(tensors, order, return_lse=True)
+        (ends,) = calls
+        stacked = sorted(tuple(call.query.shape) for call in long)
+        costs.append((sorted(end - begin for begin, end in pairwise(ends)), stacked))
+        expected = loop(tensors, order)
+        for ours, theirs in zip(
+            (*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True
+        ):
+            assert_equal_to_rounding(ours, theirs)
+    sizes = [1, 4] if together == 4 else [1, 2, 2]
+    assert costs == [([1, 3, 16], sorted([(1, 2, 17, 8), *((size, 2, 40, 8) for size in sizes)]))] * 3
+
+
+def test_a_compiled_graph_does_not_attend_to_short_documents_again() -> None:
+    lengths = [1, 16, 40, 3, 17]
+    tensors = row(sum(lengths))
+    torch.compiler.reset()
+    compiled = torch.compile(muse_attn_varlen_func, backend="aot_eager", fullgraph=True)
+    boundaries = DocumentBoundaries.from_lengths(lengths)
+    settings: dict[str, Any] = {"causal": True, "config": CONFIG, "return_lse": True}
+    found = compiled(*tensors, boundaries, boundaries, 40, 40, **settings)
+    results = (*found, *gradients(*found, tensors))
+    assert calls == [[0, 1, 17, 20]]
+    expected = loop(tensors, lengths)
+    for ours, theirs in zip(results, (*expected, *gradients(*expected, tensors)), strict=True):
+        assert_equal_to_rounding(ours, theirs)
 
 
 def test_windows_of_documents_share_one_call() -> None:

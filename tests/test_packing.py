@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from muse_attention import MuSeConfig
@@ -157,7 +159,9 @@ def test_padding_inside_a_document_is_attended_to_exactly_and_refused_where_docu
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         expected = model(ids, attention_mask=real).logits
-    found = logits(model, "muse:QK4R1B16", ids, attention_mask=real)
+    model.set_attn_implementation("muse")
+    with torch.no_grad(), pytest.warns(ExactAttentionWarning, match="padding inside a document"):
+        found = model(ids, attention_mask=real).logits
     torch.testing.assert_close(found[real.bool()], expected[real.bool()])
     with pytest.raises(ValueError, match="packed documents would see each other") as raised:
         logits(model, "muse:QK4R1B16", ids, attention_mask=real, position_ids=PACKED)
@@ -186,18 +190,52 @@ def test_documents_in_a_continued_cache_are_refused() -> None:
             model(ids[:, 100:], past_key_values=cache, position_ids=PACKED + 100)
 
 
-@pytest.mark.parametrize("attention", [f"muse:{EVERYTHING}", "exact"])
-@pytest.mark.parametrize("by", ["transformers", "boolean", "float"])
-def test_a_mask_that_separates_documents_is_heeded(attention: str, by: str) -> None:
+def general_mask(dtype: torch.dtype) -> Tensor:
+    """It separates the documents, as `position_ids` would."""
+    seen = torch.block_diag(*(torch.ones(length, length).tril() for length in LENGTHS)).bool()[None, None]
+    if dtype == torch.bool:
+        return seen
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+def test_a_general_mask_is_heeded_by_exact_attention_and_refused_by_all_others(dtype: torch.dtype) -> None:
     model, ids = tiny_llama(), token_ids(LENGTH)
-    alone = torch.cat([logits(model, "exact", part) for part in ids.split(LENGTHS, 1)], 1)
-    arguments: dict[str, Any] = {"position_ids": PACKED, "use_cache": False}
-    if by != "transformers":
-        mask = torch.block_diag(*(torch.ones(length, length).tril() for length in LENGTHS)).bool()[None, None]
-        if by == "float":
-            mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-        arguments = {"position_ids": PACKED, "attention_mask": mask, **BY_LENGTH}
-    torch.testing.assert_close(logits(model, attention, ids, **arguments), alone)
+    mask, shared = general_mask(dtype), {"position_ids": PACKED, **BY_LENGTH}
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = torch.cat([model(part).logits for part in ids.split(LENGTHS, 1)], 1)
+    torch.testing.assert_close(logits(model, "exact", ids, attention_mask=mask, **shared), expected)
+    for attention in (f"muse:{EVERYTHING}", "block_diagonal:64"):
+        with pytest.raises(
+            ValueError, match="MuSe reads no general attention_mask: tell padding by a 2D mask"
+        ) as raised:
+            logits(model, attention, ids, attention_mask=mask, **shared)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_general_mask_is_refused_whoever_makes_it() -> None:
+    """A caller of the attention function, or a function that changes the causal mask; also in one compiled graph."""
+    attend, message = ALL_ATTENTION_FUNCTIONS["muse"], "MuSe reads no general attention_mask"
+    tensors = [torch.randn(1, heads, LENGTH, 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    with pytest.raises(ValueError, match=message):
+        attend(_Layer(), *tensors, general_mask(torch.bool), scaling=0.25)
+    model = tiny_llama(num_hidden_layers=1)
+    model.set_attn_implementation("muse")
+    a_prefix_sees_itself = {"or_mask_function": lambda batch, head, query, key: (query < 9) & (key < 9)}
+
+    def make(attention_mask: Tensor | None, **changes: Any) -> Tensor | None:
+        embeddings = torch.zeros(1, LENGTH, 64)
+        return create_causal_mask(model.config, embeddings, attention_mask, past_key_values=None, **changes)
+
+    with pytest.raises(ValueError, match=message):
+        attend(_Layer(), *tensors, make(None, **a_prefix_sees_itself), scaling=0.25)
+    torch.compiler.reset()
+    compiled = torch.compile(make, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match=message):
+        compiled(None, **a_prefix_sees_itself)
+    with pytest.raises(Unsupported, match=message):
+        compiled(general_mask(torch.bool))
 
 
 def padded(side: str) -> Tensor:
@@ -292,7 +330,7 @@ def test_documents_are_read_once_and_not_in_every_layer(arguments: dict[str, Any
 
 @pytest.mark.parametrize("attention", [f"muse:{EVERYTHING}", "exact"])
 def test_a_compiled_model_refuses_them_where_it_runs(attention: str) -> None:
-    model, ids = tiny_llama(), token_ids(LENGTH)
+    model, ids = tiny_llama(num_hidden_layers=1), token_ids(LENGTH)
     expected = logits(model, attention, ids)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -3,14 +3,15 @@
 Which kernels attend to a document depends on its length, so the host must know the lengths. FlashAttention's callers
 pass them as `cu_seqlens`, an int32 tensor on the GPU. To read it waits for the GPU. `DocumentBoundaries.read` therefore
 remembers what it read from a tensor: the first layer of a model waits, and all other layers that are handed the same
-tensor do not. Boundaries from a list, from a tensor on the CPU, or made with this class, never wait.
+tensor do not. Boundaries from a list, from a tensor on the CPU, or made with this class, never wait. They are checked
+where they are read, so that a check never waits by itself.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
 
@@ -29,8 +30,15 @@ class DocumentBoundaries:
     """token after the last one of each document"""
     tokens: int
     """in the row"""
+    table: Tensor = field(init=False, repr=False, compare=False)
+    """begins, ends and tokens, int64 on the CPU: what a compiled graph is handed, to which integers are constants"""
 
     def __post_init__(self) -> None:
+        given = (*self.begins, *self.ends, self.tokens)
+        if any(isinstance(edge, bool) or not isinstance(edge, int) for edge in given):
+            raise ValueError("the boundaries of documents must be integers (of a tensor: tolist())")
+        if len(self.begins) != len(self.ends):
+            raise ValueError(f"{len(self.begins)} documents begin and {len(self.ends)} end; give each both")
         edges = [edge for document in zip(self.begins, self.ends, strict=True) for edge in document]
         if not edges:
             raise ValueError("a row without documents: pass at least one")
@@ -39,6 +47,8 @@ class DocumentBoundaries:
                 raise ValueError(f"the document from {begin} to {end} has no token; leave it out")
         if any(before > after for before, after in pairwise([0, *edges, self.tokens])):
             raise ValueError(f"documents must follow each other inside a row of {self.tokens} tokens; these do not")
+        with torch.inference_mode(False):  # whose tensors no backward pass could keep
+            object.__setattr__(self, "table", torch.tensor(given, device="cpu"))
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> Self:
@@ -47,6 +57,13 @@ class DocumentBoundaries:
         for length in lengths:
             ends.append(ends[-1] + length)
         return cls(tuple(ends[:-1]), tuple(ends[1:]), ends[-1])
+
+    @classmethod
+    def from_table(cls, table: Tensor) -> Self:
+        """The boundaries that have this `table`."""
+        *edges, tokens = table.tolist()
+        number = len(edges) // 2
+        return cls(tuple(edges[:number]), tuple(edges[number:]), tokens)
 
     @classmethod
     def read(cls, cu_seqlens: DocumentBoundaries | Tensor | Sequence[int], name: str = "cu_seqlens") -> Self:
@@ -58,11 +75,7 @@ class DocumentBoundaries:
             return cu_seqlens
         if not isinstance(cu_seqlens, Tensor):
             return cls._from_ends(_as_integers(cu_seqlens, name), name)
-        if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-            raise ValueError(
-                f"{name} has dtype {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}; it must be int32 with one "
-                "axis: 0, then the end of each document"
-            )
+        check_ends(cu_seqlens, name)
         known: Any = recall(cu_seqlens)
         if known is None:
             refuse_capture(cu_seqlens, name)
@@ -130,6 +143,35 @@ class DocumentBoundaries:
         if is_causal:
             seen &= position[:, None] >= position
         return seen | (position[:, None] == position)
+
+
+def check_ends(cu_seqlens: Tensor, name: str) -> None:
+    """Without reading them."""
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ValueError(
+            f"{name} has dtype {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}; it must be int32 with one "
+            "axis: 0, then the end of each document"
+        )
+
+
+def read_boundaries(
+    tokens: int, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int
+) -> DocumentBoundaries:
+    """The boundaries of documents that attend to themselves, as `read` takes them. A ValueError for bad ones."""
+    boundaries = DocumentBoundaries.read(cu_seqlens_q, "cu_seqlens_q")
+    if cu_seqlens_k is not cu_seqlens_q and DocumentBoundaries.read(cu_seqlens_k, "cu_seqlens_k") != boundaries:
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k differ: documents attend to themselves only; pass the same to both"
+        )
+    if boundaries.tokens != tokens:
+        raise ValueError(f"cu_seqlens_q ends at {boundaries.tokens}, q has {tokens} tokens; they must be equal")
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, bool) or not isinstance(longest, int) or longest < boundaries.longest:
+            raise ValueError(
+                f"{name}={longest!r} must be an integer of at least {boundaries.longest}, the length of the longest "
+                "document"
+            )
+    return boundaries
 
 
 def _as_integers(ends: Any, name: str) -> list[int]:

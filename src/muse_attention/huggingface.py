@@ -9,16 +9,16 @@ model a configuration of its own, which `save_pretrained` keeps; in a model made
 the one that attends. Without it, and without `register(config)`, it is `MuSeConfig.for_length` of each input.
 
 MuSe attends where whole documents attend to themselves: training, and prefill. Packed documents, told by
-`cu_seq_lens_q` or by `position_ids` that restart, never see each other, and padding is left out (`packed.py`,
-`masks.py`). Attention sinks are part of the softmax (`sinks.py`).
+`cu_seq_lens_q` or by `position_ids` that restart, never see each other, and padding is left out
+(`document_rows.py`, `masks.py`). Attention sinks are part of the softmax (`sinks.py`).
 
 Everything else is attended to exactly, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV
-cache, inputs of one block, layers with a sliding window, attention dropout, and masks that express more than padding
-and documents.
+cache, inputs of one block, layers with a sliding window, attention dropout, a bias of the logits, and padding inside a
+document.
 
-A ValueError refuses what neither can do: models that do not use the attention interface (Bloom, GPT-J), attention that
-is not a softmax over all keys (a softcap, selected keys), and packed documents that would see each other, as in a
-continued KV cache.
+A ValueError refuses the rest: masks that express more than padding and documents, models that do not use the attention
+interface (Bloom, GPT-J), attention that is not a softmax over all keys (a softcap, selected keys), and packed documents
+that would see each other, as in a continued KV cache.
 
 Under `torch.compile` of a whole model neither a padding mask nor `position_ids` can be looked at: a padded batch is
 attended to exactly, and packed documents are an error. Compile the layers, not the whole model.
@@ -42,9 +42,9 @@ from torch._compile import _disable_dynamo
 from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.by_name import get_attention
 from muse_attention.config import MuSeConfig
+from muse_attention.document_rows import EXACT, attend_to_documents, attend_to_each, config_of_document
 from muse_attention.documents import DocumentBoundaries
 from muse_attention.extras import how_to_install
-from muse_attention.packed import EXACT, attend_to_documents, attend_to_each, config_of_document
 from muse_attention.sinks import exact_attention_with_sinks, with_sinks
 
 try:
@@ -52,7 +52,15 @@ try:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    from muse_attention.masks import Visible, guard_masks, make_mask, stands_for_documents, visible
+    from muse_attention.masks import (
+        GENERAL,
+        Visible,
+        guard_masks,
+        is_general,
+        make_mask,
+        stands_for_documents,
+        visible,
+    )
     from muse_attention.masks import stands_for_causal as stands_for_causal
 except ImportError as error:
     raise ImportError(
@@ -99,7 +107,7 @@ def register(config: MuSeConfig | str | None = None, *, name: str = "muse") -> N
         )
     resolved = resolve_config(config, 1)  # refuses what cannot be read
     settings = str(resolved) if isinstance(config, MuSeConfig) else config
-    register_function(name, functools.partial(_muse_forward, settings=settings, heed_model=True))
+    register_function(name, functools.partial(_muse_forward, settings=settings, heed_model=True), reads_masks=False)
     _said.clear()
 
 
@@ -124,7 +132,7 @@ def register_attention(attention: str) -> str:
     elif kind == "muse":
         function = functools.partial(_muse_forward, settings=settings or None, heed_model=False)
     name = f"{BY_NAME}{attention}"
-    register_function(name, function)
+    register_function(name, function, reads_masks=kind == "exact")
     return name
 
 
@@ -142,11 +150,15 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation_internal = earlier
 
 
-def register_function(name: str, function: AttentionFunction) -> None:
-    """Make `attn_implementation=name` this function, and a ValueError for models that would not call it."""
+def register_function(name: str, function: AttentionFunction, *, reads_masks: bool = True) -> None:
+    """Make `attn_implementation=name` this function, and a ValueError for models that would not call it.
+
+    A general mask is a ValueError too, unless the function `reads_masks`.
+    """
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _mask)  # without one, padding would be dropped silently
     _registered.add(name)
+    (_reading_masks.add if reads_masks else _reading_masks.discard)(name)
     _guard_models()
     _guard_masks()
 
@@ -367,8 +379,12 @@ def _why_exact(
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1:
         return "decoding attends to a KV cache"
-    if seen.mask is not None or any(others.get(argument) is not None for argument in _EXACT_ONLY):
-        return "the batch continues a KV cache, is padded in a compiled model, or has a mask of its own"
+    if seen.mask is not None and is_general(seen.mask):
+        raise ValueError(f"{type(module).__name__}: {GENERAL}")
+    if any(others.get(argument) is not None for argument in _EXACT_ONLY):
+        return "a layer adds a bias to its logits, or reads a paged KV cache"
+    if seen.mask is not None:
+        return "the batch continues a KV cache, has padding inside a document, or is padded in a compiled model"
     if queries != keys and not (seen.is_causal and queries < keys):
         return "queries attend to another sequence"
     if dropout > 0:
@@ -400,11 +416,14 @@ def _mask(**arguments: Any) -> Tensor | None:
     """`make_mask`, for models that use the attention interface."""
     if not torch.compiler.is_compiling():  # a model that is compiled was built, and refused then
         _refuse_config(arguments.get("config"))
-    return make_mask(**arguments)
+    name = getattr(arguments.get("config"), "_attn_implementation", None)
+    return make_mask(**arguments, reads_masks=name in _reading_masks)
 
 
 _registered: set[str] = set()
 """The names behind which there is a function of this library."""
+_reading_masks: set[str] = set()
+"""Those among them whose function takes any mask."""
 
 
 @functools.cache
@@ -445,7 +464,7 @@ def _guard_models() -> None:
 
 @functools.cache
 def _guard_masks() -> None:
-    guard_masks(lambda name: name in _registered)
+    guard_masks(lambda name: name in _registered, lambda name: name in _reading_masks)
 
 
 def _configs_to_set(config: PreTrainedConfig, attn_implementation: str | dict[str, Any] | None) -> set[int]:

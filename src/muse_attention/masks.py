@@ -8,6 +8,9 @@ padding apart, a tensor without keys stands for it, which costs nothing:
 - (batch, 2, queries, 0): as its attribute tells, the documents of each row.
 
 A layer that reads such a mask itself fails.
+
+Where queries continue a KV cache, or padding lies inside a document, the mask is made, marked as one that expresses no
+more than that, and read by exact attention. Any other mask is general: MuSe refuses it.
 """
 
 from __future__ import annotations
@@ -39,6 +42,12 @@ from muse_attention.packing import (
 )
 
 _ATTRIBUTE = "muse_documents"
+_MADE = "muse_is_plain"
+"""Of a mask that was made here: whether it expresses no more than padding and a KV cache."""
+GENERAL = (
+    "MuSe reads no general attention_mask: tell padding by a 2D mask and documents by position_ids or cu_seq_lens_q, "
+    "or set attn_implementation='eager' or 'sdpa' (huggingface.use_attention(model, 'exact'))"
+)
 
 
 class Visible(NamedTuple):
@@ -100,10 +109,18 @@ def told_documents(attention_mask: Tensor) -> Visible:
     if told is None:
         raise ValueError(
             "the layer copied its mask, and with it the documents of the batch are lost: hand it to the attention "
-            "function as it is, or use a 4D attention_mask"
+            "function as it is, or put one document into a row"
         )
     documents, is_causal = told
     return Visible(None, is_causal, documents)
+
+
+def is_general(attention_mask: Tensor) -> bool:
+    """Whether a mask may express more than padding and a KV cache: it was not made here, or not from these alone.
+
+    The compiler does not see marks. There, `guard_masks` refuses the masks that users pass.
+    """
+    return not torch.compiler.is_compiling() and not getattr(attention_mask, _MADE, False)
 
 
 def stands_for_causal(attention_mask: Tensor | None) -> bool:
@@ -156,14 +173,20 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    reads_masks: bool,
     **others: Any,
 ) -> Tensor | None:
     """transformers' mask for SDPA, (batch, 1, queries, keys), or what stands for it; None if nothing is masked.
 
     Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
-    there is none if no padding mask was given, and the compiled graph checks that nothing was packed.
+    there is none if no padding mask was given, and the compiled graph checks that nothing was packed. A general mask is
+    refused here then, unless the attention `reads_masks`; elsewhere the attention function refuses it.
     """
     compiling = torch.compiler.is_compiling()
+    is_usual = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    may_be_general = compiling and not reads_masks and local_size is None and q_length > 1
+    if may_be_general and (use_vmap or (attention_mask is not None and not is_usual)):
+        raise ValueError(GENERAL)
     documents = None if compiling else _take_documents(batch_size, q_length)
     causal = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
     if compiling and attention_mask is None and local_size is None and not use_vmap:
@@ -198,6 +221,8 @@ def make_mask(
         device=device,
         **others,
     )
+    if mask is not None and not compiling:
+        setattr(mask, _MADE, is_usual and local_size is None and not use_vmap)
     # One query sees every key, whoever reads the mask.
     return causal if mask is None and allow_is_causal_skip and q_length > 1 else mask
 
@@ -213,7 +238,7 @@ def _assert_one_sequence(
     sees_next = mask_function(batch, head, position[:, :-1], position[:, 1:])
     torch._assert_async(
         sees_first.all() & ~sees_next.any(),
-        "packed position_ids in a compiled model: compile its layers instead, or pass a 4D attention_mask",
+        "packed position_ids in a compiled model: compile its layers instead",
     )
 
 
@@ -227,10 +252,11 @@ def _take_documents(batch: int, queries: int) -> DocumentBoundaries | None:
     return found if found is not None and found.tokens == batch * queries else None
 
 
-def guard_masks(is_registered: Callable[[str | None], bool]) -> None:
+def guard_masks(is_registered: Callable[[str | None], bool], reads_masks: Callable[[str | None], bool]) -> None:
     """Look for documents wherever transformers is about to make a mask for one of our implementations.
 
-    Some models pass their `position_ids` to the makers of masks alone, and only they see a padding mask.
+    Some models pass their `position_ids` to the makers of masks alone, and only they see a padding mask. A mask that
+    the user made is refused here, unless the implementation `reads_masks`.
     """
     prepare = masking_utils._preprocess_mask_arguments
 
@@ -249,6 +275,8 @@ def guard_masks(is_registered: Callable[[str | None], bool]) -> None:
             return found
         padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
         batch, queries = inputs_embeds.shape[:2]
+        if queries > 1 and _is_from_user(attention_mask) and not reads_masks(config._attn_implementation):
+            raise ValueError(GENERAL)
         if torch.compiler.is_compiling():
             if padding is not None or (attention_mask is None and past_key_values is not None):
                 _refuse_under(padding, batch, queries, position_ids)
@@ -271,6 +299,13 @@ def guard_masks(is_registered: Callable[[str | None], bool]) -> None:
         return found
 
     masking_utils._preprocess_mask_arguments = guarded_prepare
+
+
+def _is_from_user(attention_mask: Any) -> bool:
+    """A mask with all axes. (`generate` passes those that were made here.)"""
+    if attention_mask is None or len(attention_mask.shape) != 4 or attention_mask.shape[-1] == 0:
+        return False
+    return not hasattr(attention_mask, _MADE)
 
 
 def _refuse_under(padding: Tensor | None, batch: int, queries: int, position_ids: Tensor | None) -> None:

@@ -39,6 +39,7 @@ def attend(
     is_causal: bool,
     scale: float,
     window: int | None = None,
+    known: Partial | None = None,
 ) -> Partial:
     """Attention inside each document, documents one after another.
 
@@ -48,13 +49,16 @@ def attend(
         value: (tokens, key heads, Dv)
         lengths: of all documents
         window: attend to the last so many tokens only, a token itself among them
+        known: output and lse of an earlier call, to differentiate them again without computing them again
 
     Returns:
         output (tokens, heads, Dv) and lse (heads, tokens) float32
     """
     # The operator takes either a causal mask or a window, which looks back only.
     windows = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    out, lse = _Attention.apply(query, key, value, lengths, is_causal and window is None, {"scale": scale, **windows})
+    out, lse = _Attention.apply(
+        query, key, value, lengths, is_causal and window is None, {"scale": scale, **windows}, known
+    )
     return Partial(out, lse)
 
 
@@ -68,12 +72,19 @@ class _Attention(torch.autograd.Function):
         lengths: tuple[int, ...],
         is_causal: bool,
         options: dict[str, Any],
+        known: Partial | None,
     ) -> tuple[Tensor, Tensor]:
         ends, longest = cumulative_lengths(lengths, query.device), max(lengths)
-        out, lse, *random_state, _ = FORWARD(
-            *equal_dims((query, key, value), "flash"), ends, ends, longest, longest, 0.0, is_causal, False, **options
-        )
-        out = out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].contiguous()
+        if known is None:
+            out, lse, *random_state, _ = FORWARD(
+                *equal_dims((query, key, value), "flash"), ends, ends, longest, longest, 0.0, is_causal, False,
+                **options,
+            )  # fmt: skip
+            out = out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].contiguous()
+        else:
+            out, lse = known.out.contiguous(), known.lse.contiguous()
+            # Of dropout, which there is none of: what the forward operator would return, not read.
+            random_state = [query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]
         ctx.save_for_backward(query, key, value, out, lse, ends, *random_state)
         ctx.settings = (longest, is_causal, options)
         ctx.set_materialize_grads(False)
@@ -94,7 +105,7 @@ class _Attention(torch.autograd.Function):
             grad_out, query, key, value, out, lse, ends, ends, longest, longest, 0.0, is_causal, *random_state,
             **options,
         )  # fmt: skip
-        return *(gradient[..., :dim] for gradient, dim in zip(gradients, dims, strict=True)), None, None, None
+        return *(gradient[..., :dim] for gradient, dim in zip(gradients, dims, strict=True)), None, None, None, None
 
 
 def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:

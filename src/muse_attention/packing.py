@@ -19,7 +19,7 @@ from muse_attention.documents import DocumentBoundaries, recall, refuse_capture,
 
 REFUSAL = (
     "packed documents would see each other: put one document into a row, or pass position_ids with use_cache=False and "
-    "without attention_mask, or pass a 4D attention_mask that separates them"
+    "without attention_mask"
 )
 
 

@@ -43,6 +43,16 @@ def recorded_calls() -> Iterator[list[Call]]:
         _calls.reset(before)
 
 
+@contextlib.contextmanager
+def unrecorded_calls() -> Iterator[None]:
+    """Calls made in this context are not recorded."""
+    before = _calls.set(None)
+    try:
+        yield
+    finally:
+        _calls.reset(before)
+
+
 def record(call: Call) -> None:
     calls = _calls.get()
     if calls is not None:

@@ -18,10 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from muse_attention.attention import muse_attention
 from muse_attention.benchmark.timing import Times, time_interleaved
 from muse_attention.benchmark.workload import DTYPES, AttentionCall, Workload, check_device
+from muse_attention.document_rows import EXACT, attend_to_documents
 from muse_attention.documents import DocumentBoundaries
 from muse_attention.files import replace_file
 from muse_attention.machine import describe_machine
-from muse_attention.packed import EXACT, attend_to_documents, muse_attn_varlen_func
+from muse_attention.packed import muse_attn_varlen_func
 from muse_attention.sizes import format_size, parse_size
 from muse_attention.strict_json import parse_json
 from muse_attention.synthetic import clustered_qkv

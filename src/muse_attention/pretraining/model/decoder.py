@@ -47,10 +47,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from muse_attention.distributed import ulysses
 from muse_attention.distributed.neighbours import from_rank_before
+from muse_attention.document_rows import attend_to_windows
 from muse_attention.documents import DocumentBoundaries
 from muse_attention.huggingface import BY_NAME, register_attention, stands_for_causal
 from muse_attention.masks import stands_for_documents, told_documents
-from muse_attention.packed import attend_to_windows
 from muse_attention.precision import compute_dtype
 from muse_attention.pretraining.model.chunked_loss import IGNORED, chunked_cross_entropy
 from muse_attention.pretraining.model.configuration import GLOBAL, SLIDING, DecoderConfig
