@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from muse_attention.attention import resolve_config
@@ -34,6 +35,11 @@ def attend_to_rows(
     """
     if documents is None:
         return muse_attn_func(query, key, value, scale, is_causal, config=config, return_lse=True)
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a CUDA graph would keep the documents of one batch for all: turn CUDA graphs off (torchtitan: "
+            "--training.disable_cuda_graphs)"
+        )
     batch = query.shape[0]
     out, lse = muse_attn_varlen_func(
         query.flatten(0, 1),

@@ -1,0 +1,158 @@
+"""MuSe in torchtitan: overrides of its configuration, loss and gradients of its Llama, and documents in a row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-integrations")
+
+from torchtitan.config import ConfigManager
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
+from torchtitan.models.gpt_oss import model_registry as gpt_oss_registry
+from torchtitan.models.llama3 import model_registry
+
+from muse_attention.integrations.torchtitan import MuSeAttention
+from tests.trainer_checks import CONFIG, LENGTHS, assert_close_but_not_same, assert_same, sum_of, train
+
+MUSE = "muse_attention.integrations.torchtitan.muse"
+
+
+def configuration(backend: str = "varlen") -> Any:
+    config = copy.deepcopy(model_registry("debugmodel", attn_backend=backend).model)
+    config.layers = config.layers[:2]
+    return config
+
+
+def built(config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = config.build()
+    model.init_states()
+    return model.double()
+
+
+def with_muse(config: Any, muse_config: str | None = None) -> Any:
+    apply_overrides(OverrideConfig(imports=[(MUSE, {"config": muse_config})]), config)
+    return config
+
+
+def with_exact_attention(config: Any) -> Any:
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return config
+
+
+def loss_of(tokens: Tensor, lengths: tuple[int, ...] | None = None) -> Callable[[nn.Module], Tensor]:
+    """Losses of (batch, length + 1) tokens; positions restart in each document of these lengths."""
+
+    def losses(model: Any) -> Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        positions = torch.cat([torch.arange(length) for length in lengths or (inputs.shape[1],)])
+        positions = positions.expand(len(inputs), -1)
+        is_exact = isinstance(model.config.first_attention.inner_attention, ScaledDotProductAttention.Config)
+        masks = None if is_exact else model.get_attention_masks(positions)
+        return nn.functional.cross_entropy(
+            model(inputs, positions, masks).flatten(0, 1), targets.flatten(), reduction="none"
+        )
+
+    return losses
+
+
+def random_tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(2048, (batch, length + 1), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+def test_short_rows_train_as_with_its_own_attention(backend: str) -> None:
+    loss = loss_of(random_tokens(2, 96))
+    found = train(built(with_muse(configuration(backend))), loss)
+    assert_same(found, train(built(with_exact_attention(configuration())), loss))
+
+
+def test_longer_rows_are_approximated() -> None:
+    loss = loss_of(random_tokens(1, 1024))
+    found = train(built(with_muse(configuration(), CONFIG)), loss)
+    assert_close_but_not_same(found, train(built(with_exact_attention(configuration())), loss))
+
+
+def test_documents_train_as_each_alone() -> None:
+    model = built(with_muse(configuration(), CONFIG))
+    tokens = random_tokens(1, sum(LENGTHS))
+    alone, at = [], 0
+    for length in LENGTHS:
+        alone.append(train(model, loss_of(tokens[:, at : at + length + 1])))
+        at += length
+    assert_same(train(model, loss_of(tokens, LENGTHS)), sum_of(alone))
+
+
+@pytest.mark.filterwarnings("ignore:The .torch. module has already been imported:UserWarning")
+def test_the_command_line_replaces_the_attention() -> None:
+    line = ["--module", "llama3", "--config", "llama3_debugmodel", "--override.imports", f'{MUSE}={{"config": "QK32R2"}}']
+    config = ConfigManager().parse_args(line)
+    assert len(apply_overrides(config.override, config)) == 6
+    inner = [layer.attention.inner_attention for layer in config.model_spec.model.layers]
+    assert all(isinstance(attention, MuSeAttention.Config) and attention.config == "QK32R2" for attention in inner)
+
+
+def test_sliding_windows_keep_their_own_attention_and_sinks_are_served() -> None:
+    config = copy.deepcopy(gpt_oss_registry("debugmodel", attn_backend="varlen").model)
+    windows = [layer.attention.inner_attention.window_size for layer in config.layers]
+    with_muse(config)
+    inner = [layer.attention.inner_attention for layer in config.layers]
+    assert {type(attention) for attention in inner} == {VarlenAttention.Config, MuSeAttention.Config}
+    assert [isinstance(attention, MuSeAttention.Config) for attention in inner] == [
+        window == (-1, 0) for window in windows
+    ]
+    query, key, value = (torch.randn(1, 40, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    masks = built(configuration()).get_attention_masks(torch.arange(40)[None])
+    out = MuSeAttention(MuSeAttention.Config())(
+        query, key, value, attention_masks=masks, out_transform=lambda out, lse: out * lse[..., None]
+    )
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key.repeat_interleave(2, 2)) / 8**0.5
+    logits = logits.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+    exact = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), value.repeat_interleave(2, 2))
+    torch.testing.assert_close(out, exact * logits.logsumexp(-1).transpose(1, 2)[..., None])
+
+
+def test_norms_may_leave_queries_and_keys_in_float32() -> None:
+    attention = MuSeAttention(MuSeAttention.Config())
+    query, key, value = (torch.randn(1, 40, 2, 8) for _ in range(3))
+    masks = built(configuration()).get_attention_masks(torch.arange(40)[None])
+    assert attention(query, key, value.bfloat16(), attention_masks=masks).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("registry", "backend"), [(gpt_oss_registry, "flex"), (model_registry, None)], ids=["windows in masks", "sdpa"]
+)
+def test_what_has_no_boundaries_is_refused(registry: Callable[..., Any], backend: str | None) -> None:
+    config = copy.deepcopy(registry("debugmodel", attn_backend=backend or "varlen").model)
+    if backend is None:
+        with_exact_attention(config)
+    with pytest.raises(ValueError, match="attn_backend='varlen'"):
+        with_muse(config)
+
+
+def test_a_bad_configuration_is_refused_before_the_model_is_built() -> None:
+    with pytest.raises(ValueError, match="QK"):
+        with_muse(configuration(), "nonsense")
+
+
+def test_context_parallelism_is_refused() -> None:
+    attention = MuSeAttention(MuSeAttention.Config())
+    query, key = torch.randn(1, 8, 2, 8), torch.randn(1, 16, 2, 8)
+    with pytest.raises(ValueError, match="context_parallel_degree 1"):
+        attention(query, key, key, attention_masks=None)
+
+
+def test_a_compiled_layer_says_what_to_do() -> None:
+    model = built(with_muse(configuration()))
+    positions = torch.arange(16)[None]
+    layer = torch.compile(model.layers["0"], fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="leave 'model' out of --compile.components"):
+        layer(torch.randn(1, 16, 256, dtype=torch.float64), model.get_attention_masks(positions), positions)

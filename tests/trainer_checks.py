@@ -1,0 +1,59 @@
+"""What holds for MuSe in every trainer: a model's loss and gradients against those of another attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.closeness import assert_equal_to_rounding
+
+LENGTHS = (300, 1, 130, 81)
+"""Of documents in one row: longer than a block of `CONFIG`, of one token, of a block and two, shorter than a block."""
+CONFIG = "QK16R4B128"
+
+
+class Training(NamedTuple):
+    """The result of one forward and backward pass."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def train(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Training:
+    """`loss` gives the losses of tokens, whose sum is differentiated."""
+    model.zero_grad(set_to_none=True)
+    value = loss(model).sum()
+    value.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert gradients
+    return Training(value.detach(), gradients)
+
+
+def assert_same(found: Training, expected: Training) -> None:
+    """To rounding of float64, relative to the largest entry of a gradient."""
+    assert_equal_to_rounding(found.loss / expected.loss, torch.ones_like(found.loss), "loss")
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        size = gradient.abs().max()
+        assert_equal_to_rounding(found.gradients[name] / size, gradient / size, name)
+
+
+def assert_close_but_not_same(found: Training, exact: Training) -> None:
+    """As an approximation is: the loss within 1%, gradients within 10% of their norm, and some are not equal."""
+    assert 0 < abs(float(found.loss / exact.loss) - 1) < 0.01
+    errors = {
+        name: float((found.gradients[name] - gradient).norm() / gradient.norm())
+        for name, gradient in exact.gradients.items()
+    }
+    assert 1e-6 < max(errors.values()) < 0.1, errors
+
+
+def sum_of(trainings: list[Training]) -> Training:
+    names = trainings[0].gradients
+    return Training(
+        torch.stack([training.loss for training in trainings]).sum(),
+        {name: torch.stack([training.gradients[name] for training in trainings]).sum(0) for name in names},
+    )
