@@ -93,7 +93,14 @@ def test_documents_train_as_each_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .torch. module has already been imported:UserWarning")
 def test_the_command_line_replaces_the_attention() -> None:
-    line = ["--module", "llama3", "--config", "llama3_debugmodel", "--override.imports", f'{MUSE}={{"config": "QK32R2"}}']
+    line = [
+        "--module",
+        "llama3",
+        "--config",
+        "llama3_debugmodel",
+        "--override.imports",
+        f'{MUSE}={{"config": "QK32R2"}}',
+    ]
     config = ConfigManager().parse_args(line)
     assert len(apply_overrides(config.override, config)) == 6
     inner = [layer.attention.inner_attention for layer in config.model_spec.model.layers]
@@ -154,5 +161,5 @@ def test_a_compiled_layer_says_what_to_do() -> None:
     model = built(with_muse(configuration()))
     positions = torch.arange(16)[None]
     layer = torch.compile(model.layers["0"], fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="leave 'model' out of --compile.components"):
+    with pytest.raises(Exception, match="leave 'model' out of --compile"):
         layer(torch.randn(1, 16, 256, dtype=torch.float64), model.get_attention_masks(positions), positions)

@@ -42,13 +42,12 @@ def assert_same(found: Training, expected: Training) -> None:
 
 
 def assert_close_but_not_same(found: Training, exact: Training) -> None:
-    """As an approximation is: the loss within 1%, gradients within 10% of their norm, and some are not equal."""
+    """As an approximation is: the loss within 1%, the gradient of all parameters within 5% of its norm, not equal."""
     assert 0 < abs(float(found.loss / exact.loss) - 1) < 0.01
-    errors = {
-        name: float((found.gradients[name] - gradient).norm() / gradient.norm())
-        for name, gradient in exact.gradients.items()
-    }
-    assert 1e-6 < max(errors.values()) < 0.1, errors
+    ours, theirs = (
+        torch.cat([training.gradients[name].flatten() for name in exact.gradients]) for training in (found, exact)
+    )
+    assert 1e-6 < float((ours - theirs).norm() / theirs.norm()) < 0.05
 
 
 def sum_of(trainings: list[Training]) -> Training:
