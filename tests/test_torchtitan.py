@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-integrations")
 
@@ -19,9 +21,12 @@ from torchtitan.models.gpt_oss import model_registry as gpt_oss_registry
 from torchtitan.models.llama3 import model_registry
 
 from muse_attention.integrations.torchtitan import MuSeAttention
-from tests.trainer_checks import CONFIG, LENGTHS, assert_close_but_not_same, assert_same, sum_of, train
+from muse_attention.operator import FORWARD
+from tests.trainer_checks import CONFIG, LENGTHS, Training, assert_close_but_not_same, assert_same, sum_of, train
 
 MUSE = "muse_attention.integrations.torchtitan.muse"
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .torch. module has already been imported:UserWarning")
 
 
 def configuration(backend: str = "varlen") -> Any:
@@ -91,7 +96,6 @@ def test_documents_train_as_each_alone() -> None:
     assert_same(train(model, loss_of(tokens, LENGTHS)), sum_of(alone))
 
 
-@pytest.mark.filterwarnings("ignore:The .torch. module has already been imported:UserWarning")
 def test_the_command_line_replaces_the_attention() -> None:
     line = [
         "--module",
@@ -105,6 +109,40 @@ def test_the_command_line_replaces_the_attention() -> None:
     assert len(apply_overrides(config.override, config)) == 6
     inner = [layer.attention.inner_attention for layer in config.model_spec.model.layers]
     assert all(isinstance(attention, MuSeAttention.Config) and attention.config == "QK32R2" for attention in inner)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the forward passes of MuSe that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += function is FORWARD
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("override", "calls"), [(None, 2), ("keep_attention", 1)])
+def test_selective_checkpointing_may_keep_the_attention(override: str | None, calls: int, tmp_path: Path) -> None:
+    line = ["--module", "llama3", "--config", "llama3_debugmodel", "--override.imports", MUSE]
+    if override is not None:
+        line.append(MUSE.replace(".muse", f".{override}"))
+    config = ConfigManager().parse_args(line)
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    apply_overrides(config.override, config)
+    model = built(config.model_spec.model)
+    loss = loss_of(random_tokens(1, 64))
+    expected = train(model, loss)
+    config.activation_checkpoint.build(dump_folder=str(tmp_path)).apply(model)
+    with Calls() as counted:
+        found = train(model, loss)
+    assert_same(Training(found.loss, _without_wrappers(found.gradients)), expected)
+    assert counted.number == calls
+
+
+def _without_wrappers(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in gradients.items()}
 
 
 def test_sliding_windows_keep_their_own_attention_and_sinks_are_served() -> None:

@@ -5,6 +5,11 @@
 
 The override replaces the inner attention of every layer. Layers with a sliding window keep their own. Documents are
 those of torchtitan's `VarlenMetadata`, which the trainer makes from positions that restart.
+
+    --override.imports muse_attention.integrations.torchtitan.muse muse_attention.integrations.torchtitan.keep_attention
+
+The second override keeps what MuSe computed where torchtitan's selective checkpointing, its default, would run it again
+in the backward pass, as it keeps the outputs of its own attention.
 """
 
 from __future__ import annotations
@@ -19,10 +24,12 @@ import torch
 from spmd_types.runtime import get_partition_spec
 from torch import Tensor
 from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.attention import BaseAttention, FlexAttention, VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
 
+from muse_attention import operator
 from muse_attention.documents import DocumentBoundaries
 from muse_attention.integrations.rows import attend_to_rows, check_config
 
@@ -113,6 +120,22 @@ def muse(attention: BaseAttention.Config, config: str | None = None) -> BaseAtte
             "model with attn_backend='varlen'"
         )
     return dataclasses.replace(attention, inner_attention=derive(inner, MuSeAttention.Config, config=config))
+
+
+class SelectiveACWithMuSe(SelectiveAC):
+    """Selective checkpointing that saves the clusters and the outputs of MuSe."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set[Any]:
+        return {*super().get_save_ops(), operator.CLUSTER, operator.FORWARD}
+
+
+@override(target=SelectiveAC.Config, exact=True, description="selective checkpointing that keeps what MuSe computed")
+def keep_attention(checkpointing: SelectiveAC.Config) -> SelectiveAC.Config:
+    return derive(checkpointing, SelectiveACWithMuSe.Config)
 
 
 def _type_like(query: Tensor, out: Tensor, lse: Tensor) -> None:
