@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +23,15 @@ from olmo_core.nn.transformer import TransformerConfig
 
 from muse_attention.integrations.olmo_core import MuSeAttentionBackend, use_muse
 from tests.closeness import assert_equal_to_rounding
-from tests.trainer_checks import CONFIG, LENGTHS, assert_close_but_not_same, assert_same, sum_of, train
+from tests.trainer_checks import (
+    CONFIG,
+    LENGTHS,
+    assert_close_but_not_same,
+    assert_same,
+    on_two_processes,
+    sum_of,
+    train,
+)
 
 VOCABULARY = 97
 
@@ -136,43 +141,21 @@ def test_refusals() -> None:
 
 
 def test_its_ulysses_with_fewer_key_heads_than_ranks() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    processes = [context.Process(target=_run_rank, args=(rank, port, pipes[rank][1])) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        for receiving, _ in pipes:
-            assert receiving.poll(120), "a rank did not come to the end"
-            failure = receiving.recv()
-            assert failure is None, failure
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    on_two_processes(_check_ulysses)
 
 
-def _run_rank(rank: int, port: int, report: Any) -> None:
-    """Documents in two shards of a row against the whole row in one process; sends what went wrong, or None."""
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-        tokens = random_tokens(1, 256)[:, :-1]
-        documents = {"doc_lens": torch.tensor([[190, 66]]), "max_doc_lens": [190]}
-        whole, model = (with_muse(llama(key_heads=1, has_rope=False), "QK4R1B32") for _ in range(2))
-        expected = whole(tokens, **documents)
-        expected.square().sum().backward()
-        model.apply_cp(init_device_mesh("cpu", (2,)), uly=UlyssesContextParallelStyle())
-        found = model(tokens, **documents)
-        assert_equal_to_rounding(found, expected.chunk(2, 1)[rank], "logits")
-        found.square().sum().backward()
-        for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-            dist.all_reduce(parameter.grad)
-            size = other.grad.abs().max()
-            assert_equal_to_rounding(parameter.grad / size, other.grad / size, name)
-        report.send(None)
-    except BaseException:  # what pytest raises is no Exception
-        report.send(traceback.format_exc())
+def _check_ulysses(rank: int) -> None:
+    """Documents in two parts of a row against the whole row in one process."""
+    tokens = random_tokens(1, 256)[:, :-1]
+    documents = {"doc_lens": torch.tensor([[190, 66]]), "max_doc_lens": [190]}
+    whole, model = (with_muse(llama(key_heads=1, has_rope=False), "QK4R1B32") for _ in range(2))
+    expected = whole(tokens, **documents)
+    expected.square().sum().backward()
+    model.apply_cp(init_device_mesh("cpu", (2,)), uly=UlyssesContextParallelStyle())
+    found = model(tokens, **documents)
+    assert_equal_to_rounding(found, expected.chunk(2, 1)[rank], "logits")
+    found.square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        size = other.grad.abs().max()
+        assert_equal_to_rounding(parameter.grad / size, other.grad / size, name)

@@ -16,13 +16,27 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test
 
 from torchtitan.config import ConfigManager
 from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.distributed import parallel_dims
+from torchtitan.distributed.spmd_types import annotate_input_spmd_types
+from torchtitan.distributed.utils import get_spmd_context
 from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.gpt_oss import model_registry as gpt_oss_registry
 from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
 from muse_attention.integrations.torchtitan import MuSeAttention
 from muse_attention.operator import FORWARD
-from tests.trainer_checks import CONFIG, LENGTHS, Training, assert_close_but_not_same, assert_same, sum_of, train
+from tests.closeness import assert_equal_to_rounding
+from tests.trainer_checks import (
+    CONFIG,
+    LENGTHS,
+    Training,
+    assert_close_but_not_same,
+    assert_same,
+    on_two_processes,
+    sum_of,
+    train,
+)
 
 MUSE = "muse_attention.integrations.torchtitan.muse"
 
@@ -38,6 +52,7 @@ def configuration(backend: str = "varlen") -> Any:
 def built(config: Any) -> nn.Module:
     torch.manual_seed(0)
     model = config.build()
+    model.verify_module_protocol()
     model.init_states()
     return model.double()
 
@@ -201,3 +216,36 @@ def test_a_compiled_layer_says_what_to_do() -> None:
     layer = torch.compile(model.layers["0"], fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="leave 'model' out of --compile"):
         layer(torch.randn(1, 16, 256, dtype=torch.float64), model.get_attention_masks(positions), positions)
+
+
+def test_its_tensor_parallelism_splits_the_heads() -> None:
+    on_two_processes(_check_tensor_parallelism)
+
+
+def _check_tensor_parallelism(rank: int) -> None:
+    """Sharded heads, parameters and tokens against one process, and past torchtitan's checker of such types."""
+    parallel_dims.device_type = "cpu"  # torchtitan takes a machine without an accelerator for one with CUDA
+    tokens = random_tokens(1, sum(LENGTHS))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    whole = built(with_muse(configuration(), CONFIG))
+    expected = whole(inputs, positions, whole.get_attention_masks(positions))
+    expected.square().sum().backward()
+    config = configuration()
+    set_llama3_sharding_config(config, enable_sp=True)
+    model = built(with_muse(config, CONFIG))
+    masks = model.get_attention_masks(positions)
+    dims = parallel_dims.ParallelDims(1, 1, cp=1, tp=2, pp=1, ep=1, world_size=2)
+    with get_spmd_context(parallel_dims=dims)():
+        model.parallelize(dims)
+    annotate_input_spmd_types(dims, inputs, targets, {"positions": positions})
+    with get_spmd_context(parallel_dims=dims, spmd_typechecking=True)():
+        found = model(inputs, positions, masks)
+    with get_spmd_context(parallel_dims=dims)():
+        assert_equal_to_rounding(found, expected.chunk(2, -1)[rank], "logits")
+        found.square().sum().backward()
+    gradients = dict(model.named_parameters())
+    for name, parameter in whole.named_parameters():
+        if "wqkv" in name:
+            own, size = parameter.grad.chunk(2)[rank], parameter.grad.abs().max()
+            assert_equal_to_rounding(gradients[name].grad / size, own / size, name)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
+import traceback
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.closeness import assert_equal_to_rounding
@@ -56,3 +60,35 @@ def sum_of(trainings: list[Training]) -> Training:
         torch.stack([training.loss for training in trainings]).sum(),
         {name: torch.stack([training.gradients[name] for training in trainings]).sum(0) for name in names},
     )
+
+
+def on_two_processes(check: Callable[[int], None]) -> None:
+    """Call `check`, a function of a module, with the rank in each of two processes that gloo connects."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=_run_rank, args=(rank, port, check, sending)) for rank, (_, sending) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        failures = [receiving.recv() if receiving.poll(300) else "it did not come to the end" for receiving, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert failures == [None, None], "\n".join(filter(None, failures))
+
+
+def _run_rank(rank: int, port: int, check: Callable[[int], None], report: Any) -> None:
+    """Sends what went wrong, or None."""
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        check(rank)
+        report.send(None)
+    except BaseException:  # what pytest raises is no Exception
+        report.send(traceback.format_exc())
