@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.trainer_checks import CONFIG, LENGTHS, assert_close_but_not_same, assert_same, sum_of, train
+from tests.closeness import assert_equal_to_rounding
+from tests.trainer_checks import (
+    CONFIG,
+    LENGTHS,
+    assert_close_but_not_same,
+    assert_same,
+    documented_code,
+    on_two_processes,
+    sum_of,
+    train,
+)
 
 pytest.importorskip("megatron.core", reason="Megatron-core is not installed: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -168,6 +178,13 @@ def test_the_spec_of_the_command_line() -> None:
     assert not [name for name in model.state_dict() if "core_attention" in name and "_extra_state" not in name]
 
 
+def test_the_documented_code() -> None:
+    names: dict[str, Any] = {}
+    exec(documented_code("Megatron-core"), names)
+    found = [module for module in gpt(names["layer_spec"]).modules() if isinstance(module, MuSeCoreAttention)]
+    assert [module.muse_config for module in found] == ["QK64R8B1k"] * 2
+
+
 def test_the_spec_of_a_block() -> None:
     config = TransformerConfig(**OPTIONS)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
@@ -215,3 +232,32 @@ def test_other_refusals() -> None:
     ends, others = torch.tensor([0, 8], dtype=torch.int32), torch.tensor([0, 4, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_kv differ"):
         attention(*[query[:, 0]] * 3, None, packed_seq_params=PackedSeqParams("thd", ends, others))
+
+
+def test_its_tensor_parallelism_splits_the_heads() -> None:
+    on_two_processes(_check_tensor_parallelism)
+
+
+def _check_tensor_parallelism(rank: int) -> None:
+    """Documents with the heads of two ranks against those of one."""
+    torch.cuda.current_device = lambda: "cpu"
+    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    params = PackedSeqParams("thd", ends, ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS))
+    tokens = random_tokens(1, sum(LENGTHS))[:, :-1]
+
+    def losses(model: Any) -> Tensor:
+        """Of this rank's part of the vocabulary. (Megatron's cross entropy is computed in float32.)"""
+        return model(tokens, torch.arange(sum(LENGTHS))[None], None, packed_seq_params=params).square()
+
+    trained = []
+    for ranks in (1, 2):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+        trained.append(train(gpt_with_muse(CONFIG, tensor_model_parallel_size=ranks), losses))
+        parallel_state.destroy_model_parallel()
+    whole, sharded = trained
+    for name, gradient in whole.gradients.items():
+        found = sharded.gradients[name]
+        dim = next((dim for dim in range(found.dim()) if found.shape[dim] != gradient.shape[dim]), None)
+        own, size = gradient if dim is None else gradient.chunk(2, dim)[rank], gradient.abs().max()
+        assert_equal_to_rounding(found / size, own / size, name)

@@ -28,6 +28,7 @@ from tests.trainer_checks import (
     LENGTHS,
     assert_close_but_not_same,
     assert_same,
+    documented_code,
     on_two_processes,
     sum_of,
     train,
@@ -103,6 +104,16 @@ def test_documents_train_as_each_alone() -> None:
             alone.append(train(model, loss_of(row[None, at : at + length + 1])))
             at += length
     assert_same(train(model, loss_of(tokens, lengths)), sum_of(alone))
+
+
+def test_the_documented_code() -> None:
+    config = TransformerConfig.llama_like(
+        d_model=64, vocab_size=VOCABULARY, n_layers=2, n_heads=4, attn_backend=AttentionBackendName.torch
+    )
+    names = {"model_config": config}
+    exec(documented_code("OLMo-core"), names)
+    backends = [block.attention.backend for block in names["model"].blocks.values()]
+    assert all(isinstance(backend, MuSeAttentionBackend) for backend in backends)
 
 
 def test_layers_with_a_window_keep_their_backend() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torchtitan.models.gpt_oss import model_registry as gpt_oss_registry
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-from muse_attention.integrations.torchtitan import MuSeAttention
+from muse_attention.integrations.torchtitan import MuSeAttention, SelectiveACWithMuSe
 from muse_attention.operator import FORWARD
 from tests.closeness import assert_equal_to_rounding
 from tests.trainer_checks import (
@@ -33,6 +34,7 @@ from tests.trainer_checks import (
     Training,
     assert_close_but_not_same,
     assert_same,
+    documented,
     on_two_processes,
     sum_of,
     train,
@@ -111,7 +113,21 @@ def test_documents_train_as_each_alone() -> None:
     assert_same(train(model, loss_of(tokens, LENGTHS)), sum_of(alone))
 
 
-def test_the_command_line_replaces_the_attention() -> None:
+def test_the_documented_command() -> None:
+    command = documented("torchtitan").replace("\\\n", " ")
+    (line,) = re.findall(r"^    torchrun .* -m torchtitan.train (.*)$", command, re.MULTILINE)
+    config = ConfigManager().parse_args(line.split())
+    assert config.training.disable_cuda_graphs
+    apply_overrides(config.override, config)
+    assert all(_has_muse(layer) for layer in config.model_spec.model.layers)
+    assert isinstance(config.activation_checkpoint, SelectiveACWithMuSe.Config)
+
+
+def _has_muse(layer: Any) -> bool:
+    return isinstance(layer.attention.inner_attention, MuSeAttention.Config)
+
+
+def test_a_configuration_on_the_command_line() -> None:
     line = [
         "--module",
         "llama3",
@@ -122,8 +138,9 @@ def test_the_command_line_replaces_the_attention() -> None:
     ]
     config = ConfigManager().parse_args(line)
     assert len(apply_overrides(config.override, config)) == 6
-    inner = [layer.attention.inner_attention for layer in config.model_spec.model.layers]
-    assert all(isinstance(attention, MuSeAttention.Config) and attention.config == "QK32R2" for attention in inner)
+    for layer in config.model_spec.model.layers:
+        assert _has_muse(layer)
+        assert layer.attention.inner_attention.config == "QK32R2"
 
 
 class Calls(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import socket
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.closeness import assert_equal_to_rounding
+from tests.markdown_pages import ROOT
 
 LENGTHS = (300, 1, 130, 81)
 """Of documents in one row: longer than a block of `CONFIG`, of one token, of a block and two, shorter than a block."""
@@ -60,6 +62,19 @@ def sum_of(trainings: list[Training]) -> Training:
         torch.stack([training.loss for training in trainings]).sum(),
         {name: torch.stack([training.gradients[name] for training in trainings]).sum(0) for name in names},
     )
+
+
+def documented(trainer: str) -> str:
+    """The section of `docs/trainers.md` about it."""
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    (section,) = re.findall(rf"^## {trainer}\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
+    return section
+
+
+def documented_code(trainer: str) -> str:
+    """The one block of Python in that section."""
+    (code,) = re.findall(r"^```py\n(.*?)^```$", documented(trainer), re.DOTALL | re.MULTILINE)
+    return code
 
 
 def on_two_processes(check: Callable[[int], None]) -> None:
