@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from muse_attention.config import MuSeConfig
 from muse_attention.distributed import ulysses
-from muse_attention.documents import DocumentBoundaries
 from muse_attention.integrations.rows import attend_to_rows, check_config
 from muse_attention.sinks import with_sinks
 
@@ -123,12 +122,11 @@ class MuSeAttentionBackend(AttentionBackend):
             self.assert_supports_kv_cache()
         if any(only_of_a_ring is not None for only_of_a_ring in (cu_doc_lens_q, cu_doc_lens_k, local_k_slice)):
             self.assert_supports_ring_cp()
-        # The boundaries count over whole rows, under context parallelism too.
-        documents = None if cu_doc_lens is None else DocumentBoundaries.read(cu_doc_lens, "cu_doc_lens")
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-            out, lse = attend_to_rows(query, key, value, documents, self.config, is_causal=True, scale=self.scale)
+            # The boundaries count over whole rows, under context parallelism too.
+            out, lse = attend_to_rows(query, key, value, cu_doc_lens, self.config, is_causal=True, scale=self.scale)
             return out.transpose(1, 2), lse
 
         query, key, value = (tensor.transpose(1, 2) for tensor in qkv)

@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torchtitan  # noqa: F401 - the first to be missed
+
+# isort: split
 import spmd_types as spmd
 import torch
 from spmd_types.runtime import get_partition_spec
@@ -30,7 +33,6 @@ from torchtitan.models.common.attention import BaseAttention, FlexAttention, Var
 from torchtitan.protocols.module import Module
 
 from muse_attention import operator
-from muse_attention.documents import DocumentBoundaries
 from muse_attention.integrations.rows import attend_to_rows, check_config
 
 CAUSAL = (-1, 0)
@@ -70,15 +72,7 @@ class MuSeAttention(Module):
             query, key = q_BLNH.to(v_BLNH.dtype), k_BLNH.to(v_BLNH.dtype)  # a norm may have made them float32
             # The boundaries on the host, where torchtitan has them, are not waited for.
             ends = attention_masks.cu_seq_q_host or attention_masks.cu_seq_q
-            out, lse = attend_to_rows(
-                query,
-                key,
-                v_BLNH,
-                DocumentBoundaries.read(ends, "cu_seq_q"),
-                self.config,
-                is_causal=True,
-                scale=scale,
-            )
+            out, lse = attend_to_rows(query, key, v_BLNH, ends, self.config, is_causal=True, scale=scale)
             out, lse = out.to(q_BLNH.dtype), lse.transpose(1, 2)
         _type_like(q_BLNH, out, lse)
         return out if out_transform is None else out_transform(out, lse)
