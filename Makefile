@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_EVALUATION := $(VENV)/.ready-evaluation
 READY_DOCS := $(VENV)/.ready-docs
+TRAINERS := .venv-integrations
+READY_TRAINERS := $(TRAINERS)/.ready
 MINUTES ?= 5
 SEED ?= 0
 
-.PHONY: help demo test fuzz test-evaluation docs pictures lint format bench clean
+.PHONY: help demo test fuzz test-evaluation test-integrations docs pictures lint format bench clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 demo: $(READY)  ## see what MuSe is for, then train a tiny model with and without it (minutes; goes on if stopped)
 	$(BIN)/muse demo
@@ -24,6 +26,9 @@ fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
 
 test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks and of Parquet files, which need lm-eval: 620 MB
 	$(BIN)/python -m pytest -q tests/test_harness.py tests/test_paper_data.py tests/test_options.py tests/test_tasks.py
+
+test-integrations: $(READY_TRAINERS)  ## the tests of MuSe in torchtitan, OLMo-core, Megatron-core and the Trainer of transformers, which `make test` skips without them
+	$(TRAINERS)/bin/python -m pytest -q tests/test_torchtitan.py tests/test_olmo_core.py tests/test_megatron.py tests/test_trainer_example.py
 
 docs: $(READY_DOCS)  ## the documentation site, in out/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -51,8 +56,8 @@ format: $(READY)  ## rewrite the sources as `make lint` wants them
 bench: $(READY)  ## time, memory and error on this machine, into out/bench (about eight minutes)
 	$(BIN)/muse bench --device cpu --length 8k,16k,32k,64k --repeats 5
 
-clean:  ## remove the virtual environment, results in out/, and caches
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove the virtual environments, results in out/, and caches
+	rm -rf $(VENV) $(TRAINERS) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements-dev.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
@@ -68,3 +73,10 @@ $(READY_EVALUATION): requirements-evaluation.txt $(READY)
 $(READY_DOCS): requirements-docs.txt $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	touch $(READY_DOCS)
+
+$(READY_TRAINERS): requirements-dev.txt requirements-integrations.txt pyproject.toml
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-integrations.txt
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY_TRAINERS)

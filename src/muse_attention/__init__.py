@@ -22,7 +22,7 @@ either backend; `operator.py` makes it an operator of PyTorch; `attention.py` is
 
 `huggingface.py` runs models of transformers with MuSe, `pretrained.py` loads them, `capture.py` captures the queries,
 keys and values of their layers, and `evaluation` measures them. `pretraining` has data, the paper's decoder and a
-trainer.
+trainer, and `integrations` puts MuSe into the trainers of others.
 """
 
 from __future__ import annotations

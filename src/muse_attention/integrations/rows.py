@@ -1,0 +1,81 @@
+"""Attention to batches of rows as trainers lay them out, with or without documents in the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from muse_attention.attention import resolve_config
+from muse_attention.config import MuSeConfig
+from muse_attention.documents import DocumentBoundaries
+from muse_attention.packed import muse_attn_func, muse_attn_varlen_func
+
+
+def attend_to_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: DocumentBoundaries | Tensor | Sequence[int] | None,
+    config: MuSeConfig | str | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """MuSe attention inside each document, or inside each row.
+
+    Args:
+        query: (batch, length, heads, head_dim)
+        key: (batch, length, key heads, head_dim)
+        value: (batch, length, key heads, value_dim)
+        documents: boundaries as `muse_attn_varlen_func` takes them, in all rows one after another; None if each row is
+            one document
+        config: as for `muse_attn_varlen_func`: None attends exactly to documents of up to 8k tokens
+
+    Returns:
+        The output, (batch, length, heads, value_dim), and the lse, (batch, heads, length).
+    """
+    if documents is None:
+        return muse_attn_func(query, key, value, scale, is_causal, config=config, return_lse=True)
+    return _attend_to_documents(query, key, value, documents, config, is_causal, scale)
+
+
+@_disable_dynamo
+def _attend_to_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: DocumentBoundaries | Tensor | Sequence[int],
+    config: MuSeConfig | str | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The compiler must not see boundaries: every batch has others."""
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a CUDA graph would keep the documents of one batch for all: turn CUDA graphs off (torchtitan: "
+            "--training.disable_cuda_graphs)"
+        )
+    batch = query.shape[0]
+    boundaries = DocumentBoundaries.read(documents)
+    out, lse = muse_attn_varlen_func(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        boundaries,
+        boundaries,
+        boundaries.longest,
+        boundaries.longest,
+        scale,
+        is_causal,
+        config=config,
+        return_lse=True,
+    )
+    return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def check_config(config: MuSeConfig | str | None) -> None:
+    """Raise ValueError for what is no configuration, before a model is built with it."""
+    resolve_config(config, 1 << 16)
