@@ -158,6 +158,7 @@ def test_layers_after_the_first_do_not_wait_for_the_gpu(lengths: list[int]) -> N
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_boundaries_on_the_gpu_are_refused_while_a_graph_is_captured() -> None:
     inputs, ends = tuple(row(400)), ends_of([300, 100])
     graph = torch.cuda.CUDAGraph()
