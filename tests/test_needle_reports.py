@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
@@ -53,6 +54,13 @@ from muse_attention.report.tree import Table
 COARSE = "muse:Q4K4R1SP1B128"
 SHORT = "Q4K4R1SP1B128"
 SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn with a tenth of their points, which takes most of the time of a report."""
+    draw = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **options: draw(self, file, **{**options, "dpi": 20}))
 
 
 def made_up(bucket: int, exact: bool, preferred: bool = True, ranks: tuple[int, ...] = (0, 0)) -> Answer:

@@ -24,8 +24,6 @@ ATTENTIONS = [f"muse:{CONFIG}", "muse:Q4K5R2T0.01B32", "exact", "block_diagonal:
     [
         (CONFIG, "torch"),
         ("Q4K5R0B32,dipole=tilted", "torch"),
-        ("Q4K5R2B500", "torch"),
-        ("Q4K5R2B32,tilt=false", "torch"),
         ("Q4K5R2T0.01B32", "torch"),
         ("Q3K4R2B32", "triton"),
     ],

@@ -94,27 +94,6 @@ def assert_close_runs(output: Path, expected: Path) -> None:
         torch.testing.assert_close(tensor, others[name], atol=1e-5, rtol=1e-4)
 
 
-def test_two_processes_learn_what_one_does(corpus: Corpus, tmp_path: Path) -> None:
-    """And a checkpoint of theirs is for any number of processes: for two bit for bit, for one to rounding.
-
-    The first update is probed, after a start and after going on.
-    """
-    recipe = override(SMALL, ["micro_batch=1", "probe_every=1"])
-    alone, two, again, one = (tmp_path / name for name in ("alone", "two", "again", "one"))
-    train(corpus, recipe, alone)
-    train_together(corpus, recipe, two)
-    assert_close_runs(two, alone)
-    files = sorted(path.name for path in (two / "checkpoints" / "step-00000008").iterdir())
-    assert files == ["manifest.json", "rank-00000-00000.safetensors", "rank-00001-00000.safetensors"]
-    for copy in (again, one):
-        shutil.copytree(two, copy)
-        shutil.rmtree(copy / "checkpoints" / "step-00000008")
-    train_together(corpus, recipe, again)
-    assert_same_run(again, two)
-    train(corpus, recipe, one, resume=True)
-    assert_close_runs(one, two)
-
-
 def test_two_processes_continue_what_one_has_finished(corpus: Corpus, tmp_path: Path) -> None:
     finished, alone, two = (tmp_path / name for name in ("finished", "alone", "two"))
     train(corpus, override(SMALL, ["micro_batch=1", "steps=4", "probe_every=0"]), finished)
