@@ -141,8 +141,9 @@ def test_compiles_into_one_graph_with_the_same_result(name: str, compiler: str) 
         torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
-@pytest.mark.parametrize("config", ["QK4R1B32", "paper,seed=1", None], ids=str)
+@pytest.mark.parametrize(
+    ("config", "dynamic"), [("QK4R1B32", True), ("QK4R1B32", None), ("paper,seed=1", None), (None, True)], ids=str
+)
 def test_compiles_for_lengths_that_vary(config: str | None, dynamic: bool | None) -> None:
     torch.compiler.reset()
     compiled = torch.compile(muse_attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -267,8 +268,9 @@ def test_second_derivatives_are_refused_in_one_line() -> None:
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("config", ["Q4K5R3SP2B32", "Q4K5R0B32", "Q1K5R2B32,tilt=false"])
+@pytest.mark.parametrize(
+    ("config", "is_causal"), [("Q4K5R3SP2B32", True), ("Q4K5R3SP2B32", False), ("Q1K5R2B32,tilt=false", True)]
+)
 @pytest.mark.parametrize(
     ("limit", "size"),
     [
