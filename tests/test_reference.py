@@ -48,7 +48,8 @@ def test_gradcheck_with_clusters_and_selection_held_fixed(variant: str, is_causa
         )
         return result.out, result.lse
 
-    torch.autograd.gradcheck(function, inputs)
+    # Every derivative of the first; of the others their products with random vectors, in a fiftieth of the time.
+    torch.autograd.gradcheck(function, inputs, fast_mode=variant != VARIANTS[0])
 
 
 def test_frozen_aggregation_gives_exact_attentions_gradient_spread_by_the_weights() -> None:
