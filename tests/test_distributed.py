@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import socket
-from multiprocessing.connection import Connection, wait
-from typing import Any, cast
 
 import pytest
 
@@ -16,46 +13,20 @@ pytest.importorskip("rich")
 
 from muse_attention.distributed import ulysses_bytes
 from tests.mesh_checks import CHECKS, TIMEOUT, run
-from tests.ranks import CONTEXT
+from tests.reports_of_ranks import Reports, assert_nothing_went_wrong, gather_reports
 
 
 @functools.cache
-def reports(ranks: int) -> dict[str, list[str | None]]:
-    """What went wrong in each check, by rank; all checks in the same processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
-    processes = [
-        CONTEXT.Process(target=run, args=(rank, ranks, port, sending)) for rank, (_, sending) in enumerate(pipes)
-    ]
-    found: dict[str, list[str | None]] = {}
-    try:
-        for process, (_, sending) in zip(processes, pipes, strict=True):
-            process.start()
-            sending.close()
-        waiting: list[Any] = [receiving for receiving, _ in pipes]
-        while waiting and (ready := wait(waiting, timeout=TIMEOUT)):
-            for connection in cast(list[Connection], ready):
-                try:
-                    name, _, failure = connection.recv()
-                    found.setdefault(name, []).append(failure)
-                except EOFError:
-                    waiting.remove(connection)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return found
+def reports(ranks: int) -> Reports:
+    """All checks in the same processes."""
+    return gather_reports(run, ranks, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize(
     ("ranks", "check"), [(ranks, check.__name__) for ranks, checks in CHECKS.items() for check in checks]
 )
 def test_processes_together(ranks: int, check: str) -> None:
-    found = reports(ranks).get(check, [])
-    assert not any(found), "\n".join(filter(None, found))
-    assert len(found) == ranks, "not all ranks came to the end of it"
+    assert_nothing_went_wrong(reports(ranks), check, ranks)
 
 
 def test_bytes_of_a_large_model() -> None:

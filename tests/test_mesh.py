@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import socket
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ from muse_attention.pretraining.recipes import get_recipe, override, tiny
 from muse_attention.pretraining.training import train
 from tests.mesh_runs import ALONE, HEADS, NEEDLES, PACKED, PLAIN, STOPPED_AFTER, TIMEOUT, UPDATES, run, small_model
 from tests.needle_models import needle_corpus, needle_tokenizer
-from tests.ranks import CONTEXT
+from tests.reports_of_ranks import Reports, assert_nothing_went_wrong, gather_reports
 from tests.test_prepare import SMALL as PREPARED
 from tests.test_prepare import make, source
 from tests.training_runs import assert_same_run, losses
@@ -67,43 +64,16 @@ def together(folder: Path) -> Callable[[int, str], Path]:
     """The folder of runs, after the ranks have made those of a check, and found nothing wrong."""
 
     def check(ranks: int, name: str) -> Path:
-        found = _reports(folder, ranks).get(name, [])
-        assert not any(found), "\n".join(filter(None, found))
-        assert len(found) == ranks, "not all ranks came to the end of it"
+        assert_nothing_went_wrong(_reports(folder, ranks), name, ranks)
         return folder
 
     return check
 
 
 @functools.cache
-def _reports(folder: Path, ranks: int) -> dict[str, list[str | None]]:
-    """What went wrong in each check, by rank; all checks in the same processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
-    processes = [
-        CONTEXT.Process(target=run, args=(rank, ranks, port, folder, sending))
-        for rank, (_, sending) in enumerate(pipes)
-    ]
-    found: dict[str, list[str | None]] = {}
-    try:
-        for process, (_, sending) in zip(processes, pipes, strict=True):
-            process.start()
-            sending.close()
-        waiting: list[Any] = [receiving for receiving, _ in pipes]
-        while waiting and (ready := wait(waiting, timeout=TIMEOUT)):
-            for connection in cast(list[Connection], ready):
-                try:
-                    name, failure = connection.recv()
-                    found.setdefault(name, []).append(failure)
-                except EOFError:
-                    waiting.remove(connection)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return found
+def _reports(folder: Path, ranks: int) -> Reports:
+    """All checks in the same processes."""
+    return gather_reports(run, ranks, folder, timeout=TIMEOUT)
 
 
 Alone = Callable[[str], Path]

@@ -1,0 +1,52 @@
+"""Checks that several processes make together: what went wrong in each, by rank."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
+
+from tests.ranks import CONTEXT
+
+Reports = dict[str, list[str | None]]
+"""By the name of the check: one entry of each rank that came to its end, None where nothing went wrong."""
+
+
+def gather_reports(run: Callable[..., None], ranks: int, *arguments: object, timeout: float) -> Reports:
+    """Of processes that call `run(rank, ranks, port, *arguments, connection)`, and send (check, what went wrong).
+
+    They are killed when none has sent anything for so many seconds.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        CONTEXT.Process(target=run, args=(rank, ranks, port, *arguments, sending))
+        for rank, (_, sending) in enumerate(pipes)
+    ]
+    found: Reports = {}
+    try:
+        for process, (_, sending) in zip(processes, pipes, strict=True):
+            process.start()
+            sending.close()
+        waiting: list[Any] = [receiving for receiving, _ in pipes]
+        while waiting and (ready := wait(waiting, timeout=timeout)):
+            for connection in cast(list[Connection], ready):
+                try:
+                    name, failure = connection.recv()
+                    found.setdefault(name, []).append(failure)
+                except EOFError:
+                    waiting.remove(connection)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return found
+
+
+def assert_nothing_went_wrong(found: Reports, check: str, ranks: int) -> None:
+    reports = found.get(check, [])
+    assert not any(reports), "\n".join(filter(None, reports))
+    assert len(reports) == ranks, "not all ranks came to the end of it"
