@@ -81,7 +81,7 @@ class MuSeAttention(Module):
     def _check(query: Tensor, key: Tensor, attention_masks: Any, others: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             raise ValueError(
-                "torchtitan compiles a layer as one graph, which MuSe in documents cannot join: leave 'model' out "
+                "torchtitan compiles a layer as one graph, in which MuSe has not been tried: leave 'model' out "
                 "of --compile.components"
             )
         if query.shape[1] != key.shape[1]:
