@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
 from docs_build.records import DEFAULT, PAPER, RECORDS, SYNTHETIC, Timing, read_timings
+from muse_attention.by_name import full_name
+from muse_attention.evaluation.comparison.results import ComparisonResults
+from muse_attention.evaluation.comparison.seeds import seeds_of
+from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size
 
 README = Path(__file__).parent.parent / "README.md"
@@ -55,9 +56,11 @@ def with_table(text: str, table: str, first_line: str = BEGIN) -> str:
 
 
 def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
-    """Speed of short runs with the default, and losses of longer ones with the paper's sizes, both at 64k."""
+    """Speed of short runs at 64k, and losses of longer ones at 16k, both with the default."""
     short, path = _compared("speed-64k")
-    speeds = {run["name"]: max(speed for speed, _ in run["curves"]["speeds"].values()) for run in short["runs"]}
+    speeds = {
+        name: max(speed.tokens_per_second for speed in run.curves.speeds.values()) for name, run in short.runs.items()
+    }
     training = (
         "Speed of training a 96M model, 64k tokens, 12 updates",
         "default",
@@ -66,39 +69,31 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
         "",
         path,
     )
-    longer, path = _compared("64k")
-    losses = {cell["run"]: _losses(cell) for cell in longer["cells"] if _is_final(cell, longer["runs"])}
-    difference = mean(muse - exact for muse, exact in zip(losses["muse"], losses["exact"], strict=True))
-    percent = 100 * difference / mean(losses["exact"])
+    longer, path = _compared("16k")
+    exact, muse = seeds_of(longer)
+    gap = muse.difference(longer, is_percent=True)
+    losses = [seeds.loss(longer, EXACT) for seeds in (exact, muse)]
+    if gap is None or gap.standard_error is None or muse.attention != full_name("muse", longer.settings.length):
+        raise ValueError(f"{path}: not several seeds of exact training, then as many with the default")
+    sign = "lower" if gap.mean < 0 else "higher"
     loss = (
-        "Held-out loss of two 96M models, read with exact attention",
-        PAPERS,
-        *(f"{mean(losses[run]):.3f}" for run in ("exact", "muse")),
-        f"{abs(percent):.1f}% {'lower' if percent < 0 else 'higher'}, one seed, short runs",
+        "Held-out loss of 23M models, 16k tokens, read with exact attention",
+        "default",
+        *(f"{loss.mean:.3f}" for loss in losses if loss),
+        f"{abs(gap.mean):.2f} ± {gap.standard_error:.2f}% {sign}, {len(muse.runs)} seeds",
         "",
         path,
     )
     return [training, loss]
 
 
-def _compared(record: str) -> tuple[dict[str, Any], Path]:
+def _compared(record: str) -> tuple[ComparisonResults, Path]:
     """What `muse compare` wrote."""
     path = RECORDS / "pretraining" / record / "compare.json"
-    document = json.loads(path.read_text())
-    if document["machine"]["gpu"] != GPU:
+    results = ComparisonResults.read(path)
+    if results.machine["gpu"] != GPU:
         raise ValueError(f"{path}: not of an {GPU}, as the head of README's table says")
-    return document, path
-
-
-def _is_final(cell: dict[str, Any], runs: list[dict[str, Any]]) -> bool:
-    """Whether it has the losses of a finished model under exact attention."""
-    return cell["attention"] == "exact" and (cell["run"], cell["step"]) in {(run["name"], run["step"]) for run in runs}
-
-
-def _losses(cell: dict[str, Any]) -> list[float]:
-    """Of each window: the mean over its tokens."""
-    sizes = cell["sizes"]
-    return [sum(size * loss for size, loss in zip(sizes, bins, strict=True)) / sum(sizes) for bins in cell["bins"]]
+    return results, path
 
 
 def _newest(timings: list[Timing], method: str, length: int, data: str) -> Timing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 import pytest
@@ -93,3 +94,28 @@ def test_what_the_far_context_is_worth() -> None:
     assert [column.title for column in table.columns] == ["run", "1024 to 2047", "2048 to 4096", "difference"]
     assert table.rows[0] == ("exact", "3.0000 ± 1.0000", "2.6000 ± 1.1000", "-0.4000 ± 0.1000")
     assert context_tables(trained(("exact", 0, 2.0))) == []
+
+
+def test_runs_that_shared_their_gpu_have_no_speed() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    assert all(word in shown(results) for word in ("speed-up", "tokens/s", "against time"))
+    results.settings = dataclasses.replace(results.settings, shared_gpu=True)
+    assert "+6.25 ± 3.75%" in shown(results)
+    assert "Other programs had the GPU at the same time" in shown(results)
+    assert not any(word in shown(results) for word in ("speed-up", "tokens/s", "against time"))
+
+
+def shown(results: ComparisonResults) -> str:
+    """The report, with the titles of its figures."""
+    report = comparison_report(results)
+    return as_markdown(report) + "".join(figure.title for section in report.sections for figure in section.figures)
+
+
+def test_seeds_may_begin_with_weights_of_their_own() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
+    for name, run in results.runs.items():
+        recipe = override(run.recipe, [f"initial=out/{run.recipe.seed}/near/model"])
+        results.runs[name] = dataclasses.replace(run, recipe=recipe)
+    assert [len(group.runs) for group in seeds_of(results)] == [2]
+    results.runs["exact-1"] = dataclasses.replace(run, recipe=override(run.recipe, ["initial="]))
+    assert seeds_of(results) == []

@@ -64,6 +64,7 @@ def test_one_rank_costs_nothing(
     ways = {
         "alone": lambda: with_gradients(lambda: attention(*inputs, is_causal=True), inputs),
         "ulysses": lambda: with_gradients(lambda: ulysses(attention, *inputs, mesh, is_causal=True), inputs),
+        "alone again": lambda: with_gradients(lambda: attention(*inputs, is_causal=True), inputs),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     peaks = {}
@@ -75,8 +76,8 @@ def test_one_rank_costs_nothing(
         call()
         peaks[way] = torch.cuda.max_memory_allocated()
     check_same(ways["alone"](), ways["ulysses"]())
-    for _ in range(ROUNDS):
-        for way, call in ways.items():
+    for turn in range(ROUNDS):
+        for way, call in sorted(ways.items(), reverse=bool(turn % 2)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(CALLS):
@@ -84,11 +85,11 @@ def test_one_rank_costs_nothing(
             end.record()
             end.synchronize()
             seconds[way].append(start.elapsed_time(end) / CALLS)
-    alone, through = (statistics.median(seconds[way]) for way in ways)
-    record_property("milliseconds", f"{alone:.3f} alone, {through:.3f} through ulysses")
+    alone, through, again = (statistics.median(seconds[way]) for way in ways)
+    record_property("milliseconds", f"{alone:.3f} alone, {through:.3f} through ulysses, {again:.3f} alone again")
     record_property("bytes at the peak", str(peaks))
     assert peaks["ulysses"] == peaks["alone"]
-    assert through < 1.03 * alone + 0.02  # milliseconds: the host's part of a call
+    assert through < 1.03 * max(alone, again)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

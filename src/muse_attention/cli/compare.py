@@ -24,7 +24,7 @@ from muse_attention.cli.app import (
 )
 from muse_attention.cli.language_model import Place, silence_transformers
 from muse_attention.cli.measuring import Output, add_command, measuring, spell, write
-from muse_attention.cli.options import Words, attentions, option, with_option_groups
+from muse_attention.cli.options import Words, attentions, flag, option, with_option_groups
 from muse_attention.evaluation.comparison.report import comparison_report, headline, matrix_table, warnings
 from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_attention.evaluation.loss.curves import SHORTEST
@@ -58,6 +58,9 @@ class ComparisonRequest:
         str | None,
         option("float32 or bfloat16.", "float32 on cpu, bfloat16 on cuda", "--dtype", "--precision"),
     ] = None
+    shared_gpu: Annotated[
+        bool, flag("--shared-gpu", "Other programs had the GPU at the same time: leave the speeds of the runs out.")
+    ] = False
     output: Output = Path("out/compare")
     overwrite: Overwrite = False
 
@@ -123,6 +126,7 @@ def compare_runs(
         windows=len(windows),
         device=request.place.device,
         precision=request.place.dtype,
+        shared_gpu=request.shared_gpu,
     )
     asked_for = request.attention or [run.recipe.attention for run in runs]
     tested = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))

@@ -81,6 +81,8 @@ def switching(results: ComparisonResults, run: Run, attention: str) -> Mean | No
 
 def speedup(results: ComparisonResults, run: Run) -> float | None:
     """Of the median tokens per second over those of the exact run of the same size; None where one is not known."""
+    if results.settings.shared_gpu:
+        return None
     reference = reference_of(results, run)
     own, other = (found.curves.speeds.get(found.recipe.attention) for found in (run, reference))
     if reference is run or reference.attention != EXACT or own is None or other is None:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+DIGITS = 8
+"""of the losses that are stored, after the point"""
+
+
 def open_windows(corpus: Corpus, length: int) -> Windows:
     """Of the held-out split."""
     return Windows(corpus, length, split=HELD_OUT)
@@ -112,7 +116,7 @@ def _add(results: ComparisonResults, run: str, step: int, fingerprint: str, atte
     if cell is None:
         cell = Cell(run, step, fingerprint, attention, [part.last - part.first + 1 for part in bins])
         results.cells.append(cell)
-    cell.bins.append([part.loss for part in bins])
+    cell.bins.append([round(part.loss, DIGITS) for part in bins])
 
 
 def _check_same_weights(results: ComparisonResults, run: str, step: int, fingerprint: str, path: Path) -> None:

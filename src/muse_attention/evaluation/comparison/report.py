@@ -18,7 +18,7 @@ from muse_attention.evaluation.comparison.positions import (
     position_figures,
 )
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
-from muse_attention.evaluation.comparison.seeds import in_percent, seeds_headline, seeds_sections
+from muse_attention.evaluation.comparison.seeds import in_percent, seeds_differences, seeds_headline, seeds_sections
 from muse_attention.evaluation.comparison.training_curves import UNSETTLED
 from muse_attention.evaluation.loss.report import LEAK, span
 from muse_attention.evaluation.means import Mean
@@ -67,6 +67,7 @@ _ANSWERS = (
 _POSITIONS = (
     "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
 )
+_SHARED_GPU = Note("Other programs had the GPU at the same time, so the speeds of these runs are left out.")
 _PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
 _RUN = (text("run"), lambda run: run.name)
 _TOKENS_AXIS = Axis("tokens (millions)")
@@ -94,9 +95,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
             Section.of("Training attention against test attention", matrix_table(results)),
             Section.of("Runs", runs_table(results), _TOKENS, *_beginnings(results)),
             *(Section.of("Switching the attention", _SWITCHING, table, LEAK) for table in switched),
-            Section.of(
-                "Training and its speed", *_training_figures(results), speed_table(results), averages, _PAPER_SPEED
-            ),
+            _training_section(results, averages),
             Section.optional(
                 "The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)
             ),
@@ -121,6 +120,13 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         ),
         csv=as_csv(results),
     )
+
+
+def _training_section(results: ComparisonResults, averages: Note) -> Section:
+    figures = _training_figures(results)
+    if results.settings.shared_gpu:
+        return Section.of("Training", *figures, averages, _SHARED_GPU)
+    return Section.of("Training and its speed", *figures, speed_table(results), averages, _PAPER_SPEED)
 
 
 def runs_table(results: ComparisonResults) -> Table:
@@ -342,13 +348,17 @@ def _named(results: ComparisonResults) -> list[str]:
 
 
 def _cards(results: ComparisonResults) -> list[Card]:
-    """Of the first run that is compared with another."""
+    """Of the first run that is compared with another, and of all its seeds where there are several."""
+    over_seeds = [
+        Card("held-out loss", in_percent(gap), f"{len(group.runs)} seeds, against exact training with the same")
+        for group, gap in seeds_differences(results)
+    ]
     for run in _runs(results):
         found, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
         if found is not None:
             return [
                 *([Card("speed-up in training", f"{ratio:.2f}x", run.name)] if ratio is not None else []),
-                Card("held-out loss", _percent(found), f"{run.name} against {found.reference}"),
+                *(over_seeds[:1] or [Card("held-out loss", _percent(found), f"{run.name} against {found.reference}")]),
                 *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),
                 Card("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:.2g} per parameter"),
             ]
@@ -384,7 +394,11 @@ def _training_figures(results: ComparisonResults) -> list[Figure]:
     by_seconds = _coloured((name, [(point.seconds, point.loss) for point in of]) for name, of in points.items())
     return [
         *_figure("training", "Training loss against tokens", by_tokens, _TOKENS_AXIS, loss),
-        *_figure("training-seconds", "Training loss against time", by_seconds, Axis("seconds of updates"), loss),
+        *(
+            _figure("training-seconds", "Training loss against time", by_seconds, Axis("seconds of updates"), loss)
+            if not results.settings.shared_gpu
+            else []
+        ),
     ]
 
 

@@ -37,6 +37,8 @@ class ComparisonSettings:
     device: str
     precision: str
     """of products, by autocast"""
+    shared_gpu: bool = False
+    """whether other programs had the GPU at the same time when the runs were trained, so that speeds mean nothing"""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def seeds_of(results: ComparisonResults) -> list[Seeds]:
     groups: dict[tuple[Recipe, int], list[Run]] = {}
     for run in results.runs.values():
         groups.setdefault((_without_seed(run.recipe), run.parameters), []).append(run)
-    found = [Seeds(runs[0].attention, tuple(runs)) for runs in groups.values()]
+    found = [Seeds(runs[0].attention, tuple(sorted(runs, key=lambda run: run.recipe.seed))) for runs in groups.values()]
     return found if any(len(group.runs) > 1 for group in found) else []
 
 
@@ -78,6 +78,7 @@ def seeds_table(results: ComparisonResults) -> Table:
         gap = group.difference(results)
         return gap and gap.signed()
 
+    speed = (number("speed-up", "Of training, the median over seeds."), lambda group: _times(group.speedup(results)))
     return Table.of(
         groups,
         (text("trained with"), lambda group: f"{names[group.attention]}{_further(group.runs[0].recipe)}"),
@@ -88,7 +89,7 @@ def seeds_table(results: ComparisonResults) -> Table:
         (number("spread of seeds"), lambda group: _four_digits(group.spread(results))),
         (number("less exact training", _PAIRED), nats),
         (number("percent", _PAIRED), percent),
-        (number("speed-up", "Of training, the median over seeds."), lambda group: _times(group.speedup(results))),
+        *([] if results.settings.shared_gpu else [speed]),
     )
 
 
@@ -97,18 +98,24 @@ def seeds_sections(results: ComparisonResults) -> Iterable[Section]:
     return [Section("Over seeds", [_ABOUT], tables=[table])] if table.rows else []
 
 
-def seeds_headline(results: ComparisonResults) -> list[str]:
-    """In words, for every recipe with several seeds that is compared with exact training."""
-    lines = []
+def seeds_differences(results: ComparisonResults) -> Iterable[tuple[Seeds, Mean]]:
+    """In percent, of every recipe with several seeds that is compared with exact training."""
     for group in seeds_of(results):
         gap = group.difference(results, is_percent=True)
         if len(group.runs) > 1 and gap is not None:
-            ratio = group.speedup(results)
-            speed = "" if ratio is None else f", {_times(ratio)} its tokens per second"
-            lines.append(
-                f"{group.attention}{_further(group.runs[0].recipe)}, {len(group.runs)} seeds: held-out loss under "
-                f"exact attention {in_percent(gap)} against exact training with the same seeds{speed}"
-            )
+            yield group, gap
+
+
+def seeds_headline(results: ComparisonResults) -> list[str]:
+    """The same in words."""
+    lines = []
+    for group, gap in seeds_differences(results):
+        ratio = group.speedup(results)
+        speed = "" if ratio is None else f", {_times(ratio)} its tokens per second"
+        lines.append(
+            f"{group.attention}{_further(group.runs[0].recipe)}, {len(group.runs)} seeds: held-out loss under "
+            f"exact attention {in_percent(gap)} against exact training with the same seeds{speed}"
+        )
     return lines
 
 
@@ -117,7 +124,9 @@ def in_percent(gap: Mean) -> str:
 
 
 def _without_seed(recipe: Recipe) -> Recipe:
-    return dataclasses.replace(recipe, seed=0, **{name: getattr(Recipe, name) for name in FREE})
+    """And without the name of the model that it begins with, since each seed may have its own."""
+    initial = recipe.initial and "another model"
+    return dataclasses.replace(recipe, seed=0, initial=initial, **{name: getattr(Recipe, name) for name in FREE})
 
 
 def _loss(results: ComparisonResults, run: Run, attention: str) -> float | None:
