@@ -231,10 +231,10 @@ class _AnswersAtTheEdge:
         self.length = length
 
     def make_with_answers(self, number: int) -> tuple[Tensor, Tensor]:
-        is_answer = torch.zeros(self.length + 1, dtype=torch.bool)
-        is_answer[self.length // 2 - 1 : self.length // 2 + 3] = True
-        is_answer[-2:] = True
-        return torch.randint(400, (self.length + 1,), generator=torch.Generator().manual_seed(number)), is_answer
+        distances = torch.zeros(self.length + 1, dtype=torch.int64)
+        distances[self.length // 2 - 1 : self.length // 2 + 3] = 1
+        distances[-2:] = 1
+        return torch.randint(400, (self.length + 1,), generator=torch.Generator().manual_seed(number)), distances
 
 
 def _know_some(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,10 +88,10 @@ def test_needles_are_asked_for_in_held_out_files(needles: Corpus, monkeypatch: p
     documents = NeedleDocuments(needles, 512, share=1.0, split=HELD_OUT, purpose=EVALUATION)
     total, number = 0.0, 0
     for index in range(3):
-        tokens, is_answer = documents.make_with_answers(index)
+        tokens, distances = documents.make_with_answers(index)
         with torch.no_grad():
             logits = model(tokens[None, :-1]).logits[0].double()
-        places = torch.nonzero(is_answer[1:])[:, 0]
+        places = torch.nonzero(distances[1:])[:, 0]
         total -= float(logits.log_softmax(-1)[places, tokens[1:][places]].sum())
         number += len(places)
     assert found["needles_loss"] == pytest.approx(total / number, rel=1e-5)

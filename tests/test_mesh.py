@@ -138,6 +138,7 @@ def test_needles_are_learnt_and_asked_for(alone: Alone, together: Together) -> N
     close_to(run, alone("asked"))
     found, expected = (read_metrics(folder)[-1] for folder in (run, alone("asked")))
     assert found["answers_loss"] == pytest.approx(expected["answers_loss"], rel=ROUNDING)
+    assert found["answers"] == pytest.approx(expected["answers"], rel=ROUNDING)
     assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=ROUNDING)
 
 

@@ -34,7 +34,7 @@ from muse_attention.pretraining.initial_model import make_model
 from muse_attention.pretraining.metrics import Step, read_metrics
 from muse_attention.pretraining.needles import writer
 from muse_attention.pretraining.needles.mixture import NeedleDocuments
-from muse_attention.pretraining.probe import answers_loss
+from muse_attention.pretraining.probe import answers_losses
 from muse_attention.pretraining.reading import READERS, read_ahead
 from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.run_folder import run_recipe
@@ -356,17 +356,32 @@ def test_answers_are_the_uids_of_imports(corpus: Corpus) -> None:
     documents = NeedleDocuments(corpus, 4095, share=1.0)
     tokenizer = read_tokenizer(corpus.folder)
     for number in (-1, 0, 7):
-        document, is_answer = documents.make_with_answers(number)
+        document, distances = documents.make_with_answers(number)
         assert torch.equal(document, documents.make(number))
         text = tokenizer.decode(document.tolist(), skip_special_tokens=False)
-        answers = tokenizer.decode(document[is_answer].tolist(), skip_special_tokens=False)
+        answers = tokenizer.decode(document[distances > 0].tolist(), skip_special_tokens=False)
         assert re.sub(r"\s", "", answers) == "".join(uid for _, _, uid in QUESTION.findall(text))
+
+
+def test_an_answer_is_as_far_back_as_its_definition(corpus: Corpus) -> None:
+    """A definition begins with a file of its own, in whose few lines the name and the uid are."""
+    tokenizer = read_tokenizer(corpus.folder)
+    document, distances = NeedleDocuments(corpus, 4095, share=1.0).make_with_answers(0)
+    starts = [place for place in torch.nonzero(distances)[:, 0].tolist() if not distances[place - 1]]
+    assert len(starts) > 8
+    for start in starts:
+        stop = next(place for place in range(start, 4097) if place == 4096 or not distances[place])
+        uid = tokenizer.decode(document[start:stop].tolist()).strip()
+        definition = start - int(distances[start])
+        lines = tokenizer.decode(document[definition : definition + 60].tolist()).splitlines()
+        assert re.search(rf"def \w+{uid}\(", "\n".join(lines[:3]))
 
 
 def test_a_run_measures_what_it_has_learnt_of_answers(corpus: Corpus, tmp_path: Path) -> None:
     train(corpus, override(RECIPE, ["probe_every=2"]), tmp_path / "out")
     steps = read_metrics(tmp_path / "out")
     assert [step["step"] for step in steps if "answers_loss" in step] == [2, 4]
+    assert {"first tokens", "later tokens"} <= steps[1]["answers"].keys()
     assert all("rse" not in step for step in steps), "exact attention has no error"
     train(corpus, RECIPE, tmp_path / "unprobed")
     assert [step["loss"] for step in steps] == [step["loss"] for step in read_metrics(tmp_path / "unprobed")]
@@ -379,14 +394,22 @@ def test_the_loss_of_answers_is_their_mean(corpus: Corpus) -> None:
     probes = NeedleDocuments(corpus, 2048, share=1.0).make_probes()
     assert len(probes) == 4
     losses = []
-    for document, is_answer in probes:
+    for document, distances in probes:
         with torch.no_grad():
             log_probabilities = model(document[None, :-1]).logits[0].double().log_softmax(-1)
-        places = torch.nonzero(is_answer)[:, 0]
+        places = torch.nonzero(distances)[:, 0]
         losses.append(-log_probabilities[places - 1, document[places]])
     assert len({len(of_document) for of_document in losses}) > 1, "a mean of means would be another"
-    expected = torch.cat(losses).mean()
-    torch.testing.assert_close(answers_loss(model, probes).double(), expected, atol=1e-5, rtol=0)
+    found = {kind: (float(summed), int(number)) for kind, (summed, number) in answers_losses(model, probes).items()}
+    expected = torch.cat(losses)
+    assert found["all"] == (pytest.approx(float(expected.sum()), rel=1e-5), len(expected))
+    back = torch.cat([distances[distances > 0] for _, distances in probes])
+    near = expected[back <= 256]
+    assert found["256 back"] == (pytest.approx(float(near.sum()), rel=1e-5), len(near))
+    for kinds in (["first tokens", "later tokens"], ["256 back", "1k back", "4k back"]):
+        summed, numbers = zip(*(found[kind] for kind in kinds), strict=True)
+        assert (sum(summed), sum(numbers)) == (pytest.approx(found["all"][0], rel=1e-5), len(expected))
+        assert all(numbers)
 
 
 def test_ranks_measure_by_as_many_documents_which_are_not_the_same(corpus: Corpus) -> None:

@@ -144,4 +144,5 @@ def _needles(corpus: Corpus, recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
         )
     except ValueError as error:
         raise ValueError(f"{error}; or set evaluate_needles=0") from None
-    return [documents.make_with_answers(number) for number in range(recipe.evaluate_needles)]
+    made = (documents.make_with_answers(number) for number in range(recipe.evaluate_needles))
+    return [(tokens, distances > 0) for tokens, distances in made]

@@ -38,6 +38,8 @@ class Step:
     and keys per query, share of queries that retrieve, share of heads at their budget"""
     answers_loss: float | None = None
     """in nats for each token of a uid that is imported, where needles are learnt from and it was measured"""
+    answers: dict[str, float] = field(default_factory=dict)
+    """the same of first tokens of uids and of later ones, and by how many tokens back the needle is defined"""
     evaluation: dict[str, float] = field(default_factory=dict)
     """of evaluating.py, where the model was evaluated, before the update"""
     tightened: dict[int, str] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class Metrics:
 
     def add(self, step: Step) -> None:
         values = asdict(step)
-        for name in ("rse", "attention_means", "evaluation"):
+        for name in ("rse", "attention_means", "answers", "evaluation"):
             values[name] = {key: number for key, number in values[name].items() if math.isfinite(number)}
         for name in ("loss", "gradient_norm", "answers_loss"):
             if values[name] is not None and not math.isfinite(values[name]):
@@ -86,6 +88,7 @@ class Metrics:
             scalars = {name: values[name] for name in _SCALARS if name in values}
             scalars |= {f"rse/layer {layer}": error for layer, error in values.get("rse", {}).items()}
             scalars |= {f"attention/{name}": mean for name, mean in values.get("attention_means", {}).items()}
+            scalars |= {f"answers/{name}": loss for name, loss in values.get("answers", {}).items()}
             scalars |= {f"evaluation/{name}": value for name, value in values.get("evaluation", {}).items()}
             scalars |= {"skipped": 1} if "skipped" in values else {}
             self._boards.add(scalars, step.step)

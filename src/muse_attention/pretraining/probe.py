@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy, pad
 
 from muse_attention.by_name import get_attention
 from muse_attention.capture import visit_layers
 from muse_attention.fidelity import measure
-from muse_attention.pretraining.model.chunked_loss import IGNORED
+from muse_attention.pretraining.model.sequence_parts import own_part
+from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+ALL = "all"
+NEAR, FARTHER = 256, 4
+"""Answers are told apart by how far back they are: up to 256 tokens, up to four times as far, and so on."""
 
 
 def measure_attention(
@@ -48,16 +55,36 @@ def visit_measures(
 
 
 @torch.no_grad()
-def answers_loss(model: PreTrainedModel, documents: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Nats for each token that is an answer, under the model's own attention; of a model that has a part of each
-    sequence, the share of that part in it.
+def answers_losses(
+    model: PreTrainedModel, documents: Iterable[tuple[Tensor, Tensor]], sequence: DeviceMesh | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Nats of tokens that are answers, summed, under the model's own attention, and how many tokens these are: of all
+    answers, of the first tokens of uids and of later ones, which are told by the one before, and by distance.
 
-    `documents` are (length + 1,) tokens, and which of them are answers.
+    Args:
+        documents: (length + 1,) tokens, and how many tokens back each is answered; 0 where it is no answer
+        sequence: the ranks that share each document; each has the answers in its part
     """
-    total, number = torch.zeros((), device=model.device), 0
-    for document, is_answer in documents:
-        tokens = document.to(model.device)
-        targets = tokens[1:].masked_fill(~is_answer[1:].to(model.device), IGNORED)
-        total += model(tokens[None, :-1], shift_labels=targets[None], num_items_in_batch=1, use_cache=False).loss
-        number += int(is_answer[1:].sum())
-    return total / number
+    total: dict[str, tuple[Tensor, Tensor]] = {}
+    for document, distances in documents:
+        tokens, back = document.to(model.device), distances.to(model.device)
+        is_first = (back > 0) & ~pad(back[:-1] > 0, (1, 0))
+        targets, back, is_first = (own_part(of_all[1:], sequence, 0) for of_all in (tokens, back, is_first))
+        places = torch.nonzero(back)[:, 0]
+        logits = model(tokens[None, :-1], use_cache=False, logits_to_keep=places).logits[0]
+        losses = cross_entropy(logits.float(), targets[places], reduction="none")
+        for name, are_counted in _kinds(back[places], is_first[places], len(document)).items():
+            summed, number = (losses * are_counted).sum(), are_counted.sum()
+            before = total.get(name, (torch.zeros_like(summed), torch.zeros_like(number)))
+            total[name] = (before[0] + summed, before[1] + number)
+    return total
+
+
+def _kinds(distances: Tensor, is_first: Tensor, length: int) -> dict[str, Tensor]:
+    """Which of the answers are of each kind; the same kinds for every document of a length."""
+    kinds = {ALL: torch.ones_like(is_first), "first tokens": is_first, "later tokens": ~is_first}
+    nearest, farthest = 0, NEAR
+    while nearest < length:
+        kinds[f"{format_size(farthest)} back"] = (distances > nearest) & (distances <= farthest)
+        nearest, farthest = farthest, FARTHER * farthest
+    return kinds

@@ -14,7 +14,7 @@ from muse_attention.pretraining.autocast import autocast
 from muse_attention.pretraining.error_limit import ERROR, Change, ErrorLimit
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.parallel import World, gathered
-from muse_attention.pretraining.probe import answers_loss, measure_attention
+from muse_attention.pretraining.probe import answers_losses, measure_attention
 from muse_attention.pretraining.recipes import Recipe
 from muse_attention.pretraining.schedule import EXACT
 
@@ -26,7 +26,8 @@ class Probe(NamedTuple):
     """of layers whose attention is tightened from the next update on"""
     errors: dict[int, float] = {}  # noqa: RUF012 - never changed
     means: dict[str, float] = {}  # noqa: RUF012
-    answers: float | None = None
+    answers: dict[str, float] = {}  # noqa: RUF012
+    """nats for each token, by the kinds of `probe.answers_losses`"""
     changes: tuple[Change, ...] = ()
 
 
@@ -36,7 +37,7 @@ class Probing:
     recipe: Recipe
     world: World
     documents: list[tuple[Tensor, Tensor]]
-    """with needles, and which of their tokens are answers, of this rank's group"""
+    """with needles, and how far back each token is answered, of this rank's group"""
     error_limit: ErrorLimit | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,8 +69,7 @@ class Probing:
                 measures = measure_attention(model, tokens[:1, :-1], recipe.attention, on_layer)
                 found = _with_measures(found, self._means(measures))
             if self.documents:
-                of_part = self.world.mean(answers_loss(model, self.documents)).item()
-                found = found._replace(answers=of_part * self.world.sequence_ranks)
+                found = found._replace(answers=self._answers())
         return found
 
     def tightened(self, levels: dict[int, int]) -> dict[int, str]:
@@ -79,6 +79,13 @@ class Probing:
     def apply(self, levels: dict[int, int]) -> None:
         if self.error_limit is not None:
             self.error_limit.apply(self.model, levels)
+
+    def _answers(self) -> dict[str, float]:
+        """Without kinds that no document has."""
+        of_rank = answers_losses(self.model, self.documents, self.world.sequence)
+        numbers = torch.tensor([list(pair) for pair in of_rank.values()], dtype=torch.float64, device=self.world.device)
+        of_all = self.world.mean(numbers).tolist()
+        return {name: summed / number for name, (summed, number) in zip(of_rank, of_all, strict=True) if number}
 
     def _mean(self, measures: dict[str, float]) -> dict[str, float]:
         return self._means({0: measures})[0]

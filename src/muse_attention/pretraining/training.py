@@ -62,6 +62,7 @@ from muse_attention.pretraining.parallel import (
     share_sequences,
     whole,
 )
+from muse_attention.pretraining.probe import ALL
 from muse_attention.pretraining.probing import Probe, Probing
 from muse_attention.pretraining.reading import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_attention.pretraining.recipes import Recipe
@@ -331,7 +332,8 @@ class _Run:
             tokens_per_second=round(recipe.tokens_per_step / seconds, 3),
             rse=probe.errors,
             attention_means=probe.means,
-            answers_loss=probe.answers,
+            answers_loss=probe.answers.get(ALL),
+            answers={kind: loss for kind, loss in probe.answers.items() if kind != ALL},
             evaluation=evaluated,
             tightened=self.probing.tightened(self.state.levels) if self.probing.is_due(step) else {},
             skipped=skipped,

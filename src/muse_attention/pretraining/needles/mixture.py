@@ -43,7 +43,10 @@ class _Event(NamedTuple):
     point: float
     """where it stands, as a share of the haystack"""
     tokens: Tokens
+    needles: tuple[Needle, ...]
+    """that it defines or asks for"""
     answers: tuple[range, ...] = ()
+    """where the uid of each is, if it asks for them"""
 
 
 class NeedleDocuments:
@@ -91,24 +94,28 @@ class NeedleDocuments:
         return self.make_with_answers(number)[0]
 
     def make_with_answers(self, number: int) -> tuple[Tensor, Tensor]:
-        """A document, and which of its tokens are of uids that must be looked up: those of imports."""
+        """A document, and (length + 1,) int64: of tokens of uids that must be looked up, those of imports, how many
+        tokens before them the definition of the needle begins; 0 of all others."""
         rng = random.Random(f"{self._seed}/{self._purpose}/{self._length}/{number}")
         opening = self._writer.opening()
         events = sorted(self._events(rng), key=lambda event: event.point)
         free = self._length + 1 - len(opening) - sum(len(event.tokens) for event in events)
         placed, done = [(0, opening)], len(opening)
-        is_answer = torch.zeros(self._length + 1, dtype=torch.bool)
+        distances, defined = torch.zeros(self._length + 1, dtype=torch.int64), dict[Needle, int]()
         for event in events:
             position = done + int(event.point * free)
             placed.append((position, event.tokens))
-            for answer in event.answers:
-                is_answer[position + answer.start : position + answer.stop] = True
+            for needle, answer in zip(event.needles, event.answers, strict=False):
+                places = torch.arange(position + answer.start, position + answer.stop)
+                distances[places] = places - defined[needle]
+            if not event.answers:
+                defined |= dict.fromkeys(event.needles, position)
             done += len(event.tokens)
         first = rng.randrange(len(self._haystack))
-        return torch.from_numpy(bury(self._haystack, first, self._length + 1, placed)), is_answer
+        return torch.from_numpy(bury(self._haystack, first, self._length + 1, placed)), distances
 
     def make_probes(self, rank: int = 0, ranks: int = 1) -> list[tuple[Tensor, Tensor]]:
-        """Documents that are no samples of a run, and which of their tokens are answers: all ranks have as many."""
+        """Documents that are no samples of a run, with their answers: all ranks have as many."""
         number = math.ceil(_PROBED / self._length)
         return [self.make_with_answers(-1 - rank - ranks * index) for index in range(number)]
 
@@ -122,9 +129,10 @@ class NeedleDocuments:
                 question = rng.uniform(max(distances), 1)
                 points = [question - distance for distance in distances]
             for point, needle in zip(points, group, strict=True):
-                yield _Event(point, self._writer.definition(needle))
-            asked = self._writer.questions(rng.sample(group, len(group)))
-            yield _Event(question, asked.tokens, asked.answers)
+                yield _Event(point, self._writer.definition(needle), (needle,))
+            order = rng.sample(group, len(group))
+            asked = self._writer.questions(order)
+            yield _Event(question, asked.tokens, tuple(order), asked.answers)
 
     def _draw_groups(self, rng: random.Random, is_asked_at_the_end: bool) -> list[list[Needle]]:
         """Needles that are asked for together, one group for each file of questions."""
