@@ -1,8 +1,8 @@
-"""Compile the kernels of one call for a GPU, on a machine that has none.
+"""Compile the kernels of some calls for a GPU, on a machine that has none.
 
 Triton's interpreter does not check types, and what it runs may not compile. Run as a script: the tests' own process
-interprets kernels. Nothing is launched, so what comes out is meaningless. Prints each kernel and the most bytes of
-shared memory that a program of it needs.
+interprets kernels. Nothing is launched, so what comes out is meaningless. Prints, for each call, its
+configuration, each kernel, and the most bytes of shared memory that a program of it needs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class _Hopper:
         return 0
 
 
-def main(dtype: str, config: str, head_dim: str) -> None:
+def main(dtype: str, *cases: str) -> None:
+    """Each case is a configuration and a head dimension, like QK4R2B64:64."""
     driver.set_active(_Hopper())
-    run, shared = JITFunction.run, {}
+    run = JITFunction.run
+    shared: dict[str, int] = {}
 
     def compile_only(self: JITFunction, *arguments: object, **options: object) -> None:
         compiled = run(self, *arguments, **{**options, "warmup": True})
@@ -40,13 +42,16 @@ def main(dtype: str, config: str, head_dim: str) -> None:
 
     JITFunction.run = compile_only
     backends._why_not_triton = lambda *_: None
-    query, key, value = (
-        torch.randn(1, heads, 300, int(head_dim), dtype=getattr(torch, dtype), requires_grad=True)
-        for heads in (4, 2, 2)
-    )
-    out = muse_attention(query, key, value, is_causal=True, enable_gqa=True, config=config, backend="triton")
-    torch.autograd.grad(out.sum(), (query, key, value))
-    sys.stdout.writelines(f"{name} {size}\n" for name, size in sorted(shared.items()))
+    for case in cases:
+        config, head_dim = case.split(":")
+        query, key, value = (
+            torch.randn(1, heads, 300, int(head_dim), dtype=getattr(torch, dtype), requires_grad=True)
+            for heads in (4, 2, 2)
+        )
+        shared.clear()
+        out = muse_attention(query, key, value, is_causal=True, enable_gqa=True, config=config, backend="triton")
+        torch.autograd.grad(out.sum(), (query, key, value))
+        sys.stdout.writelines(f"{config} {name} {size}\n" for name, size in sorted(shared.items()))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,10 @@ class Conformance:
     device = "cpu"
     batch, heads, length = 2, 4, 150
     """Of inputs that need several, and of those that may be of any length."""
+    few_heads = 2
+    """Of queries and of keys, where their number is not the subject."""
+    short = 100
+    """Length of inputs that need a few blocks of 32 tokens."""
     sums_in_any_order = False
     """Whether gradients are summed by atomic additions."""
 
@@ -39,6 +43,13 @@ class Conformance:
         self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool
     ) -> tuple[Tensor, Tensor, Clusters, Selection]:
         raise NotImplementedError
+
+    def _inputs(
+        self, length: int, dtype: torch.dtype, *, value_dim: int = 16, requires_grad: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of few heads."""
+        shape = Shape("", "", length, heads=self.few_heads, key_heads=self.few_heads, value_dim=value_dim)
+        return shape.tensors(dtype, requires_grad=requires_grad)
 
     # --- against the reference ---------------------------------------------------------------------------------------
 
@@ -133,10 +144,10 @@ class Conformance:
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     def test_property_2_exact_when_queries_are_their_centroids(self, is_causal: bool) -> None:
-        query, key, value = Shape("", "", length=self.length).tensors(torch.float64, requires_grad=False)
+        query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
         scale = 0.25
-        prototypes = torch.randn(1, 2, 6, 16, dtype=torch.float64)
-        assignment = torch.randint(6, (1, 2, 150))
+        prototypes = torch.randn(1, self.few_heads, 6, 16, dtype=torch.float64)
+        assignment = torch.randint(6, (1, self.few_heads, self.length))
         query = prototypes.gather(2, assignment[..., None].expand(-1, -1, -1, 16)) / scale
         found = find_clusters(query, key, config="Q6K4R1B32", scale=scale, backend=self.backend)
         clusters = replace(found, query_centroids=prototypes, query_assignment=assignment.int())
@@ -144,9 +155,9 @@ class Conformance:
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     def test_property_2_exact_when_all_keys_of_a_cluster_are_equal(self, is_causal: bool) -> None:
-        query, key, value = Shape("", "", length=150).tensors(torch.float64, requires_grad=False)
-        prototypes = torch.randn(1, 2, 5, 16, dtype=torch.float64)
-        assignment = torch.randint(5, (1, 2, 150))
+        query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
+        prototypes = torch.randn(1, self.few_heads, 5, 16, dtype=torch.float64)
+        assignment = torch.randint(5, (1, self.few_heads, self.length))
         key = prototypes.gather(2, assignment[..., None].expand(-1, -1, -1, 16))
         config = "Q3K5R0B32,cap_factor=none"
         found = find_clusters(query, key, config=config, backend=self.backend)
@@ -178,7 +189,7 @@ class Conformance:
         if MuSeConfig.parse(variant).uses_second_order:
             variant += ",second_order=false"
             variant = variant.replace("second_order=true,", "")
-        query, key, value = Shape(variant, variant, length=self.length).tensors(torch.float64, requires_grad=False)
+        query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
         _, lse = self._call(query, key, value, variant, is_causal=is_causal, return_lse=True)
         gap = _exact_logits(query, key, is_causal=is_causal).logsumexp(-1) - lse
         assert gap.min() > -1e-12
@@ -186,7 +197,7 @@ class Conformance:
             assert gap.max() > 1e-6, "the approximation cannot be exact here"
 
     def test_property_4_invariance_under_translation_of_keys(self) -> None:
-        query, key, value = Shape("", "", length=self.length).tensors(torch.float64, requires_grad=False)
+        query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
         clusters = find_clusters(query, key, config="Q4K5R2B32", backend=self.backend)
         shift = torch.randn(16, dtype=torch.float64)
         arguments = {"config": "Q4K5R2B32", "is_causal": True, "clusters": clusters, "return_lse": True}
@@ -196,7 +207,7 @@ class Conformance:
         assert_equal_to_rounding(moved_lse, lse + (query @ shift) / 4)
 
     def test_property_4_invariance_under_change_of_basis(self) -> None:
-        query, key, value = Shape("", "", length=self.length).tensors(torch.float64, requires_grad=False)
+        query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
         clusters = find_clusters(query, key, config="Q4K5R2B32", backend=self.backend)
         basis = torch.randn(16, 16, dtype=torch.float64) + 4 * torch.eye(16, dtype=torch.float64)
         inverse = torch.linalg.inv(basis)
@@ -208,14 +219,14 @@ class Conformance:
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize("variant", [v for v in VARIANTS if "dipole" not in v])
     def test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(self, variant: str, is_causal: bool) -> None:
-        length = 150
-        query, key, _ = Shape(variant, variant, length=length).tensors(torch.float64, requires_grad=False)
+        heads, length = self.few_heads, self.length
+        query, key, _ = self._inputs(length, torch.float64, requires_grad=False)
         # With the identity as values, the output is the matrix of weights.
-        identity = torch.eye(length, dtype=torch.float64).expand(1, 2, length, length)
+        identity = torch.eye(length, dtype=torch.float64).expand(1, heads, length, length)
         weights, _, clusters, selection = self.attend(
             query, key, identity, MuSeConfig.parse(variant), is_causal=is_causal
         )
-        assert_equal_to_rounding(weights.sum(-1), torch.ones(1, 2, length, dtype=torch.float64))
+        assert_equal_to_rounding(weights.sum(-1), torch.ones(1, heads, length, dtype=torch.float64))
         visible = torch.ones(length, length, dtype=torch.bool)
         visible = visible.tril() if is_causal else visible
         assert (weights[..., ~visible] == 0).all(), "an invisible key has weight"
@@ -231,21 +242,21 @@ class Conformance:
             clusters=clusters,
             selection=selection,
         )
-        assert torch.equal(terms.stands_for, visible.int().expand(1, 2, -1, -1)), "a key is not in exactly one term"
+        assert torch.equal(terms.stands_for, visible.int().expand(1, heads, -1, -1)), "a key is not in exactly one term"
 
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
         """With the clustering held fixed, and a budget that is not met: it is shared by all queries of a head."""
         if MuSeConfig.parse(variant).tolerance is not None:
             variant = str(MuSeConfig.parse(variant).replace(retrieved_clusters=999))
-        cut = 85
-        inputs = Shape(variant, variant, length=self.length).tensors(torch.float64)
+        cut = self.length // 2 + 10
+        inputs = self._inputs(self.length, torch.float64)
         clusters = find_clusters(inputs[0], inputs[1], config=variant, backend=self.backend)
         out = self._call(*inputs, variant, is_causal=True, clusters=clusters)
         gradients = torch.autograd.grad(out[:, :, :cut].square().sum(), inputs)
         for name, gradient in zip(("query", "key", "value"), gradients, strict=True):
             assert (gradient[:, :, cut:] == 0).all(), f"the future {name} has a gradient"
-        others = Shape(variant, variant, length=self.length).tensors(torch.float64)
+        others = self._inputs(self.length, torch.float64)
         changed = [
             torch.cat([tensor[:, :, :cut], other[:, :, cut:]], dim=2)
             for tensor, other in zip(inputs, others, strict=True)
@@ -254,10 +265,12 @@ class Conformance:
         assert_equal_to_rounding(after[:, :, :cut], out[:, :, :cut])
 
     def test_property_6_values_of_later_tokens_have_no_influence_at_all(self) -> None:
-        query, key, value = Shape("", "", length=self.length).tensors(torch.float64, requires_grad=False)
+        query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
         out = self._call(query, key, value, "Q4K5R2B32", is_causal=True)
-        value[:, :, 85:] = 1e6
-        assert torch.equal(self._call(query, key, value, "Q4K5R2B32", is_causal=True)[:, :, :85], out[:, :, :85])
+        cut = self.length // 2 + 10
+        value[:, :, cut:] = 1e6
+        after = self._call(query, key, value, "Q4K5R2B32", is_causal=True)
+        assert torch.equal(after[:, :, :cut], out[:, :, :cut])
 
     @pytest.mark.parametrize(
         "series",
@@ -300,7 +313,8 @@ class Conformance:
             assert torch.equal(plain, other)
 
     def test_gradient_strides_may_be_anything(self) -> None:
-        inputs = Shape("", "", length=100, batch=self.batch).tensors(torch.float32)
+        shape = Shape("", "", self.short, batch=self.batch, heads=self.few_heads, key_heads=self.few_heads)
+        inputs = shape.tensors(torch.float32)
         out, lse = self._call(*inputs, "Q4K5R2B32", is_causal=True, return_lse=True)
         expanded = torch.autograd.grad(out.sum() + lse.sum(), inputs, retain_graph=True)
         dense = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
@@ -309,7 +323,7 @@ class Conformance:
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
     def test_only_some_inputs_require_grad(self, wanted: tuple[int, ...]) -> None:
-        inputs = Shape("", "", length=100).tensors(torch.float32)
+        inputs = self._inputs(self.short, torch.float32)
         expected = torch.autograd.grad(self._call(*inputs, "Q4K5R2B32", is_causal=True).square().sum(), inputs)
         some = [tensor.detach().requires_grad_(index in wanted) for index, tensor in enumerate(inputs)]
         self._call(*some, "Q4K5R2B32", is_causal=True).square().sum().backward()
@@ -320,7 +334,7 @@ class Conformance:
                 assert tensor.grad is None
 
     def test_gradient_of_the_lse_alone(self) -> None:
-        inputs = Shape("", "", length=100).tensors(torch.float64)
+        inputs = self._inputs(self.short, torch.float64)
         _, lse = self._call(*inputs, "QK4R4SP9B32", is_causal=True, return_lse=True)
         query, key, value = torch.autograd.grad(lse.sum(), inputs, allow_unused=True)
         exact = torch.autograd.grad(_exact_logits(*inputs[:2], is_causal=True).logsumexp(-1).sum(), inputs[:2])
@@ -360,7 +374,7 @@ class Conformance:
         "case", ["equal keys", "all equal", "zeros", "logits 1e4", "gigantic key", "gigantic query", "tiny"]
     )
     def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
-        query, key, value = Shape("", "", length=150).tensors(torch.float32, requires_grad=False)
+        query, key, value = self._inputs(150, torch.float32, requires_grad=False)
         if case in ("equal keys", "all equal"):
             key = key[:, :, :1].expand_as(key).contiguous()
             query = query[:, :, :1].expand_as(query).contiguous() if case == "all equal" else query
@@ -391,7 +405,7 @@ class Conformance:
     )
     @pytest.mark.parametrize("length", [5, 33, 150])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
-        inputs = Shape("", "", length=length).tensors(torch.float64)
+        inputs = self._inputs(length, torch.float64)
         out, lse = self._call(*inputs, config, is_causal=True, return_lse=True)
         gradients = torch.autograd.grad(out.square().sum() + lse.sum(), inputs)
         assert all(tensor.isfinite().all() for tensor in (out, lse, *gradients))
@@ -406,7 +420,7 @@ class Conformance:
         self, config: str, target: int, poison: float
     ) -> None:
         at = 50
-        inputs = list(Shape("", "", length=150).tensors(torch.float32, requires_grad=False))
+        inputs = list(self._inputs(self.length, torch.float32, requires_grad=False))
         inputs[target][:, :, at, 3] = poison
         out = self._call(*inputs, config, is_causal=True)
         exact = _row_by_row(*inputs)
@@ -418,14 +432,14 @@ class Conformance:
         own_block = at // 32 * 32
         assert out[:, :, :own_block].isfinite().all(), "an earlier block was poisoned"
         if target == 0:
-            others = torch.arange(150) != at
+            others = torch.arange(self.length) != at
             assert out[:, :, others].isfinite().all(), "another query was poisoned"
 
     @pytest.mark.parametrize("target", [0, 1], ids=["query", "key"])
     @pytest.mark.parametrize(("length", "config"), [(5, "QK4R2B32"), (40, "QK4R2B8")], ids=["one block", "blocks of 8"])
     @pytest.mark.parametrize("value_dim", [16, 8])
     def test_nan_in_short_blocks_stays_nan(self, value_dim: int, length: int, config: str, target: int) -> None:
-        inputs = list(Shape("", "", length=length, value_dim=value_dim).tensors(torch.float32, requires_grad=False))
+        inputs = list(self._inputs(length, torch.float32, value_dim=value_dim, requires_grad=False))
         inputs[target][:, :, length // 2, 3] = torch.nan
         exact = _row_by_row(*inputs)
         out, lse = self._call(*inputs, config, is_causal=True, return_lse=True)
@@ -435,7 +449,7 @@ class Conformance:
     @pytest.mark.parametrize("scale", [-0.3, 0.0, -1e-60, 1e-60])
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     def test_a_scale_that_is_not_above_zero(self, scale: float, is_causal: bool) -> None:
-        inputs = Shape("", "", length=70).tensors(torch.float32)
+        inputs = self._inputs(70, torch.float32)
         arguments = {"is_causal": is_causal, "return_lse": True}
         # Everything is retrieved, so this is exact attention.
         out, lse = self._call(*inputs, "Q2K3R3SP9B32", scale=scale, **arguments)

@@ -1,7 +1,9 @@
-"""A rank of a training run, in a process that is forked from one which has imported everything already."""
+"""A rank of a training run, or all of one, in a process forked from one that has imported everything already."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import math
 import multiprocessing
@@ -9,7 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +24,9 @@ import muse_attention.pretraining.training  # noqa: F401 - imported once, for al
 from muse_attention.cli import main
 from muse_attention.pretraining import checkpoints, optimiser
 from muse_attention.pretraining.checkpointing import together
+from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
+from muse_attention.pretraining.recipes import Recipe
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -34,7 +39,34 @@ class Mishap(NamedTuple):
     kind: str
     """of those that `run_command` has"""
     number: int
-    """which call it is that goes wrong"""
+    """which call it is that goes wrong, or how many milliseconds more each takes"""
+
+
+def words_of(corpus: Corpus, recipe: Recipe) -> list[str]:
+    """Arguments of `muse train`."""
+    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
+    return [str(corpus.folder), *fields, "--recipe", "tiny"]
+
+
+@contextlib.contextmanager
+def training_alone(
+    corpus: Corpus, recipe: Recipe, output: Path, errors: Path, mishap: Mishap | None = None
+) -> Iterator[Any]:
+    """A process of `muse train`, which is killed at the end if it has not ended; `errors` is what it says on stderr."""
+    arguments = ["train", *words_of(corpus, recipe), "--output", str(output), "--device", "cpu"]
+    process = CONTEXT.Process(target=run_command, args=(arguments, {"RANK": "0"}, errors, mishap))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def wait_for(condition: Callable[[], bool], process: Any) -> None:
+    """Returns also where the process has ended."""
+    while process.exitcode is None and not condition():
+        time.sleep(0.001)
 
 
 def run_command(
@@ -42,6 +74,7 @@ def run_command(
 ) -> None:
     """`muse` with some arguments; what it says on stderr goes to a file."""
     os.environ.update(environment)
+    torch.set_num_threads(1)
     if mishap is not None and mishap.rank == int(environment["RANK"]):
         {
             "poison": poison,
@@ -49,6 +82,8 @@ def run_command(
             "all_die_in_save": lambda number: die_in_save(number, errors.parent),
             "fill_disk": fill_disk,
             "forget_moments": forget_moments,
+            "save_slowly": save_slowly,
+            "hang": hang,
         }[mishap.kind](mishap.number)
     errors.with_suffix(".pid").write_text(str(os.getpid()))
     sys.argv = ["muse", *arguments]
@@ -128,3 +163,29 @@ def forget_moments(number: int) -> None:
                 target.zero_()
 
     together.load_together = forgetting
+
+
+def save_slowly(milliseconds: int) -> None:
+    write = checkpoints.write_shard
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(milliseconds / 1000)
+        return write(*arguments)
+
+    checkpoints.write_shard = slow
+
+
+def hang(number: int) -> None:
+    """In this update of the weights, with a child."""
+    step, updates = torch.optim.AdamW.step, 0
+
+    def hanging(optimiser: torch.optim.AdamW) -> None:
+        nonlocal updates
+        updates += 1
+        if updates == number:
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000])
+            child.start()  # which would hold the lock, and what is read of stderr
+            time.sleep(1000)
+        step(optimiser)
+
+    torch.optim.AdamW.step = hanging

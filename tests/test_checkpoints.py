@@ -10,9 +10,11 @@ import json
 import math
 import os
 import pickle
+import random
 import shutil
-import subprocess
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,9 @@ from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import describe_last_good, find_checkpoint, run_recipe
 from muse_attention.pretraining.training import train
 from tests.old_checkpoints import write_old
+from tests.ranks import CONTEXT, training_alone, wait_for
 from tests.test_prepare import contents
-from tests.training_runs import SMALL, STEPS, assert_same_run, losses, stop_at
+from tests.training_runs import SMALL, STEPS, assert_same_run, inode_of, losses, stop_at
 
 
 @pytest.mark.parametrize("step", [1, 5, 8])
@@ -50,63 +53,31 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(step: int, corpus: Corpus, w
     assert_same_run(tmp_path, whole_run)
 
 
-KILLED_AGAIN_AND_AGAIN = """
-import os, random, signal, sys, time, traceback
-from pathlib import Path
-import torch
-from muse_attention.pretraining.data.corpus import read_corpus
-from muse_attention.pretraining.training import train
-from tests.training_runs import SMALL
-
-torch.set_num_threads(1)
-corpus, output = read_corpus(Path(sys.argv[1])), Path(sys.argv[2])
-metrics = output / "metrics.jsonl"
-
-def inode():
-    return metrics.stat().st_ino if metrics.exists() else None
-
-def has_ended(child):
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-draw, kills, code = random.Random(0), 0, None
-while code != 0:
-    before = inode()
-    child = os.fork()
-    if not child:  # what the parent has imported, the child has too
-        try:
-            train(corpus, SMALL, output, resume=True)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    if kills < 4:
-        while not has_ended(child) and inode() in (None, before):
-            time.sleep(0.001)  # the file is replaced when training starts
-        steps = len(metrics.read_text().splitlines()) + draw.choice([0, 1, 2])
-        while not has_ended(child) and len(metrics.read_text().splitlines()) <= steps:
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.05))
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), code
-    kills += code != 0
-print(kills)
-"""
-
-
 def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     """`kill -9` at random moments, until a run comes to its end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_AGAIN_AND_AGAIN, corpus.folder, tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 2
-    assert_same_run(tmp_path, whole_run)
+    output, errors = tmp_path / "out", tmp_path / "errors.txt"
+    metrics = output / "metrics.jsonl"
+
+    def lines() -> int:
+        return len(metrics.read_text().splitlines())
+
+    draw, kills, code = random.Random(0), 0, None
+    while code != 0:
+        before = inode_of(metrics)
+        with training_alone(corpus, SMALL, output, errors) as process:
+            if kills < 4:
+                # The file is replaced when training starts.
+                wait_for(lambda before=before: inode_of(metrics) not in (None, before), process)
+                steps = lines() + draw.choice([0, 1, 2])
+                wait_for(lambda steps=steps: lines() > steps, process)
+                time.sleep(draw.uniform(0, 0.05))
+                process.kill()
+            process.join(timeout=200)
+        code = process.exitcode
+        assert code in (0, -signal.SIGKILL), errors.read_text()
+        kills += code != 0
+    assert kills >= 2
+    assert_same_run(output, whole_run)
 
 
 def test_what_changes_nothing_may_change(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
@@ -554,56 +525,58 @@ def test_an_old_checkpoint_still_loads(corpus: Corpus, whole_run: Path, tmp_path
     assert_same_run(tmp_path, whole_run)
 
 
-DIE_AT_EVERY_CALL = """
-import os, shutil, sys, torch
-from pathlib import Path
-from muse_attention.pretraining import checkpoints
-from muse_attention.pretraining.checkpointing import shards
-
-def save(folder, step):
+def save_and_prune(folder: Path, step: int) -> None:
     checkpoints.save(folder, step, {}, {"a": torch.full((3,), float(step))})
     checkpoints.prune(folder, step, 1)
 
-def die_at(number):
-    def counting(call):
-        def counted(*arguments, **others):
+
+def die_at(number: int) -> None:
+    """End the process at this call to the file system."""
+
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **others: Any) -> Any:
             nonlocal number
             number -= 1
             if number < 0:
                 os._exit(9)
             return call(*arguments, **others)
+
         return counted
+
     for name in ("open", "close", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "scandir"):
         setattr(os, name, counting(getattr(os, name)))
 
-found, number, code = [], 0, 9
-while code:
-    folder = Path(sys.argv[1]) / str(number)
-    save(folder, 1)
-    child = os.fork()
-    if not child:
-        die_at(number)
-        save(folder, 2)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    checkpoint = checkpoints.latest_good(folder, sys.exit)
-    ((_, tensor),) = checkpoints.read_tensors(checkpoint)
-    assert tensor.eq(checkpoint.step).all()
-    found.append(checkpoint.step)
-    checkpoints.clear_unfinished(folder)
-    assert list(folder.glob("*.tmp")) == []
-    number += 1
-print(*found)
-"""
+
+def die_at_every_call(parent: Path, report: Any) -> None:
+    """Sends the step of the last good checkpoint after each death, and after a save without one."""
+    found, number, code = [], 0, 9
+    while code:
+        folder = parent / str(number)
+        save_and_prune(folder, 1)
+        child = os.fork()
+        if not child:
+            die_at(number)
+            save_and_prune(folder, 2)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        checkpoint = checkpoints.latest_good(folder, sys.exit)
+        ((_, tensor),) = checkpoints.read_tensors(checkpoint)
+        assert tensor.eq(checkpoint.step).all()
+        found.append(checkpoint.step)
+        checkpoints.clear_unfinished(folder)
+        assert list(folder.glob("*.tmp")) == []
+        number += 1
+    report.send(found)
 
 
 def test_a_death_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """The one before until the rename, the new one from then on, and never a torn one."""
-    done = subprocess.run(
-        [sys.executable, "-c", DIE_AT_EVERY_CALL, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    steps = [int(step) for step in done.stdout.split()]
+    receiving, sending = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=die_at_every_call, args=(tmp_path, sending))
+    process.start()
+    process.join(timeout=200)
+    assert process.exitcode == 0
+    steps = receiving.recv()
     assert steps == sorted(steps)
     assert steps.count(1) >= 6
     assert steps.count(2) >= 3

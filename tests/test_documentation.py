@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,16 +58,27 @@ def test_python_runs(path: Path, workplace: Path, monkeypatch: pytest.MonkeyPatc
         exec(compile("\n" * (block.line - 1) + block.for_tests(), str(path), "exec"), names)
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if any(muse_commands(path))], ids=name_of)
-def test_commands_exist(path: Path) -> None:
-    typer = pytest.importorskip("typer")
+@functools.cache
+def command_of(*names: str) -> Any:
+    """The command `muse` with these names after it, or None. It takes long to make."""
+    import typer
+
     from muse_attention.cli.commands import app
 
+    if not names:
+        return typer.main.get_command(app)
+    group = command_of(*names[:-1])
+    return group.get_command(typer.Context(group), names[-1])
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if any(muse_commands(path))], ids=name_of)
+def test_commands_exist(path: Path) -> None:
+    pytest.importorskip("typer")
     for words in muse_commands(path):
-        command, rest = typer.main.get_command(app), words[1:]
-        while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
-            command, rest = command.get_command(typer.Context(command), rest[0]), rest[1:]
-            assert command is not None, f"{' '.join(words)}: no such command"
+        names, rest = [], words[1:]
+        while hasattr(command := command_of(*names), "get_command") and rest and not rest[0].startswith("-"):
+            names, rest = [*names, rest[0]], rest[1:]
+            assert command_of(*names) is not None, f"{' '.join(words)}: no such command"
         options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         unknown = {word.partition("=")[0] for word in rest if word.startswith("--")} - options - {"--help"}
         assert not unknown, f"{' '.join(words)}: no option {', '.join(sorted(unknown))}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -34,14 +33,9 @@ from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.run_folder import claimed
 from muse_attention.pretraining.training import train
 from tests.needle_models import needle_corpus, needle_tokenizer
-from tests.ranks import CONTEXT, Mishap, run_command
+from tests.ranks import CONTEXT, Mishap, run_command, words_of
 from tests.test_prepare import contents
 from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, learnt, losses
-
-
-def words_of(corpus: Corpus, recipe: Recipe) -> list[str]:
-    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
-    return [str(corpus.folder), *fields, "--recipe", "tiny"]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from muse_attention import Clusters, MuSeConfig
 from muse_attention.reference import find_clusters, reference_attention
 from muse_attention.structures import Selection
 from tests.conformance import Conformance
-from tests.shapes import VARIANTS
+from tests.shapes import VARIANTS, Shape
 
 
 class TestReference(Conformance):
@@ -26,6 +26,17 @@ class TestReference(Conformance):
     @pytest.mark.parametrize("length", [5, 33])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+    @pytest.mark.parametrize("frozen", [False, True], ids=["differentiable", "frozen"])
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_variant_equals_reference(self, variant: str, frozen: bool, is_causal: bool) -> None:
+        text = f"{variant},differentiable_aggregation={str(not frozen).lower()}"
+        shape = Shape(variant, text, length=80, heads=2, key_heads=1, value_dim=8, is_causal=is_causal)
+        self._check_against_reference(shape, torch.float64)
+
+    def _check_error_falls(self, series: list[str], length: int) -> None:
+        super()._check_error_falls(series, length=512)  # it computes every term of every pair
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import dataclasses
 import itertools
 import os
+import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +35,8 @@ from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.stopping import Request, Stopped, Stopping, stop_on_signals
 from muse_attention.pretraining.training import train
-from tests.training_runs import QUICK, SMALL, assert_same_run
+from tests.ranks import CONTEXT, Mishap, training_alone, wait_for
+from tests.training_runs import QUICK, SMALL, assert_same_run, inode_of
 
 EVALUATED = override(SMALL, ["evaluate_every=4", "evaluate_samples=2", "evaluate_needles=0"])
 
@@ -166,34 +166,34 @@ def test_a_second_signal_stops_at_once(
     assert len(read_metrics(tmp_path)) == (3 if is_at_once else 4)
 
 
-HANGS = """
-import ctypes, sys
-from muse_attention.pretraining.stopping import Stopping, stop_on_signals
-
-libc = ctypes.CDLL(None)
-mutex = ctypes.create_string_buffer(256)
-with stop_on_signals(Stopping()):
-    libc.pthread_mutex_lock(mutex)
-    print("hangs", flush=True)
-    libc.pthread_mutex_lock(mutex)  # which no signal interrupts
-"""
+def hang_in_a_lock(hangs: Any) -> None:
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(256)
+    with stop_on_signals(Stopping()):
+        libc.pthread_mutex_lock(mutex)
+        hangs.set()
+        libc.pthread_mutex_lock(mutex)  # which no signal interrupts
 
 
 def test_a_second_signal_ends_a_process_that_hangs() -> None:
     """As in an exchange with a rank that is gone: Python never runs a handler there."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", HANGS], env=environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=1)
+    hangs = CONTEXT.Event()
+    process = CONTEXT.Process(target=hang_in_a_lock, args=(hangs,))
+    process.start()
+    try:
+        assert hangs.wait(200)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(timeout=1)
+        assert process.exitcode is None
         for _ in range(30):  # the second one may be the first that is heard of, on a busy machine
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=4)
+            os.kill(process.pid, signal.SIGTERM)
+            process.join(timeout=4)
+            if process.exitcode is not None:
                 break
-        assert process.returncode == 143
+        assert process.exitcode == 143
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_time_limit_stops_a_run(
@@ -267,81 +267,39 @@ def test_what_is_no_duration(text: str) -> None:
         parse_duration(text)
 
 
-SIGNALLED_AGAIN_AND_AGAIN = """
-import os, random, signal, sys, time
-from pathlib import Path
-import torch
-import muse_attention.cli.train
-from muse_attention.cli import main
-from muse_attention.pretraining import checkpoints, training
-
-torch.set_num_threads(1)
-arguments, output = sys.argv[1:], Path(sys.argv[1 + sys.argv[1:].index("--output") + 1])
-metrics, folder = output / "metrics.jsonl", output / "checkpoints"
-write_shard = checkpoints.write_shard
-
-def write_slowly(*arguments):
-    time.sleep(0.05)  # for the signal to arrive meanwhile
-    return write_shard(*arguments)
-
-def inode():
-    return metrics.stat().st_ino if metrics.exists() else None
-
-def has_ended(child):
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-draw = random.Random(0)
-for attempt in range(11):
-    number = draw.choice([signal.SIGTERM, signal.SIGINT])
-    errors = output.with_name(f"errors-{attempt}.txt")
-    before = inode()
-    child = os.fork()
-    if not child:
-        checkpoints.write_shard = write_slowly
-        sys.argv = ["muse", *arguments]
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        main()
-    if attempt < 10:
-        while not has_ended(child) and inode() in (None, before):
-            time.sleep(0.001)  # the file is replaced when training starts
-        if attempt % 3:
-            time.sleep(draw.uniform(0, 0.15))
-        else:  # during a save
-            while not has_ended(child) and not list(folder.glob("*.tmp")):
-                time.sleep(0.001)
-        made = len(metrics.read_text().splitlines())
-        os.kill(child, number)
-        wanted = 128 + number
-    else:
-        wanted = 0
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    lines = errors.read_text().splitlines()
-    assert code == wanted, (attempt, number, code, lines)
-    if wanted:
-        assert lines[0].endswith("a second signal stops it at once"), lines
-        assert "stopped by" in lines[1] and "continue with: muse train" in lines[1], lines
-        assert len(lines) == 2, lines
-        done = len(metrics.read_text().splitlines())
-        assert done <= made + 3, "it was not noticed"
-        assert (checkpoints.steps_in(folder) or [0])[-1] == done, "an update was lost"
-print(done)
-"""
-
-
 def test_signals_at_ten_random_moments_cost_nothing(corpus: Corpus, tmp_path: Path) -> None:
     """Some of them during a save. No update is made twice, and the run ends bit for bit as without."""
     recipe = override(QUICK, ["steps=120", "checkpoint_every=8"])
     train(corpus, recipe, tmp_path / "whole")
-    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
-    arguments = ["train", str(corpus.folder), *fields, "--output", str(tmp_path / "out"), "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNALLED_AGAIN_AND_AGAIN, *arguments, "--recipe", "tiny"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert 10 < int(done.stdout) < 120
-    assert_same_run(tmp_path / "out", tmp_path / "whole")
+    output, errors = tmp_path / "out", tmp_path / "errors.txt"
+    metrics, folder = output / "metrics.jsonl", output / "checkpoints"
+    slow = Mishap(0, "save_slowly", 50)  # for the signal to arrive meanwhile
+    draw = random.Random(0)
+    done = 0
+    for attempt in range(10):
+        number = draw.choice([signal.SIGTERM, signal.SIGINT])
+        before = inode_of(metrics)
+        with training_alone(corpus, recipe, output, errors, slow) as process:
+            # The file is replaced when training starts.
+            wait_for(lambda before=before: inode_of(metrics) not in (None, before), process)
+            if attempt % 3:
+                time.sleep(draw.uniform(0, 0.15))
+            else:  # during a save
+                wait_for(lambda: any(folder.glob("*.tmp")), process)
+            made = len(read_metrics(output))
+            os.kill(process.pid, number)
+            process.join(timeout=200)
+        lines = errors.read_text().splitlines()
+        assert process.exitcode == 128 + number, (attempt, number, lines)
+        assert len(lines) == 2, lines
+        assert lines[0].endswith("a second signal stops it at once")
+        assert "stopped by" in lines[1]
+        assert "continue with: muse train" in lines[1]
+        done = len(read_metrics(output))
+        assert done <= made + 3, "it was not noticed"
+        assert (checkpoints.steps_in(folder) or [0])[-1] == done, "an update was lost"
+    assert 10 < done < 120
+    with training_alone(corpus, recipe, output, errors, slow) as process:
+        process.join(timeout=200)
+    assert process.exitcode == 0, errors.read_text()
+    assert_same_run(output, tmp_path / "whole")

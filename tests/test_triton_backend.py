@@ -1,8 +1,8 @@
 """The Triton kernels conform: run by Triton's interpreter, so small. `test_cuda.py` runs them on a GPU.
 
 The interpreter takes seconds for what a GPU does in microseconds, so the tests with the longest lists of cases have
-shorter ones here. It multiplies bfloat16 wrongly, which is left to the GPU; float64, which the GPU is not offered,
-shows the formulas to be right to rounding.
+shorter ones here, and inputs have one head where the number of heads is not the subject. It multiplies bfloat16
+wrongly, which is left to the GPU; float64, which the GPU is not offered, shows the formulas to be right to rounding.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ FOUND = [
 
 class TestTritonBackend(OperatorConformance):
     backend = "triton"
-    batch, heads, length = 1, 2, 80
+    batch, heads, length = 1, 2, 70
+    few_heads, short = 1, 70
 
     # What equals the reference to rounding has its properties. (The interpreter has one order of everything.)
     test_property_2_exact_when_queries_are_their_centroids = None
@@ -76,7 +77,7 @@ class TestTritonBackend(OperatorConformance):
         self._check_against_reference(shape, torch.float64)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-    @pytest.mark.parametrize("shape", SHAPES[4:5], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES[5:6], ids=str)
     def test_is_as_accurate_as_the_reference_in_its_precision(self, shape: Shape, dtype: torch.dtype) -> None:
         self._check_against_reference(shape, dtype)
 
@@ -93,7 +94,9 @@ class TestTritonBackend(OperatorConformance):
 
     @pytest.mark.parametrize(("variant", "is_causal"), OFFSET)
     def test_keys_with_a_large_common_offset_equal_reference(self, variant: str, is_causal: bool) -> None:
-        shape = Shape(variant, variant, length=70, key_heads=1, value_dim=8, is_causal=is_causal, key_offset=10.0)
+        shape = Shape(
+            variant, variant, length=70, heads=1, key_heads=1, value_dim=8, is_causal=is_causal, key_offset=10.0
+        )
         self._check_against_reference(shape, torch.float64)
 
     def test_keys_with_a_large_common_offset(self) -> None:
@@ -150,7 +153,7 @@ class TestTritonBackend(OperatorConformance):
         super().test_a_scale_that_is_not_above_zero(scale, is_causal)
 
     def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
-        shape = Shape("", "", length=70, heads=4, key_heads=2)
+        shape = Shape("", "", length=40, heads=4, key_heads=2)
         query, key, value = (tensor.detach() for tensor in shape.tensors(torch.float32))
         settings = {"config": "Q3K5R1T0.001B32,caution=2", "backend": "triton", "is_causal": True, "enable_gqa": True}
         together = muse_attention(query, key, value, **settings)
@@ -186,7 +189,7 @@ def test_moba_goes_through_the_retrieval_kernels() -> None:
 def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     from muse_attention.kernels import far_field, schedule
 
-    inputs = Shape("", "", length=70, batch=2).tensors(torch.float32)
+    inputs = Shape("", "", length=40, batch=2).tensors(torch.float32)
     results = []
     for room in (1 << 40, 0):
         monkeypatch.setattr(schedule, "_schedules", {})

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -29,6 +26,7 @@ from muse_attention.pretraining.stopping import Request, Stopped, Stopping
 from muse_attention.pretraining.training import train
 from muse_attention.pretraining.watchdog import Watchdog
 from tests.needle_models import needle_corpus, needle_tokenizer
+from tests.ranks import Mishap, training_alone
 from tests.training_runs import QUICK
 
 NEEDLES = override(QUICK, ["length=256", "steps=6", "mixture=niah", "stall_minutes=0.1"])
@@ -81,48 +79,24 @@ def test_a_run_is_stopped_while_it_waits_for_a_batch(
     assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
 
 
-HANGS = """
-import multiprocessing, sys, time, torch
-import muse_attention.cli.train
-from muse_attention.cli import main
-
-torch.set_num_threads(1)
-step, updates = torch.optim.AdamW.step, 0
-
-def hang(optimiser):
-    global updates
-    updates += 1
-    if updates == 4:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000])
-        child.start()  # which would hold the lock, and what is read of stderr
-        time.sleep(1000)
-    step(optimiser)
-
-torch.optim.AdamW.step = hang
-main()
-"""
-
-
 def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> None:
+    """And its children, which would keep stderr open."""
     recipe = override(QUICK, ["stall_minutes=0.1"])
-    fields = [f"{name}={value}" for name, value in dataclasses.asdict(recipe).items()]
-    asked = ["train", str(corpus.folder), *fields, "--output", str(tmp_path / "out"), "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS, *asked],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    errors = tmp_path / "errors"
+    os.mkfifo(errors)
+    reading = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)
+    with training_alone(corpus, recipe, tmp_path / "out", errors, Mishap(0, "hang", 4)) as process:
+        process.join(timeout=200)
+    os.set_blocking(reading, True)
+    with open(reading) as file:
+        (line,) = file.read().splitlines()
+    assert process.exitcode == 1
     stacks = tmp_path / "out" / "stacks.txt"
     assert line.startswith(
         f"muse: no progress for 0.1 minutes while changing the weights at step 4; stacks are in {stacks}; the last "
     )
     assert line.endswith("step-00000002; resume the run")
-    assert "in hang" in stacks.read_text()
+    assert "in hanging" in stacks.read_text()
     failures = read_failures(tmp_path / "out")
     assert failures is not None
     assert failures.step == 4

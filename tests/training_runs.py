@@ -77,6 +77,11 @@ def learnt(output: Path) -> dict[str, torch.Tensor]:
     return dict(checkpoints.read_tensors(checkpoint))
 
 
+def inode_of(path: Path) -> int | None:
+    """Another one where the file was replaced."""
+    return path.stat().st_ino if path.exists() else None
+
+
 def assert_same_run(output: Path, expected: Path) -> None:
     """Bit for bit: every loss, error and norm, the weights, and the optimiser."""
     found, other = ([{**step, "tokens_per_second": 0} for step in read_metrics(run)] for run in (output, expected))
