@@ -232,7 +232,7 @@ def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: p
     ("changes", "message"),
     [
         (["attention=sparse"], "unknown attention 'sparse'; the kinds are"),
-        (["--recipe", "huge"], "unknown recipe 'huge'; use one of tiny, far, s1, s2, s3"),
+        (["--recipe", "huge"], "unknown recipe 'huge'; use one of tiny, near, far, s1, s2, s3"),
         (["--resume"], "to go on with; name a --recipe to start one"),
         (["length=64k"], "none has a sample of 65536 + 1"),
         (["--device", "abacus"], "abacus"),
