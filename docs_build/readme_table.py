@@ -70,11 +70,12 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
         path,
     )
     longer, path = _compared("16k")
-    exact, muse = seeds_of(longer)
-    gap = muse.difference(longer, is_percent=True)
+    by_attention = {seeds.attention: seeds for seeds in seeds_of(longer)}
+    exact, muse = (by_attention.get(name) for name in (EXACT, full_name("muse", longer.settings.length)))
+    gap = muse and muse.difference(longer, is_percent=True)
+    if exact is None or muse is None or gap is None or gap.standard_error is None:
+        raise ValueError(f"{path}: not several seeds of exact training, and as many with the default")
     losses = [seeds.loss(longer, EXACT) for seeds in (exact, muse)]
-    if gap is None or gap.standard_error is None or muse.attention != full_name("muse", longer.settings.length):
-        raise ValueError(f"{path}: not several seeds of exact training, then as many with the default")
     sign = "lower" if gap.mean < 0 else "higher"
     loss = (
         "Held-out loss of 23M models, 16k tokens, read with exact attention",

@@ -63,9 +63,12 @@ def training_alone(
         process.join()
 
 
-def wait_for(condition: Callable[[], bool], process: Any) -> None:
-    """Returns also where the process has ended."""
+def wait_for(condition: Callable[[], bool], process: Any, seconds: float = 200) -> None:
+    """Returns also where the process has ended; a TimeoutError if neither happens."""
+    end = time.monotonic() + seconds
     while process.exitcode is None and not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing has happened for {seconds:g} s")
         time.sleep(0.001)
 
 

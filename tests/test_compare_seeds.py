@@ -101,7 +101,7 @@ def test_runs_that_shared_their_gpu_have_no_speed() -> None:
     assert all(word in shown(results) for word in ("speed-up", "tokens/s", "against time"))
     results.settings = dataclasses.replace(results.settings, shared_gpu=True)
     assert "+6.25 ± 3.75%" in shown(results)
-    assert "Other programs had the GPU at the same time" in shown(results)
+    assert "The GPU was shared with other programs" in shown(results)
     assert not any(word in shown(results) for word in ("speed-up", "tokens/s", "against time"))
 
 
@@ -119,3 +119,18 @@ def test_seeds_may_begin_with_weights_of_their_own() -> None:
     assert [len(group.runs) for group in seeds_of(results)] == [2]
     results.runs["exact-1"] = dataclasses.replace(run, recipe=override(run.recipe, ["initial="]))
     assert seeds_of(results) == []
+
+
+def test_runs_of_one_seed_that_begin_with_other_weights_are_no_pair() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    for name, run in results.runs.items():
+        results.runs[name] = dataclasses.replace(run, recipe=override(run.recipe, [f"initial={name}"]))
+    exact, muse = seeds_of(results)
+    assert exact.difference(results) is muse.difference(results) is None
+
+
+def test_a_seed_counts_once() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
+    results.runs["again"] = dataclasses.replace(results.runs["exact-0"], name="again")
+    (exact,) = seeds_of(results)
+    assert [run.name for run in exact.runs] == ["exact-0", "exact-1"]

@@ -21,7 +21,7 @@ CONFIGURATIONS = {
     "QK4R2SP2B64,clustering=streaming": 64,
     "Q16K600R2T0.01B64,clustering=streaming": 128,
 }
-"""And their head dimensions."""
+"""The head dimension of each configuration."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, test_cuda.py compiles them")

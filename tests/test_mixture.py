@@ -33,6 +33,7 @@ from muse_attention.pretraining.failures import TrainingError
 from muse_attention.pretraining.initial_model import make_model
 from muse_attention.pretraining.metrics import Step, read_metrics
 from muse_attention.pretraining.needles import writer
+from muse_attention.pretraining.needles.haystacks import file_mark
 from muse_attention.pretraining.needles.mixture import NeedleDocuments
 from muse_attention.pretraining.probe import answers_losses
 from muse_attention.pretraining.reading import READERS, read_ahead
@@ -373,8 +374,9 @@ def test_an_answer_is_as_far_back_as_its_definition(corpus: Corpus) -> None:
         stop = next(place for place in range(start, 4097) if place == 4096 or not distances[place])
         uid = tokenizer.decode(document[start:stop].tolist()).strip()
         definition = start - int(distances[start])
-        lines = tokenizer.decode(document[definition : definition + 60].tolist()).splitlines()
-        assert re.search(rf"def \w+{uid}\(", "\n".join(lines[:3]))
+        text = tokenizer.decode(document[definition : definition + 60].tolist(), skip_special_tokens=False)
+        assert text.startswith(file_mark(tokenizer))
+        assert re.search(rf"def \w+{uid}\(", "\n".join(text.splitlines()[:3]))
 
 
 def test_a_run_measures_what_it_has_learnt_of_answers(corpus: Corpus, tmp_path: Path) -> None:
@@ -404,12 +406,16 @@ def test_the_loss_of_answers_is_their_mean(corpus: Corpus) -> None:
     expected = torch.cat(losses)
     assert found["all"] == (pytest.approx(float(expected.sum()), rel=1e-5), len(expected))
     back = torch.cat([distances[distances > 0] for _, distances in probes])
-    near = expected[back <= 256]
-    assert found["256 back"] == (pytest.approx(float(near.sum()), rel=1e-5), len(near))
-    for kinds in (["first tokens", "later tokens"], ["256 back", "1k back", "4k back"]):
-        summed, numbers = zip(*(found[kind] for kind in kinds), strict=True)
-        assert (sum(summed), sum(numbers)) == (pytest.approx(found["all"][0], rel=1e-5), len(expected))
-        assert all(numbers)
+    follows = torch.cat([distances[torch.nonzero(distances)[:, 0] - 1] > 0 for _, distances in probes])
+    for kind, counted in {
+        "first tokens": ~follows,
+        "later tokens": follows,
+        "1 to 256 back": back <= 256,
+        "257 to 512 back": (back > 256) & (back <= 512),
+        "1025 to 2048 back": back > 1024,
+    }.items():
+        assert found[kind] == (pytest.approx(float(expected[counted].sum()), rel=1e-5), int(counted.sum()))
+        assert counted.any()
 
 
 def test_ranks_measure_by_as_many_documents_which_are_not_the_same(corpus: Corpus) -> None:

@@ -287,6 +287,7 @@ def test_signals_at_ten_random_moments_cost_nothing(corpus: Corpus, tmp_path: Pa
             else:  # during a save
                 wait_for(lambda: any(folder.glob("*.tmp")), process)
             made = len(read_metrics(output))
+            assert process.exitcode is None, errors.read_text()
             os.kill(process.pid, number)
             process.join(timeout=200)
         lines = errors.read_text().splitlines()

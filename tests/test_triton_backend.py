@@ -77,7 +77,7 @@ class TestTritonBackend(OperatorConformance):
         self._check_against_reference(shape, torch.float64)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-    @pytest.mark.parametrize("shape", SHAPES[5:6], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES[4:5], ids=str)
     def test_is_as_accurate_as_the_reference_in_its_precision(self, shape: Shape, dtype: torch.dtype) -> None:
         self._check_against_reference(shape, dtype)
 
@@ -155,7 +155,7 @@ class TestTritonBackend(OperatorConformance):
     def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
         shape = Shape("", "", length=40, heads=4, key_heads=2)
         query, key, value = (tensor.detach() for tensor in shape.tensors(torch.float32))
-        settings = {"config": "Q3K5R1T0.001B32,caution=2", "backend": "triton", "is_causal": True, "enable_gqa": True}
+        settings = {"config": "Q3K5R1T0.001B16,caution=2", "backend": "triton", "is_causal": True, "enable_gqa": True}
         together = muse_attention(query, key, value, **settings)
         alone = muse_attention(query[:, 2:], key[:, 1:], value[:, 1:], **settings)
         assert torch.equal(alone, together[:, 2:])
@@ -195,7 +195,7 @@ def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(schedule, "_schedules", {})
         monkeypatch.setattr(far_field, "WORKSPACE_BYTES", room)
         monkeypatch.setattr(far_field, "WORKSPACE_OF_INPUTS", 0)
-        out = muse_attention(*inputs, is_causal=True, config="Q3K4R2B32", backend="triton")
+        out = muse_attention(*inputs, is_causal=True, config="Q3K4R2B16", backend="triton")
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for together, apart in zip(*results, strict=True):
         assert torch.equal(together, apart)

@@ -87,9 +87,10 @@ def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> N
     reading = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)
     with training_alone(corpus, recipe, tmp_path / "out", errors, Mishap(0, "hang", 4)) as process:
         process.join(timeout=200)
-    os.set_blocking(reading, True)
-    with open(reading) as file:
-        (line,) = file.read().splitlines()
+    said = os.read(reading, 1 << 16).decode()
+    assert os.read(reading, 1) == b"", "nobody has it open; otherwise reading would have to wait"
+    os.close(reading)
+    (line,) = said.splitlines()
     assert process.exitcode == 1
     stacks = tmp_path / "out" / "stacks.txt"
     assert line.startswith(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,7 +59,7 @@ class ComparisonRequest:
         option("float32 or bfloat16.", "float32 on cpu, bfloat16 on cuda", "--dtype", "--precision"),
     ] = None
     shared_gpu: Annotated[
-        bool, flag("--shared-gpu", "Other programs had the GPU at the same time: leave the speeds of the runs out.")
+        bool, flag("--shared-gpu", "The GPU was shared with other programs: leave the speeds of the runs out.")
     ] = False
     output: Output = Path("out/compare")
     overwrite: Overwrite = False
@@ -134,6 +134,8 @@ def compare_runs(
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
     make_folder(request.output)
     results = ComparisonResults.start(settings, request.path, overwrite=request.overwrite)
+    if request.shared_gpu:
+        results.settings = replace(results.settings, shared_gpu=True)
     missing = sum(
         len(results.missing(run.name, step, attentions_of(run, step, tested)))
         for run in runs

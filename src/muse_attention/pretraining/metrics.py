@@ -39,7 +39,7 @@ class Step:
     answers_loss: float | None = None
     """in nats for each token of a uid that is imported, where needles are learnt from and it was measured"""
     answers: dict[str, float] = field(default_factory=dict)
-    """the same of first tokens of uids and of later ones, and by how many tokens back the needle is defined"""
+    """the same of first tokens of uids and of later ones, and by how many tokens back the needle's definition begins"""
     evaluation: dict[str, float] = field(default_factory=dict)
     """of evaluating.py, where the model was evaluated, before the update"""
     tightened: dict[int, str] = field(default_factory=dict)

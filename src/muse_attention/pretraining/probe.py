@@ -14,14 +14,13 @@ from muse_attention.by_name import get_attention
 from muse_attention.capture import visit_layers
 from muse_attention.fidelity import measure
 from muse_attention.pretraining.model.sequence_parts import own_part
-from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL = "all"
-NEAR, FARTHER = 256, 4
-"""Answers are told apart by how far back they are: up to 256 tokens, up to four times as far, and so on."""
+NEAR = 256
+"""Answers are told apart by how far back their definition begins: up to 256 tokens, up to 512, and so on."""
 
 
 def measure_attention(
@@ -58,11 +57,13 @@ def visit_measures(
 def answers_losses(
     model: PreTrainedModel, documents: Iterable[tuple[Tensor, Tensor]], sequence: DeviceMesh | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Nats of tokens that are answers, summed, under the model's own attention, and how many tokens these are: of all
-    answers, of the first tokens of uids and of later ones, which are told by the one before, and by distance.
+    """The summed loss of tokens that are answers, under the model's own attention, and how many these are.
+
+    For all answers together, for first tokens of uids and for later ones, which follow the one before, and by distance.
 
     Args:
-        documents: (length + 1,) tokens, and how many tokens back each is answered; 0 where it is no answer
+        documents: (length + 1,) tokens, and of each the distance in tokens to where its needle's definition begins; 0
+            for tokens that are no answers
         sequence: the ranks that share each document; each has the answers in its part
     """
     total: dict[str, tuple[Tensor, Tensor]] = {}
@@ -85,6 +86,6 @@ def _kinds(distances: Tensor, is_first: Tensor, length: int) -> dict[str, Tensor
     kinds = {ALL: torch.ones_like(is_first), "first tokens": is_first, "later tokens": ~is_first}
     nearest, farthest = 0, NEAR
     while nearest < length:
-        kinds[f"{format_size(farthest)} back"] = (distances > nearest) & (distances <= farthest)
-        nearest, farthest = farthest, FARTHER * farthest
+        kinds[f"{nearest + 1} to {farthest} back"] = (distances > nearest) & (distances <= farthest)
+        nearest, farthest = farthest, 2 * farthest
     return kinds

@@ -37,7 +37,7 @@ class Probing:
     recipe: Recipe
     world: World
     documents: list[tuple[Tensor, Tensor]]
-    """with needles, and how far back each token is answered, of this rank's group"""
+    """with needles, and the distances of their answers, of this rank's group"""
     error_limit: ErrorLimit | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Probing:
     def _answers(self) -> dict[str, float]:
         """Without kinds that no document has."""
         of_rank = answers_losses(self.model, self.documents, self.world.sequence)
-        numbers = torch.tensor([list(pair) for pair in of_rank.values()], dtype=torch.float64, device=self.world.device)
+        numbers = torch.stack([torch.stack([loss.double(), number.double()]) for loss, number in of_rank.values()])
         of_all = self.world.mean(numbers).tolist()
         return {name: summed / number for name, (summed, number) in zip(of_rank, of_all, strict=True) if number}
 

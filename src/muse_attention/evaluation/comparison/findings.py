@@ -54,11 +54,14 @@ class ScalingLaw:
 def reference_of(results: ComparisonResults, run: Run) -> Run:
     """The first run of the same size that was trained with exact attention, or else the first of that size.
 
-    Of several such runs it is the first with the same seed, so an exact run of another seed is a reference itself.
+    Of several such runs it is the first with the same seed, so an exact run of another seed is a reference itself; and
+    of these the first that begins with the same weights.
     """
     alike = [other for other in results.runs.values() if other.parameters == run.parameters]
     exact = [other for other in alike if other.attention == EXACT]
-    return next((other for other in exact if other.recipe.seed == run.recipe.seed), next(iter(exact), alike[0]))
+    of_seed = [other for other in exact if other.recipe.seed == run.recipe.seed]
+    same_start = (other for other in of_seed if other.recipe.initial == run.recipe.initial)
+    return next(same_start, next(iter([*of_seed, *exact]), alike[0]))
 
 
 def difference(results: ComparisonResults, run: Run) -> Difference | None:

@@ -24,14 +24,14 @@ from muse_attention.pretraining.batches import Windows
 from muse_attention.pretraining.checkpointing.manifest import CheckpointError
 from muse_attention.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_attention.pretraining.schedule import EXACT
-from muse_attention.stored_results import OnStep
+from muse_attention.stored_results import OnStep, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-DIGITS = 8
-"""of the losses that are stored, after the point"""
+_DIGITS = 8
+"""of the losses that are stored"""
 
 
 def open_windows(corpus: Corpus, length: int) -> Windows:
@@ -116,7 +116,7 @@ def _add(results: ComparisonResults, run: str, step: int, fingerprint: str, atte
     if cell is None:
         cell = Cell(run, step, fingerprint, attention, [part.last - part.first + 1 for part in bins])
         results.cells.append(cell)
-    cell.bins.append([round(part.loss, DIGITS) for part in bins])
+    cell.bins.append(rounded(torch.tensor([part.loss for part in bins], dtype=torch.float64), _DIGITS))
 
 
 def _check_same_weights(results: ComparisonResults, run: str, step: int, fingerprint: str, path: Path) -> None:

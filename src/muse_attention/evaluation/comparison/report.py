@@ -67,7 +67,7 @@ _ANSWERS = (
 _POSITIONS = (
     "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
 )
-_SHARED_GPU = Note("Other programs had the GPU at the same time, so the speeds of these runs are left out.")
+_SHARED_GPU = Note("The GPU was shared with other programs, so the speeds of these runs are left out.")
 _PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
 _RUN = (text("run"), lambda run: run.name)
 _TOKENS_AXIS = Axis("tokens (millions)")
@@ -349,16 +349,20 @@ def _named(results: ComparisonResults) -> list[str]:
 
 def _cards(results: ComparisonResults) -> list[Card]:
     """Of the first run that is compared with another, and of all its seeds where there are several."""
-    over_seeds = [
-        Card("held-out loss", in_percent(gap), f"{len(group.runs)} seeds, against exact training with the same")
+    over_seeds = {
+        run.name: Card(
+            "held-out loss", in_percent(gap), f"{len(group.runs)} seeds, against exact training with the same"
+        )
         for group, gap in seeds_differences(results)
-    ]
+        for run in group.runs
+    }
     for run in _runs(results):
         found, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
         if found is not None:
             return [
                 *([Card("speed-up in training", f"{ratio:.2f}x", run.name)] if ratio is not None else []),
-                *(over_seeds[:1] or [Card("held-out loss", _percent(found), f"{run.name} against {found.reference}")]),
+                over_seeds.get(run.name)
+                or Card("held-out loss", _percent(found), f"{run.name} against {found.reference}"),
                 *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),
                 Card("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:.2g} per parameter"),
             ]

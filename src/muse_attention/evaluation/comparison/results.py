@@ -38,7 +38,7 @@ class ComparisonSettings:
     precision: str
     """of products, by autocast"""
     shared_gpu: bool = False
-    """whether other programs had the GPU at the same time when the runs were trained, so that speeds mean nothing"""
+    """whether runs were trained while other programs used their GPU, so that speeds mean nothing"""
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,10 @@ class ComparisonResults(StoredResults):
                 raise ValueError("the numbers are not those of the settings")
             if any(len(losses) != len(cell.sizes) for losses in cell.bins):
                 raise ValueError("the bins are not those of a sample")
+
+    def conditions(self) -> dict[str, Any]:
+        """Whether a GPU was shared changes no loss."""
+        return {name: value for name, value in super().conditions().items() if name != "shared_gpu"}
 
     def find(self, run: str, step: int, attention: str) -> Cell | None:
         key = (run, step, attention)

@@ -45,7 +45,9 @@ class Seeds:
         for run in self.runs:
             reference = reference_of(results, run)
             own, other = _loss(results, run, EXACT), _loss(results, reference, EXACT)
-            is_pair = reference is not run and reference.recipe.seed == run.recipe.seed and reference.attention == EXACT
+            is_pair = (
+                reference is not run and reference.attention == EXACT and _begin_alike(run.recipe, reference.recipe)
+            )
             if not is_pair or own is None or other is None:
                 return None
             found.append(100 * (own - other) / other if is_percent else own - other)
@@ -58,11 +60,12 @@ class Seeds:
 
 
 def seeds_of(results: ComparisonResults) -> list[Seeds]:
-    """None where every recipe has one seed."""
-    groups: dict[tuple[Recipe, int], list[Run]] = {}
+    """None where every recipe has one seed. Of several runs with the same seed the first counts."""
+    groups: dict[tuple[Recipe, int], dict[int, Run]] = {}
     for run in results.runs.values():
-        groups.setdefault((_without_seed(run.recipe), run.parameters), []).append(run)
-    found = [Seeds(runs[0].attention, tuple(sorted(runs, key=lambda run: run.recipe.seed))) for runs in groups.values()]
+        groups.setdefault((_without_seed(run.recipe), run.parameters), {}).setdefault(run.recipe.seed, run)
+    by_seed = [tuple(runs[seed] for seed in sorted(runs)) for runs in groups.values()]
+    found = [Seeds(runs[0].attention, runs) for runs in by_seed]
     return found if any(len(group.runs) > 1 for group in found) else []
 
 
@@ -107,7 +110,7 @@ def seeds_differences(results: ComparisonResults) -> Iterable[tuple[Seeds, Mean]
 
 
 def seeds_headline(results: ComparisonResults) -> list[str]:
-    """The same in words."""
+    """Each of these differences, in words."""
     lines = []
     for group, gap in seeds_differences(results):
         ratio = group.speedup(results)
@@ -124,9 +127,13 @@ def in_percent(gap: Mean) -> str:
 
 
 def _without_seed(recipe: Recipe) -> Recipe:
-    """And without the name of the model that it begins with, since each seed may have its own."""
+    """The recipe without its seed and without the name of the model it begins with: each seed may have its own."""
     initial = recipe.initial and "another model"
     return dataclasses.replace(recipe, seed=0, initial=initial, **{name: getattr(Recipe, name) for name in FREE})
+
+
+def _begin_alike(one: Recipe, other: Recipe) -> bool:
+    return (one.seed, one.initial) == (other.seed, other.initial)
 
 
 def _loss(results: ComparisonResults, run: Run, attention: str) -> float | None:

@@ -105,10 +105,11 @@ class NeedleDocuments:
         for event in events:
             position = done + int(event.point * free)
             placed.append((position, event.tokens))
-            for needle, answer in zip(event.needles, event.answers, strict=False):
-                places = torch.arange(position + answer.start, position + answer.stop)
-                distances[places] = places - defined[needle]
-            if not event.answers:
+            if event.answers:
+                for needle, answer in zip(event.needles, event.answers, strict=True):
+                    places = torch.arange(position + answer.start, position + answer.stop)
+                    distances[places] = places - defined[needle]
+            else:
                 defined |= dict.fromkeys(event.needles, position)
             done += len(event.tokens)
         first = rng.randrange(len(self._haystack))
