@@ -65,6 +65,16 @@ def test_few_steps_shorten_the_warmup_unless_it_is_set(tmp_path: Path) -> None:
     assert run(*asked, "--warmup", "16")[2] == "muse: warmup=16 is longer than steps=4; choose fewer\n"
 
 
+def test_a_recipe_that_goes_on_from_another_asks_for_its_model(tmp_path: Path) -> None:
+    asked = ("train", tmp_path / "nowhere", "--recipe", "far", "--device", "cpu", "--output", tmp_path / "out")
+    assert run(*asked)[2].splitlines()[0] == (
+        "muse: far has the rate of a run that goes on from a model of the recipe near; give that by --initial, or "
+        "another --peak-rate"
+    )
+    for more in (["--initial", "near/model"], ["--peak-rate", "0.002"]):
+        assert len(run(*asked, *more)[2].splitlines()) == 1
+
+
 def test_the_same_run_is_continued_another_is_refused_and_overwritten_on_request(
     asked: list[object], whole_run: Path, tmp_path: Path
 ) -> None:

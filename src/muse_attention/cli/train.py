@@ -29,7 +29,7 @@ from muse_attention.cli.language_model import short_warnings
 from muse_attention.cli.options import with_option_groups
 from muse_attention.durations import parse_duration
 from muse_attention.pretraining.data.corpus import Corpus, read_corpus
-from muse_attention.pretraining.recipes import RECIPES, Recipe, field_meanings, get_recipe, override
+from muse_attention.pretraining.recipes import GOES_ON_FROM, RECIPES, Recipe, field_meanings, get_recipe, override
 from muse_attention.sizes import format_size
 
 if TYPE_CHECKING:
@@ -153,6 +153,11 @@ def train(
             continues = recipe is None and has_run(output) and not overwrite
             base = run_recipe(output) if continues else get_recipe(recipe or "tiny")
             chosen = override(base, _with_short_warmup(base, wanted))
+            if recipe in GOES_ON_FROM and not chosen.initial and chosen.peak_rate == base.peak_rate:
+                say(
+                    f"{recipe} has the rate of a run that goes on from a model of the recipe {GOES_ON_FROM[recipe]}; "
+                    "give that by --initial, or another --peak-rate"
+                )
         data = read_corpus(corpus)
         if continue_from is not None and overwrite:
             check_whole(continue_from, data)  # before anything is removed

@@ -306,6 +306,8 @@ def _to_the_letter(sized: Callable[[], Recipe]) -> Callable[[], Recipe]:
 
 
 _OURS = {recipe.__name__: recipe for recipe in (tiny, near, far, s1, s2, s3, s4, s5, s6, s8)}
+GOES_ON_FROM = {far.__name__: near.__name__}
+"""Recipes for a model that another has trained first, which is given by `initial=`."""
 RECIPES: dict[str, Callable[[], Recipe]] = {
     **_OURS,
     **{f"paper-s{scale}": _to_the_letter(_OURS[f"s{scale}"]) for scale in PAPER_TOKENS},
