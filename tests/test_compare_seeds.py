@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +104,16 @@ def test_runs_that_shared_their_gpu_have_no_speed() -> None:
     assert "+6.25 ± 3.75%" in shown(results)
     assert "The GPU was shared with other programs" in shown(results)
     assert not any(word in shown(results) for word in ("speed-up", "tokens/s", "against time"))
+
+
+def test_a_comparison_goes_on_whether_the_gpu_is_said_to_be_shared_again_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "compare.json"
+    settings = ComparisonSettings("made up", "", 2, 2, 9, "cpu", "float32")
+    started = ComparisonResults.start(dataclasses.replace(settings, shared_gpu=True), path)
+    started.write(path)
+    assert ComparisonResults.start(settings, path).settings.shared_gpu
+    with pytest.raises(ValueError, match="samples"):
+        ComparisonResults.start(dataclasses.replace(settings, samples=3), path)
 
 
 def shown(results: ComparisonResults) -> str:

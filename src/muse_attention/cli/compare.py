@@ -126,7 +126,6 @@ def compare_runs(
         windows=len(windows),
         device=request.place.device,
         precision=request.place.dtype,
-        shared_gpu=request.shared_gpu,
     )
     asked_for = request.attention or [run.recipe.attention for run in runs]
     tested = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
