@@ -47,6 +47,18 @@ def test_a_run_is_compared_with_exact_training_of_its_seed() -> None:
     assert difference(results, results.runs["exact-1"]) is None
 
 
+def test_a_run_that_was_trained_further_is_compared_with_exact_training_of_as_many_tokens() -> None:
+    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2))
+    for name in ("muse-0", "exact-0"):
+        run = results.runs[name]
+        further = override(run.recipe, ["further_steps=5", "further_attention=exact"])
+        results.runs[f"{name}-further"] = Run(f"{name}-further", further, 10, further.updates, run.curves)
+        expected = {"muse-0": "exact-0", "muse-0-further": "exact-0"}  # for want of one trained as long
+        if name == "exact-0":
+            expected |= {"muse-0-further": "exact-0-further", "exact-0-further": "exact-0-further"}
+        assert {name: reference_of(results, results.runs[name]).name for name in expected} == expected
+
+
 def test_the_error_is_that_over_seeds() -> None:
     results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
     exact, muse = seeds_of(results)

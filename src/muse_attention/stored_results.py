@@ -120,7 +120,8 @@ class StoredResults:
 
     def write(self, path: Path) -> None:
         """Replace the file in one step, so that it is whole at any moment."""
-        replace_file(path, json.dumps(self.as_document(), indent=self.indent) + "\n")
+        separators = (",", ":") if self.indent is None else None
+        replace_file(path, json.dumps(self.as_document(), indent=self.indent, separators=separators) + "\n")
 
     @contextlib.contextmanager
     def saving(self, path: Path) -> Iterator[Callable[[], None]]:

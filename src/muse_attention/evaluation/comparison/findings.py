@@ -54,14 +54,15 @@ class ScalingLaw:
 def reference_of(results: ComparisonResults, run: Run) -> Run:
     """The first run of the same size that was trained with exact attention, or else the first of that size.
 
-    Of several such runs it is the first with the same seed, so an exact run of another seed is a reference itself; and
-    of these the first that begins with the same weights.
+    Of several such runs it is the first with the same seed, so an exact run of another seed is a reference itself; of
+    these the first that begins with the same weights; and of these the first that saw as many tokens.
     """
     alike = [other for other in results.runs.values() if other.parameters == run.parameters]
     exact = [other for other in alike if other.attention == EXACT]
     of_seed = [other for other in exact if other.recipe.seed == run.recipe.seed]
-    same_start = (other for other in of_seed if other.recipe.initial == run.recipe.initial)
-    return next(same_start, next(iter([*of_seed, *exact]), alike[0]))
+    same_start = [other for other in of_seed if other.recipe.initial == run.recipe.initial]
+    as_long = [other for other in same_start if other.tokens == run.tokens]
+    return next(iter([*as_long, *same_start, *of_seed, *exact, *alike]))
 
 
 def difference(results: ComparisonResults, run: Run) -> Difference | None:
