@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs_build.records import DEFAULT, PAPER, RECORDS, SYNTHETIC, Timing, read_timings
+from docs_build.records import DEFAULT, GPU, PAPER, RECORDS, SYNTHETIC, Timing, read_comparison, read_timings
 from muse_attention.by_name import full_name
-from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.evaluation.comparison.seeds import seeds_of
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size
@@ -15,7 +14,6 @@ README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- table: python -m docs_build.readme_table -->", "<!-- end of table -->"
 COMPARED_LENGTH = 64 * 1024
 REAL = "heads of SmolLM2"
-GPU = "NVIDIA H200"
 PAPERS = "the paper's"
 
 
@@ -57,7 +55,7 @@ def with_table(text: str, table: str, first_line: str = BEGIN) -> str:
 
 def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
     """Speed of short runs at 64k, and losses of longer ones at 16k, both with the default."""
-    short, path = _compared("speed-64k")
+    short, path = read_comparison("speed-64k")
     speeds = {
         name: max(speed.tokens_per_second for speed in run.curves.speeds.values()) for name, run in short.runs.items()
     }
@@ -69,7 +67,7 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
         "",
         path,
     )
-    longer, path = _compared("16k")
+    longer, path = read_comparison("16k")
     by_attention = {seeds.attention: seeds for seeds in seeds_of(longer)}
     exact, muse = (by_attention.get(name) for name in (EXACT, full_name("muse", longer.settings.length)))
     gap = muse and muse.difference(longer, is_percent=True)
@@ -86,15 +84,6 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
         path,
     )
     return [training, loss]
-
-
-def _compared(record: str) -> tuple[ComparisonResults, Path]:
-    """What `muse compare` wrote."""
-    path = RECORDS / "pretraining" / record / "compare.json"
-    results = ComparisonResults.read(path)
-    if results.machine["gpu"] != GPU:
-        raise ValueError(f"{path}: not of an {GPU}, as the head of README's table says")
-    return results, path
 
 
 def _newest(timings: list[Timing], method: str, length: int, data: str) -> Timing:

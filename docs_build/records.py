@@ -1,4 +1,4 @@
-"""What the records in benchmarks/ say of speed, read for pictures and tables."""
+"""What the records in benchmarks/ say of speed and of training, read for pictures and tables."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from statistics import median
 from typing import Any
 
 from muse_attention.config import MuSeConfig
+from muse_attention.evaluation.comparison.results import ComparisonResults
 
 RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"
 SYNTHETIC = "synthetic data"
+GPU = "NVIDIA H200"
+"""That README's numbers are of."""
 _NAMES = {"smollm2": "SmolLM2"}
 """Of models, where people write them otherwise."""
 
@@ -59,6 +62,15 @@ def read_timings(*, heads: int = 8, head_dim: int = 64, batch: int = 1) -> list[
         for timing in sorted(timings, key=lambda timing: timing.date)
     }
     return sorted(newest.values(), key=lambda timing: timing.length)
+
+
+def read_comparison(record: str) -> tuple[ComparisonResults, Path]:
+    """What `muse compare` wrote of runs on that GPU, and where."""
+    path = RECORDS / "pretraining" / record / "compare.json"
+    results = ComparisonResults.read(path)
+    if results.machine["gpu"] != GPU:
+        raise ValueError(f"{path}: not of an {GPU}, as README says")
+    return results, path
 
 
 def classify(attention: str, length: int) -> str | None:

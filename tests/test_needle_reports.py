@@ -223,6 +223,16 @@ def test_models_are_compared_on_the_same_samples() -> None:
     assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217,0.0456,0.699\n" in comparison.as_csv(models)
 
 
+def test_models_are_drawn_by_depth_in_one_picture_for_each_attention_that_reads() -> None:
+    models = {"one": hand_made(), "other": other_model(right=1)}
+    figures = list(comparison.depth_curves(models))
+    assert [figure.title for figure in figures] == [
+        f"single, 2k, the prompt read by {name}" for name in ("exact", SHORT)
+    ]
+    exact, _ = figures
+    assert exact.draw().startswith(b"\x89PNG")
+
+
 def with_more(results: NeedleResults, length: int, kind: str, *names: str) -> NeedleResults:
     asked = (made_up(0, True), made_up(2, False))[: KINDS[kind].asked]
     for name in names:

@@ -6,19 +6,23 @@ with the attention that reads the prompt beside each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 from muse_attention.attention_names import EXACT, short_names
 from muse_attention.evaluation.means import WILSON
 from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.report import PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
+from muse_attention.evaluation.needles.scores import Answer
 from muse_attention.evaluation.needles.statistics import Asked, by_depth, difference, failures, in_order, share
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
+from muse_attention.plots import BLACK, PALETTE, Axis, Curve, Line
 from muse_attention.pretraining.needles.samples import depth_of
+from muse_attention.report.figures import line_figure
 from muse_attention.report.provenance import names_table
-from muse_attention.report.tree import Note, Provenance, Report, Section, Table, number, text
+from muse_attention.report.tree import Figure, Note, Provenance, Report, Section, Table, number, text
 
 Models = Mapping[str, NeedleResults]
 """Their results by their names. The first one is what the others are compared with."""
@@ -66,7 +70,10 @@ def needle_comparison(models: Models) -> Report:
                 Section.of(name.capitalize(), *summary_tables(models, name), *words)
                 for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
-            *(panels.depth_section(columns, measure) for measure in panels.MEASURES),
+            *(
+                panels.depth_section(columns, measure, pictures)
+                for measure, pictures in zip(panels.MEASURES, (depth_curves(models), ()), strict=True)
+            ),
             paper_section(),
         ],
         names=names_table(_named(models)),
@@ -97,6 +104,28 @@ def summary_tables(models: Models, name: str) -> Iterator[Table]:
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
 
 
+def depth_curves(models: Models) -> Iterator[Figure]:
+    """Exact match against depth, a line for each model; a picture for each length and attention that reads prompts."""
+    short, place = short_names(_named(models)), itertools.count(1)
+    for attention in dict.fromkeys(_named(models)):
+        asked = {model: Asked(results, attention) for model, results in models.items()}
+        found = panels.groups_of(asked)
+        for length in dict.fromkeys(length for length, _ in found):
+            of_length = [group for group in found if group[0] == length]
+            there = {model: one for model, one in asked.items() if one.answers(of_length)}
+            kinds, together = next(iter(panels.panels_of(there, of_length).items()))
+            title = f"{panels.title_of(length, kinds)}, the prompt read by {short[attention]}"
+            colours = itertools.cycle((BLACK, *PALETTE))
+            yield line_figure(
+                f"depth-{next(place)}",
+                title,
+                [Line(model, _by_depth(one.answers(together)), next(colours), "o") for model, one in there.items()],
+                Axis("depth of the definition"),
+                Axis(panels.EXACT_MATCH, from_zero=True),
+                description=f"Exact match against depth: {title}",
+            )
+
+
 def columns_of(models: Models) -> dict[str, Asked]:
     """A model, and the attention that reads the prompt."""
     short = short_names(_named(models))
@@ -121,6 +150,11 @@ def as_csv(models: Models) -> str:
                         rows.append([*about, f"{of_depth.value:.5g}", *(f"{number:.3g}" for number in numbers)])
     header = ["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error", "low", "high"]
     return csv_text(header, rows)
+
+
+def _by_depth(answers: Sequence[Answer]) -> Curve:
+    shares = enumerate(by_depth(answers, panels.MEASURES[panels.EXACT_MATCH]))
+    return [(depth_of(bucket), of_depth.value) for bucket, of_depth in shares if of_depth is not None]
 
 
 def _named(models: Models) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from muse_attention.evaluation.means import WILSON, Share
 from muse_attention.evaluation.needles.statistics import (
@@ -40,9 +40,8 @@ def groups_of(columns: Columns) -> list[Group]:
     return in_order({group for one in columns.values() for group in groups(one.results) if one.answers([group])})
 
 
-def depth_section(columns: Columns, measure: str) -> Section:
-    title = f"{measure} by depth".capitalize()
-    return Section.of(title, *heat_maps(columns, measure), *depth_tables(columns, measure))
+def depth_section(columns: Columns, measure: str, figures: Iterable[Figure]) -> Section:
+    return Section.of(f"{measure} by depth".capitalize(), *figures, *depth_tables(columns, measure))
 
 
 def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:

@@ -90,7 +90,10 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         sections=[
             Section.of("Attentions", TASK, summary_table(results), PREFILL),
             Section.of("Where errors are", places_table(results), _PLACES),
-            *(panels.depth_section(columns, measure) for measure in panels.MEASURES),
+            *(
+                panels.depth_section(columns, measure, panels.heat_maps(columns, measure))
+                for measure in panels.MEASURES
+            ),
             *([Section("Failed", lines=failed)] if failed else []),
             paper_section(),
         ],
