@@ -113,6 +113,13 @@ def test_readme_has_the_numbers_of_the_records() -> None:
     assert README.read_text() == with_table(README.read_text(), make_table(read_timings()))
 
 
+@needs_records
+def test_readme_describes_the_picture_of_the_records() -> None:
+    from docs_build.quality_picture import PICTURE, describe, read_trained
+
+    assert f"![{describe(read_trained())}](docs/images/{PICTURE})" in (ROOT / "README.md").read_text()
+
+
 def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 100
