@@ -23,12 +23,10 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from muse_attention.cli import commands
-from muse_attention.cli.measuring import write
 from muse_attention.evaluation.comparison import matrix
 from muse_attention.evaluation.comparison.findings import (
     difference,
@@ -40,7 +38,6 @@ from muse_attention.evaluation.comparison.findings import (
 )
 from muse_attention.evaluation.comparison.matrix import measure, open_windows, read_samples
 from muse_attention.evaluation.comparison.report import (
-    answers_table,
     as_csv,
     comparison_report,
     headline,
@@ -57,7 +54,6 @@ from muse_attention.evaluation.comparison.runs import choose_evenly, load_weight
 from muse_attention.evaluation.comparison.training_curves import TrainingCurves
 from muse_attention.evaluation.loss.curves import bins_of
 from muse_attention.evaluation.means import Mean
-from muse_attention.machine import describe_machine
 from muse_attention.plots import Axis, Line, draw_lines
 from muse_attention.pretrained import load_model
 from muse_attention.pretraining.data.corpus import Corpus
@@ -283,32 +279,6 @@ def test_runs_of_the_same_name_are_told_apart_by_their_folders(corpus: Corpus, t
 
 
 # What metrics say
-
-
-def test_what_was_learnt_of_answers_is_told_by_attention(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
-    machine = {**describe_machine(), "transformers": transformers.__version__}
-    results = ComparisonResults(machine, settings_of(corpus))
-    path = tmp_path / "compare.json"
-    measure(open_runs([trained / "muse"], corpus), corpus, ["exact"], results, path)
-    assert answers_table(results).rows == [], "a run without needles"
-    run = results.runs["muse"]
-    own = [metrics_line(index, 5.0, 100.0, run.recipe.attention, answers_loss=4.0 - index) for index in (1, 2, 3)]
-    tail = [metrics_line(4, 5.0, 100.0, "exact", answers_loss=0.25)]
-    results.runs["muse"] = dataclasses.replace(run, curves=TrainingCurves.of([*own, *tail]))
-    assert answers_table(results).rows == [
-        ("muse", run.attention.removeprefix("muse:").partition(",")[0], "3", "3.000", "2.000", "1.000", "1.000"),
-        ("muse", "exact", "1", "0.250", "0.250", "0.250", "0.250"),
-    ]
-    results.write(path)
-    assert ComparisonResults.read(path) == results
-    write(comparison_report(results), path, path)
-    text = path.with_suffix(".md").read_text()
-    assert "## Learning to look needles up" in text
-    assert "begins with the weights of" not in text
-    later = dataclasses.replace(run, recipe=override(run.recipe, ["initial=out/short/model"]))
-    results.runs["muse"] = later
-    assert "muse begins with the weights of out/short/model; what those" in as_markdown(comparison_report(results))
-    assert (tmp_path / "compare-answers.png").exists()
 
 
 def test_curves_survive_a_file(corpus: Corpus, trained: Path, tmp_path: Path) -> None:

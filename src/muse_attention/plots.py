@@ -6,8 +6,9 @@ matplotlib is imported when a picture is drawn.
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,11 @@ def draw_heat_map(
     bar.set_label(label, fontsize=_FONT_SIZE)
     bar.ax.tick_params(labelsize=_FONT_SIZE)
     return _png(figure)
+
+
+def colours() -> Iterator[str]:
+    """Of one line after another: black, what others are compared with, then the palette, and so on."""
+    return itertools.cycle((BLACK, *PALETTE))
 
 
 def shades(number: int) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from muse_attention.attention_names import in_words, short_names
 from muse_attention.by_name import full_name
 from muse_attention.evaluation.comparison import findings
+from muse_attention.evaluation.comparison.answers import answers_by_attention, answers_sections
 from muse_attention.evaluation.comparison.further import further_sections
 from muse_attention.evaluation.comparison.positions import (
     OWN,
@@ -23,7 +24,7 @@ from muse_attention.evaluation.comparison.training_curves import UNSETTLED
 from muse_attention.evaluation.loss.report import LEAK, span
 from muse_attention.evaluation.means import Mean
 from muse_attention.markup import csv_text
-from muse_attention.plots import BLACK, PALETTE, ROUNDING, Axis, Curve, Line, shades
+from muse_attention.plots import PALETTE, ROUNDING, Axis, Curve, Line, colours, shades
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.report.figures import line_figure
 from muse_attention.report.provenance import count, names_table, provenance_of
@@ -58,11 +59,6 @@ _PAPER_SPEED = Note(
 _PROBE = (
     "The relative squared error of the training attention to exact attention, measured on the current batch while the "
     "model attends exactly, in every global layer."
-)
-_ANSWERS = (
-    "Nats for each token of a uid in an import, in needle documents that are no samples of the run, under the "
-    "attention of the update, which is exact in a tail. They are few, some hundred tokens, and the same each time. A "
-    "model that cannot look a uid up where its function was defined has to guess it."
 )
 _POSITIONS = (
     "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
@@ -99,9 +95,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
             Section.optional(
                 "The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)
             ),
-            Section.optional(
-                "Learning to look needles up", _ANSWERS, *_answers_figures(results), answers_table(results)
-            ),
+            *answers_sections(results, short_names(_named(results))),
             *further_sections(results),
             Section.of(
                 "Loss by position",
@@ -205,28 +199,6 @@ def probe_table(results: ComparisonResults) -> Table:
         (number("mean"), lambda row: f"{sum(probe.mean for probe in row[1]) / len(row[1]):.2g}"),
         (number("worst layer, last"), lambda row: "{1:.2g} (layer {0})".format(*row[1][-1].worst)),
     )
-
-
-def answers_table(results: ComparisonResults) -> Table:
-    """Of runs that learnt from needles."""
-    names = short_names(_named(results))
-    rows = []
-    for run in _runs(results):
-        for attention, curve in answers_curves(run).items():
-            losses = [loss for _, loss in curve]
-            chosen = (losses[0], losses[(len(losses) - 1) // 2], losses[-1], min(losses))
-            rows.append((run.name, names[attention], str(len(losses)), *(f"{loss:.3f}" for loss in chosen)))
-    titles = ("measurements", "first", "middle", "last", "lowest")
-    return Table((text("run"), text("measured under"), *map(number, titles)), rows)
-
-
-def answers_curves(run: Run) -> dict[str, list[tuple[float, float]]]:
-    """(millions of tokens, loss) by the attention that it was measured under, by its full name."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for answers in run.curves.answers:
-        name = full_name(answers.attention, run.recipe.length)
-        curves.setdefault(name, []).append((answers.tokens / 1e6, answers.loss))
-    return curves
 
 
 def positions_table(results: ComparisonResults) -> Table:
@@ -343,7 +315,7 @@ def _named(results: ComparisonResults) -> list[str]:
     """All attentions of the report, by their full names."""
     trained = [run.attention for run in _runs(results)]
     updates = [full_name(name, run.recipe.length) for run in _runs(results) for name in run.curves.speeds]
-    answered = [name for run in _runs(results) for name in answers_curves(run)]
+    answered = [name for run in _runs(results) for name in answers_by_attention(run)]
     return [*trained, *results.named, *updates, *answered]
 
 
@@ -385,11 +357,7 @@ def _figure(name: str, title: str, lines: Iterable[Line], x: Axis, y: Axis, abov
 
 
 def _coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:
-    return [Line(name, curve, colour, marker) for (name, curve), colour in zip(curves, _colours(), strict=False)]
-
-
-def _colours() -> Iterable[str]:
-    return itertools.cycle((BLACK, *PALETTE))
+    return [Line(name, curve, colour, marker) for (name, curve), colour in zip(curves, colours(), strict=False)]
 
 
 def _training_figures(results: ComparisonResults) -> list[Figure]:
@@ -421,24 +389,10 @@ def _error_figures(results: ComparisonResults) -> list[Figure]:
     return figures
 
 
-def _answers_figures(results: ComparisonResults) -> list[Figure]:
-    names = short_names(_named(results))
-    curves = _coloured(
-        (
-            (f"{run.name}, {names[attention]}", curve)
-            for run in _runs(results)
-            for attention, curve in answers_curves(run).items()
-        ),
-        ".",
-    )
-    y = Axis("nats for a token of the answer", from_zero=True)
-    return _figure("answers", "Loss of uids in imports", curves, _TOKENS_AXIS, y)
-
-
 def _scaling_figures(results: ComparisonResults) -> list[Figure]:
     """A mark for each model, and a line for the law of each attention."""
     laws, names, lines = findings.scaling_laws(results), short_names(_named(results)), []
-    for (name, points), colour in zip(findings.sizes(results).items() if laws else [], _colours(), strict=False):
+    for (name, points), colour in zip(findings.sizes(results).items() if laws else [], colours(), strict=False):
         lines.append(Line(names[name], points, colour, "o", ""))
         if name in laws:
             lines.append(Line(f"law of {names[name]}", laws[name].curve(_POINTS_OF_A_LAW), colour, width=1))

@@ -53,6 +53,8 @@ class Answers(NamedTuple):
     loss: float
     attention: str
     """of the update"""
+    by_kind: dict[str, float] = {}  # noqa: RUF012
+    """the same of first and of later tokens of uids, and by distance"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class TrainingCurves:
                 if step.get("rse")
             ),
             answers=tuple(
-                Answers(step["tokens"], step["answers_loss"], step["attention"])
+                Answers(step["tokens"], step["answers_loss"], step["attention"], step.get("answers", {}))
                 for step in steps
                 if "answers_loss" in step
             ),

@@ -18,7 +18,7 @@ from muse_attention.evaluation.needles.scores import Answer
 from muse_attention.evaluation.needles.statistics import Asked, by_depth, difference, failures, in_order, share
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
-from muse_attention.plots import BLACK, PALETTE, Axis, Curve, Line
+from muse_attention.plots import Axis, Curve, Line, colours
 from muse_attention.pretraining.needles.samples import depth_of
 from muse_attention.report.figures import line_figure
 from muse_attention.report.provenance import names_table
@@ -115,11 +115,11 @@ def depth_curves(models: Models) -> Iterator[Figure]:
             there = {model: one for model, one in asked.items() if one.answers(of_length)}
             kinds, together = next(iter(panels.panels_of(there, of_length).items()))
             title = f"{panels.title_of(length, kinds)}, the prompt read by {short[attention]}"
-            colours = itertools.cycle((BLACK, *PALETTE))
+            colour = colours()
             yield line_figure(
                 f"depth-{next(place)}",
                 title,
-                [Line(model, _by_depth(one.answers(together)), next(colours), "o") for model, one in there.items()],
+                [Line(model, _by_depth(one.answers(together)), next(colour), "o") for model, one in there.items()],
                 Axis("depth of the definition"),
                 Axis(panels.EXACT_MATCH, from_zero=True),
                 description=f"Exact match against depth: {title}",
