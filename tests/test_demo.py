@@ -156,7 +156,7 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
         ("exact/run.json", '"corpus": "', '"corpus": "0', "corpus was 0"),
         ("muse/run.json", '"steps": 4', '"steps": 5', "steps was 5, now 4"),
         ("attention.json", '"repeats": 1', '"repeats": 2', "repeats was 2, now 1"),
-        ("compare/compare.json", '"fingerprint": "', '"fingerprint": "0', "fingerprint"),
+        ("compare/compare.json", '"fingerprint":"', '"fingerprint":"0', "fingerprint"),
         ("compare/compare.json", '"cells"', '"sells"', "does not hold the results of muse compare"),
     ],
 )

@@ -25,6 +25,9 @@ from muse_attention.benchmark.workload import DTYPES, SDPA, AttentionCall, Workl
 from muse_attention.by_name import get_attention
 
 _SHORT_LENGTH = 1024
+_KEEP_NOTHING = {"MIMALLOC_PURGE_DELAY": "0"}
+"""Memory that was freed but is still held for reuse would hide an equal amount of what comes next. On ARM, PyTorch's
+allocator is mimalloc, which is told by its environment; glibc's is told by a call."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def measure_extra_memory(case: MemoryCase) -> int | None:
     search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     finished = subprocess.run(
         [sys.executable, "-m", "muse_attention.benchmark.memory", json.dumps(asdict(case))],
-        env={**os.environ, "PYTHONPATH": search_path},
+        env={**os.environ, **_KEEP_NOTHING, "PYTHONPATH": search_path},
         capture_output=True,
         text=True,
         check=False,
@@ -123,7 +126,7 @@ def _run(attention: AttentionCall, workload: Workload) -> None:
 
 
 def _return_free_memory() -> None:
-    """Memory that was freed but is still held for reuse would hide an equal amount of what comes next."""
+    """What glibc holds for reuse."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
