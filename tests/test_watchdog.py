@@ -79,6 +79,19 @@ def test_a_run_is_stopped_while_it_waits_for_a_batch(
     assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
 
 
+def read_all(pipe: int, seconds: float) -> str:
+    """What is in a pipe, once nobody has it open any more: a child that was told to end needs a moment."""
+    said, ends = b"", time.monotonic() + seconds
+    while time.monotonic() < ends:
+        try:
+            if not (more := os.read(pipe, 1 << 16)):
+                return said.decode()
+            said += more
+        except BlockingIOError:
+            time.sleep(0.05)
+    raise AssertionError(f"somebody has the pipe still open, after {said!r}")
+
+
 def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> None:
     """And its children, which would keep stderr open."""
     recipe = override(QUICK, ["stall_minutes=0.1"])
@@ -87,10 +100,8 @@ def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> N
     reading = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)
     with training_alone(corpus, recipe, tmp_path / "out", errors, Mishap(0, "hang", 4)) as process:
         process.join(timeout=200)
-    said = os.read(reading, 1 << 16).decode()
-    assert os.read(reading, 1) == b"", "nobody has it open; otherwise reading would have to wait"
+    (line,) = read_all(reading, seconds=30).splitlines()
     os.close(reading)
-    (line,) = said.splitlines()
     assert process.exitcode == 1
     stacks = tmp_path / "out" / "stacks.txt"
     assert line.startswith(
