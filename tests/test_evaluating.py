@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from muse_attention.cli import commands
 from muse_attention.evaluation.loss.positions import position_losses
+from muse_attention.huggingface import use_attention
 from muse_attention.pretraining.batches import Windows
 from muse_attention.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_attention.pretraining.evaluating import Evaluation
@@ -86,16 +87,18 @@ def test_needles_are_asked_for_in_held_out_files(needles: Corpus, monkeypatch: p
     evaluation = Evaluation(needles, ASKED, World(torch.device("cpu")))
     found = evaluation.run(model, nothing)
     documents = NeedleDocuments(needles, 512, share=1.0, split=HELD_OUT, purpose=EVALUATION)
-    total, number = 0.0, 0
-    for index in range(3):
-        tokens, distances = documents.make_with_answers(index)
-        with torch.no_grad():
-            logits = model(tokens[None, :-1]).logits[0].double()
-        places = torch.nonzero(distances[1:])[:, 0]
-        total -= float(logits.log_softmax(-1)[places, tokens[1:][places]].sum())
-        number += len(places)
-    assert found["needles_loss"] == pytest.approx(total / number, rel=1e-5)
-    assert found["needles_right"] == 0
+    for end, attention in (("", ASKED.attention), ("_exact", "exact")):
+        total, number = 0.0, 0
+        for index in range(3):
+            tokens, distances = documents.make_with_answers(index)
+            with torch.no_grad(), use_attention(model, attention):
+                logits = model(tokens[None, :-1]).logits[0].double()
+            places = torch.nonzero(distances[1:])[:, 0]
+            total -= float(logits.log_softmax(-1)[places, tokens[1:][places]].sum())
+            number += len(places)
+        assert found[f"needles_loss{end}"] == pytest.approx(total / number, rel=1e-5)
+        assert found[f"needles_right{end}"] == 0
+    assert found["needles_loss"] != found["needles_loss_exact"]
     assert not torch.equal(tokens, NeedleDocuments(needles, 512, share=1.0).make(2))
 
     forward = type(model).forward
@@ -140,11 +143,12 @@ def test_ranks_share_what_is_asked(needles: Corpus) -> None:
         evaluation.run(model, count)
         found.append(totals)
         calls.append(asked)
-    assert calls[0] == calls[1] == 6
-    loss, exact, answers = (sum(parts) for parts in zip(*found, strict=True))
+    assert calls[0] == calls[1] == 8
+    loss, answers, exact, exact_answers = (sum(parts) for parts in zip(*found, strict=True))
     assert float(loss[0] / loss[1]) == pytest.approx(alone["held_out_loss"], rel=1e-6)
     assert float(exact[0] / exact[1]) == pytest.approx(alone["held_out_loss_exact"], rel=1e-6)
     assert float(answers[0] / answers[1]) == pytest.approx(alone["needles_loss"], rel=1e-6)
+    assert float(exact_answers[0] / exact_answers[1]) == pytest.approx(alone["needles_loss_exact"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

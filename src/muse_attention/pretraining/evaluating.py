@@ -1,9 +1,9 @@
 """Evaluation while a model trains: its loss on the held-out split, and what it answers when needles are asked for.
 
-Samples are evenly spaced windows of the held-out split, under the attention of the update and under exact attention.
-Needle documents are made of held-out files, with names and uids that training never draws. Both are the same at every
-evaluation of a run, and on any number of ranks, which share them. Where ranks share each sequence, all of them ask, and
-each counts its own part of the tokens.
+Samples are evenly spaced windows of the held-out split. Needle documents are made of held-out files, with names and
+uids that training never draws. Both are read under the attention of the update and under exact attention, and are the
+same at every evaluation of a run, and on any number of ranks, which share them. Where ranks share each sequence, all of
+them ask, and each counts its own part of the tokens.
 """
 
 from __future__ import annotations
@@ -49,16 +49,21 @@ class Evaluation:
     def run(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
         """Mean nats for each token, and the share of needles whose every token is the most probable one.
 
+        Where the model's attention is another than exact attention, all of it under exact attention too.
+
         Collective: every rank must call it. `on_sample` is called behind every sample, and may raise.
         """
         with gathered(model):  # sharded again at the end: after a forward pass alone weights would not be
-            found = {"held_out_loss": self._loss(model, on_sample)}
+            found = self._measure(model, on_sample)
             if model.config.attention != EXACT:
                 with use_attention(model, EXACT):
-                    found["held_out_loss_exact"] = self._loss(model, on_sample)
-            if self._needles:
-                found |= self._answers(model, on_sample)
+                    found |= {f"{name}_exact": value for name, value in self._measure(model, on_sample).items()}
         return found
+
+    def _measure(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
+        """Under the attention that the model has."""
+        found = {"held_out_loss": self._loss(model, on_sample)}
+        return found | self._answers(model, on_sample) if self._needles else found
 
     def _loss(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> float:
         total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
