@@ -128,7 +128,7 @@ def test_shares_are_by_the_depth_of_the_definition() -> None:
 
 def against_exact(attention: str, length: int, measure: Measure) -> Mean | None:
     results = hand_made()
-    return difference(Asked(results, attention), Asked(results, "exact"), (length, "single"), measure)
+    return difference(Asked(results, attention), Asked(results, "exact"), [(length, "single")], measure)
 
 
 def test_differences_are_paired() -> None:
@@ -208,18 +208,13 @@ def test_models_are_compared_on_the_same_samples() -> None:
     assert exact.titles == ["kind, length", "one", "other", "other less one"]
     assert exact.rows == [("single, 2k", "80.0% (37.6 to 96.4) of 5", "40.0% (11.8 to 76.9) of 5", "-40.0 ± 24.5")]
     assert muse.rows == [("single, 2k", "25.0% (4.6 to 69.9) of 4", "25.0% (4.6 to 69.9) of 4", "+0.0 ± 0.0")]
-    (table,) = depth_tables(comparison.columns_of(models), EXACT_MATCH)
-    assert table.title == "single, 2k"
-    names = [f"{name}, read by {attention}" for attention in ("exact", SHORT) for name in ("one", "other")]
-    assert table.titles == ["depth", *names]
-    depths = table.rows
-    assert depths[0] == (
-        "0.05",
-        "75.0% (30.1 to 95.4) of 4",
-        "25.0% (4.6 to 69.9) of 4",
-        *["25.0% (4.6 to 69.9) of 4"] * 2,
-    )
-    assert depths[1] == ("0.15", "", "", "", "")
+    exact, muse = comparison.depth_tables(models, EXACT_MATCH)
+    assert exact.title == "single, 2k, the prompt read by exact"
+    assert muse.title == f"single, 2k, the prompt read by {SHORT}"
+    assert exact.titles == muse.titles == ["depth", "one", "other", "other less one"]
+    assert exact.rows[0] == ("0.05", "75.0% (30.1 to 95.4) of 4", "25.0% (4.6 to 69.9) of 4", "-50.0 ± 28.9")
+    assert exact.rows[1] == ("0.15", "", "", "")
+    assert muse.rows[0] == ("0.05", *["25.0% (4.6 to 69.9) of 4"] * 2, "+0.0 ± 0.0")
     assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217,0.0456,0.699\n" in comparison.as_csv(models)
 
 
@@ -243,27 +238,48 @@ def with_more(results: NeedleResults, length: int, kind: str, *names: str) -> Ne
 def test_all_kinds_together_are_those_that_all_models_have() -> None:
     everything = [with_more(hand_made(), 2048, "multi-query-2", "exact", COARSE) for _ in range(2)]
     models = dict(zip(("one", "other"), everything, strict=True))
-    tables = titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))
-    assert list(tables) == ["all kinds, 2k", "single, 2k", "multi-query-2, 2k"]
-    assert tables["all kinds, 2k"].rows[0][1] == "80.0% (37.6 to 96.4) of 5", "four of single, and one of multi-query-2"
+    tables = titled(comparison.depth_tables(models, EXACT_MATCH))
+    assert list(tables) == [f"all kinds, 2k, the prompt read by {name}" for name in ("exact", SHORT)]
+    (by_depths, _) = tables.values()
+    assert by_depths.rows[0][1] == "80.0% (37.6 to 96.4) of 5", "four of single, and one of multi-query-2"
     summary, *_ = comparison.summary_tables(models, EXACT_MATCH)
-    assert summary.rows[0] == ("all kinds, 2k", *["71.4% (35.9 to 91.8) of 7"] * 2, ""), (
-        "kinds with other numbers of questions"
-    )
+    assert summary.rows[0] == ("all kinds, 2k", *["71.4% (35.9 to 91.8) of 7"] * 2, "+0.0 ± 0.0")
     models["other"] = hand_made()
-    assert list(titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))) == ["single, 2k", "multi-query-2, 2k"]
+    assert next(comparison.depth_tables(models, EXACT_MATCH)).title == "single, 2k, the prompt read by exact"
 
 
-def test_tables_are_in_order_and_have_no_columns_of_other_lengths() -> None:
+def test_questions_of_one_sample_count_together_in_the_error_of_a_difference() -> None:
+    """Two samples of two questions, both right for one model and wrong for the other, are as sure as two of one."""
+    results = NeedleResults({}, SETTINGS)
+    for number, (ours, theirs) in enumerate([(True, False), (True, True), (True, True)]):
+        for name, right in (("exact", ours), (COARSE, theirs)):
+            asked = Outcome((made_up(0, right), made_up(3, right)))
+            results.outcomes[NeedleTask(number, 2048, "multi-query-2", 0, name)] = asked
+            results.outcomes[NeedleTask(number, 2048, "single", 0, name)] = Outcome((made_up(0, right),))
+    coarse, exact = Asked(results, COARSE), Asked(results, "exact")
+    groups = [(2048, "single"), (2048, "multi-query-2")]
+    alone = difference(coarse, exact, groups[:1], is_exact)
+    assert alone == pytest.approx((-1 / 3, 1 / 3))
+    assert difference(coarse, exact, groups[1:], is_exact) == pytest.approx(alone)
+    assert difference(coarse, exact, groups[1:], is_exact, bucket=3) == pytest.approx(alone)
+    assert difference(coarse, exact, groups, is_exact, bucket=5) is None
+    # rows of nine questions, of which one and two are lost together: the totals' deviations from their parts
+    rest = 2 * (1 / 3) ** 2 + 2 * (2 / 3) ** 2 + (2 / 3) ** 2 + (4 / 3) ** 2
+    assert difference(coarse, exact, groups, is_exact) == pytest.approx((-1 / 3, math.sqrt(rest * 6 / 5) / 9))
+
+
+def test_tables_are_in_order_and_there_are_none_of_lengths_that_an_attention_did_not_read() -> None:
     longer = "muse:Q4K4R1SP1B256"
     results = with_more(hand_made(), 4096, "multi-key-2", "exact", longer)
     with_more(results, 1024, "single", "exact")
     models = {"one": results, "other": results}
     first, *_ = comparison.summary_tables(models, EXACT_MATCH)
     assert first.column("kind, length") == ["single, 1k", "single, 2k", "multi-key-2, 4k"]
-    tables = titled(depth_tables(comparison.columns_of(models), EXACT_MATCH))
-    assert tables["single, 1k"].titles[1::2] == ["one, read by exact"]
-    assert tables["multi-key-2, 4k"].titles[1::2] == ["one, read by exact", "one, read by Q4K4R1SP1B256"]
+    names = [(1, "single", "exact"), (2, "single", "exact"), (4, "multi-key-2", "exact")]
+    names += [(2, "single", SHORT), (4, "multi-key-2", "Q4K4R1SP1B256")]
+    assert [table.title for table in comparison.depth_tables(models, EXACT_MATCH)] == [
+        f"{kind}, {length}k, the prompt read by {attention}" for length, kind, attention in names
+    ]
 
 
 def test_models_that_were_asked_something_else_are_not_compared() -> None:

@@ -24,6 +24,15 @@ class Mean(NamedTuple):
         """Of paired differences: variation that both samples share is not in the standard error."""
         return cls.of([sample - other for sample, other in zip(samples, others, strict=True)])
 
+    @classmethod
+    def of_ratio(cls, totals: Sequence[float], numbers: Sequence[int]) -> Mean:
+        """Of what samples have so many of each: their totals over their numbers, with what one sample has together."""
+        mean, samples = sum(totals) / sum(numbers), len(totals)
+        if samples < 2:
+            return cls(mean, None)
+        rest = sum((total - mean * number) ** 2 for total, number in zip(totals, numbers, strict=True))
+        return cls(mean, math.sqrt(rest * samples / (samples - 1)) / sum(numbers))
+
     def __str__(self) -> str:
         return f"{self.mean:.4f}{self._error}"
 

@@ -6,7 +6,6 @@ with the attention that reads the prompt beside each.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from muse_attention.attention_names import EXACT, short_names
@@ -15,11 +14,11 @@ from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.report import PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.needles.scores import Answer
-from muse_attention.evaluation.needles.statistics import Asked, by_depth, difference, failures, in_order, share
+from muse_attention.evaluation.needles.statistics import Asked, Group, by_depth, difference, failures, in_order, share
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
 from muse_attention.plots import Axis, Curve, Line, colours
-from muse_attention.pretraining.needles.samples import depth_of
+from muse_attention.pretraining.needles.samples import BUCKETS, depth_of
 from muse_attention.report.figures import line_figure
 from muse_attention.report.provenance import names_table
 from muse_attention.report.tree import Figure, Note, Provenance, Report, Section, Table, number, text
@@ -50,8 +49,8 @@ def needle_comparison(models: Models) -> Report:
         settings = results.settings
         hardware, versions = machine_lines(results.machine)
         lines.append(f"{name}: {settings.model}, {settings.dtype}, on {settings.device}; {hardware}; {versions}")
-    columns, short = columns_of(models), short_names(_named(models))
-    read_by = next(iter(columns.values())).attention
+    short = short_names(_named(models))
+    read_by = next(iter(short))
     first_read = {name: Asked(results, read_by) for name, results in models.items()}
     return Report(
         f"Needles compared: {', '.join(models)}",
@@ -71,8 +70,8 @@ def needle_comparison(models: Models) -> Report:
                 for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
             *(
-                panels.depth_section(columns, measure, pictures)
-                for measure, pictures in zip(panels.MEASURES, (depth_curves(models), ()), strict=True)
+                Section.of(f"{name} by depth".capitalize(), *pictures, *depth_tables(models, name))
+                for name, pictures in zip(panels.MEASURES, (depth_curves(models), ()), strict=True)
             ),
             paper_section(),
         ],
@@ -96,44 +95,44 @@ def summary_tables(models: Models, name: str) -> Iterator[Table]:
                 shares = (
                     panels.with_number(share(one.answers(together), panels.MEASURES[name])) for one in asked.values()
                 )
-                gaps = [""] * len(others)  # samples of several kinds have not as many questions each
-                if len(together) == 1:
-                    found_by = ((asked[one], asked[first], together[0], measure) for one in others)
-                    gaps = [format_difference(difference(*both)) for both in found_by]
-                rows.append((panels.title_of(length, kind), *shares, *gaps))
+                found_by = (difference(asked[one], asked[first], together, measure) for one in others)
+                rows.append((panels.title_of(length, kind), *shares, *map(format_difference, found_by)))
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
+
+
+def depth_tables(models: Models, name: str) -> Iterator[Table]:
+    """One for each length and attention that reads the prompt, all kinds together, as one alone has few at a depth."""
+    measure = panels.MEASURES[name]
+    for title, there, together in _kinds_together(models):
+        (first, *others) = there
+        shares = {model: by_depth(one.answers(together), measure) for model, one in there.items()}
+        rows = [
+            (
+                f"{depth_of(bucket):.2f}",
+                *(panels.with_number(shares[model][bucket]) for model in there),
+                *(
+                    format_difference(difference(there[other], there[first], together, measure, bucket=bucket))
+                    for other in others
+                ),
+            )
+            for bucket in range(BUCKETS)
+        ]
+        columns = [number("depth"), *map(number, there)]
+        yield Table([*columns, *(number(f"{other} less {first}", _DIFFERENCES) for other in others)], rows, title)
 
 
 def depth_curves(models: Models) -> Iterator[Figure]:
     """Exact match against depth, a line for each model; a picture for each length and attention that reads prompts."""
-    short, place = short_names(_named(models)), itertools.count(1)
-    for attention in dict.fromkeys(_named(models)):
-        asked = {model: Asked(results, attention) for model, results in models.items()}
-        found = panels.groups_of(asked)
-        for length in dict.fromkeys(length for length, _ in found):
-            of_length = [group for group in found if group[0] == length]
-            there = {model: one for model, one in asked.items() if one.answers(of_length)}
-            kinds, together = next(iter(panels.panels_of(there, of_length).items()))
-            title = f"{panels.title_of(length, kinds)}, the prompt read by {short[attention]}"
-            colour = colours()
-            yield line_figure(
-                f"depth-{next(place)}",
-                title,
-                [Line(model, _by_depth(one.answers(together)), next(colour), "o") for model, one in there.items()],
-                Axis("depth of the definition"),
-                Axis(panels.EXACT_MATCH, from_zero=True),
-                description=f"Exact match against depth: {title}",
-            )
-
-
-def columns_of(models: Models) -> dict[str, Asked]:
-    """A model, and the attention that reads the prompt."""
-    short = short_names(_named(models))
-    return {
-        f"{model}, read by {short[attention]}": Asked(results, attention)
-        for attention in dict.fromkeys(_named(models))
-        for model, results in models.items()
-    }
+    for place, (title, there, together) in enumerate(_kinds_together(models), start=1):
+        colour = colours()
+        yield line_figure(
+            f"depth-{place}",
+            title,
+            [Line(model, _by_depth(one.answers(together)), next(colour), "o") for model, one in there.items()],
+            Axis("depth of the definition"),
+            Axis(panels.EXACT_MATCH, from_zero=True),
+            description=f"Exact match against depth: {title}",
+        )
 
 
 def as_csv(models: Models) -> str:
@@ -150,6 +149,19 @@ def as_csv(models: Models) -> str:
                         rows.append([*about, f"{of_depth.value:.5g}", *(f"{number:.3g}" for number in numbers)])
     header = ["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error", "low", "high"]
     return csv_text(header, rows)
+
+
+def _kinds_together(models: Models) -> Iterator[tuple[str, dict[str, Asked], list[Group]]]:
+    """For each attention that reads prompts and each length: a title, the models, and what all of them were asked."""
+    short = short_names(_named(models))
+    for attention in dict.fromkeys(_named(models)):
+        asked = {model: Asked(results, attention) for model, results in models.items()}
+        found = panels.groups_of(asked)
+        for length in dict.fromkeys(length for length, _ in found):
+            of_length = [group for group in found if group[0] == length]
+            there = {model: one for model, one in asked.items() if one.answers(of_length)}
+            kinds, together = next(iter(panels.panels_of(there, of_length).items()))
+            yield f"{panels.title_of(length, kinds)}, the prompt read by {short[attention]}", there, together
 
 
 def _by_depth(answers: Sequence[Answer]) -> Curve:

@@ -119,7 +119,7 @@ def summary_table(results: NeedleResults) -> Table:
             found = asked.answers([(length, kind)])
             shares = []
             for measure in panels.MEASURES.values():
-                gap = None if attention == EXACT else difference(asked, exact, (length, kind), measure)
+                gap = None if attention == EXACT else difference(asked, exact, [(length, kind)], measure)
                 shares += [shown(share(found, measure)), format_difference(gap)]
             tokens = token_means(found)
             rows.append(

@@ -76,15 +76,27 @@ def by_depth(found: Sequence[Answer], measure: Measure) -> list[Share | None]:
     return [share((answer for answer in found if answer.bucket == bucket), measure) for bucket in range(BUCKETS)]
 
 
-def difference(own: Asked, other: Asked, group: Group, measure: Measure) -> Mean | None:
-    """Of shares, over the samples that both have answered; None if there are none."""
-    samples, others = own.samples([group]), other.samples([group])
-    shares = [
-        (_mean(outcome, measure), _mean(others[sample], measure))
+def difference(
+    own: Asked, other: Asked, found: Iterable[Group], measure: Measure, *, bucket: int | None = None
+) -> Mean | None:
+    """Of the shares of questions, of one depth if a bucket is given, in the samples that both have answered.
+
+    The standard error is over samples, as questions of one sample are answered right or wrong together. None if there
+    are no such questions.
+    """
+    found = list(found)
+    samples, others = own.samples(found), other.samples(found)
+    gains = [
+        [
+            measure(answer) - measure(others_answer)
+            for answer, others_answer in zip(outcome.answers, others[sample].answers, strict=True)
+            if bucket in (None, answer.bucket)
+        ]
         for sample, outcome in samples.items()
         if sample in others
     ]
-    return Mean.of_differences(*zip(*shares, strict=True)) if shares else None
+    gains = [of_sample for of_sample in gains if of_sample]
+    return Mean.of_ratio([*map(sum, gains)], [*map(len, gains)]) if gains else None
 
 
 def token_means(found: Iterable[Answer]) -> Tokens | None:
@@ -96,7 +108,3 @@ def token_means(found: Iterable[Answer]) -> Tokens | None:
 
 def failures(results: NeedleResults) -> list[tuple[NeedleTask, str]]:
     return [(task, outcome.error) for task, outcome in results.outcomes.items() if outcome.error]
-
-
-def _mean(outcome: Outcome, measure: Measure) -> float:
-    return statistics.fmean(map(measure, outcome.answers))
