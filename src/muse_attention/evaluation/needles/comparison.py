@@ -66,7 +66,7 @@ def needle_comparison(models: Models) -> Report:
         cards=panels.cards(first_read),
         sections=[
             *(
-                Section.of(name.capitalize(), *summary_tables(models, name), *words)
+                Section.of(name.capitalize(), *summary_tables(models, name), Note(panels.DEFINITIONS[name]), *words)
                 for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
             *(
@@ -84,8 +84,8 @@ def needle_comparison(models: Models) -> Report:
 def summary_tables(models: Models, name: str) -> Iterator[Table]:
     """One for each attention that reads the prompt; exact attention, which is deployed, first."""
     (first, *others), measure = models, panels.MEASURES[name]
-    columns = [text("kind, length"), *(number(model, panels.DEFINITIONS[name]) for model in models)]
-    columns += [number(f"{other} less {first}", _DIFFERENCES) for other in others]
+    columns = [text("kind, length"), *map(number, models)]
+    columns += [number(f"{other} less {first}") for other in others]
     short = short_names(_named(models))
     for attention in dict.fromkeys(_named(models)):
         asked = {model: Asked(results, attention) for model, results in models.items()}
@@ -118,7 +118,7 @@ def depth_tables(models: Models, name: str) -> Iterator[Table]:
             for bucket in range(BUCKETS)
         ]
         columns = [number("depth"), *map(number, there)]
-        yield Table([*columns, *(number(f"{other} less {first}", _DIFFERENCES) for other in others)], rows, title)
+        yield Table([*columns, *(number(f"{other} less {first}") for other in others)], rows, title)
 
 
 def depth_curves(models: Models) -> Iterator[Figure]:
