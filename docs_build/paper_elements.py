@@ -361,7 +361,10 @@ TABLES = (
             f"{SRC}/pretraining/needles/writer.py",
         ),
         ("muse eval needles out/muse/model --corpus out/code --length 64k --samples-per-depth 280",),
-        ("benchmarks/needles/16k/s3/seed-1/needles-compared.md", "benchmarks/needles/16k/tiny/seed-7/needles-compared.md"),
+        (
+            "benchmarks/needles/16k/s3/seed-1/needles-compared.md",
+            "benchmarks/needles/16k/tiny/seed-7/needles-compared.md",
+        ),
         "At 16k with models of 74M, three seeds, and tiny ones that learned from needle documents; see evidence.",
         "The paper's models were not trained on needles; ours are too small and too short of tokens to retrieve "
         "without. Shares "
