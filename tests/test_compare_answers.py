@@ -7,31 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from muse_attention.attention_names import short_names
-from muse_attention.by_name import full_name
 from muse_attention.cli.measuring import write
 from muse_attention.evaluation.comparison.answers import answers_sections, answers_table, kind_tables
 from muse_attention.evaluation.comparison.report import comparison_report
-from muse_attention.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
-from muse_attention.evaluation.comparison.training_curves import TrainingCurves
-from muse_attention.machine import describe_machine
-from muse_attention.pretraining.recipes import override, tiny
+from muse_attention.evaluation.comparison.results import ComparisonResults
+from muse_attention.pretraining.recipes import override
 from muse_attention.report.markdown import as_markdown
+from tests.compared_runs import MUSE, trained
 from tests.training_runs import metrics_line
 
-MUSE = full_name("muse:QK8R2B128", 64)
 NAMES = short_names([MUSE, "exact"])
 FIRST, LATER, NEAR = "first tokens", "later tokens", "1 to 256 back"
-
-
-def trained(**metrics: list[dict[str, Any]]) -> ComparisonResults:
-    """Runs by their names, each with the lines of its metrics."""
-    settings = ComparisonSettings("made up", "", 2, 1, 9, "cpu", "float32")
-    results = ComparisonResults(describe_machine(), settings)
-    for name, lines in metrics.items():
-        recipe = override(tiny(), [f"attention={MUSE}", "length=64"])
-        results.runs[name] = Run(name, recipe, 10, recipe.steps, TrainingCurves.of(lines))
-        results.cells.append(Cell(name, recipe.steps, "", "exact", [1, 1], [[2.0, 2.0]]))
-    return results
 
 
 def probed(update: int, loss: float, attention: str = MUSE, **kinds: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from muse_attention.huggingface import use_attention
 from muse_attention.pretraining.batches import Windows
 from muse_attention.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_attention.pretraining.document_mask import separate_documents
+from muse_attention.pretraining.metrics import EXACT_END
 from muse_attention.pretraining.model.chunked_loss import IGNORED
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.model.sequence_parts import own_part
@@ -57,7 +58,7 @@ class Evaluation:
             found = self._measure(model, on_sample)
             if model.config.attention != EXACT:
                 with use_attention(model, EXACT):
-                    found |= {f"{name}_exact": value for name, value in self._measure(model, on_sample).items()}
+                    found |= {f"{name}{EXACT_END}": value for name, value in self._measure(model, on_sample).items()}
         return found
 
     def _measure(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:

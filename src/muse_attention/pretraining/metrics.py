@@ -14,6 +14,8 @@ from muse_attention.pretraining.boards import Boards
 from muse_attention.strict_json import parse_json
 
 FILE = "metrics.jsonl"
+EXACT_END = "_exact"
+"""Of the name of what an evaluation measured under exact attention, where the update had another."""
 _SCALARS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "answers_loss")
 
 

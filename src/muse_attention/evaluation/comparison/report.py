@@ -10,6 +10,7 @@ from muse_attention.attention_names import in_words, short_names
 from muse_attention.by_name import full_name
 from muse_attention.evaluation.comparison import findings
 from muse_attention.evaluation.comparison.answers import answers_by_attention, answers_sections
+from muse_attention.evaluation.comparison.evaluations import evaluations_sections
 from muse_attention.evaluation.comparison.further import further_sections
 from muse_attention.evaluation.comparison.positions import (
     OWN,
@@ -96,6 +97,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
                 "The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)
             ),
             *answers_sections(results, short_names(_named(results))),
+            *evaluations_sections(results),
             *further_sections(results),
             Section.of(
                 "Loss by position",

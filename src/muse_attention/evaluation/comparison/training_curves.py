@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from muse_attention.pretraining.metrics import EXACT_END
+from muse_attention.pretraining.schedule import EXACT
+
 POINTS = 32
 """Of a curve, at most."""
 UNSETTLED = 3
@@ -57,6 +60,14 @@ class Answers(NamedTuple):
     """the same of first and of later tokens of uids, and by distance"""
 
 
+class Evaluated(NamedTuple):
+    """What was measured on held-out text at an update, under exact attention."""
+
+    tokens: int
+    values: dict[str, float]
+    """by their names in `metrics.jsonl`, without the end that says exact"""
+
+
 @dataclass(frozen=True)
 class TrainingCurves:
     updates: int
@@ -70,6 +81,7 @@ class TrainingCurves:
     """by the attention of the update; none of an attention that had no time to settle"""
     probes: tuple[Probe, ...]
     answers: tuple[Answers, ...] = ()
+    evaluations: tuple[Evaluated, ...] = ()
 
     @classmethod
     def of(cls, steps: Sequence[Mapping[str, Any]]) -> TrainingCurves:
@@ -93,6 +105,11 @@ class TrainingCurves:
                 Answers(step["tokens"], step["answers_loss"], step["attention"], step.get("answers", {}))
                 for step in steps
                 if "answers_loss" in step
+            ),
+            evaluations=tuple(
+                Evaluated(step["tokens"], found)
+                for step in steps
+                if (found := _under_exact_attention(step.get("evaluation", {}), step["attention"]))
             ),
         )
 
@@ -128,6 +145,11 @@ def _speeds(steps: Sequence[Mapping[str, Any]]) -> dict[str, Speed]:
         settled = [step["tokens_per_second"] for step in list(group)[UNSETTLED:] if not _is_probed(step)]
         found.setdefault(attention, []).extend(settled)
     return {name: Speed(statistics.median(speeds), len(speeds)) for name, speeds in found.items() if speeds}
+
+
+def _under_exact_attention(measured: Mapping[str, float], attention: str) -> dict[str, float]:
+    end = "" if attention == EXACT else EXACT_END
+    return {name.removesuffix(end): value for name, value in measured.items() if name.endswith(end)}
 
 
 def _is_probed(step: Mapping[str, Any]) -> bool:
