@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from muse_attention.evaluation.comparison.evaluations import evaluations_sections, evaluations_tables, reached
+from muse_attention.evaluation.comparison.evaluations import evaluations_sections, evaluations_tables, when_reached
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
+from muse_attention.pretraining.recipes import override
 from muse_attention.report.markdown import as_markdown
 from tests.compared_runs import MUSE, trained
 from tests.training_runs import metrics_line
@@ -59,15 +61,36 @@ def test_needles_that_were_asked_for_under_the_attention_of_the_run_alone_do_not
     assert [table.title for table in evaluations_tables(results)] == ["Held-out loss"]
 
 
+def test_runs_that_were_asked_something_else_are_not_timed_against_each_other() -> None:
+    results = two_runs()
+    run = results.runs["muse"]
+    results.runs["muse"] = dataclasses.replace(run, recipe=override(run.recipe, ["seed=7"]))
+    _, answers, _ = evaluations_tables(results)
+    assert answers.rows[1] == ("muse", "0.2500", "0.0625", "", "")
+
+
+def test_the_last_evaluation_of_each_run_is_shown() -> None:
+    long = [evaluated(n, "exact", held_out_loss=3.0) for n in range(1, 41)]
+    short = [evaluated(n, MUSE, held_out_loss_exact=2.0) for n in range(1, 12)]
+    (table,) = evaluations_tables(trained(exact=long, muse=short))
+    assert table.column("11.0") == ["3.0000", "2.0000"]
+    assert len(table.titles) == 1 + 6 + 1 + 1
+
+
+CURVE = [(1e6, 4.0), (2e6, 2.0), (3e6, 1.0), (4e6, 3.0)]
+
+
 @pytest.mark.parametrize(
     ("loss", "tokens"),
-    [(4.0, 1), (2.0, 2), (1.0, 3), (math.sqrt(2.0), 2.5), (5.0, None), (0.5, None)],
+    [(4.0, "1.0"), (2.0, "2.0"), (1.0, "3.0"), (math.sqrt(2.0), "2.5"), (5.0, "before 1.0"), (0.5, "")],
 )
-def test_when_a_curve_had_a_loss(loss: float, tokens: float | None) -> None:
-    assert reached([(1, 4.0), (2, 2.0), (3, 1.0), (4, 3.0)], loss) == (
-        None if tokens is None else pytest.approx(tokens)
-    )
+def test_when_a_curve_had_a_loss(loss: float, tokens: str) -> None:
+    assert when_reached(CURVE, loss) == tokens
+
+
+def test_a_curve_that_begins_below_a_loss_had_it_before_whatever_comes_then() -> None:
+    assert when_reached([(1e6, 1.0), (2e6, 3.0), (3e6, 0.5)], 2.0) == "before 1.0"
 
 
 def test_a_curve_that_stands_still_had_its_loss_when_it_got_there() -> None:
-    assert reached([(1, 2.0), (2, 2.0)], 2.0) == 1
+    assert when_reached([(1e6, 2.0), (2e6, 2.0)], 2.0) == "1.0"

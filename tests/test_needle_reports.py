@@ -208,7 +208,7 @@ def test_models_are_compared_on_the_same_samples() -> None:
     assert exact.titles == ["kind, length", "one", "other", "other less one"]
     assert exact.rows == [("single, 2k", "80.0% (37.6 to 96.4) of 5", "40.0% (11.8 to 76.9) of 5", "-40.0 ± 24.5")]
     assert muse.rows == [("single, 2k", "25.0% (4.6 to 69.9) of 4", "25.0% (4.6 to 69.9) of 4", "+0.0 ± 0.0")]
-    exact, muse = comparison.depth_tables(models, EXACT_MATCH)
+    exact, muse = comparison.tables_by_depth(models, EXACT_MATCH)
     assert exact.title == "single, 2k, the prompt read by exact"
     assert muse.title == f"single, 2k, the prompt read by {SHORT}"
     assert exact.titles == muse.titles == ["depth", "one", "other", "other less one"]
@@ -238,14 +238,14 @@ def with_more(results: NeedleResults, length: int, kind: str, *names: str) -> Ne
 def test_all_kinds_together_are_those_that_all_models_have() -> None:
     everything = [with_more(hand_made(), 2048, "multi-query-2", "exact", COARSE) for _ in range(2)]
     models = dict(zip(("one", "other"), everything, strict=True))
-    tables = titled(comparison.depth_tables(models, EXACT_MATCH))
+    tables = titled(comparison.tables_by_depth(models, EXACT_MATCH))
     assert list(tables) == [f"all kinds, 2k, the prompt read by {name}" for name in ("exact", SHORT)]
     (by_depths, _) = tables.values()
     assert by_depths.rows[0][1] == "80.0% (37.6 to 96.4) of 5", "four of single, and one of multi-query-2"
     summary, *_ = comparison.summary_tables(models, EXACT_MATCH)
     assert summary.rows[0] == ("all kinds, 2k", *["71.4% (35.9 to 91.8) of 7"] * 2, "+0.0 ± 0.0")
     models["other"] = hand_made()
-    assert next(comparison.depth_tables(models, EXACT_MATCH)).title == "single, 2k, the prompt read by exact"
+    assert next(comparison.tables_by_depth(models, EXACT_MATCH)).title == "single, 2k, the prompt read by exact"
 
 
 def test_questions_of_one_sample_count_together_in_the_error_of_a_difference() -> None:
@@ -277,7 +277,7 @@ def test_tables_are_in_order_and_there_are_none_of_lengths_that_an_attention_did
     assert first.column("kind, length") == ["single, 1k", "single, 2k", "multi-key-2, 4k"]
     names = [(1, "single", "exact"), (2, "single", "exact"), (4, "multi-key-2", "exact")]
     names += [(2, "single", SHORT), (4, "multi-key-2", "Q4K4R1SP1B256")]
-    assert [table.title for table in comparison.depth_tables(models, EXACT_MATCH)] == [
+    assert [table.title for table in comparison.tables_by_depth(models, EXACT_MATCH)] == [
         f"{kind}, {length}k, the prompt read by {attention}" for length, kind, attention in names
     ]
 

@@ -26,7 +26,10 @@ class Mean(NamedTuple):
 
     @classmethod
     def of_ratio(cls, totals: Sequence[float], numbers: Sequence[int]) -> Mean:
-        """Of what samples have so many of each: their totals over their numbers, with what one sample has together."""
+        """The sum of totals over the sum of numbers, of samples that have some of each.
+
+        The standard error is that of a ratio, linearised: what is in one sample need not be independent.
+        """
         mean, samples = sum(totals) / sum(numbers), len(totals)
         if samples < 2:
             return cls(mean, None)

@@ -13,11 +13,11 @@ from muse_attention.plots import Curve
 from muse_attention.report.tree import Section, Table, number, text
 
 _ABOUT = (
-    "Held-out windows, and needle documents of held-out files, the same each time, under exact attention whatever "
-    "the attention of the update; in columns of million tokens. The last column of losses says after how many million "
-    "tokens the run that others are compared with had the last loss of the row, between two evaluations by the "
-    "logarithm of the loss; it is empty where that run never had it. Learning rates fall over a run: this says what "
-    "runs of this length lack, and not what longer ones would."
+    "Held-out windows, and needle documents of held-out files, the same at every evaluation of a run, under exact "
+    "attention whatever the attention of the update; in columns of million tokens. The last column of losses says "
+    "after how many million tokens the reference, exact training that was asked the same, had the last loss of the "
+    "row, between two evaluations by the logarithm of the loss; it is empty where it never had. Learning rates fall "
+    "over a run: this says what runs of this length lack, and not what longer ones would."
 )
 _LOSSES = {"held_out_loss": "Held-out loss", "needles_loss": "Loss of answers to needles"}
 _SHARES = {"needles_right": "Needles of which every token is right"}
@@ -36,36 +36,42 @@ def evaluations_tables(results: ComparisonResults) -> Iterator[Table]:
         curves = {name: curve for name, run in results.runs.items() if (curve := _curve(run, measure))}
         if not curves:
             continue
-        chosen = choose_evenly(sorted({int(tokens) for curve in curves.values() for tokens, _ in curve}), _COLUMNS)
+        evaluated = sorted({int(tokens) for curve in curves.values() for tokens, _ in curve})
+        chosen = sorted({*choose_evenly(evaluated, _COLUMNS), *(int(curve[-1][0]) for curve in curves.values())})
         columns = [text("run"), *(number(f"{tokens / 1e6:,.1f}") for tokens in chosen)]
         form = ".4f" if measure in _LOSSES else ".1%"
         rows = []
         for name, curve in curves.items():
             found = dict(curve)
             row = [name, *(format(found[tokens], form) if tokens in found else "" for tokens in chosen)]
-            reference = reference_of(results, results.runs[name])
             if measure in _LOSSES:
-                is_other = reference.name != name and reference.name in curves
-                row.append(_in_millions(reached(curves[reference.name], curve[-1][1])) if is_other else "")
+                run = results.runs[name]
+                reference = reference_of(results, run)
+                is_told = reference is not run and reference.name in curves and _were_asked_the_same(run, reference)
+                row.append(when_reached(curves[reference.name], curve[-1][1]) if is_told else "")
             rows.append(tuple(row))
         if measure in _LOSSES:
             columns.append(number("the reference was there after"))
         yield Table(columns, rows, title)
 
 
-def reached(curve: Curve, loss: float) -> float | None:
-    """The tokens after which a falling curve first has the loss; None if it begins below it or never gets there."""
+def when_reached(curve: Curve, loss: float) -> str:
+    """The million tokens after which a curve first has the loss; nothing if it never gets there."""
+    begin, first = curve[0]
+    if first < loss:
+        return f"before {begin / 1e6:,.1f}"
     for (before, above), (after, below) in itertools.pairwise(curve):
         if above >= loss >= below > 0:
-            if above == below:
-                return before
-            return before + (after - before) * math.log(above / loss) / math.log(above / below)
-    return None
+            share = math.log(above / loss) / math.log(above / below) if above > below else 0
+            return f"{(before + share * (after - before)) / 1e6:,.1f}"
+    return ""
 
 
 def _curve(run: Run, measure: str) -> Sequence[tuple[float, float]]:
     return [(one.tokens, one.values[measure]) for one in run.curves.evaluations if measure in one.values]
 
 
-def _in_millions(tokens: float | None) -> str:
-    return "" if tokens is None else f"{tokens / 1e6:,.1f}"
+def _were_asked_the_same(run: Run, other: Run) -> bool:
+    """Needle documents depend on the seed, and on the length as windows do."""
+    asked = ("seed", "length", "evaluate_samples", "evaluate_needles")
+    return all(getattr(run.recipe, name) == getattr(other.recipe, name) for name in asked)

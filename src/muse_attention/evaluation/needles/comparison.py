@@ -1,7 +1,7 @@
 """The report of several models on the same needles: how many each finds, by kind and by depth, and how they differ.
 
 Models that were trained with different attentions are the rows of the paper's table of needles; here they are columns,
-with the attention that reads the prompt beside each.
+in a table for each attention that reads the prompt.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def needle_comparison(models: Models) -> Report:
                 for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
             ),
             *(
-                Section.of(f"{name} by depth".capitalize(), *pictures, *depth_tables(models, name))
+                Section.of(f"{name} by depth".capitalize(), *pictures, *tables_by_depth(models, name))
                 for name, pictures in zip(panels.MEASURES, (depth_curves(models), ()), strict=True)
             ),
             paper_section(),
@@ -92,15 +92,13 @@ def summary_tables(models: Models, name: str) -> Iterator[Table]:
         found, rows = panels.groups_of(asked), []
         for length in dict.fromkeys(length for length, _ in found):
             for kind, together in panels.panels_of(asked, [group for group in found if group[0] == length]).items():
-                shares = (
-                    panels.with_number(share(one.answers(together), panels.MEASURES[name])) for one in asked.values()
-                )
+                shares = (panels.with_number(share(one.answers(together), measure)) for one in asked.values())
                 found_by = (difference(asked[one], asked[first], together, measure) for one in others)
                 rows.append((panels.title_of(length, kind), *shares, *map(format_difference, found_by)))
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
 
 
-def depth_tables(models: Models, name: str) -> Iterator[Table]:
+def tables_by_depth(models: Models, name: str) -> Iterator[Table]:
     """One for each length and attention that reads the prompt, all kinds together, as one alone has few at a depth."""
     measure = panels.MEASURES[name]
     for title, there, together in _kinds_together(models):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from muse_attention.evaluation.means import WILSON, Share
 from muse_attention.evaluation.needles.statistics import (
@@ -18,7 +18,7 @@ from muse_attention.evaluation.needles.statistics import (
 )
 from muse_attention.pretraining.needles.samples import BUCKETS, CANDIDATES, depth_of
 from muse_attention.report.figures import heat_map
-from muse_attention.report.tree import Card, Figure, Section, Table, number
+from muse_attention.report.tree import Card, Figure, Table, number
 from muse_attention.sizes import format_size
 
 EXACT_MATCH, RIGHT_OF_SOME = "exact match", f"right of {CANDIDATES}"
@@ -38,10 +38,6 @@ Columns = Mapping[str, Asked]
 def groups_of(columns: Columns) -> list[Group]:
     """Every group that some column was asked, in order."""
     return in_order({group for one in columns.values() for group in groups(one.results) if one.answers([group])})
-
-
-def depth_section(columns: Columns, measure: str, figures: Iterable[Figure]) -> Section:
-    return Section.of(f"{measure} by depth".capitalize(), *figures, *depth_tables(columns, measure))
 
 
 def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:

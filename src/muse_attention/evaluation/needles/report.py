@@ -91,7 +91,11 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
             Section.of("Attentions", TASK, summary_table(results), PREFILL),
             Section.of("Where errors are", places_table(results), _PLACES),
             *(
-                panels.depth_section(columns, measure, panels.heat_maps(columns, measure))
+                Section.of(
+                    f"{measure} by depth".capitalize(),
+                    *panels.heat_maps(columns, measure),
+                    *panels.depth_tables(columns, measure),
+                )
                 for measure in panels.MEASURES
             ),
             *([Section("Failed", lines=failed)] if failed else []),
