@@ -249,7 +249,7 @@ def test_all_kinds_together_are_those_that_all_models_have() -> None:
 
 
 def test_questions_of_one_sample_count_together_in_the_error_of_a_difference() -> None:
-    """Two samples of two questions, both right for one model and wrong for the other, are as sure as two of one."""
+    """Samples of two questions that are right or wrong together are as sure as samples of one."""
     results = NeedleResults({}, SETTINGS)
     for number, (ours, theirs) in enumerate([(True, False), (True, True), (True, True)]):
         for name, right in (("exact", ours), (COARSE, theirs)):
@@ -263,7 +263,7 @@ def test_questions_of_one_sample_count_together_in_the_error_of_a_difference() -
     assert difference(coarse, exact, groups[1:], is_exact) == pytest.approx(alone)
     assert difference(coarse, exact, groups[1:], is_exact, bucket=3) == pytest.approx(alone)
     assert difference(coarse, exact, groups, is_exact, bucket=5) is None
-    # rows of nine questions, of which one and two are lost together: the totals' deviations from their parts
+    # nine questions of six samples, of which one sample of each kind is lost
     rest = 2 * (1 / 3) ** 2 + 2 * (2 / 3) ** 2 + (2 / 3) ** 2 + (4 / 3) ** 2
     assert difference(coarse, exact, groups, is_exact) == pytest.approx((-1 / 3, math.sqrt(rest * 6 / 5) / 9))
 

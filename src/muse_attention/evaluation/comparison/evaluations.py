@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from muse_attention.evaluation.comparison.findings import reference_of
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
@@ -15,9 +15,10 @@ from muse_attention.report.tree import Section, Table, number, text
 _ABOUT = (
     "Held-out windows, and needle documents of held-out files, the same at every evaluation of a run, under exact "
     "attention whatever the attention of the update; in columns of million tokens. The last column of losses says "
-    "after how many million tokens the reference, exact training that was asked the same, had the last loss of the "
-    "row, between two evaluations by the logarithm of the loss; it is empty where it never had. Learning rates fall "
-    "over a run: this says what runs of this length lack, and not what longer ones would."
+    "after how many million tokens the reference, exact training where there is one, had the last loss of the row, "
+    "between two evaluations by the logarithm of the loss; it is empty where it never had, and where it was asked "
+    "something else. Learning rates fall over a run: this says what runs of this length lack, and not what longer ones "
+    "would."
 )
 _LOSSES = {"held_out_loss": "Held-out loss", "needles_loss": "Loss of answers to needles"}
 _SHARES = {"needles_right": "Needles of which every token is right"}
@@ -36,23 +37,16 @@ def evaluations_tables(results: ComparisonResults) -> Iterator[Table]:
         curves = {name: curve for name, run in results.runs.items() if (curve := _curve(run, measure))}
         if not curves:
             continue
+        is_loss = measure in _LOSSES
         evaluated = sorted({int(tokens) for curve in curves.values() for tokens, _ in curve})
         chosen = sorted({*choose_evenly(evaluated, _COLUMNS), *(int(curve[-1][0]) for curve in curves.values())})
-        columns = [text("run"), *(number(f"{tokens / 1e6:,.1f}") for tokens in chosen)]
-        form = ".4f" if measure in _LOSSES else ".1%"
         rows = []
         for name, curve in curves.items():
             found = dict(curve)
-            row = [name, *(format(found[tokens], form) if tokens in found else "" for tokens in chosen)]
-            if measure in _LOSSES:
-                run = results.runs[name]
-                reference = reference_of(results, run)
-                is_told = reference is not run and reference.name in curves and _were_asked_the_same(run, reference)
-                row.append(when_reached(curves[reference.name], curve[-1][1]) if is_told else "")
-            rows.append(tuple(row))
-        if measure in _LOSSES:
-            columns.append(number("the reference was there after"))
-        yield Table(columns, rows, title)
+            shown = (format(found[tokens], ".4f" if is_loss else ".1%") if tokens in found else "" for tokens in chosen)
+            rows.append((name, *shown, *([_reference_was_there(results, name, curves)] if is_loss else [])))
+        columns = [text("run"), *(number(f"{tokens / 1e6:,.1f}") for tokens in chosen)]
+        yield Table([*columns, *([number("the reference was there after")] if is_loss else [])], rows, title)
 
 
 def when_reached(curve: Curve, loss: float) -> str:
@@ -67,7 +61,16 @@ def when_reached(curve: Curve, loss: float) -> str:
     return ""
 
 
-def _curve(run: Run, measure: str) -> Sequence[tuple[float, float]]:
+def _reference_was_there(results: ComparisonResults, name: str, curves: Mapping[str, Curve]) -> str:
+    """Nothing for a reference itself, and where the reference of a run was asked something else, or nothing."""
+    run = results.runs[name]
+    reference = reference_of(results, run)
+    if reference is run or reference.name not in curves or not _were_asked_the_same(run, reference):
+        return ""
+    return when_reached(curves[reference.name], curves[name][-1][1])
+
+
+def _curve(run: Run, measure: str) -> Curve:
     return [(one.tokens, one.values[measure]) for one in run.curves.evaluations if measure in one.values]
 
 
