@@ -37,13 +37,8 @@ from muse_attention.evaluation.comparison.findings import (
     unlike,
 )
 from muse_attention.evaluation.comparison.matrix import measure, open_windows, read_samples
-from muse_attention.evaluation.comparison.report import (
-    as_csv,
-    comparison_report,
-    headline,
-    positions_table,
-    warnings,
-)
+from muse_attention.evaluation.comparison.positions import positions_table
+from muse_attention.evaluation.comparison.report import as_csv, comparison_report, headline, warnings
 from muse_attention.evaluation.comparison.results import (
     Cell,
     ComparisonResults,
@@ -532,7 +527,7 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     code, out, err = run_command(*asked, "--checkpoints", 1)
     assert code == 0, err
     names = {"json", "md", "csv", "html"}
-    pictures = {"training", "training-seconds", "positions-1", "positions-2", "errors-2"}
+    pictures = {"training", "training-seconds", "positions", "positions-1", "positions-2", "errors-2"}
     expected = {f"compare.{name}" for name in names} | {f"compare-{name}.png" for name in pictures}
     assert {file.name for file in output.iterdir()} == expected
     assert "muse, trained with muse:Q4K4R1SP1B16,clustering=lloyd: held-out loss under exact attention within" in out

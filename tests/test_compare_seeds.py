@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from muse_attention.evaluation.comparison.findings import difference, reference_of
-from muse_attention.evaluation.comparison.positions import context_tables
+from muse_attention.evaluation.comparison.positions import (
+    context_tables,
+    difference_figures,
+    differences_by_position,
+    history_figures,
+    own_attention_tables,
+)
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
 from muse_attention.evaluation.comparison.seeds import seeds_headline, seeds_of
@@ -107,6 +113,46 @@ def test_what_the_far_context_is_worth() -> None:
     assert [column.title for column in table.columns] == ["run", "1024 to 2047", "2048 to 4096", "difference"]
     assert table.rows[0] == ("exact", "3.0000 ± 1.0000", "2.6000 ± 1.1000", "-0.4000 ± 0.1000")
     assert context_tables(trained(("exact", 0, 2.0))) == []
+
+
+def test_differences_by_position_are_means_over_pairs_of_a_seed() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1), ("moba:L16B16R1", 1, 4.5))
+    curves = differences_by_position(results)
+    assert [name for name, _ in curves] == ["Q8K8R2SP1B128, 2 seeds", "moba-1"]
+    of_muse, of_moba = (curve for _, curve in curves)
+    assert [last for last, _ in of_muse] == [1, 2]
+    assert [gap for _, gap in of_muse] == pytest.approx([0.15, 0.15])
+    assert [gap for _, gap in of_moba] == pytest.approx([0.5, 0.5])
+    assert [figure.name for figure in difference_figures(results)] == ["positions"]
+    assert history_figures(results) == [], "no run has an earlier checkpoint"
+    del results.runs["exact-1"]
+    assert [name for name, _ in differences_by_position(results)] == ["moba-1"], "seed 1 of MuSe has no pair"
+
+
+def test_pictures_of_differences_leave_the_first_positions_out() -> None:
+    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2))
+    for cell in results.cells:
+        cell.sizes[:] = [1 << power for power in range(10)]
+        cell.bins[:] = [[2.0] * 10 for _ in range(2)]
+    ((_, curve),) = differences_by_position(results)
+    assert [last for last, _ in curve] == [15, 31, 63, 127, 255, 511, 1023]
+
+
+def test_runs_alone_have_pictures_of_their_own() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
+    assert difference_figures(results) == []
+    assert [figure.name for figure in history_figures(results)] == ["positions-1", "positions-2"]
+
+
+def test_what_finished_models_add_under_their_own_attention_is_one_table() -> None:
+    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    for name, loss in (("muse-0", 2.5), ("muse-1", 4.0)):
+        run = results.runs[name]
+        bins = [[loss - 1, loss - 1], [loss + 1, loss + 1]]
+        results.cells.append(Cell(name, run.step, "", run.tested_attention, [1, 1], bins))
+    (table,) = own_attention_tables(results)
+    assert table.titles == ["positions", "muse-0", "muse-1"]
+    assert table.rows == [("1", "+0.3000", "-0.1000"), ("2", "+0.3000", "-0.1000")]
 
 
 def test_runs_that_shared_their_gpu_have_no_speed() -> None:

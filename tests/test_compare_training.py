@@ -15,7 +15,11 @@ pytest.importorskip("rich")
 from muse_attention.evaluation.comparison.findings import scaling_laws, sizes
 from muse_attention.evaluation.comparison.further import further_points, further_table
 from muse_attention.evaluation.comparison.matrix import measure
-from muse_attention.evaluation.comparison.positions import losses_by_position, own_attention_tables, position_figures
+from muse_attention.evaluation.comparison.positions import (
+    history_figures,
+    losses_by_position,
+    own_attention_tables,
+)
 from muse_attention.evaluation.comparison.report import comparison_report, warnings
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.evaluation.comparison.runs import open_runs
@@ -104,7 +108,7 @@ def test_checkpoints_are_measured_under_both_attentions(compared: ComparisonResu
 
 def test_pictures_by_position_have_both_attentions_and_the_block(compared: ComparisonResults) -> None:
     pytest.importorskip("matplotlib")
-    figures = position_figures(compared)
+    figures = history_figures(compared)
     assert [figure.name for figure in figures] == [f"positions-{place}" for place in (1, 2, 3, 4)]
     for figure in figures[:2]:
         assert figure.draw().startswith(b"\x89PNG")

@@ -270,6 +270,8 @@ def test_short_names_tell_attentions_apart() -> None:
     ]  # fmt: skip
     most = [f"muse:QK{size}B64,clustering=lloyd" for size in (4, 8, 16)]
     assert short_names([*most, "muse:QK4B64"])["muse:QK4B64"] == "muse:QK4B64", "not one name for two attentions"
+    (alone,) = short_names(["muse:QK4B64,differentiable_aggregation=false,clustering=lloyd"]).values()
+    assert alone == "QK4B64,differentiable_aggregation=false", "told even of one attention"
     assert names_table(names).column("attention") == names
 
 

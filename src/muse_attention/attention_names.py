@@ -18,6 +18,7 @@ _OTHERS = {
     "block_diagonal": "block-diagonal attention, blocks of {}",
     "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
 }
+_FROZEN = "differentiable_aggregation=false"
 _LENGTHS = (1024, 4096, 16384, 65536, 262144)
 """At these, the settings of a name that follows the length are recorded."""
 
@@ -84,12 +85,15 @@ def in_words(attention: str) -> str:
 
 
 def short_names(attentions: Iterable[str]) -> dict[str, str]:
-    """What attentions are called in one report: MuSe by its sizes, and by settings that most of them do not have."""
+    """What attentions are called in one report: MuSe by its sizes, and by settings that most of them do not have.
+
+    That the aggregation is frozen is always told: it is another gradient.
+    """
     names = list(dict.fromkeys(attentions))
     settings = {name: name.removeprefix("muse:").split(",") for name in names if name.startswith("muse:")}
     uses = Counter(part for parts in settings.values() for part in parts[1:])
     short = {
-        name: ",".join([parts[0], *(part for part in parts[1:] if 2 * uses[part] <= len(settings))])
+        name: ",".join([parts[0], *(part for part in parts[1:] if part == _FROZEN or 2 * uses[part] <= len(settings))])
         for name, parts in settings.items()
     }
     taken = Counter(short.values())

@@ -1,27 +1,66 @@
-"""Loss by position while a run trains, under exact attention and under its own, as in the paper's Figure 6.
+"""Loss by position: what a run adds to that of its reference, and, as in the paper's Figure 6, while it trains.
 
 Bins are between powers of two, so the size of a block, from which on MuSe approximates, is the edge of one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
-from muse_attention.attention_names import muse_config
+from muse_attention.attention_names import muse_config, short_names
+from muse_attention.evaluation.comparison.findings import reference_of
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
+from muse_attention.evaluation.comparison.seeds import Seeds, seeds_of
 from muse_attention.evaluation.loss.report import span
 from muse_attention.evaluation.means import Mean
-from muse_attention.plots import GREY, Axis, Line, Rule, shades
+from muse_attention.plots import GREY, Axis, Curve, Line, Rule, colours, shades
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.report.figures import line_figure
-from muse_attention.report.tree import Figure, Table, number, text
+from muse_attention.report.tree import Figure, Section, Table, number, text
 
 _NEAR = 10
 """The bin from position 1024 on."""
-OWN = (
-    "Under the attention that the run was trained with (solid lines of the pictures), less under exact attention "
-    "(dashed), of the same weights. The paper's Figure 6 is of five checkpoints; its values and bins are not printed."
+_DRAWN = 64
+"""Bins with a smaller share of the tokens of the last, one in so many, are noise in a picture of differences."""
+_X = Axis("position, up to", log=2, is_size=True)
+_ABOUT = "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
+_OWN = (
+    "What is less exact is under the attention that the run was trained with, less under exact attention, of the same "
+    "weights."
 )
+_WHILE_TRAINING = (
+    "In pictures of one run, solid lines are under the attention it was trained with, dashed ones under exact "
+    "attention. The paper's Figure 6 is of five checkpoints; its values and bins are not printed."
+)
+
+
+def positions_section(results: ComparisonResults) -> Section:
+    own_tables, figures = own_attention_tables(results), history_figures(results)
+    return Section.of(
+        "Loss by position",
+        *(_ABOUT, *([_OWN] if own_tables else []), *([_WHILE_TRAINING] if own_tables and figures else [])),
+        *(*difference_figures(results), *figures),
+        *(positions_table(results), *context_tables(results), *own_tables),
+    )
+
+
+def positions_table(results: ComparisonResults) -> Table:
+    """The loss of references between powers of two of the position, and what the other runs add to it.
+
+    A run whose reference is not measured yet has its own loss.
+    """
+    titles, columns = ["positions"], []
+    for run in results.runs.values():
+        losses = losses_by_position(results, run)
+        gaps = _gaps_by_position(results, run)
+        if gaps:
+            titles.append(f"{run.name} less {reference_of(results, run).name}")
+            columns.append([f"{gap:+.4f}" for _, gap in gaps])
+        elif losses:
+            titles.append(run.name)
+            columns.append([f"{loss:.4f}" for _, loss in losses])
+    return Table(map(number, titles), zip(_spans(results), *columns, strict=True))
 
 
 def losses_by_position(
@@ -39,11 +78,44 @@ def losses_by_position(
     return found
 
 
-def position_figures(results: ComparisonResults) -> list[Figure]:
-    """One for each run: a line for every checkpoint and attention, the last one the darkest."""
+def difference_figures(results: ComparisonResults) -> list[Figure]:
+    """One of all runs that have a reference."""
+    curves = differences_by_position(results)
+    if not curves:
+        return []
+    lines = [Line(name, curve, colour, ".") for (name, curve), colour in zip(curves, colours(), strict=False)]
+    title, y = "Loss by position, less that of the reference", Axis("held-out loss, difference (nats)")
+    return [line_figure("positions", title, lines, _X, y, rules=[Rule("the reference", 0, GREY)])]
+
+
+def differences_by_position(results: ComparisonResults) -> list[tuple[str, Curve]]:
+    """Of every run, under exact attention, without the first bins, which hold too few tokens.
+
+    Of runs that differ by their seed it is the mean, if each has exact training with its seed beside it.
+    """
+    groups = seeds_of(results) or [Seeds(run.attention, (run,)) for run in results.runs.values()]
+    names = short_names([group.attention for group in groups])
+    curves = []
+    for group in groups:
+        gaps = [_gaps_by_position(results, run)[_first_drawn(results) :] for run in group.runs]
+        if len(gaps) == 1 and gaps[0]:
+            curves.append((group.runs[0].name, gaps[0]))
+        elif len(gaps) > 1 and group.difference(results) is not None:
+            curves.append((f"{group.named(names)}, {len(gaps)} seeds", _mean_curve(gaps)))
+    return curves
+
+
+def history_figures(results: ComparisonResults) -> list[Figure]:
+    """One for each run with earlier checkpoints, or for each run at all where none is compared with another.
+
+    A line for every checkpoint and attention, the last one the darkest.
+    """
+    is_compared = any(_gaps_by_position(results, run) for run in results.runs.values())
     figures = []
     for place, run in enumerate(results.runs.values(), start=1):
         steps = results.steps(run)
+        if is_compared and len(steps) < 2:
+            continue
         lines: list[Line] = []
         for step, shade in zip(steps, shades(len(steps)), strict=True):
             own = [] if run.attention == EXACT else losses_by_position(results, run, step, run.tested_attention)
@@ -55,21 +127,28 @@ def position_figures(results: ComparisonResults) -> list[Figure]:
             )
         lines = [line for line in lines if line.points]
         if lines:
-            x, y = Axis("position, up to", log=2, is_size=True), Axis("held-out loss (nats)")
-            title = f"Loss by position: {run.name}"
-            figures.append(line_figure(f"positions-{place}", title, lines, x, y, rules=_block(results, run)))
+            title, y = f"Loss by position: {run.name}", Axis("held-out loss (nats)")
+            figures.append(line_figure(f"positions-{place}", title, lines, _X, y, rules=_block(results, run)))
     return figures
 
 
 def own_attention_tables(results: ComparisonResults) -> list[Table]:
-    """What a run's own attention adds to its loss, by position, at every checkpoint that was measured under both."""
+    """What a run's own attention adds to its loss, by position, at every checkpoint that was measured under both.
+
+    Runs with earlier checkpoints have a table each, the others one together.
+    """
+    finished: dict[str, Curve] = {}
     tables = []
     for run in results.runs.values():
         steps = [step for step in results.steps(run) if run.attention != EXACT]
         steps = [step for step in steps if results.whole(run, run.tested_attention, step)]
-        if steps:
-            tables.append(_gaps(results, run, steps))
-    return tables
+        if len(steps) > 1:
+            columns = {f"{step:,} updates": _own_gaps(results, run, step) for step in steps}
+            tables.append(_gaps_table(results, columns, f"{run.name}: its own attention less exact"))
+        elif steps:
+            finished[run.name] = _own_gaps(results, run, steps[0])
+    together = "Each run's own attention less exact"
+    return [*([_gaps_table(results, finished, together)] if finished else []), *tables]
 
 
 def context_tables(results: ComparisonResults) -> list[Table]:
@@ -87,24 +166,50 @@ def context_tables(results: ComparisonResults) -> list[Table]:
         rows.append((run.name, str(Mean.of(near)), str(Mean.of(far)), gap.signed()))
     if not rows:
         return []
-    sizes = results.cells[0].sizes
-    titles = [span(1 << _NEAR, (2 << _NEAR) - 1), span(sum(sizes) - sizes[-1] + 1, sum(sizes)), "difference"]
+    spans = _spans(results)
+    titles = [spans[_NEAR], spans[-1], "difference"]
     return [Table([text("run"), *map(number, titles)], rows, "What the far context is worth, tested: exact")]
 
 
-def _gaps(results: ComparisonResults, run: Run, steps: Sequence[int]) -> Table:
-    columns = [
-        (losses_by_position(results, run, step, run.tested_attention), losses_by_position(results, run, step))
-        for step in steps
-    ]
-    rows = []
-    first = 1
-    for place, (last, _) in enumerate(columns[0][0]):
-        gaps = (f"{own[place][1] - exact[place][1]:+.4f}" for own, exact in columns)
-        rows.append((span(first, int(last)), *gaps))
-        first = int(last) + 1
-    titles = ("positions", *(f"{step:,} updates" for step in steps))
-    return Table(map(number, titles), rows, f"{run.name}: its own attention less exact")
+def _gaps_by_position(results: ComparisonResults, run: Run) -> Curve:
+    """Less the loss of the reference, under exact attention; none of a reference, or where one is not measured."""
+    reference = reference_of(results, run)
+    own, other = losses_by_position(results, run), losses_by_position(results, reference)
+    if reference is run or not own or not other:
+        return []
+    return _less(own, other)
+
+
+def _own_gaps(results: ComparisonResults, run: Run, step: int) -> Curve:
+    own = losses_by_position(results, run, step, run.tested_attention)
+    return _less(own, losses_by_position(results, run, step))
+
+
+def _less(one: Curve, other: Curve) -> Curve:
+    return [(last, loss - of_other) for (last, loss), (_, of_other) in zip(one, other, strict=True)]
+
+
+def _mean_curve(curves: Sequence[Curve]) -> Curve:
+    return [(points[0][0], Mean.of([value for _, value in points]).mean) for points in zip(*curves, strict=True)]
+
+
+def _gaps_table(results: ComparisonResults, columns: dict[str, Curve], title: str) -> Table:
+    shown = ([f"{gap:+.4f}" for _, gap in column] for column in columns.values())
+    return Table(map(number, ("positions", *columns)), zip(_spans(results), *shown, strict=True), title)
+
+
+def _sizes(results: ComparisonResults) -> list[int]:
+    return next((cell.sizes for cell in results.cells), [])
+
+
+def _spans(results: ComparisonResults) -> list[str]:
+    sizes = _sizes(results)
+    return [span(last - size + 1, last) for last, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+
+
+def _first_drawn(results: ComparisonResults) -> int:
+    sizes = _sizes(results)
+    return next((place for place, size in enumerate(sizes) if size * _DRAWN >= sizes[-1]), 0)
 
 
 def _block(results: ComparisonResults, run: Run) -> list[Rule]:

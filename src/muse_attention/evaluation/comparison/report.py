@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 from collections.abc import Callable, Iterable
 
 from muse_attention.attention_names import in_words, short_names
@@ -12,17 +11,11 @@ from muse_attention.evaluation.comparison import findings
 from muse_attention.evaluation.comparison.answers import answers_by_attention, answers_sections
 from muse_attention.evaluation.comparison.evaluations import evaluations_sections
 from muse_attention.evaluation.comparison.further import further_sections
-from muse_attention.evaluation.comparison.positions import (
-    OWN,
-    context_tables,
-    losses_by_position,
-    own_attention_tables,
-    position_figures,
-)
+from muse_attention.evaluation.comparison.positions import positions_section
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.comparison.seeds import in_percent, seeds_differences, seeds_headline, seeds_sections
 from muse_attention.evaluation.comparison.training_curves import UNSETTLED
-from muse_attention.evaluation.loss.report import LEAK, span
+from muse_attention.evaluation.loss.report import LEAK
 from muse_attention.evaluation.means import Mean
 from muse_attention.markup import csv_text
 from muse_attention.plots import PALETTE, ROUNDING, Axis, Curve, Line, colours, shades
@@ -61,9 +54,6 @@ _PROBE = (
     "The relative squared error of the training attention to exact attention, measured on the current batch while the "
     "model attends exactly, in every global layer."
 )
-_POSITIONS = (
-    "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
-)
 _SHARED_GPU = Note("The GPU was shared with other programs, so the speeds of these runs are left out.")
 _PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
 _RUN = (text("run"), lambda run: run.name)
@@ -82,7 +72,6 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
         f"Each point is the mean of {smoothing} consecutive updates, and none is in two points. This is the loss on "
         "the training batches, under the attention of the update."
     )
-    own_tables = own_attention_tables(results)
     return Report(
         f"Training runs compared: {', '.join(results.runs)}",
         verdict=[*seeds_headline(results), *headline(results), *warnings(results)],
@@ -99,12 +88,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
             *answers_sections(results, short_names(_named(results))),
             *evaluations_sections(results),
             *further_sections(results),
-            Section.of(
-                "Loss by position",
-                *(_POSITIONS, *([OWN] if own_tables else [])),
-                *position_figures(results),
-                *(positions_table(results), *context_tables(results), *own_tables),
-            ),
+            positions_section(results),
             Section.of("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW),
         ],
         names=names_table(_named(results)),
@@ -201,27 +185,6 @@ def probe_table(results: ComparisonResults) -> Table:
         (number("mean"), lambda row: f"{sum(probe.mean for probe in row[1]) / len(row[1]):.2g}"),
         (number("worst layer, last"), lambda row: "{1:.2g} (layer {0})".format(*row[1][-1].worst)),
     )
-
-
-def positions_table(results: ComparisonResults) -> Table:
-    """The loss of references between powers of two of the position, and what the other runs add to it.
-
-    A run whose reference is not measured yet has its own loss.
-    """
-    runs = [run for run in _runs(results) if results.whole(run, EXACT)]
-    losses = {run.name: [loss for _, loss in losses_by_position(results, run)] for run in runs}
-    titles, columns = ["positions"], []
-    for name, own in losses.items():
-        reference = findings.reference_of(results, results.runs[name]).name
-        if reference != name and reference in losses:
-            titles.append(f"{name} less {reference}")
-            columns.append([f"{loss - other:+.4f}" for loss, other in zip(own, losses[reference], strict=True)])
-        else:
-            titles.append(name)
-            columns.append([f"{loss:.4f}" for loss in own])
-    sizes = next((cell.sizes for cell in results.cells), [])
-    spans = [span(last - size + 1, last) for last, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
-    return Table(map(number, titles), zip(spans, *columns, strict=True))
 
 
 def scaling_table(results: ComparisonResults) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from muse_attention.attention_names import short_names
@@ -29,6 +29,10 @@ class Seeds:
     attention: str
     """by its full name"""
     runs: tuple[Run, ...]
+
+    def named(self, names: Mapping[str, str]) -> str:
+        """With what they were trained, by the names of a report."""
+        return f"{names[self.attention]}{_further(self.runs[0].recipe)}"
 
     def loss(self, results: ComparisonResults, attention: str) -> Mean | None:
         losses = [_loss(results, run, attention) for run in self.runs]
@@ -84,7 +88,7 @@ def seeds_table(results: ComparisonResults) -> Table:
     speed = (number("speed-up", "Of training, the median over seeds."), lambda group: _times(group.speedup(results)))
     return Table.of(
         groups,
-        (text("trained with"), lambda group: f"{names[group.attention]}{_further(group.runs[0].recipe)}"),
+        (text("trained with"), lambda group: group.named(names)),
         (number("parameters"), lambda group: f"{group.runs[0].parameters / 1e6:,.1f}M"),
         (text("seeds"), lambda group: ", ".join(str(run.recipe.seed) for run in group.runs)),
         (number("loss, tested: exact"), lambda group: group.loss(results, EXACT)),
