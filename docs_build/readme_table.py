@@ -54,7 +54,7 @@ def with_table(text: str, table: str, first_line: str = BEGIN) -> str:
 
 
 def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
-    """Speed of short runs at 64k, and losses of longer ones at 16k, both with the default."""
+    """Speed of short runs at 64k, and losses of longer ones at 16k and 32k, both with the default."""
     short, path = read_comparison("speed-64k")
     speeds = {
         name: max(speed.tokens_per_second for speed in run.curves.speeds.values()) for name, run in short.runs.items()
@@ -67,7 +67,11 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
         "",
         path,
     )
-    longer, path = read_comparison("16k")
+    return [training, *(_loss_row(record) for record in ("16k", "32k"))]
+
+
+def _loss_row(record: str) -> tuple[str, str, str, str, str, str, Path]:
+    longer, path = read_comparison(record)
     by_attention = {seeds.attention: seeds for seeds in seeds_of(longer)}
     exact, muse = (by_attention.get(name) for name in (EXACT, full_name("muse", longer.settings.length)))
     gap = muse and muse.difference(longer, is_percent=True)
@@ -75,15 +79,14 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
         raise ValueError(f"{path}: not several seeds of exact training, and as many with the default")
     losses = [seeds.loss(longer, EXACT) for seeds in (exact, muse)]
     sign = "lower" if gap.mean < 0 else "higher"
-    loss = (
-        "Held-out loss of 23M models, 16k tokens, read with exact attention",
+    return (
+        f"Held-out loss of 23M models, {format_size(longer.settings.length)} tokens, read with exact attention",
         "default",
         *(f"{loss.mean:.3f}" for loss in losses if loss),
         f"{abs(gap.mean):.2f} ± {gap.standard_error:.2f}% {sign}, {len(muse.runs)} seeds",
         "",
         path,
     )
-    return [training, loss]
 
 
 def _newest(timings: list[Timing], method: str, length: int, data: str) -> Timing:
