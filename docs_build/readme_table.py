@@ -54,7 +54,7 @@ def with_table(text: str, table: str, first_line: str = BEGIN) -> str:
 
 
 def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
-    """Speed of short runs at 64k, and losses of longer ones at 16k and 32k, both with the default."""
+    """Speed of short runs at 64k, and losses of longer ones at 32k, both with the default."""
     short, path = read_comparison("speed-64k")
     speeds = {
         name: max(speed.tokens_per_second for speed in run.curves.speeds.values()) for name, run in short.runs.items()
@@ -67,7 +67,7 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
         "",
         path,
     )
-    return [training, *(_loss_row(record) for record in ("16k", "32k"))]
+    return [training, _loss_row("32k")]
 
 
 def _loss_row(record: str) -> tuple[str, str, str, str, str, str, Path]:
