@@ -375,7 +375,7 @@ def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "named", "remark"),
     [
-        (["exact_tail=0.5", "keep=9", "probe_every=0", "checkpoint_every=1"], [], ""),
+        (["exact_start=0.25", "exact_tail=0.5", "keep=9", "probe_every=0", "checkpoint_every=1"], [], ""),
         (["mixture=niah"], ["mixture"], ""),
         (["weight_decay=0.5", "clip=2"], ["weight_decay", "clip"], ""),
         (["deterministic=false"], ["deterministic"], " (deterministic differs)"),

@@ -39,6 +39,7 @@ def test_a_recipe_is_overridden_field_by_field() -> None:
         ("peak_rate=fast", "peak_rate=fast must be a number"),
         ("peak_rate=nan", "peak_rate=nan must be above 0"),
         ("compile=1", "compile=1 must be true or false"),
+        ("exact_start=-1", "exact_start=-1.0 must be between 0 and 1"),
         ("exact_tail=2", "exact_tail=2.0 must be between 0 and 1"),
         ("beta2=1", "beta2=1.0 must be at least 0 and below 1"),
         ("scale=7", "scale=7 must be 0 or one of 1, 2, 3, 4, 5, 6, 8"),
@@ -125,6 +126,14 @@ def test_exact_attention_comes_last(steps: int, tail: float, exact: int) -> None
     assert exact_steps(steps, tail) == exact
     names = [attention_at(step, steps=steps, attention="muse", exact_tail=tail) for step in range(steps)]
     assert names == ["muse"] * (steps - exact) + ["exact"] * exact
+
+
+@pytest.mark.parametrize(
+    ("start", "tail", "expected"), [(0.2, 0, "eemmmm"), (0.5, 0.1, "eeemme"), (1, 0, "eeeeee"), (0.7, 0.7, "eeeeee")]
+)
+def test_exact_attention_may_come_first(start: float, tail: float, expected: str) -> None:
+    recipe = override(tiny(), ["steps=6", "warmup=1", "attention=muse", f"exact_start={start}", f"exact_tail={tail}"])
+    assert "".join(recipe.attention_at(step)[0] for step in range(6)) == expected
 
 
 @pytest.mark.parametrize(("further", "tail", "last"), [("moba", 0.5, "moba"), ("", 0.5, "exact"), ("", 0, "muse")])

@@ -83,9 +83,20 @@ def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, m
         updates.append(list(called))
         called.clear()
 
-    train(corpus, override(SMALL, ["probe_every=0"]), tmp_path, on_step=note)
+    train(corpus, override(SMALL, ["probe_every=0", "exact_start=0.125"]), tmp_path, on_step=note)
     calls = 2 * 2  # global layers, and parts of a batch
-    assert updates == [[SMALL.attention] * calls] * 6 + [["exact"] * calls] * 2
+    exact = [["exact"] * calls]
+    assert updates == exact + [[SMALL.attention] * calls] * 5 + exact * 2
+
+
+def test_a_run_that_starts_with_exact_attention_is_exact_training_until_then(corpus: Corpus, tmp_path: Path) -> None:
+    changes = ["exact_tail=0", "probe_every=0"]
+    train(corpus, override(SMALL, [*changes, "attention=exact"]), tmp_path / "exact")
+    train(corpus, override(SMALL, [*changes, "exact_start=0.5"]), tmp_path / "muse")
+    assert [step["attention"] for step in read_metrics(tmp_path / "muse")] == ["exact"] * 4 + [SMALL.attention] * 4
+    exact, muse = losses(tmp_path / "exact"), losses(tmp_path / "muse")
+    assert muse[:4] == exact[:4]
+    assert muse[5:] != exact[5:]
 
 
 def test_the_speed_is_that_of_the_update_without_its_probe(

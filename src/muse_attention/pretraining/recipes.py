@@ -58,6 +58,7 @@ class Recipe:
         mesh: ranks along data x ranks along the sequence, like 2x4; auto has all along data
         document_mask: keep the documents of a sequence apart: no attention and no prediction from one to the next
         attention: attention of the global layers, by name: exact, muse, muse:QK64R8T0.01B8k, moba:L8kB512R1
+        exact_start: share of the updates, the first ones, with exact attention
         exact_tail: share of the updates, the last ones, with exact attention
         further_steps: updates after all others, at the final learning rate; what --continue-from adds to a finished run
         further_attention: attention of these, by name; that of the last update before them if empty
@@ -99,6 +100,7 @@ class Recipe:
     mesh: str = AUTO
     document_mask: bool = False
     attention: str = PAPER_ATTENTION
+    exact_start: float = 0.0
     exact_tail: float = 0.001
     further_steps: int = 0
     further_attention: str = ""
@@ -153,7 +155,7 @@ class Recipe:
         _check(self, "weight_decay", lambda value: 0 <= value <= 1000, "at least 0 and at most 1000")
         _check(self, "clip", lambda value: 0 < value <= MOST_CLIP, f"above 0 and at most {MOST_CLIP:g}")
         _check(self, "epsilon", lambda value: LEAST_EPSILON <= value <= 1, f"at least {LEAST_EPSILON:g} and at most 1")
-        for name in ("exact_tail", "final_rate", "mixture_share"):
+        for name in ("exact_start", "exact_tail", "final_rate", "mixture_share"):
             _check(self, name, lambda value: 0 <= value <= 1, "between 0 and 1")
         for name in ("beta1", "beta2"):
             _check(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
@@ -207,6 +209,7 @@ class Recipe:
             step,
             steps=self.steps,
             attention=self.attention,
+            exact_start=self.exact_start,
             exact_tail=self.exact_tail,
             further=self.further_attention,
         )

@@ -19,15 +19,20 @@ def learning_rate(step: int, *, steps: int, warmup: int, peak: float, final: flo
     return peak * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def attention_at(step: int, *, steps: int, attention: str, exact_tail: float, further: str = "") -> str:
-    """The name of the attention of the global layers: exact in the last `exact_tail` of the updates, rounded up.
+def attention_at(
+    step: int, *, steps: int, attention: str, exact_start: float = 0.0, exact_tail: float = 0.0, further: str = ""
+) -> str:
+    """The name of the attention of the global layers: exact in the first `exact_start` and the last `exact_tail` of the
+    updates, both rounded up.
 
     From update `steps` on it is `further`, or, if that is empty, that of update `steps - 1`.
     """
     if step >= steps and further:
         return further
-    return EXACT if min(step, steps - 1) >= steps - exact_steps(steps, exact_tail) else attention
+    step = min(step, steps - 1)
+    is_exact = step < exact_steps(steps, exact_start) or step >= steps - exact_steps(steps, exact_tail)
+    return EXACT if is_exact else attention
 
 
-def exact_steps(steps: int, exact_tail: float) -> int:
-    return math.ceil(round(steps * exact_tail, 6))  # 0.001 of 1000 is 1, whatever floats say
+def exact_steps(steps: int, share: float) -> int:
+    return math.ceil(round(steps * share, 6))  # 0.001 of 1000 is 1, whatever floats say

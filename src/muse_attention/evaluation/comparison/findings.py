@@ -16,7 +16,7 @@ from muse_attention.pretraining.schedule import EXACT
 
 SIZES_OF_A_LAW = 3
 """Models of so many sizes are needed: a power law goes through any two points."""
-_OF_THE_ATTENTION = ("attention", "exact_tail", "further_attention", "further_steps")
+_OF_THE_ATTENTION = ("attention", "exact_start", "exact_tail", "further_attention", "further_steps")
 """Fields of a recipe in which runs may differ that differ by their attention alone; the tokens are compared too."""
 _OF_THE_SPEED = ("length", "batch", "micro_batch", "precision", "compile", "recompute", "deterministic")
 """Fields that change the tokens per second, whatever the attention."""

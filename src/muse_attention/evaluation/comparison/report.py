@@ -114,7 +114,7 @@ def runs_table(results: ComparisonResults) -> Table:
     return Table.of(
         _runs(results),
         _RUN,
-        (text("trained with"), lambda run: f"{names[run.attention]}{_tail(run)}"),
+        (text("trained with"), lambda run: f"{names[run.attention]}{_exact_parts(run)}"),
         (number("parameters"), lambda run: f"{run.parameters / 1e6:,.1f}M"),
         (number("updates"), lambda run: f"{run.step:,}"),
         (number("tokens"), lambda run: f"{run.tokens:,}"),
@@ -247,14 +247,15 @@ def _beginnings(results: ComparisonResults) -> list[Note]:
     ]
 
 
-def _tail(run: Run) -> str:
-    """What a run attends with at its end, if it is something else."""
-    share, recipe = run.recipe.exact_tail, run.recipe
-    tail = f", exact for the last {100 * share:g}%" if share and run.attention != EXACT else ""
+def _exact_parts(run: Run) -> str:
+    """What a run attends with at its beginning and at its end, if it is something else."""
+    recipe = run.recipe
+    shares = {"first": recipe.exact_start, "last": recipe.exact_tail} if run.attention != EXACT else {}
+    parts = "".join(f", exact for the {which} {100 * share:g}%" for which, share in shares.items() if share)
     if not recipe.further_steps:
-        return tail
+        return parts
     name = short_names([full_name(recipe.attention_at(recipe.steps), recipe.length)])
-    return f"{tail}, then {next(iter(name.values()))} for {recipe.further_steps:,} further updates"
+    return f"{parts}, then {next(iter(name.values()))} for {recipe.further_steps:,} further updates"
 
 
 def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:
