@@ -28,12 +28,12 @@ _LINEAR_UP_TO = 0.5
 
 
 class Measured(NamedTuple):
-    """At one length."""
+    """Records of one length, and how they are drawn."""
 
     times: str
-    """the record of speed"""
+    """in speed"""
     comparisons: tuple[str, ...]
-    """of pretraining"""
+    """in pretraining"""
     marker: str
     is_labelled_below: bool
 
@@ -79,8 +79,10 @@ def read_trained(measured: Measured) -> list[Trained]:
         results, path = read_comparison(name)
         length = results.settings.length
         for group, gap in seeds_differences(results):
-            if group.attention not in costs or gap.standard_error is None:
+            if group.attention not in costs:
                 raise ValueError(f"{path} has {group.attention}, which {times} has not")
+            if gap.standard_error is None:
+                raise ValueError(f"{path}: one seed of {group.attention}, and an error over seeds is drawn")
             measures = costs[group.attention], gap.mean, gap.standard_error, len(group.runs)
             found.append(Trained(_method(group.attention, length), group.attention, length, *measures))
     return sorted(found, key=lambda trained: trained.cost)

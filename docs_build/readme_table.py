@@ -71,18 +71,22 @@ def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
 
 
 def _loss_row(record: str) -> tuple[str, str, str, str, str, str, Path]:
-    longer, path = read_comparison(record)
-    by_attention = {seeds.attention: seeds for seeds in seeds_of(longer)}
-    exact, muse = (by_attention.get(name) for name in (EXACT, full_name("muse", longer.settings.length)))
-    gap = muse and muse.difference(longer, is_percent=True)
+    results, path = read_comparison(record)
+    length = results.settings.length
+    by_attention = {seeds.attention: seeds for seeds in seeds_of(results)}
+    exact, muse = (by_attention.get(name) for name in (EXACT, full_name("muse", length)))
+    gap = muse and muse.difference(results, is_percent=True)
     if exact is None or muse is None or gap is None or gap.standard_error is None:
         raise ValueError(f"{path}: not several seeds of exact training, and as many with the default")
-    losses = [seeds.loss(longer, EXACT) for seeds in (exact, muse)]
+    of_exact, of_muse = (seeds.loss(results, EXACT) for seeds in (exact, muse))
+    if of_exact is None or of_muse is None:
+        raise ValueError(f"{path}: not all of its runs were measured to the end")
     sign = "lower" if gap.mean < 0 else "higher"
     return (
-        f"Held-out loss of 23M models, {format_size(longer.settings.length)} tokens, read with exact attention",
+        f"Held-out loss of 23M models, {format_size(length)} tokens, read with exact attention",
         "default",
-        *(f"{loss.mean:.3f}" for loss in losses if loss),
+        f"{of_exact.mean:.3f}",
+        f"{of_muse.mean:.3f}",
         f"{abs(gap.mean):.2f} ± {gap.standard_error:.2f}% {sign}, {len(muse.runs)} seeds",
         "",
         path,

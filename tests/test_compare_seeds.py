@@ -118,7 +118,7 @@ def test_what_the_far_context_is_worth() -> None:
 def test_differences_by_position_are_means_over_pairs_of_a_seed() -> None:
     results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1), ("moba:L16B16R1", 1, 4.5))
     curves = differences_by_position(results)
-    assert [name for name, _ in curves] == ["Q8K8R2SP1B128, 2 seeds", "moba-1"]
+    assert [name for name, _ in curves] == ["Q8K8R2SP1B128 less exact, 2 seeds", "moba-1 less exact-1"]
     of_muse, of_moba = (curve for _, curve in curves)
     assert [last for last, _ in of_muse] == [1, 2]
     assert [gap for _, gap in of_muse] == pytest.approx([0.15, 0.15])
@@ -126,16 +126,18 @@ def test_differences_by_position_are_means_over_pairs_of_a_seed() -> None:
     assert [figure.name for figure in difference_figures(results)] == ["positions"]
     assert history_figures(results) == [], "no run has an earlier checkpoint"
     del results.runs["exact-1"]
-    assert [name for name, _ in differences_by_position(results)] == ["moba-1"], "seed 1 of MuSe has no pair"
+    assert [name for name, _ in differences_by_position(results)] == ["moba-1 less exact-0"], (
+        "seed 1 of MuSe has no pair"
+    )
 
 
 def test_pictures_of_differences_leave_the_first_positions_out() -> None:
     results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2))
     for cell in results.cells:
-        cell.sizes[:] = [1 << power for power in range(10)]
+        cell.sizes[:] = [*(1 << power for power in range(9)), 513]
         cell.bins[:] = [[2.0] * 10 for _ in range(2)]
     ((_, curve),) = differences_by_position(results)
-    assert [last for last, _ in curve] == [15, 31, 63, 127, 255, 511, 1023]
+    assert [last for last, _ in curve] == [15, 31, 63, 127, 255, 511, 1024]
 
 
 def test_runs_alone_have_pictures_of_their_own() -> None:

@@ -245,6 +245,7 @@ def test_the_attentions_of_the_figure() -> None:
     assert full_name("muse:QK32R2B1k", 8192) == "muse:Q32K32R2SP1B1k,clustering=lloyd"
     assert "one tilted query cluster, 32 key clusters, 2 opened" in in_words(expected[5])
     assert "no tilt" in in_words(expected[6])
+    assert in_words("muse:QK16R2B1k,differentiable_aggregation=false").endswith("blocks of 1k, frozen aggregation")
     assert in_words("muse:Q16K64R8T0.01B1k") == (
         "16 query clusters, 64 key clusters, retrieval of what is expected to be off by more than 0.01, at most 8 "
         "buckets per query in a head, blocks of 1k"

@@ -27,7 +27,11 @@ def forward_name(attention: str, length: int) -> str:
     """The full name without what gradients alone depend on: attentions that compute the same share it."""
     name = full_name(attention, length)
     config = muse_config(name)
-    return name if config is None else f"muse:{config.replace(differentiable_aggregation=True)}"
+    return name if config is None else _without_freezing(config)
+
+
+def _without_freezing(config: MuSeConfig) -> str:
+    return f"muse:{config.replace(differentiable_aggregation=True)}"
 
 
 def muse_config(attention: str) -> MuSeConfig | None:
@@ -59,6 +63,8 @@ def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
 
 def in_words(attention: str) -> str:
     config = muse_config(attention)
+    if config is not None and not config.differentiable_aggregation:
+        return f"{in_words(_without_freezing(config))}, frozen aggregation"
     if config is None:
         kind, _, settings = attention.partition(":")
         sizes = re.findall(r"\d+[km]?", settings)

@@ -14,20 +14,23 @@ from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.comparison.seeds import Seeds, seeds_of
 from muse_attention.evaluation.loss.report import span
 from muse_attention.evaluation.means import Mean
-from muse_attention.plots import GREY, Axis, Curve, Line, Rule, colours, shades
+from muse_attention.plots import GREY, PALETTE, Axis, Curve, Line, Rule, shades
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.report.figures import line_figure
 from muse_attention.report.tree import Figure, Section, Table, number, text
 
 _NEAR = 10
 """The bin from position 1024 on."""
-_DRAWN = 64
-"""Bins with a smaller share of the tokens of the last, one in so many, are noise in a picture of differences."""
-_X = Axis("position, up to", log=2, is_size=True)
+_SMALLEST_PART = 128
+"""A bin with less than one in so many of the tokens is left out of the picture of differences: noise."""
+_POSITION = Axis("position, up to", log=2, is_size=True)
 _ABOUT = "The first table is under exact attention: the loss itself, not its cumulative mean, between powers of two."
+_DIFFERENCES = (
+    "The picture of differences is under exact attention too, without the first positions, which have too few tokens."
+)
 _OWN = (
-    "What is less exact is under the attention that the run was trained with, less under exact attention, of the same "
-    "weights."
+    "Tables of a run's own attention less exact have the loss under the attention that the run was trained with, less "
+    "that under exact attention, of the same weights."
 )
 _WHILE_TRAINING = (
     "In pictures of one run, solid lines are under the attention it was trained with, dashed ones under exact "
@@ -36,13 +39,17 @@ _WHILE_TRAINING = (
 
 
 def positions_section(results: ComparisonResults) -> Section:
-    own_tables, figures = own_attention_tables(results), history_figures(results)
-    return Section.of(
-        "Loss by position",
-        *(_ABOUT, *([_OWN] if own_tables else []), *([_WHILE_TRAINING] if own_tables and figures else [])),
-        *(*difference_figures(results), *figures),
-        *(positions_table(results), *context_tables(results), *own_tables),
-    )
+    differences, histories = difference_figures(results), history_figures(results)
+    own_tables = own_attention_tables(results)
+    notes = [_ABOUT]
+    if differences:
+        notes.append(_DIFFERENCES)
+    if own_tables:
+        notes.append(_OWN)
+    if own_tables and histories:
+        notes.append(_WHILE_TRAINING)
+    tables = [positions_table(results), *context_tables(results), *own_tables]
+    return Section.of("Loss by position", *notes, *differences, *histories, *tables)
 
 
 def positions_table(results: ComparisonResults) -> Table:
@@ -55,7 +62,7 @@ def positions_table(results: ComparisonResults) -> Table:
         losses = losses_by_position(results, run)
         gaps = _gaps_by_position(results, run)
         if gaps:
-            titles.append(f"{run.name} less {reference_of(results, run).name}")
+            titles.append(_less_reference(results, run))
             columns.append([f"{gap:+.4f}" for _, gap in gaps])
         elif losses:
             titles.append(run.name)
@@ -83,15 +90,16 @@ def difference_figures(results: ComparisonResults) -> list[Figure]:
     curves = differences_by_position(results)
     if not curves:
         return []
-    lines = [Line(name, curve, colour, ".") for (name, curve), colour in zip(curves, colours(), strict=False)]
+    coloured = zip(curves, itertools.cycle(PALETTE), strict=False)
+    lines = [Line(name, curve, colour, ".") for (name, curve), colour in coloured]
     title, y = "Loss by position, less that of the reference", Axis("held-out loss, difference (nats)")
-    return [line_figure("positions", title, lines, _X, y, rules=[Rule("the reference", 0, GREY)])]
+    return [line_figure("positions", title, lines, _POSITION, y, rules=[Rule("the reference", 0, GREY)])]
 
 
 def differences_by_position(results: ComparisonResults) -> list[tuple[str, Curve]]:
-    """Of every run, under exact attention, without the first bins, which hold too few tokens.
+    """Of every run that has a reference, under exact attention, without the first bins, which hold too few tokens.
 
-    Of runs that differ by their seed it is the mean, if each has exact training with its seed beside it.
+    Of runs that differ by their seed it is the mean; none if one of them has no exact training with its seed.
     """
     groups = seeds_of(results) or [Seeds(run.attention, (run,)) for run in results.runs.values()]
     names = short_names([group.attention for group in groups])
@@ -99,9 +107,9 @@ def differences_by_position(results: ComparisonResults) -> list[tuple[str, Curve
     for group in groups:
         gaps = [_gaps_by_position(results, run)[_first_drawn(results) :] for run in group.runs]
         if len(gaps) == 1 and gaps[0]:
-            curves.append((group.runs[0].name, gaps[0]))
+            curves.append((_less_reference(results, group.runs[0]), gaps[0]))
         elif len(gaps) > 1 and group.difference(results) is not None:
-            curves.append((f"{group.named(names)}, {len(gaps)} seeds", _mean_curve(gaps)))
+            curves.append((f"{group.named(names)} less exact, {len(gaps)} seeds", _mean_curve(gaps)))
     return curves
 
 
@@ -128,7 +136,7 @@ def history_figures(results: ComparisonResults) -> list[Figure]:
         lines = [line for line in lines if line.points]
         if lines:
             title, y = f"Loss by position: {run.name}", Axis("held-out loss (nats)")
-            figures.append(line_figure(f"positions-{place}", title, lines, _X, y, rules=_block(results, run)))
+            figures.append(line_figure(f"positions-{place}", title, lines, _POSITION, y, rules=_block(results, run)))
     return figures
 
 
@@ -140,7 +148,7 @@ def own_attention_tables(results: ComparisonResults) -> list[Table]:
     finished: dict[str, Curve] = {}
     tables = []
     for run in results.runs.values():
-        steps = [step for step in results.steps(run) if run.attention != EXACT]
+        steps = [] if run.attention == EXACT else results.steps(run)
         steps = [step for step in steps if results.whole(run, run.tested_attention, step)]
         if len(steps) > 1:
             columns = {f"{step:,} updates": _own_gaps(results, run, step) for step in steps}
@@ -180,6 +188,10 @@ def _gaps_by_position(results: ComparisonResults, run: Run) -> Curve:
     return _less(own, other)
 
 
+def _less_reference(results: ComparisonResults, run: Run) -> str:
+    return f"{run.name} less {reference_of(results, run).name}"
+
+
 def _own_gaps(results: ComparisonResults, run: Run, step: int) -> Curve:
     own = losses_by_position(results, run, step, run.tested_attention)
     return _less(own, losses_by_position(results, run, step))
@@ -209,7 +221,7 @@ def _spans(results: ComparisonResults) -> list[str]:
 
 def _first_drawn(results: ComparisonResults) -> int:
     sizes = _sizes(results)
-    return next((place for place, size in enumerate(sizes) if size * _DRAWN >= sizes[-1]), 0)
+    return next((place for place, size in enumerate(sizes) if size * _SMALLEST_PART >= sum(sizes)), 0)
 
 
 def _block(results: ComparisonResults, run: Run) -> list[Rule]:
