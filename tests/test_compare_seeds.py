@@ -115,10 +115,26 @@ def test_what_the_far_context_is_worth() -> None:
     assert context_tables(trained(("exact", 0, 2.0))) == []
 
 
+def test_runs_that_differ_by_their_exact_updates_are_told_apart() -> None:
+    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    for seed in (0, 1):
+        muse = results.runs[f"muse-{seed}"]
+        recipe = override(muse.recipe, ["exact_start=0.3", "exact_tail=0.2", f"initial=short-{seed}"])
+        results.runs[f"start-{seed}"] = Run(f"start-{seed}", recipe, 10, muse.step, muse.curves)
+        results.cells.append(Cell(f"start-{seed}", muse.step, "", "exact", [1, 1], [[3.0, 3.0], [3.0, 3.0]]))
+    text = shown(results)
+    assert "| Q8K8R2SP1B128, exact for the first 30%, exact for the last 20% | 0.0M | 0, 1 |" in text
+    assert "tokens are not counted: start-0 with those of short-0; start-1 with those of short-1." in text
+    assert "start-1, trained with muse:Q8K8R2SP1B128,clustering=lloyd, exact for the first 30%, exact for" in text
+
+
 def test_differences_by_position_are_means_over_pairs_of_a_seed() -> None:
     results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1), ("moba:L16B16R1", 1, 4.5))
     curves = differences_by_position(results)
-    assert [name for name, _ in curves] == ["Q8K8R2SP1B128 less exact, 2 seeds", "moba-1 less exact-1"]
+    assert [name for name, _ in curves] == [
+        "Q8K8R2SP1B128, exact for the last 5%: 2 seeds, less exact",
+        "moba-1 less exact-1",
+    ]
     of_muse, of_moba = (curve for _, curve in curves)
     assert [last for last, _ in of_muse] == [1, 2]
     assert [gap for _, gap in of_muse] == pytest.approx([0.15, 0.15])

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muse_attention.attention_names import short_names
+from muse_attention.by_name import full_name
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.fits import PowerLaw
 from muse_attention.evaluation.means import Mean
@@ -105,6 +107,17 @@ def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
     """Those of them that change the speed, and the mesh, which changes nothing else."""
     names = [name for name in unlike(results, run) if name in _OF_THE_SPEED]
     return names if run.recipe.mesh == reference_of(results, run).recipe.mesh else [*names, "mesh"]
+
+
+def besides(run: Run) -> str:
+    """What else a run attended with, in words: exactly at its beginning or its end, and in further updates."""
+    recipe = run.recipe
+    shares = {"first": recipe.exact_start, "last": recipe.exact_tail} if run.attention != EXACT else {}
+    parts = "".join(f", exact for the {which} {100 * share:g}%" for which, share in shares.items() if share)
+    if not recipe.further_steps:
+        return parts
+    (name,) = short_names([full_name(recipe.attention_at(recipe.steps), recipe.length)]).values()
+    return f"{parts}, then {name} for {recipe.further_steps:,} further updates"
 
 
 def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:

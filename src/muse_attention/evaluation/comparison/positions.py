@@ -109,7 +109,7 @@ def differences_by_position(results: ComparisonResults) -> list[tuple[str, Curve
         if len(gaps) == 1 and gaps[0]:
             curves.append((_less_reference(results, group.runs[0]), gaps[0]))
         elif len(gaps) > 1 and group.difference(results) is not None:
-            curves.append((f"{group.named(names)} less exact, {len(gaps)} seeds", _mean_curve(gaps)))
+            curves.append((f"{group.named(names)}: {len(gaps)} seeds, less exact", _mean_curve(gaps)))
     return curves
 
 

@@ -114,7 +114,7 @@ def runs_table(results: ComparisonResults) -> Table:
     return Table.of(
         _runs(results),
         _RUN,
-        (text("trained with"), lambda run: f"{names[run.attention]}{_exact_parts(run)}"),
+        (text("trained with"), lambda run: f"{names[run.attention]}{findings.besides(run)}"),
         (number("parameters"), lambda run: f"{run.parameters / 1e6:,.1f}M"),
         (number("updates"), lambda run: f"{run.step:,}"),
         (number("tokens"), lambda run: f"{run.tokens:,}"),
@@ -204,9 +204,10 @@ def headline(results: ComparisonResults) -> list[str]:
     for run in _runs(results):
         if found := findings.difference(results, run):
             ratio = _speedup(results, run, " its tokens per second")
+            gap = f"{abs(found.percent.mean):.2f}% of {found.reference} ({_percent(found)})"
             lines.append(
-                f"{run.name}, trained with {run.attention}: held-out loss under exact attention within "
-                f"{abs(found.percent.mean):.2f}% of {found.reference} ({_percent(found)}){ratio and f', {ratio}'}"
+                f"{run.name}, trained with {run.attention}{findings.besides(run)}: held-out loss under exact attention "
+                f"within {gap}{ratio and f', {ratio}'}"
             )
     return lines
 
@@ -240,22 +241,14 @@ def as_csv(results: ComparisonResults) -> str:
 
 def _beginnings(results: ComparisonResults) -> list[Note]:
     """Of runs whose first weights are those of another."""
-    return [
-        Note(f"{run.name} begins with the weights of {run.recipe.initial}; what those have seen is not counted.")
-        for run in _runs(results)
-        if run.recipe.initial
-    ]
-
-
-def _exact_parts(run: Run) -> str:
-    """What a run attends with at its beginning and at its end, if it is something else."""
-    recipe = run.recipe
-    shares = {"first": recipe.exact_start, "last": recipe.exact_tail} if run.attention != EXACT else {}
-    parts = "".join(f", exact for the {which} {100 * share:g}%" for which, share in shares.items() if share)
-    if not recipe.further_steps:
-        return parts
-    name = short_names([full_name(recipe.attention_at(recipe.steps), recipe.length)])
-    return f"{parts}, then {next(iter(name.values()))} for {recipe.further_steps:,} further updates"
+    by_weights: dict[str, list[str]] = {}
+    for run in _runs(results):
+        if run.recipe.initial:
+            by_weights.setdefault(run.recipe.initial, []).append(run.name)
+    if not by_weights:
+        return []
+    begun = "; ".join(f"{', '.join(names)} with those of {initial}" for initial, names in by_weights.items())
+    return [Note(f"Runs that began with the weights of a model, whose tokens are not counted: {begun}.")]
 
 
 def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from muse_attention.attention_names import short_names
-from muse_attention.evaluation.comparison.findings import reference_of, speedup
+from muse_attention.evaluation.comparison.findings import besides, reference_of, speedup
 from muse_attention.evaluation.comparison.results import ComparisonResults, Run
 from muse_attention.evaluation.means import Mean
 from muse_attention.pretraining.recipes import FREE, Recipe
@@ -32,7 +32,7 @@ class Seeds:
 
     def named(self, names: Mapping[str, str]) -> str:
         """With what they were trained, by the names of a report."""
-        return f"{names[self.attention]}{_further(self.runs[0].recipe)}"
+        return f"{names[self.attention]}{besides(self.runs[0])}"
 
     def loss(self, results: ComparisonResults, attention: str) -> Mean | None:
         losses = [_loss(results, run, attention) for run in self.runs]
@@ -120,7 +120,7 @@ def seeds_headline(results: ComparisonResults) -> list[str]:
         ratio = group.speedup(results)
         speed = "" if ratio is None else f", {_times(ratio)} its tokens per second"
         lines.append(
-            f"{group.attention}{_further(group.runs[0].recipe)}, {len(group.runs)} seeds: held-out loss under "
+            f"{group.attention}{besides(group.runs[0])}, {len(group.runs)} seeds: held-out loss under "
             f"exact attention {in_percent(gap)} against exact training with the same seeds{speed}"
         )
     return lines
@@ -148,10 +148,6 @@ def _loss(results: ComparisonResults, run: Run, attention: str) -> float | None:
 def _mean(values: Sequence[float | None]) -> Mean | None:
     known = [value for value in values if value is not None]
     return Mean.of(known) if len(known) == len(values) else None
-
-
-def _further(recipe: Recipe) -> str:
-    return f", then {recipe.further_attention or 'as before'} further" if recipe.further_steps else ""
 
 
 def _four_digits(value: float | None) -> str | None:
