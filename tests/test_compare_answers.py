@@ -66,7 +66,10 @@ def test_metrics_of_before_have_no_kinds() -> None:
 
 def test_what_a_run_began_with_is_told() -> None:
     results = trained(muse=[probed(1, 3.0)])
-    assert "begins with the weights of" not in as_markdown(comparison_report(results))
+    assert "began with the weights of" not in as_markdown(comparison_report(results))
     run = results.runs["muse"]
     results.runs["muse"] = dataclasses.replace(run, recipe=override(run.recipe, ["initial=out/short/model"]))
-    assert "muse begins with the weights of out/short/model; what those" in as_markdown(comparison_report(results))
+    assert (
+        "began with the weights of a model, whose tokens are not counted: muse with those of out/short/model."
+        in as_markdown(comparison_report(results))
+    )

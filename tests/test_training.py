@@ -135,11 +135,15 @@ def test_memory_is_saved_without_changing_what_is_learnt(
     assert losses(tmp_path) == pytest.approx(losses(whole_run), rel=1e-4)
 
 
-def test_bfloat16_is_close(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    train(corpus, override(SMALL, ["precision=bfloat16"]), tmp_path)
-    assert losses(tmp_path) != losses(whole_run)
-    assert losses(tmp_path) == pytest.approx(losses(whole_run), rel=0.02)
-    assert all(tensor.dtype == torch.float32 for tensor in learnt(tmp_path).values())
+def test_bfloat16_is_close(corpus: Corpus, tmp_path: Path) -> None:
+    """Two small updates: some processors take seconds for each product in bfloat16."""
+    changes = ["steps=2", "batch=2", "probe_every=0", "exact_tail=0"]
+    for precision in ("float32", "bfloat16"):
+        train(corpus, override(SMALL, [*changes, f"precision={precision}"]), tmp_path / precision)
+    expected, found = losses(tmp_path / "float32"), losses(tmp_path / "bfloat16")
+    assert found != expected
+    assert found == pytest.approx(expected, rel=0.02)
+    assert all(tensor.dtype == torch.float32 for tensor in learnt(tmp_path / "bfloat16").values())
 
 
 def test_frozen_aggregation_needs_no_tail(corpus: Corpus, tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Model, Text, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun, show, write
 from muse_attention.cli.options import Words, attentions, flag, listed, option, with_option_groups
+from muse_attention.evaluation.gradients import report as gradient_reports
+from muse_attention.evaluation.gradients import results as gradients_found
+from muse_attention.evaluation.gradients.results import GradientResults
 from muse_attention.evaluation.lookups import report as lookup_reports
 from muse_attention.evaluation.lookups import results as lookups_found
 from muse_attention.evaluation.lookups.results import LookupResults
@@ -46,6 +49,10 @@ _LOOKUPS = (
     "Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in every head. "
     "Writes NAME-lookups.json, .md, .csv and .html."
 )
+_GRADIENTS = (
+    "Ask nothing: measure how much of exact attention's gradient for the answers each attention keeps, in the weights. "
+    "Writes NAME-gradients.json, .md, .csv and .html."
+)
 _RUN = ModelRun(output=Path("out/needles"))
 _LENGTHS = "2k,4k,8k"
 
@@ -66,6 +73,7 @@ def needles(
     ] = None,
     samples_per_depth: Annotated[int, option("Of each kind and length, in each of nine depths.")] = 2,
     lookups: Annotated[bool, flag("--lookups", _LOOKUPS)] = False,
+    gradients: Annotated[bool, flag("--gradients", _GRADIENTS)] = False,
     seed: Annotated[int, option("Of the samples.")] = 0,
     run: ModelRun = _RUN,
 ) -> None:
@@ -79,7 +87,9 @@ def needles(
         lengths = parse_size_list(length or [_LENGTHS])
         for one in kinds:
             check_kind(one)
-        others = [] if lookups else ["exact"]  # first, as the others are compared with it
+        if lookups and gradients:
+            raise ValueError("--lookups and --gradients measure different things; ask for one, then for the other")
+        others = [] if lookups or gradients else ["exact"]  # first, as the others are compared with it
         names = {
             tokens: list(dict.fromkeys([*others, *(full_name(one, tokens) for one in asked_for)])) for tokens in lengths
         }
@@ -90,10 +100,12 @@ def needles(
         stem = run.name_for(model)
         if stem == COMPARED:
             raise ValueError(f"--name {COMPARED} is that of the comparison of several models; choose another")
-        kind_of_results: type[NeedleResults | LookupResults] = LookupResults if lookups else NeedleResults
+        kind_of_results: type[NeedleResults | LookupResults | GradientResults] = NeedleResults
+        if lookups or gradients:
+            kind_of_results = LookupResults if lookups else GradientResults
         measurement = Measurement(
             *(context, kind_of_results, run, stem),
-            ending="-lookups" if lookups else "",
+            ending="-lookups" if lookups else "-gradients" if gradients else "",
             settled={"length": ",".join(map(format_size, lengths)), "kind": ",".join(kinds), "attention": asked_for},
         )
     with measurement.errors():
@@ -103,12 +115,19 @@ def needles(
         with measurement.progress(results, len(results.missing(tasks))) as on_step:
             if isinstance(results, LookupResults):
                 lookups_found.measure(subject.model, subject.samples, tasks, results, measurement.path, on_step=on_step)
+            elif isinstance(results, GradientResults):
+                differentiated = (subject.model, subject.samples, tasks)
+                gradients_found.measure(*differentiated, results, measurement.path, on_step=on_step)
             else:
                 asked = (subject.model, subject.tokenizer, subject.samples, tasks)
                 measure(*asked, results, measurement.path, on_step=on_step)
         if isinstance(results, LookupResults):
             _show_lookups(results)
             measurement.write(lookup_reports.lookup_report(results, measurement.path.stem))
+            return
+        if isinstance(results, GradientResults):
+            _show_gradients(results)
+            measurement.write(gradient_reports.gradient_report(results, measurement.path.stem))
             return
         failed = _tell_failures(results, tasks, measurement.again)
         if any(not outcome.error for outcome in results.outcomes.values()):
@@ -224,6 +243,13 @@ def _show_lookups(results: LookupResults) -> None:
     columns = ("length", "kind", "samples", "found", "exact", "pairs", "strong heads", "found, strong")
     caption = "Share of exact attention's weight on the needle that is retrieved, or in the query's own block."
     show(lookup_reports.summary_table(results), title, columns, caption)
+
+
+def _show_gradients(results: GradientResults) -> None:
+    title = f"{results.settings.model}\n{results.settings.haystack}"
+    columns = ("length", "samples", "kept", "cosine", "kept, q and k", "cosine, q and k")
+    caption = "Of the answers' gradient: the component along exact attention's, as a share of it; q and k: projections."
+    show(gradient_reports.summary_table(results), title, columns, caption)
 
 
 def _tell_failures(results: NeedleResults, tasks: Sequence[NeedleTask], again: str) -> bool:

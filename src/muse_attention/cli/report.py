@@ -24,6 +24,8 @@ from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.evaluation.fidelity.layers import FidelityResults
 from muse_attention.evaluation.fidelity.report import fidelity_report
+from muse_attention.evaluation.gradients.report import gradient_report
+from muse_attention.evaluation.gradients.results import GradientResults
 from muse_attention.evaluation.lookups.report import lookup_report
 from muse_attention.evaluation.lookups.results import LookupResults
 from muse_attention.evaluation.loss.positions import LossResults
@@ -57,6 +59,7 @@ _KINDS = (
     _Kind("Training runs", "runs", ComparisonResults.read, comparison_report),
     _NEEDLES,
     _Kind("Lookups", "lookups", LookupResults.read, lookup_report),
+    _Kind("Gradients of lookups", "gradients", GradientResults.read, gradient_report),
     _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
     _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
     _Kind("Benchmarks", "cases", BenchmarkResults.read, bench_report),

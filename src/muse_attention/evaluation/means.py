@@ -25,7 +25,7 @@ class Mean(NamedTuple):
         return cls.of([sample - other for sample, other in zip(samples, others, strict=True)])
 
     @classmethod
-    def of_ratio(cls, totals: Sequence[float], numbers: Sequence[int]) -> Mean:
+    def of_ratio(cls, totals: Sequence[float], numbers: Sequence[float]) -> Mean:
         """The sum of totals over the sum of numbers, of samples that have some of each.
 
         The standard error is that of a ratio, linearised: what is in one sample need not be independent.

@@ -1,0 +1,1 @@
+"""How much of the gradient of lookups an attention keeps."""
