@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -122,12 +123,18 @@ def test_numbers_are_products_of_the_gradients(tokenizer: Tokenizer, samples: Ne
     assert GradientResults.read(tmp_path / "gradients.json").gradients == results.gradients
 
 
-def test_a_loss_that_is_no_number_is_refused(tokenizer: Tokenizer, samples: NeedleSamples) -> None:
+def test_a_loss_or_a_gradient_that_is_no_number_is_refused(tokenizer: Tokenizer, samples: NeedleSamples) -> None:
+    """A file that holds one could not be read again."""
+    sample, refused = samples.make("single", LENGTH, 0, 0), "the loss under exact, or its gradient, is not a finite"
+    model = needle_llama(tokenizer)
+    model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(ValueError, match=refused):
+        differentiate(model, sample, "exact")
     model = needle_llama(tokenizer)
     with torch.no_grad():
         model.lm_head.weight.fill_(math.nan)
-    with pytest.raises(ValueError, match="the loss under exact is not a finite number in"):
-        differentiate(model, samples.make("single", LENGTH, 0, 0), "exact")
+    with pytest.raises(ValueError, match=refused):
+        differentiate(model, sample, "exact")
 
 
 def test_an_interrupted_run_goes_on_to_the_same_results(
@@ -169,12 +176,16 @@ def test_what_is_kept_is_a_share_of_all_that_there_is() -> None:
     (row,) = summary_table(results).rows
     assert row[:2] == ("Q4K4R1SP1B64", "512")
     assert row[5] == "0.950 ± 0.090"  # (0.5 + 9) / (1 + 9); the errors of the two products are -0.45 and 0.45
-    assert row[6:8] == ("1.000", "0.962")  # sqrt(9.25 / 10)
+    assert row[6:8] == ("0.988", "0.962")  # 9.5 / sqrt(9.25 * 10), sqrt(9.25 / 10)
     assert row[8:] == ("", "", ""), "no weights are named as projections of queries and keys"
-    assert depth_table(results, LENGTH).rows == [("0.05", "0.500"), ("0.35", "1.000")]
+    assert depth_table(results, LENGTH).rows == [("0.05", "10%", "0.500"), ("0.35", "90%", "1.000")]
     text = as_markdown(gradient_report(results, "tiny"))
     assert "At 512, Q4K4R1SP1B64 keeps 0.950 ± 0.090 of the gradient of answers." in text
     assert as_csv(results).splitlines()[1] == f'"{COARSE}",512,single,0,0,2.0,1.0,0.25,1.0,0.5,0.0,0.0,0.0'
+    zeros = Products(0.0, 0.0, 0.0)
+    nothing = {task: Gradients(0.0, 0.0, zeros, zeros) for task in results.gradients}
+    text = as_markdown(gradient_report(dataclasses.replace(results, gradients=nothing), "tiny"))
+    assert "At 512, exact attention has no gradient for the answers that Q4K4R1SP1B64 could keep." in text
     with pytest.raises(ValueError, match="no sample has been differentiated yet"):
         gradient_report(GradientResults({}, SETTINGS), "tiny")
 

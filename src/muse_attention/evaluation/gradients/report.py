@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muse_attention.attention_names import short_names
@@ -24,8 +24,12 @@ _KEPT = (
     "The component along exact attention's gradient, as a share of it: the sum of products over the sum of squared "
     "norms, over samples, ± the standard error of that ratio. 1 for exact attention."
 )
-_COSINE = "Of the angle between the two gradients of a sample, the mean over samples."
+_COSINE = "The same sum of products over the root of both sums of squared norms: 1 where the gradient is scaled alone."
 _NORM = "Root mean square over samples of the gradient's norm, as a share of exact attention's."
+_SHARE = (
+    "Of the squared norms of exact attention's gradients. Where it is small, needles are found already, and what is "
+    "kept of so little is noise."
+)
 _LOSS = "Nats for each token of a uid, the mean over samples, ± its standard error."
 _PROJECTIONS = "The same for the projections that make queries and keys (q_proj and k_proj) alone."
 
@@ -62,17 +66,21 @@ class Compared:
     @property
     def kept(self) -> Mean | None:
         squares = [one.exact_square for one in self.products]
-        return Mean.of_ratio([one.product for one in self.products], squares) if sum(squares) > 0 else None
+        return Mean.of_ratio([one.product for one in self.products], squares) if self._exact_squares > 0 else None
 
     @property
     def cosine(self) -> float | None:
-        found = [one.product / norms for one in self.products if (norms := math.sqrt(one.square * one.exact_square))]
-        return Mean.of(found).mean if found else None
+        squares = sum(one.square for one in self.products) * self._exact_squares
+        return sum(one.product for one in self.products) / math.sqrt(squares) if squares > 0 else None
 
     @property
     def norm(self) -> float | None:
-        squares = sum(one.exact_square for one in self.products)
+        squares = self._exact_squares
         return math.sqrt(sum(one.square for one in self.products) / squares) if squares > 0 else None
+
+    @property
+    def _exact_squares(self) -> float:
+        return sum(one.exact_square for one in self.products)
 
 
 def pool(results: GradientResults, length: int, attention: str, bucket: int | None = None) -> Pool:
@@ -143,13 +151,17 @@ def summary_table(results: GradientResults) -> Table:
 def depth_table(results: GradientResults, length: int) -> Table:
     """What is kept of the gradient of all weights, by the depth of a needle that is asked for."""
     names, attentions = short_names(results.named), _attentions(results, length)
-    measured = {task.bucket for task in results.gradients if task.length == length}
+    squares = [0.0] * BUCKETS
+    for task, found in results.gradients.items():
+        if (task.length, task.attention) == (length, attentions[0]):
+            squares[task.bucket] += found.all_weights.exact_square
     rows = []
-    for bucket in (bucket for bucket in range(BUCKETS) if bucket in measured):
+    for bucket in sorted({task.bucket for task in results.gradients if task.length == length}):
         pools = (pool(results, length, attention, bucket) for attention in attentions)
-        rows.append((f"{depth_of(bucket):.2f}", *(_with_error(of.all_weights.kept) for of in pools)))
+        share = f"{100 * squares[bucket] / (sum(squares) or 1):.0f}%"
+        rows.append((f"{depth_of(bucket):.2f}", share, *(_with_error(of.all_weights.kept) for of in pools)))
     columns = (number(names[name], _KEPT) for name in attentions)
-    return Table((number("depth"), *columns), rows)
+    return Table((number("depth"), number("share", _SHARE), *columns), rows)
 
 
 def as_csv(results: GradientResults) -> str:
@@ -169,7 +181,7 @@ def _lengths(results: GradientResults) -> list[int]:
     return sorted({task.length for task in results.gradients})
 
 
-def _attentions(results: GradientResults, length: int) -> Iterable[str]:
+def _attentions(results: GradientResults, length: int) -> list[str]:
     """In the order they were measured in."""
     return list(dict.fromkeys(task.attention for task in results.gradients if task.length == length))
 
@@ -177,8 +189,10 @@ def _attentions(results: GradientResults, length: int) -> Iterable[str]:
 def _in_words(name: str, length: int, of_name: Pool) -> str:
     projections = of_name.queries_and_keys.kept
     also = "" if projections is None else f", and {projections.mean:.3f} of that of queries' and keys' projections"
-    kept = _with_error(of_name.all_weights.kept) or "none"
-    return f"At {format_size(length)}, {name} keeps {kept} of the gradient of answers{also}."
+    kept = of_name.all_weights.kept
+    if kept is None:
+        return f"At {format_size(length)}, exact attention has no gradient for the answers that {name} could keep."
+    return f"At {format_size(length)}, {name} keeps {_with_error(kept)} of the gradient of answers{also}."
 
 
 def _number(value: float | None) -> str:

@@ -92,26 +92,19 @@ def measure(
         for (number, length, kind, bucket), group in itertools.groupby(results.missing(tasks), key=_sample_of):
             sample = samples.make(kind, length, bucket, number)
             on_step(f"{EXACT}, {kind} of {length} tokens", finished)
-            exact_loss, exact = differentiate(model, sample, EXACT)
+            exact = differentiate(model, sample, EXACT)
             for task in group:
                 on_step(f"{task.attention}, {kind} of {length} tokens", finished)
-                loss, own = differentiate(model, sample, task.attention)
-                results.gradients[task] = Gradients(
-                    _rounded(loss),
-                    _rounded(exact_loss),
-                    _products(own, exact),
-                    _products(
-                        *({name: one for name, one in of.items() if _is_projection(name)} for of in (own, exact))
-                    ),
-                )
+                results.gradients[task] = _compare(differentiate(model, sample, task.attention), exact)
                 finished += 1
                 save()
+            del exact  # before the next is computed: it is as large as the model
 
 
 def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tuple[float, dict[str, Tensor]]:
     """The loss of the answers of a sample, and its gradient, by the name of the weights.
 
-    A ValueError if the loss is not a number.
+    A ValueError if one of them is not a finite number.
     """
     from muse_attention.huggingface import use_attention
 
@@ -124,13 +117,21 @@ def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tup
         loss.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad(set_to_none=True)
-    if not math.isfinite(loss.item()):
-        raise ValueError(f"the loss under {attention} is not a finite number in {model.dtype}; use another dtype")
+    if not math.isfinite(loss.item()) or not all(gradient.isfinite().all() for gradient in gradients.values()):
+        raise ValueError(
+            f"the loss under {attention}, or its gradient, is not a finite number in {model.dtype}; use another dtype"
+        )
     return loss.item(), gradients
 
 
 def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
     return task.number, task.length, task.kind, task.bucket
+
+
+def _compare(own: tuple[float, Mapping[str, Tensor]], exact: tuple[float, Mapping[str, Tensor]]) -> Gradients:
+    (loss, of_own), (exact_loss, of_exact) = own, exact
+    projections = ({name: one for name, one in of.items() if _is_projection(name)} for of in (of_own, of_exact))
+    return Gradients(_rounded(loss), _rounded(exact_loss), _products(of_own, of_exact), _products(*projections))
 
 
 def _is_projection(name: str) -> bool:
