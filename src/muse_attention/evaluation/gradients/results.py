@@ -6,7 +6,6 @@ it, as in training. The results are one JSON file, from which an interrupted run
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
+from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask, by_sample
 from muse_attention.pretraining.needles.samples import NeedleSamples, Sample, check_kind
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.stored_results import OnStep, StoredResults, entries
@@ -89,12 +88,12 @@ def measure(
     """
     finished = 0
     with results.saving(path) as save:
-        for (number, length, kind, bucket), group in itertools.groupby(results.missing(tasks), key=_sample_of):
-            sample = samples.make(kind, length, bucket, number)
-            on_step(f"{EXACT}, {kind} of {length} tokens", finished)
+        for sample, of_sample in by_sample(samples, results.missing(tasks)):
+            what = f"{sample.kind} of {len(sample.tokens)} tokens"
+            on_step(f"{EXACT}, {what}", finished)
             exact = differentiate(model, sample, EXACT)
-            for task in group:
-                on_step(f"{task.attention}, {kind} of {length} tokens", finished)
+            for task in of_sample:
+                on_step(f"{task.attention}, {what}", finished)
                 results.gradients[task] = _compare(differentiate(model, sample, task.attention), exact)
                 finished += 1
                 save()
@@ -122,10 +121,6 @@ def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tup
             f"the loss under {attention}, or its gradient, is not a finite number in {model.dtype}; use another dtype"
         )
     return loss.item(), gradients
-
-
-def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
-    return task.number, task.length, task.kind, task.bucket
 
 
 def _compare(own: tuple[float, Mapping[str, Tensor]], exact: tuple[float, Mapping[str, Tensor]]) -> Gradients:

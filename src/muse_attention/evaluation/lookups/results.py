@@ -6,7 +6,6 @@ that uid. The results are one JSON file, from which an interrupted run goes on.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.by_name import get_attention
-from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
+from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask, by_sample
 from muse_attention.found_weight import Lookup, look_up
 from muse_attention.pretraining.needles.samples import NeedleSamples, Sample, check_kind
 from muse_attention.stored_results import OnStep, StoredResults, entries, rounded
@@ -76,16 +75,11 @@ def measure(
     """
     finished = 0
     with results.saving(path) as save:
-        for (number, length, kind, bucket), group in itertools.groupby(results.missing(tasks), key=_sample_of):
-            of_sample = list(group)
-            on_step(f"{kind} of {length} tokens", finished)
-            _look_up(model, samples.make(kind, length, bucket, number), of_sample, results)
+        for sample, of_sample in by_sample(samples, results.missing(tasks)):
+            on_step(f"{sample.kind} of {len(sample.tokens)} tokens", finished)
+            _look_up(model, sample, of_sample, results)
             finished += len(of_sample)
             save()
-
-
-def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
-    return task.number, task.length, task.kind, task.bucket
 
 
 def _look_up(model: PreTrainedModel, sample: Sample, tasks: Sequence[NeedleTask], results: LookupResults) -> None:

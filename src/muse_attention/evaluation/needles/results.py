@@ -5,6 +5,7 @@ A sample that fails is kept with its error, and the others go on; a run that is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from muse_attention.evaluation.needles.scores import Answer, answer
-from muse_attention.pretraining.needles.samples import BUCKETS, KINDS, NeedleSamples
+from muse_attention.pretraining.needles.samples import BUCKETS, KINDS, NeedleSamples, Sample
 from muse_attention.stored_results import OnStep, StoredResults, entries
 
 if TYPE_CHECKING:
@@ -97,6 +98,12 @@ def plan(
     ]
 
 
+def by_sample(samples: NeedleSamples, tasks: Iterable[NeedleTask]) -> Iterator[tuple[Sample, list[NeedleTask]]]:
+    """Each sample, and those of its tasks that follow each other."""
+    for (number, length, kind, bucket), group in itertools.groupby(tasks, key=_sample_of):
+        yield samples.make(kind, length, bucket, number), list(group)
+
+
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -113,6 +120,10 @@ def measure(
             on_step(f"{task.attention}, {task.kind} of {task.length} tokens", finished)
             results.outcomes[task] = _attempt(model, tokenizer, samples, task)
             save()
+
+
+def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
+    return task.number, task.length, task.kind, task.bucket
 
 
 def _attempt(
