@@ -115,11 +115,7 @@ def gradient_report(results: GradientResults, file_name: str) -> Report:
             *(Section.of(f"Kept by depth, {format_size(length)}", depth_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
-        provenance=provenance_of(
-            results,
-            f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
-            f"Haystack: {settings.haystack}; seed {settings.seed}",
-        ),
+        provenance=provenance_of(results, *settings.facts),
         csv=as_csv(results),
     )
 

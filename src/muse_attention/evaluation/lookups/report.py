@@ -127,11 +127,7 @@ def lookup_report(results: LookupResults, file_name: str) -> Report:
             *(Section.of(f"{most}, {format_size(length)}", head_table(results, length)) for length in lengths),
         ],
         names=names_table(results.named),
-        provenance=provenance_of(
-            results,
-            f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
-            f"Haystack: {settings.haystack}; seed {settings.seed}",
-        ),
+        provenance=provenance_of(results, *settings.facts),
         csv=as_csv(results),
     )
 

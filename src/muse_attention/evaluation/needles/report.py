@@ -71,10 +71,6 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         for task, error in failures(results)
     ]
     columns = columns_of(results)
-    facts = [
-        f"Model: {settings.model}, {settings.dtype}, on {settings.device}",
-        f"Haystack: {settings.haystack}; seed {settings.seed}",
-    ]
     warnings = [f"Failed: {len(failed)} of {len(results.outcomes)} samples"] if failed else []
     if same := _exact_in_one_block(results):
         warnings.append(f"One block is the whole context, so MuSe is exact attention: {'; '.join(same)}")
@@ -102,7 +98,7 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
             paper_section(),
         ],
         names=names_table(results.named),
-        provenance=provenance_of(results, *facts),
+        provenance=provenance_of(results, *settings.facts),
         csv=as_csv(results),
     )
 

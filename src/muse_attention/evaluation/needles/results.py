@@ -37,6 +37,14 @@ class NeedleSettings:
     version: int = 1
     """of the texts of needles"""
 
+    @property
+    def facts(self) -> tuple[str, str]:
+        """For a report: the model and the haystack."""
+        return (
+            f"Model: {self.model}, {self.dtype}, on {self.device}",
+            f"Haystack: {self.haystack}; seed {self.seed}",
+        )
+
 
 @dataclass(frozen=True, order=True)
 class NeedleTask:
