@@ -378,6 +378,48 @@ def test_two_groups_of_models_have_a_comparison_each(tmp_path: Path) -> None:
     assert (tmp_path / "needles-compared-2.md").read_text().startswith("# Needles compared: b, d\n")
 
 
+def write_trainings(folder: Path, right: dict[str, dict[str, int]]) -> None:
+    """A folder for each training, with models that are right so often of four, and once of one more."""
+    for training, models in right.items():
+        (folder / training).mkdir(parents=True)
+        for model, number in models.items():
+            other_model(right=number).write(folder / training / f"{model}.json")
+
+
+def test_trainings_in_folders_side_by_side_are_compared_over_folders(tmp_path: Path) -> None:
+    found = {"seed-11": {"exact": 4, "coarse": 0}, "seed-5": {"exact": 3, "coarse": 2, "fine": 4}}
+    write_trainings(tmp_path, found)
+    assert run_report(tmp_path) == (0, [])
+    text = (tmp_path / "needles-over-trainings.md").read_text()
+    assert text.startswith("# Needles over 2 trainings: exact, coarse, fine\n"), "exact attention is the reference"
+    assert (
+        "- single, 2k: coarse less exact -50.0 ± 30.0 percentage points over 2 trainings (-80.0 to -20.0); "
+        "behind by more than 2 standard errors at 1 of 4 depths\n"
+    ) in text
+    assert "| model | seed-5 | seed-11 | mean |" in text, "numbers in order"
+    assert "| exact | 80.0% (37.6 to 96.4) | 100.0% (56.6 to 100.0) | 90.0 ± 10.0% |" in text
+    assert "| fine | 100.0% (56.6 to 100.0) |  | 100.0% |" in text
+    assert "| coarse | -20.0 ± 20.0 | -80.0 ± 20.0 | -50.0 ± 30.0 | 1 of 4 | 0 of 4 |" in text
+    assert "| fine | +20.0 ± 20.0 |  | +20.0 | 0 of 2 | 0 of 2 |" in text
+    assert "| 0.05 | 87.5% | 25.0% | 100.0% | -62.5 ± 37.5 | +25.0 |" in text
+    assert "| 0.55 | 100.0% | 100.0% | 100.0% | +0.0 ± 0.0 | +0.0 |" in text
+    rows = csv.DictReader(io.StringIO((tmp_path / "needles-over-trainings.csv").read_text()))
+    first = {"model": "exact", "training": "seed-5", "asked": "single, 2k", "depth": "0.05"}
+    assert next(rows) == {**first, "right": "3", "questions": "4"}
+    assert "needles-over-trainings.html" in (tmp_path / "index.html").read_text()
+    assert run_report(tmp_path) == (0, []), "its own files are no results"
+
+
+def test_folders_whose_models_were_asked_something_else_are_no_trainings_of_them(tmp_path: Path) -> None:
+    write_trainings(tmp_path, {"seed-1": {"exact": 4, "coarse": 0}})
+    (tmp_path / "longer").mkdir()
+    for name in ("exact", "coarse"):
+        strange = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, seed=7))
+        strange.write(tmp_path / "longer" / f"{name}.json")
+    assert run_report(tmp_path) == (0, [])
+    assert not (tmp_path / "needles-over-trainings.md").exists()
+
+
 def test_results_with_the_name_of_a_comparison_are_not_overwritten(tmp_path: Path) -> None:
     for name in ("needles-compared", "other"):
         hand_made().write(tmp_path / f"{name}.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,9 +24,10 @@ from muse_attention.evaluation.lookups import report as lookup_reports
 from muse_attention.evaluation.lookups import results as lookups_found
 from muse_attention.evaluation.lookups.results import LookupResults
 from muse_attention.evaluation.needles.captures import fast_tokenizer
-from muse_attention.evaluation.needles.comparison import have_same_questions, needle_comparison
+from muse_attention.evaluation.needles.comparison import Models, have_same_questions, needle_comparison, reference_first
 from muse_attention.evaluation.needles.report import needle_report, summary_table
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
+from muse_attention.evaluation.needles.trainings import needles_over_trainings
 from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL
@@ -35,6 +36,7 @@ from muse_attention.pretraining.data.tokenizer import read_tokenizer
 from muse_attention.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
 from muse_attention.pretraining.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_attention.pretraining.needles.writer import VERSION
+from muse_attention.report.tree import Report
 from muse_attention.sizes import format_size, parse_size_list
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 COMPARED = "needles-compared"
 """Name of the files that compare the models in a folder."""
+OVER_TRAININGS = "needles-over-trainings"
+"""Name of the files that compare models over several folders, one for each training."""
 _TEXT_TOKENS = 2**20
 """Of a haystack of texts, unless four times the longest context is more."""
 _LOOKUPS = (
@@ -98,8 +102,8 @@ def needles(
         if corpus is not None and texts:
             raise ValueError("a haystack is either a corpus or texts; leave out --corpus or --text")
         stem = run.name_for(model)
-        if stem == COMPARED:
-            raise ValueError(f"--name {COMPARED} is that of the comparison of several models; choose another")
+        if stem in (COMPARED, OVER_TRAININGS):
+            raise ValueError(f"--name {stem} is that of the comparison of several models; choose another")
         kind_of_results: type[NeedleResults | LookupResults | GradientResults] = NeedleResults
         if lookups or gradients:
             kind_of_results = LookupResults if lookups else GradientResults
@@ -137,26 +141,69 @@ def needles(
             raise typer.Exit(1)
 
 
-def write_needle_comparisons(found: Mapping[str, NeedleResults], folder: Path) -> dict[Path, str]:
-    """The pages that compare models of a folder, and their headlines: a page for models that had the same questions."""
-    if COMPARED in found:
-        say(f"{folder / COMPARED}.json has the name of a comparison; rename it, and the models are compared")
-        return {}
+def write_needle_comparisons(folders: Mapping[Path, Mapping[str, NeedleResults]]) -> dict[Path, str]:
+    """The pages that compare models, and their headlines.
+
+    Of the models in a folder there is a page for those that had the same questions. Of folders side by side, each a
+    training of the same models, there is one over those whose models had the same questions.
+    """
+    pages: dict[Path, str] = {}
+    trainings: dict[Path, list[tuple[Path, Models]]] = {}
+    for folder, found in folders.items():
+        if not {COMPARED, OVER_TRAININGS}.isdisjoint(found):
+            taken = next(name for name in (COMPARED, OVER_TRAININGS) if name in found)
+            say(f"{folder / taken}.json has the name of a comparison; rename it, and the models are compared")
+            continue
+        several = [reference_first(group) for group in _same_questions(found.items()) if len(group) > 1]
+        if several:
+            compared = {name for group in several for name in group}
+            for name in (name for name in found if name not in compared):
+                say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
+        pages |= _write_numbered([needle_comparison(models) for models in several], folder / COMPARED)
+        trainings.setdefault(folder.parent, []).extend((folder, models) for models in several)
+    for parent, found_there in trainings.items():
+        pages |= _write_numbered([*map(needles_over_trainings, _alike(found_there))], parent / OVER_TRAININGS)
+    return pages
+
+
+def _same_questions(found: Iterable[tuple[str, NeedleResults]]) -> list[dict[str, NeedleResults]]:
+    """Models that were asked the same, together."""
     alike: list[dict[str, NeedleResults]] = []
-    for name, results in found.items():
+    for name, results in found:
         group = next((group for group in alike if have_same_questions(next(iter(group.values())), results)), None)
         if group is None:
             alike.append({name: results})
         else:
             group[name] = results
-    several = [group for group in alike if len(group) > 1]
-    for name in (name for group in alike if len(group) == 1 and several for name in group):
-        say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
-    paths = [folder / (COMPARED if number == 1 else f"{COMPARED}-{number}") for number in range(1, 1 + len(several))]
-    reports = {path: needle_comparison(models) for models, path in zip(several, paths, strict=True)}
-    for path, report in reports.items():
+    return alike
+
+
+def _alike(found: Iterable[tuple[Path, Models]]) -> list[dict[str, Models]]:
+    """Folders whose models are compared with one of the same name and were asked the same, if there are several."""
+    alike: list[dict[str, Models]] = []
+    for folder, models in found:
+        for group in alike:
+            (name, results), (other, others) = _reference(models), _reference(next(iter(group.values())))
+            if folder.name not in group and name == other and have_same_questions(results, others):
+                group[folder.name] = models
+                break
+        else:
+            alike.append({folder.name: models})
+    return [group for group in alike if len(group) > 1]
+
+
+def _reference(models: Models) -> tuple[str, NeedleResults]:
+    return next(iter(models.items()))
+
+
+def _write_numbered(reports: Sequence[Report], first: Path) -> dict[Path, str]:
+    """The pages of reports of one kind, and their headlines."""
+    pages: dict[Path, str] = {}
+    for place, report in enumerate(reports, start=1):
+        path = first if place == 1 else first.with_name(f"{first.name}-{place}")
         write(report, path)
-    return {path.with_suffix(".html"): report.headline for path, report in reports.items()}
+        pages[path.with_suffix(".html")] = report.headline
+    return pages
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def report(
 ) -> None:
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
 
-    Models in one folder that were asked for the same needles are compared there, with the first by name.
+    Models in one folder that were asked for the same needles are compared there, with the one named exact or else the
+    first by name. Folders side by side that hold such models, one folder for each training, are compared beside them.
     Of an interrupted run, what was measured to its end is reported. Results that cannot be are named with the reason,
     and the exit code is 1; it is 2 if nothing is reported.
     """
@@ -154,16 +155,12 @@ def _reason(error: ValueError) -> str:
 
 
 def _compare_needles(reported: list[_Reported]) -> dict[Path, str]:
-    """The pages that compare the models of each folder, and their headlines."""
+    """The pages that compare the models of each folder, or of folders side by side, and their headlines."""
     folders: dict[Path, dict[str, Any]] = {}
     for done in reported:
         if done.kind is _NEEDLES:
             folders.setdefault(done.path.parent, {})[done.path.stem] = done.results
-    return {
-        page: headline
-        for folder, models in folders.items()
-        for page, headline in write_needle_comparisons(models, folder).items()
-    }
+    return write_needle_comparisons(folders)
 
 
 def _contents(folder: Path, reported: list[_Reported], comparisons: dict[Path, str]) -> str:

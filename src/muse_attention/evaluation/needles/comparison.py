@@ -42,6 +42,11 @@ def have_same_questions(results: NeedleResults, other: NeedleResults) -> bool:
     return bool(asked) and all(own[sample] == others[sample] for sample in asked)
 
 
+def reference_first(models: Models) -> dict[str, NeedleResults]:
+    """What the others are compared with first: the model named exact, or the first by name."""
+    return dict(sorted(models.items(), key=lambda named: (named[0] != EXACT, named[0])))
+
+
 def needle_comparison(models: Models) -> Report:
     first = next(iter(models.values())).settings
     lines = [f"Haystack: {first.haystack}; seed {first.seed}"]

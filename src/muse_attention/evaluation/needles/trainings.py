@@ -1,0 +1,222 @@
+"""The report of models that were trained several times: how many needles each kind of training finds, over trainings.
+
+One training of each kind is a folder, as for one seed; models of the same name in several folders are trained alike.
+The prompt is read with exact attention, with which they are deployed.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from muse_attention.attention_names import EXACT
+from muse_attention.evaluation.means import Mean, Share
+from muse_attention.evaluation.needles import panels
+from muse_attention.evaluation.needles.comparison import Models
+from muse_attention.evaluation.needles.report import TASK, format_difference
+from muse_attention.evaluation.needles.statistics import Asked, Group, by_depth, difference, is_exact, share
+from muse_attention.machine import machine_lines
+from muse_attention.markup import csv_text
+from muse_attention.plots import Axis, Line, colours
+from muse_attention.pretraining.needles.samples import BUCKETS, depth_of
+from muse_attention.report.figures import line_figure
+from muse_attention.report.tree import Figure, Note, Provenance, Report, Section, Table, number, shown, text
+
+Trainings = Mapping[str, Models]
+"""By the folder, the models by their names. The first model, the same in all, is what others are compared with."""
+
+_SURE = 2
+"""Standard errors from which on a difference counts."""
+_ABOUT = (
+    "A column for each training, a row for each model. ± of one training is the standard error over samples of the "
+    "paired difference; ± of a mean is the standard error over trainings, of one number for each."
+)
+_OF_DEPTHS = (
+    f"Depths of all trainings at which the difference is more than {_SURE} of its standard errors over samples. Where "
+    "there is no difference, about one depth in 44 is so by chance, on either side."
+)
+
+
+@dataclass(frozen=True)
+class _Length:
+    """What all models were asked at one length."""
+
+    title: str
+    groups: list[Group]
+    trainings: dict[str, dict[str, Asked]]
+    models: list[str]
+    """the first is what others are compared with"""
+
+    def found(self, model: str) -> dict[str, Share]:
+        """By training, of those that have the model."""
+        shares = {name: share(there[model].answers(self.groups), is_exact) for name, there in self._with(model)}
+        return {name: of_training for name, of_training in shares.items() if of_training is not None}
+
+    def differences(self, model: str, bucket: int | None = None) -> dict[str, Mean]:
+        """To the first model, by training, of those that have both; of one depth if a bucket is given."""
+        first = self.models[0]
+        gaps = {
+            name: difference(there[model], there[first], self.groups, is_exact, bucket=bucket)
+            for name, there in self._with(model)
+            if first in there
+        }
+        return {name: gap for name, gap in gaps.items() if gap is not None}
+
+    def by_depth(self, model: str, bucket: int) -> float | None:
+        """Exact match, the mean over trainings."""
+        shares = [by_depth(there[model].answers(self.groups), is_exact)[bucket] for _, there in self._with(model)]
+        values = [one.value for one in shares if one is not None]
+        return statistics.fmean(values) if values else None
+
+    def _with(self, model: str) -> list[tuple[str, dict[str, Asked]]]:
+        return [(name, there) for name, there in self.trainings.items() if model in there]
+
+
+def needles_over_trainings(trainings: Trainings) -> Report:
+    lengths = list(_lengths(trainings))
+    results = [one for models in trainings.values() for one in models.values()]
+    facts = dict.fromkeys(f"Haystack: {one.settings.haystack}; seed {one.settings.seed}" for one in results)
+    machines = dict.fromkeys("; ".join(machine_lines(one.machine)) for one in results)
+    return Report(
+        f"Needles over {len(trainings)} trainings: {', '.join(lengths[0].models)}",
+        verdict=[line for length in lengths for line in _in_words(length)],
+        sections=[
+            section
+            for length in lengths
+            for section in (
+                Section.of(f"Exact match, {length.title}", _ABOUT, found_table(length), Note(TASK)),
+                Section.of(f"Less {length.models[0]}, {length.title}", difference_table(length)),
+                Section.of(f"By depth, {length.title}", depth_curves(length, lengths), depth_table(length)),
+            )
+        ],
+        provenance=Provenance([*facts, *machines], [command for one in results for command in one.commands]),
+        csv=as_csv(lengths),
+    )
+
+
+def found_table(length: _Length) -> Table:
+    rows = []
+    for model in length.models:
+        found = length.found(model)
+        if found:
+            mean = Mean.of([one.value for one in found.values()])
+            shares = (shown(found.get(name)) for name in length.trainings)
+            rows.append((model, *shares, _percent(mean)))
+    return Table([text("model"), *map(number, length.trainings), number("mean")], rows)
+
+
+def difference_table(length: _Length) -> Table:
+    """In percentage points."""
+    rows = []
+    for model in length.models[1:]:
+        gaps = length.differences(model)
+        if gaps:
+            behind, ahead, depths = _sure_depths(length, model)
+            rows.append(
+                (
+                    model,
+                    *(format_difference(gaps.get(name)) for name in length.trainings),
+                    format_difference(Mean.of([gap.mean for gap in gaps.values()])),
+                    f"{behind} of {depths}",
+                    f"{ahead} of {depths}",
+                )
+            )
+    columns = [text("model"), *map(number, length.trainings), number("mean")]
+    return Table([*columns, number("depths behind", _OF_DEPTHS), number("depths ahead", _OF_DEPTHS)], rows)
+
+
+def depth_table(length: _Length) -> Table:
+    """Means over trainings."""
+    first, *others = length.models
+    rows = []
+    for bucket in range(BUCKETS):
+        gaps = ([gap.mean for gap in length.differences(model, bucket).values()] for model in others)
+        rows.append(
+            (
+                f"{depth_of(bucket):.2f}",
+                *(_share(length.by_depth(model, bucket)) for model in length.models),
+                *(format_difference(Mean.of(of_model)) if of_model else "" for of_model in gaps),
+            )
+        )
+    columns = [number("depth"), *map(number, length.models)]
+    return Table([*columns, *(number(f"{other} less {first}") for other in others)], rows)
+
+
+def depth_curves(length: _Length, lengths: list[_Length]) -> Figure:
+    colour, title = colours(), f"{length.title}, means over trainings"
+    lines = [
+        Line(
+            model,
+            [(depth_of(bucket), at) for bucket in range(BUCKETS) if (at := length.by_depth(model, bucket)) is not None],
+            next(colour),
+            "o",
+        )
+        for model in length.models
+    ]
+    x, y = Axis("depth of the definition"), Axis(panels.EXACT_MATCH, from_zero=True)
+    place = lengths.index(length) + 1
+    return line_figure(f"depth-{place}", title, lines, x, y, description=f"Exact match against depth: {title}")
+
+
+def as_csv(lengths: list[_Length]) -> str:
+    """A line for every model, training, length and depth."""
+    rows = []
+    for length in lengths:
+        for training, there in length.trainings.items():
+            for model, asked in there.items():
+                for bucket, found in enumerate(by_depth(asked.answers(length.groups), is_exact)):
+                    if found is not None:
+                        about = [model, training, length.title, f"{depth_of(bucket):.2f}"]
+                        rows.append([*about, str(found.right), str(found.number)])
+    return csv_text(["model", "training", "asked", "depth", "right", "questions"], rows)
+
+
+def _lengths(trainings: Trainings) -> Iterator[_Length]:
+    asked = {
+        training: {model: Asked(results, EXACT) for model, results in trainings[training].items()}
+        for training in sorted(trainings, key=_with_numbers_in_order)
+    }
+    everyone = {f"{training}/{model}": one for training, there in asked.items() for model, one in there.items()}
+    found = panels.groups_of(everyone)
+    for length in dict.fromkeys(length for length, _ in found):
+        together = panels.panels_of(everyone, [group for group in found if group[0] == length])
+        kinds, groups = next(iter(together.items()))
+        first = next(iter(next(iter(trainings.values()))))
+        others = sorted({model for there in asked.values() for model in there} - {first})
+        yield _Length(panels.title_of(length, kinds), groups, asked, [first, *others])
+
+
+def _with_numbers_in_order(name: str) -> list[tuple[int, str]]:
+    """A key by which seed-5 is before seed-11."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _in_words(length: _Length) -> Iterator[str]:
+    first, *others = length.models
+    for model in others:
+        gaps = [gap.mean for gap in length.differences(model).values()]
+        if gaps:
+            behind, _, depths = _sure_depths(length, model)
+            yield (
+                f"{length.title}: {model} less {first} {format_difference(Mean.of(gaps))} percentage points over "
+                f"{len(gaps)} trainings ({100 * min(gaps):+.1f} to {100 * max(gaps):+.1f}); behind by more than "
+                f"{_SURE} standard errors at {behind} of {depths} depths"
+            )
+
+
+def _sure_depths(length: _Length, model: str) -> tuple[int, int, int]:
+    """How often it is behind and ahead of the first by more than chance, and of how many depths of all trainings."""
+    gaps = [gap for bucket in range(BUCKETS) for gap in length.differences(model, bucket).values()]
+    sure = [gap.mean for gap in gaps if gap.standard_error is not None and abs(gap.mean) > _SURE * gap.standard_error]
+    return sum(gap < 0 for gap in sure), sum(gap > 0 for gap in sure), len(gaps)
+
+
+def _percent(mean: Mean) -> str:
+    error = "" if mean.standard_error is None else f" ± {100 * mean.standard_error:.1f}"
+    return f"{100 * mean.mean:.1f}{error}%"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
