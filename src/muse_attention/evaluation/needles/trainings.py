@@ -31,7 +31,8 @@ _SURE = 2
 """Standard errors from which on a difference counts."""
 _ABOUT = (
     "A column for each training, a row for each model. ± of one training is the standard error over samples of the "
-    "paired difference; ± of a mean is the standard error over trainings, of one number for each."
+    "paired difference; ± of a mean is the standard error over trainings, of one number for each. The mean of a model "
+    "that is missing in a training is over the others, so of such a model only differences are shown by depth."
 )
 _OF_DEPTHS = (
     f"Depths of all trainings at which the difference is more than {_SURE} of its standard errors over samples. Where "
@@ -48,6 +49,11 @@ class _Length:
     trainings: dict[str, dict[str, Asked]]
     models: list[str]
     """the first is what others are compared with"""
+
+    @property
+    def everywhere(self) -> list[str]:
+        """The models that all trainings have: means over the same trainings can be compared."""
+        return [model for model in self.models if len(self._with(model)) == len(self.trainings)]
 
     def found(self, model: str) -> dict[str, Share]:
         """By training, of those that have the model."""
@@ -136,11 +142,11 @@ def depth_table(length: _Length) -> Table:
         rows.append(
             (
                 f"{depth_of(bucket):.2f}",
-                *(_share(length.by_depth(model, bucket)) for model in length.models),
+                *(_share(length.by_depth(model, bucket)) for model in length.everywhere),
                 *(format_difference(Mean.of(of_model)) if of_model else "" for of_model in gaps),
             )
         )
-    columns = [number("depth"), *map(number, length.models)]
+    columns = [number("depth"), *map(number, length.everywhere)]
     return Table([*columns, *(number(f"{other} less {first}") for other in others)], rows)
 
 
@@ -153,7 +159,7 @@ def depth_curves(length: _Length, lengths: list[_Length]) -> Figure:
             next(colour),
             "o",
         )
-        for model in length.models
+        for model in length.everywhere
     ]
     x, y = Axis("depth of the definition"), Axis(panels.EXACT_MATCH, from_zero=True)
     place = lengths.index(length) + 1
