@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -45,6 +46,7 @@ from muse_attention.evaluation.needles.statistics import (
     share,
     token_means,
 )
+from muse_attention.evaluation.needles.trainings import needles_over_trainings
 from muse_attention.machine import describe_machine
 from muse_attention.pretraining.needles.samples import KINDS
 from muse_attention.report.html import as_html
@@ -398,7 +400,7 @@ def test_trainings_in_folders_side_by_side_are_compared_over_folders(tmp_path: P
     ) in text
     assert "| model | seed-5 | seed-11 | mean |" in text, "numbers in order"
     assert "| exact | 80.0% (37.6 to 96.4) | 100.0% (56.6 to 100.0) | 90.0 ± 10.0% |" in text
-    assert "| fine | 100.0% (56.6 to 100.0) |  | 100.0% |" in text
+    assert "| fine | 100.0% (56.6 to 100.0) |  |  |" in text
     assert "| coarse | -20.0 ± 20.0 | -80.0 ± 20.0 | -50.0 ± 30.0 | 1 of 4 | 0 of 4 |" in text
     assert "| fine | +20.0 ± 20.0 |  | +20.0 | 0 of 2 | 0 of 2 |" in text
     assert "| 0.05 | 87.5% | 25.0% | -62.5 ± 37.5 | +25.0 |" in text
@@ -410,14 +412,60 @@ def test_trainings_in_folders_side_by_side_are_compared_over_folders(tmp_path: P
     assert run_report(tmp_path) == (0, []), "its own files are no results"
 
 
-def test_folders_whose_models_were_asked_something_else_are_no_trainings_of_them(tmp_path: Path) -> None:
-    write_trainings(tmp_path, {"seed-1": {"exact": 4, "coarse": 0}})
-    (tmp_path / "longer").mkdir()
+@pytest.mark.parametrize("changed", [{"seed": 7}, {"model": "large (74M parameters)"}])
+def test_folders_whose_models_are_others_or_were_asked_something_else_are_no_trainings(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
+    (tmp_path / "strange").mkdir()
     for name in ("exact", "coarse"):
-        strange = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, seed=7))
-        strange.write(tmp_path / "longer" / f"{name}.json")
-    assert run_report(tmp_path) == (0, [])
-    assert not (tmp_path / "needles-over-trainings.md").exists()
+        strange = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, **changed))
+        strange.write(tmp_path / "strange" / f"{name}.json")
+    code, lines = run_report(tmp_path)
+    assert (code, lines) == (
+        0,
+        [
+            f"muse: {tmp_path / 'strange'} is in no comparison over folders: no other has such models, asked the same",
+        ],
+    )
+    assert "strange" not in (tmp_path / "needles-over-trainings.md").read_text()
+
+
+def test_a_training_without_the_reference_is_named_and_left_out(tmp_path: Path) -> None:
+    write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
+    write_trainings(tmp_path, {"seed-3": {"coarse": 1, "fine": 4}})
+    code, (line,) = run_report(tmp_path)
+    assert (code, "seed-3 is in no comparison over folders" in line) == (0, True)
+    assert "# Needles over 2 trainings: exact, coarse\n" in (tmp_path / "needles-over-trainings.md").read_text()
+
+
+def test_every_length_is_compared_over_the_trainings_that_answered_it(tmp_path: Path) -> None:
+    """A model that failed at a length, or was not asked it, does not change what the others are compared on."""
+    trainings: dict[str, dict[str, NeedleResults]] = {}
+    for training in ("seed-1", "seed-2"):
+        trainings[training] = {name: other_model(right=2) for name in ("exact", "coarse")}
+        for results in trainings[training].values():
+            with_more(results, 4096, "single", "exact")
+            with_more(results, 4096, "multi-key-2", "exact")
+    failed = trainings["seed-2"]["coarse"].outcomes
+    failed |= {task: Outcome(error="RuntimeError: no") for task in failed if task.length == 4096}
+    report = needles_over_trainings(trainings)
+    titles = [section.title for section in report.sections]
+    assert titles[::3] == ["Exact match, single, 2k", "Exact match, all kinds, 4k"]
+    (differences,) = report.sections[4].tables
+    assert differences.rows == [("coarse", "+0.0 ± 0.0", "", "+0.0", "0 of 1", "0 of 1")]
+    (found,) = report.sections[3].tables
+    assert found.column("mean") == ["100.0 ± 0.0%", ""], "no mean over other trainings"
+    assert any(line.startswith("Failed of seed-2/coarse: ") for line in report.verdict)
+
+
+def test_results_with_the_name_of_a_comparison_over_folders_are_not_overwritten(tmp_path: Path) -> None:
+    write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
+    hand_made().write(tmp_path / "needles-over-trainings.json")
+    code, (line,) = run_report(tmp_path)
+    assert (code, line.partition("; ")[2]) == (0, "rename it, and the models are compared")
+    assert (tmp_path / "needles-over-trainings.md").read_text().startswith("# Needles: needles-over-trainings\n")
+    assert (tmp_path / "seed-1" / "needles-compared.md").exists()
 
 
 def test_results_with_the_name_of_a_comparison_are_not_overwritten(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from muse_attention.evaluation.needles.captures import fast_tokenizer
 from muse_attention.evaluation.needles.comparison import Models, have_same_questions, needle_comparison, reference_first
 from muse_attention.evaluation.needles.report import needle_report, summary_table
 from muse_attention.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
-from muse_attention.evaluation.needles.trainings import needles_over_trainings
+from muse_attention.evaluation.needles.trainings import is_answered, needles_over_trainings
 from muse_attention.evaluation.settings import check_context
 from muse_attention.evaluation.texts import describe_texts, read_texts
 from muse_attention.pretrained import DEFAULT_MODEL
@@ -148,22 +148,32 @@ def write_needle_comparisons(folders: Mapping[Path, Mapping[str, NeedleResults]]
     training of the same models, there is one over those whose models had the same questions.
     """
     pages: dict[Path, str] = {}
-    trainings: dict[Path, list[tuple[Path, Models]]] = {}
+    trainings: dict[Path, list[tuple[str, Models]]] = {}
     for folder, found in folders.items():
-        if not {COMPARED, OVER_TRAININGS}.isdisjoint(found):
-            taken = next(name for name in (COMPARED, OVER_TRAININGS) if name in found)
-            say(f"{folder / taken}.json has the name of a comparison; rename it, and the models are compared")
-            continue
         several = [reference_first(group) for group in _same_questions(found.items()) if len(group) > 1]
-        if several:
-            compared = {name for group in several for name in group}
-            for name in (name for name in found if name not in compared):
-                say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
+        if not several or _is_taken(COMPARED, folder, found):
+            continue
+        compared = {name for group in several for name in group}
+        for name in (name for name in found if name not in compared):
+            say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
         pages |= _write_numbered([needle_comparison(models) for models in several], folder / COMPARED)
-        trainings.setdefault(folder.parent, []).extend((folder, models) for models in several)
-    for parent, found_there in trainings.items():
-        pages |= _write_numbered([*map(needles_over_trainings, _alike(found_there))], parent / OVER_TRAININGS)
+        trainings.setdefault(folder.parent, []).extend((folder.name, models) for models in several)
+    for parent, of_parent in trainings.items():
+        alike = _alike(of_parent)
+        repeated = [group for group in alike if len(group) > 1]
+        if not repeated or _is_taken(OVER_TRAININGS, parent, folders.get(parent, {})):
+            continue
+        for training in (training for group in alike if len(group) == 1 for training in group):
+            say(f"{parent / training} is in no comparison over folders: no other has such models, asked the same")
+        pages |= _write_numbered([*map(needles_over_trainings, repeated)], parent / OVER_TRAININGS)
     return pages
+
+
+def _is_taken(page: str, folder: Path, found: Mapping[str, NeedleResults]) -> bool:
+    """Whether a model has the name of a page, which would overwrite its report."""
+    if page in found:
+        say(f"{folder / page}.json has the name of a comparison; rename it, and the models are compared")
+    return page in found
 
 
 def _same_questions(found: Iterable[tuple[str, NeedleResults]]) -> list[dict[str, NeedleResults]]:
@@ -178,22 +188,25 @@ def _same_questions(found: Iterable[tuple[str, NeedleResults]]) -> list[dict[str
     return alike
 
 
-def _alike(found: Iterable[tuple[Path, Models]]) -> list[dict[str, Models]]:
-    """Folders whose models are compared with one of the same name and were asked the same, if there are several."""
+def _alike(trainings: Iterable[tuple[str, Models]]) -> list[dict[str, Models]]:
+    """Together those whose models are compared with one of the same name and shape, and were asked the same."""
     alike: list[dict[str, Models]] = []
-    for folder, models in found:
-        for group in alike:
-            (name, results), (other, others) = _reference(models), _reference(next(iter(group.values())))
-            if folder.name not in group and name == other and have_same_questions(results, others):
-                group[folder.name] = models
-                break
+    for training, models in trainings:
+        answered = {name: results for name, results in models.items() if is_answered(results)}
+        if len(answered) < 2:
+            continue
+        group = next((group for group in alike if _are_alike(answered, next(iter(group.values())))), None)
+        if group is None:
+            alike.append({training: answered})
         else:
-            alike.append({folder.name: models})
-    return [group for group in alike if len(group) > 1]
+            group[training] = answered
+    return alike
 
 
-def _reference(models: Models) -> tuple[str, NeedleResults]:
-    return next(iter(models.items()))
+def _are_alike(models: Models, others: Models) -> bool:
+    (name, results), (other, other_results) = next(iter(models.items())), next(iter(others.items()))
+    is_same_shape = results.settings.shape == other_results.settings.shape
+    return name == other and is_same_shape and have_same_questions(results, other_results)
 
 
 def _write_numbered(reports: Sequence[Report], first: Path) -> dict[Path, str]:

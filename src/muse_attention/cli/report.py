@@ -91,7 +91,8 @@ def report(
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
 
     Models in one folder that were asked for the same needles are compared there, with the one named exact or else the
-    first by name. Folders side by side that hold such models, one folder for each training, are compared beside them.
+    first by name. Folders side by side in a given one that hold such models of one shape, one folder for each training,
+    are compared over folders.
     Of an interrupted run, what was measured to its end is reported. Results that cannot be are named with the reason,
     and the exit code is 1; it is 2 if nothing is reported.
     """

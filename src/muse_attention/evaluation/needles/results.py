@@ -38,6 +38,11 @@ class NeedleSettings:
     """of the texts of needles"""
 
     @property
+    def shape(self) -> str:
+        """Of the model, in words: without its name."""
+        return self.model.rpartition(" (")[2]
+
+    @property
     def facts(self) -> tuple[str, str]:
         """For a report: the model and the haystack."""
         return (

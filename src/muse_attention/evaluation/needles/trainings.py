@@ -16,7 +16,17 @@ from muse_attention.evaluation.means import Mean, Share
 from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.comparison import Models
 from muse_attention.evaluation.needles.report import TASK, format_difference
-from muse_attention.evaluation.needles.statistics import Asked, Group, by_depth, difference, is_exact, share
+from muse_attention.evaluation.needles.results import NeedleResults
+from muse_attention.evaluation.needles.statistics import (
+    Asked,
+    Group,
+    by_depth,
+    difference,
+    failures,
+    groups,
+    is_exact,
+    share,
+)
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
 from muse_attention.plots import Axis, Line, colours
@@ -31,12 +41,12 @@ _SURE = 2
 """Standard errors from which on a difference counts."""
 _ABOUT = (
     "A column for each training, a row for each model. ± of one training is the standard error over samples of the "
-    "paired difference; ± of a mean is the standard error over trainings, of one number for each. The mean of a model "
-    "that is missing in a training is over the others, so of such a model only differences are shown by depth."
+    "paired difference; ± of a mean is the standard error over trainings, of one number for each. A model that is "
+    "missing in a training has no mean but that of its differences, which are over the others."
 )
 _OF_DEPTHS = (
     f"Depths of all trainings at which the difference is more than {_SURE} of its standard errors over samples. Where "
-    "there is no difference, about one depth in 44 is so by chance, on either side."
+    "there is no difference, at most about one depth in 44 is so by chance, on either side."
 )
 
 
@@ -52,42 +62,49 @@ class _Length:
 
     @property
     def everywhere(self) -> list[str]:
-        """The models that all trainings have: means over the same trainings can be compared."""
-        return [model for model in self.models if len(self._with(model)) == len(self.trainings)]
+        """The models that all trainings have: their means are over the same trainings."""
+        return [model for model in self.models if len(self._that_have(model)) == len(self.trainings)]
 
     def found(self, model: str) -> dict[str, Share]:
         """By training, of those that have the model."""
-        shares = {name: share(there[model].answers(self.groups), is_exact) for name, there in self._with(model)}
+        shares = {name: share(asked[model].answers(self.groups), is_exact) for name, asked in self._that_have(model)}
         return {name: of_training for name, of_training in shares.items() if of_training is not None}
 
     def differences(self, model: str, bucket: int | None = None) -> dict[str, Mean]:
         """To the first model, by training, of those that have both; of one depth if a bucket is given."""
         first = self.models[0]
         gaps = {
-            name: difference(there[model], there[first], self.groups, is_exact, bucket=bucket)
-            for name, there in self._with(model)
-            if first in there
+            name: difference(asked[model], asked[first], self.groups, is_exact, bucket=bucket)
+            for name, asked in self._that_have(model)
+            if first in asked
         }
         return {name: gap for name, gap in gaps.items() if gap is not None}
 
     def by_depth(self, model: str, bucket: int) -> float | None:
         """Exact match, the mean over trainings."""
-        shares = [by_depth(there[model].answers(self.groups), is_exact)[bucket] for _, there in self._with(model)]
+        shares = [by_depth(asked[model].answers(self.groups), is_exact)[bucket] for _, asked in self._that_have(model)]
         values = [one.value for one in shares if one is not None]
         return statistics.fmean(values) if values else None
 
-    def _with(self, model: str) -> list[tuple[str, dict[str, Asked]]]:
-        return [(name, there) for name, there in self.trainings.items() if model in there]
+    def _that_have(self, model: str) -> list[tuple[str, dict[str, Asked]]]:
+        return [(name, asked) for name, asked in self.trainings.items() if model in asked]
+
+
+def is_answered(results: NeedleResults) -> bool:
+    """Whether the model answered something with exact attention."""
+    return bool(Asked(results, EXACT).answers(groups(results)))
 
 
 def needles_over_trainings(trainings: Trainings) -> Report:
+    """Every model has answered something."""
+    trainings = {name: trainings[name] for name in sorted(trainings, key=_with_numbers_in_order)}
     lengths = list(_lengths(trainings))
     results = [one for models in trainings.values() for one in models.values()]
     facts = dict.fromkeys(f"Haystack: {one.settings.haystack}; seed {one.settings.seed}" for one in results)
     machines = dict.fromkeys("; ".join(machine_lines(one.machine)) for one in results)
     return Report(
         f"Needles over {len(trainings)} trainings: {', '.join(lengths[0].models)}",
-        verdict=[line for length in lengths for line in _in_words(length)],
+        verdict=[*(line for length in lengths for line in _in_words(length)), *_failed_in_words(trainings)],
         sections=[
             section
             for length in lengths
@@ -107,9 +124,8 @@ def found_table(length: _Length) -> Table:
     for model in length.models:
         found = length.found(model)
         if found:
-            mean = Mean.of([one.value for one in found.values()])
-            shares = (shown(found.get(name)) for name in length.trainings)
-            rows.append((model, *shares, _percent(mean)))
+            mean = _percent(Mean.of([one.value for one in found.values()])) if model in length.everywhere else ""
+            rows.append((model, *(shown(found.get(name)) for name in length.trainings), mean))
     return Table([text("model"), *map(number, length.trainings), number("mean")], rows)
 
 
@@ -170,8 +186,8 @@ def as_csv(lengths: list[_Length]) -> str:
     """A line for every model, training, length and depth."""
     rows = []
     for length in lengths:
-        for training, there in length.trainings.items():
-            for model, asked in there.items():
+        for training, models in length.trainings.items():
+            for model, asked in models.items():
                 for bucket, found in enumerate(by_depth(asked.answers(length.groups), is_exact)):
                     if found is not None:
                         about = [model, training, length.title, f"{depth_of(bucket):.2f}"]
@@ -181,17 +197,31 @@ def as_csv(lengths: list[_Length]) -> str:
 
 def _lengths(trainings: Trainings) -> Iterator[_Length]:
     asked = {
-        training: {model: Asked(results, EXACT) for model, results in trainings[training].items()}
-        for training in sorted(trainings, key=_with_numbers_in_order)
+        (training, model): Asked(results, EXACT)
+        for training, models in trainings.items()
+        for model, results in models.items()
     }
-    everyone = {f"{training}/{model}": one for training, there in asked.items() for model, one in there.items()}
-    found = panels.groups_of(everyone)
+    first = next(iter(next(iter(trainings.values()))))
+    found = panels.groups_of({"/".join(of): one for of, one in asked.items()})
     for length in dict.fromkeys(length for length, _ in found):
-        together = panels.panels_of(everyone, [group for group in found if group[0] == length])
-        kinds, groups = next(iter(together.items()))
-        first = next(iter(next(iter(trainings.values()))))
-        others = sorted({model for there in asked.values() for model in there} - {first})
-        yield _Length(panels.title_of(length, kinds), groups, asked, [first, *others])
+        of_length = [group for group in found if group[0] == length]
+        answered = {of: one for of, one in asked.items() if one.answers(of_length)}
+        kinds, together = next(
+            iter(panels.panels_of({"/".join(of): one for of, one in answered.items()}, of_length).items())
+        )
+        by_training: dict[str, dict[str, Asked]] = {}
+        for (training, model), one in answered.items():
+            by_training.setdefault(training, {})[model] = one
+        others = sorted({model for _, model in answered} - {first})
+        yield _Length(panels.title_of(length, kinds), together, by_training, [first, *others])
+
+
+def _failed_in_words(trainings: Trainings) -> Iterator[str]:
+    for training, models in trainings.items():
+        for model, results in models.items():
+            if failed := failures(results):
+                number_of = f"{len(failed)} of {len(results.outcomes)}"
+                yield f"Failed of {training}/{model}: {number_of} samples, which count in no share"
 
 
 def _with_numbers_in_order(name: str) -> list[tuple[int, str]]:
