@@ -19,7 +19,7 @@ from muse_attention.benchmark.tuning.candidates import TuningResults
 from muse_attention.benchmark.tuning.report import tuning_report
 from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
 from muse_attention.cli.measuring import write
-from muse_attention.cli.needles import write_needle_comparisons
+from muse_attention.cli.needle_comparisons import write_needle_comparisons
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.evaluation.fidelity.layers import FidelityResults
