@@ -1,4 +1,5 @@
-"""What tests of needles share: a haystack, a tokenizer that knows its words, and models that fit both."""
+"""What tests of needles share: a haystack, a tokenizer that knows its words, models that fit both, and the
+command that asks them."""
 
 from __future__ import annotations
 
@@ -69,3 +70,21 @@ def write_texts(folder: Path) -> None:
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
+
+
+def write_needle_folder(folder: Path, tokenizer: Tokenizer) -> Path:
+    """What the command needs: `model` and `texts`."""
+    (folder / "model").mkdir()
+    write_needle_model(folder / "model", tokenizer)
+    write_texts(folder / "texts")
+    return folder
+
+
+def eval_needles(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    from typer.testing import CliRunner  # here: models and haystacks are for tests without the command, too
+
+    from muse_attention.cli import commands
+
+    result = CliRunner().invoke(commands.app, ["eval", "needles", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr

@@ -33,7 +33,7 @@ from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask
 from muse_attention.huggingface import use_attention
 from muse_attention.pretraining.needles.samples import NeedleSamples
 from muse_attention.report.markdown import as_markdown
-from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer, write_needle_model, write_texts
+from tests.needle_models import eval_needles, needle_haystack, needle_llama, needle_tokenizer, write_needle_folder
 
 LENGTH = 512
 COARSE, ALL = "muse:Q4K4R1SP1B64,clustering=lloyd", "muse:Q4K4R4SP8B64,clustering=lloyd"
@@ -52,11 +52,7 @@ def samples(tokenizer: Tokenizer) -> NeedleSamples:
 
 @pytest.fixture(scope="module")
 def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gradients")
-    (folder / "model").mkdir()
-    write_needle_model(folder / "model", tokenizer)
-    write_texts(folder / "texts")
-    return folder
+    return write_needle_folder(tmp_path_factory.mktemp("gradients"), tokenizer)
 
 
 def tasks_of(*attentions: str, kind: str = "single") -> list[NeedleTask]:
@@ -193,11 +189,6 @@ def test_what_is_kept_is_a_share_of_all_that_there_is() -> None:
 # The command
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(commands.app, ["eval", "needles", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
-
-
 @pytest.fixture(scope="module")
 def options(folder: Path) -> list[object]:
     return [
@@ -208,7 +199,7 @@ def options(folder: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def measured(folder: Path, options: list[object]) -> Path:
-    code, out, err = run(*options, "--output", folder / "out")
+    code, out, err = eval_needles(*options, "--output", folder / "out")
     assert (code, err) == (0, "")
     assert "kept" in out
     assert "Q4K4R1SP1B64" in out, "a terminal has room for the name"
@@ -240,7 +231,7 @@ def test_an_interruption_says_how_to_go_on(
         return differentiate(*given)
 
     monkeypatch.setattr(gradient_results, "differentiate", interrupted)
-    code, _, err = run(*options, "--output", tmp_path)
+    code, _, err = eval_needles(*options, "--output", tmp_path)
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny-gradients.json'}; continue with: muse eval needles" in err
     assert len(GradientResults.read(tmp_path / "tiny-gradients.json").gradients) == 1
@@ -257,7 +248,7 @@ def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> 
 
 
 def test_lookups_and_gradients_are_asked_for_one_by_one(options: list[object], tmp_path: Path) -> None:
-    code, _, err = run(*options, "--lookups", "--output", tmp_path)
+    code, _, err = eval_needles(*options, "--lookups", "--output", tmp_path)
     assert code == 2
     assert "--lookups and --gradients measure different things; ask for one, then for the other" in err
     assert len(err.splitlines()) == 1
@@ -267,6 +258,6 @@ def test_a_file_that_holds_something_else_is_refused(measured: Path, options: li
     document = json.loads((measured / "tiny-gradients.json").read_text())
     document["gradients"][0]["loss"] = math.nan
     (tmp_path / "tiny-gradients.json").write_text(json.dumps(document))
-    code, _, err = run(*options, "--output", tmp_path)
+    code, _, err = eval_needles(*options, "--output", tmp_path)
     assert code == 2
     assert "does not hold the results of muse eval needles --gradients" in err

@@ -41,7 +41,7 @@ from muse_attention.found_weight import found_weight, look_up
 from muse_attention.pretraining.needles.samples import NeedleSamples
 from muse_attention.recording import recorded_calls
 from muse_attention.report.markdown import as_markdown
-from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer, write_needle_model, write_texts
+from tests.needle_models import eval_needles, needle_haystack, needle_llama, needle_tokenizer, write_needle_folder
 
 LENGTH = 512
 PAPER, TOLERANT = "muse:Q4K4R1SP1B64,clustering=lloyd", "muse:Q4K8R4T0.001B64,clustering=lloyd"
@@ -61,11 +61,7 @@ def samples(tokenizer: Tokenizer) -> NeedleSamples:
 
 @pytest.fixture(scope="module")
 def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lookups")
-    (folder / "model").mkdir()
-    write_needle_model(folder / "model", tokenizer)
-    write_texts(folder / "texts")
-    return folder
+    return write_needle_folder(tmp_path_factory.mktemp("lookups"), tokenizer)
 
 
 # The numbers
@@ -190,12 +186,6 @@ def test_no_weight_has_no_share() -> None:
 # The command
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    result = CliRunner().invoke(commands.app, ["eval", "needles", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
-
-
 @pytest.fixture(scope="module")
 def options(folder: Path) -> list[object]:
     return [
@@ -206,7 +196,7 @@ def options(folder: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def measured(folder: Path, options: list[object]) -> Path:
-    code, out, err = run(*options, "--output", folder / "out")
+    code, out, err = eval_needles(*options, "--output", folder / "out")
     assert (code, err) == (0, "")
     assert "found" in out
     assert SHORT_PAPER in out, "a terminal has room for the name"
@@ -230,12 +220,12 @@ def test_results_are_extended(measured: Path, options: list[object], tmp_path: P
     shutil.copytree(measured, tmp_path / "out")
     path = tmp_path / "out" / "tiny-lookups.json"
     before = LookupResults.read(path)
-    code, _, err = run(*options, "--attention", TOLERANT, "--output", tmp_path / "out")
+    code, _, err = eval_needles(*options, "--attention", TOLERANT, "--output", tmp_path / "out")
     assert (code, err) == (0, "")
     after = LookupResults.read(path)
     assert {task: after.lookups[task] for task in before.lookups} == before.lookups
     assert len(after.lookups) == 2 * 9
-    code, _, err = run(*options, "--seed", 1, "--output", tmp_path / "out")
+    code, _, err = eval_needles(*options, "--seed", 1, "--output", tmp_path / "out")
     assert code == 2
     assert f"{path} has other results: seed was 0, now 1; choose another --name or --output, or" in err
 
@@ -252,7 +242,7 @@ def test_an_interruption_says_how_to_go_on(
         return look_up(*given, **others)
 
     monkeypatch.setattr(lookup_results, "look_up", interrupted)
-    code, _, err = run(*options, "--output", tmp_path)
+    code, _, err = eval_needles(*options, "--output", tmp_path)
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny-lookups.json'}; continue with: muse eval needles" in err
     assert "--lookups" in err
@@ -273,7 +263,7 @@ def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("content", ["{", "[]", '{"lookups": 1}'])
 def test_a_file_that_holds_something_else_is_refused(content: str, options: list[object], tmp_path: Path) -> None:
     (tmp_path / "tiny-lookups.json").write_text(content)
-    code, _, err = run(*options, "--output", tmp_path)
+    code, _, err = eval_needles(*options, "--output", tmp_path)
     assert code == 2
     assert "does not hold the results of muse eval needles --lookups" in err
     assert len(err.splitlines()) == 1

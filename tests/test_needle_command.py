@@ -26,7 +26,7 @@ from muse_attention.evaluation.needles.statistics import (
     failures,
 )
 from muse_attention.pretraining.needles.samples import NeedleSamples, Sample
-from tests.needle_models import needle_haystack, needle_tokenizer, write_needle_model, write_texts
+from tests.needle_models import eval_needles, needle_haystack, needle_tokenizer, write_needle_folder
 from tests.test_prepare import make
 
 LENGTH = 1024
@@ -51,17 +51,7 @@ def samples(tokenizer: Tokenizer) -> NeedleSamples:
 
 @pytest.fixture(scope="module")
 def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("needles")
-    (folder / "model").mkdir()
-    write_needle_model(folder / "model", tokenizer)
-    write_texts(folder / "texts")
-    return folder
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    result = CliRunner().invoke(commands.app, ["eval", "needles", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
+    return write_needle_folder(tmp_path_factory.mktemp("needles"), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +64,7 @@ def options(folder: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def measured(folder: Path, options: list[object]) -> Path:
-    code, out, err = run(*options, "--output", folder / "out")
+    code, out, err = eval_needles(*options, "--output", folder / "out")
     assert code == 0, err
     assert "exact" in out
     return folder / "out"
@@ -106,14 +96,14 @@ def test_results_are_continued_and_extended(
     path = tmp_path / "out" / "tiny.json"
     before = NeedleResults.read(path)
     monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
-    code, _, err = run(*options, "--attention", "block_diagonal:256", "--output", tmp_path / "out")
+    code, _, err = eval_needles(*options, "--attention", "block_diagonal:256", "--output", tmp_path / "out")
     assert code == 0, err
     assert ": 17 of 18, ETA 0:00:0" in err, "there is no terminal"
     after = NeedleResults.read(path)
     assert {task: after.outcomes[task] for task in before.outcomes} == before.outcomes
     assert len(after.outcomes) == 3 * 9 * 2
     assert len(after.commands) == 2
-    code, _, err = run(*options, "--seed", 1, "--output", tmp_path / "out")
+    code, _, err = eval_needles(*options, "--seed", 1, "--output", tmp_path / "out")
     assert code == 2
     assert f"{path} has other results: seed was 0, now 1; choose another --name or --output, or" in err
     assert NeedleResults.read(path) == after
@@ -127,7 +117,7 @@ def test_results_of_other_samples_are_not_continued(
     shutil.copytree(measured, tmp_path / "out")
     shutil.copytree(folder / "texts", tmp_path / "texts")
     arguments = [tmp_path / "texts" if option == folder / "texts" else option for option in options]
-    assert run(*arguments, "--output", tmp_path / "out")[0] == 0
+    assert eval_needles(*arguments, "--output", tmp_path / "out")[0] == 0
     if change == "version":
         file = tmp_path / "out" / "tiny.json"
         document = json.loads(file.read_text())
@@ -136,14 +126,14 @@ def test_results_of_other_samples_are_not_continued(
     else:
         last = sorted((tmp_path / "texts").rglob("*.py"))[-1]
         last.write_text(last.read_text()[:-1] + "?")
-    code, _, err = run(*arguments, "--output", tmp_path / "out")
+    code, _, err = eval_needles(*arguments, "--output", tmp_path / "out")
     assert code == 2
     assert f"tiny.json has other results: {'version' if change == 'version' else 'fingerprint'} was " in err
 
 
 def test_kinds_without_room_are_left_out(options: list[object], tmp_path: Path) -> None:
     changed = ["single,multi-query-4" if option == "single,multi-key-2" else option for option in options]
-    code, _, err = run(*changed, "--output", tmp_path, "--length", "640")
+    code, _, err = eval_needles(*changed, "--output", tmp_path, "--length", "640")
     assert code == 0
     assert re.search(r"^muse: left out: multi-query-4 at 640, which needs \d{3} tokens$", err, re.MULTILINE)
     results = NeedleResults.read(tmp_path / "tiny.json")
@@ -163,7 +153,7 @@ def test_an_interruption_says_how_to_go_on(
         return answer(*given)
 
     monkeypatch.setattr(needle_results, "answer", interrupted)
-    code, _, err = run(*options, "--output", tmp_path)
+    code, _, err = eval_needles(*options, "--output", tmp_path)
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny.json'}; continue with: muse eval needles" in err
     assert err.rstrip().endswith(f"--output {tmp_path}")
@@ -179,15 +169,15 @@ def test_failures_are_counted_and_the_rest_is_reported(
         return answer(model, words, sample, attention)
 
     monkeypatch.setattr(needle_results, "answer", fail)
-    code, _, err = run(*options, "--output", tmp_path)
+    code, _, err = eval_needles(*options, "--output", tmp_path)
     assert code == 1
     assert "18 samples failed" in err
     assert err.rstrip().endswith(f"--output {tmp_path}")
     assert "RuntimeError: no luck" in (tmp_path / "tiny.html").read_text()
-    code, _, _ = run(*options, "--output", tmp_path)
+    code, _, _ = eval_needles(*options, "--output", tmp_path)
     assert code == 1, "what is asked for has failed again"
     monkeypatch.setattr(needle_results, "answer", lambda *given: 1 / 0)
-    code, _, err = run(*options, "--output", tmp_path, "--overwrite")
+    code, _, err = eval_needles(*options, "--output", tmp_path, "--overwrite")
     assert code == 1
     assert "36 samples failed" in err
 
@@ -215,7 +205,7 @@ def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> 
     ],
 )
 def test_mistakes(options: list[object], changes: list[str], message: str, tmp_path: Path) -> None:
-    code, out, err = run(*options, "--output", tmp_path / "out", *changes)
+    code, out, err = eval_needles(*options, "--output", tmp_path / "out", *changes)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert message in err
@@ -223,18 +213,20 @@ def test_mistakes(options: list[object], changes: list[str], message: str, tmp_p
 
 
 def test_samples_that_are_too_short_are_refused(options: list[object], tmp_path: Path) -> None:
-    code, _, err = run(*("64" if option == "1k" else option for option in options), "--output", tmp_path / "out")
+    code, _, err = eval_needles(
+        *("64" if option == "1k" else option for option in options), "--output", tmp_path / "out"
+    )
     assert code == 2
     assert "a tenth of 64 tokens has no room for the needles of single" in err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_corpus_must_have_the_tokenizer_of_the_model(folder: Path, tmp_path: Path) -> None:
-    code, _, err = run(folder / "model", "--corpus", tmp_path / "none", "--device", "cpu", "--length", "1k")
+    code, _, err = eval_needles(folder / "model", "--corpus", tmp_path / "none", "--device", "cpu", "--length", "1k")
     assert code == 2
     assert "there is no corpus in" in err
     make(tmp_path / "corpus")
-    code, _, err = run(folder / "model", "--corpus", tmp_path / "corpus", "--device", "cpu", "--length", "1k")
+    code, _, err = eval_needles(folder / "model", "--corpus", tmp_path / "corpus", "--device", "cpu", "--length", "1k")
     assert code == 2
     assert "the model has another tokenizer than the corpus" in err
 

@@ -7,7 +7,7 @@ it, as in training. The results are one JSON file, from which an interrupted run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask, by_sample
-from muse_attention.pretraining.needles.samples import NeedleSamples, Sample, check_kind
+from muse_attention.evaluation.needles.results import MeasuredSamples, NeedleTask, by_sample
+from muse_attention.pretraining.needles.samples import NeedleSamples, Sample
 from muse_attention.pretraining.schedule import EXACT
-from muse_attention.stored_results import OnStep, StoredResults, entries
+from muse_attention.stored_results import OnStep, entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,25 +52,17 @@ class Gradients:
 
 
 @dataclass
-class GradientResults(StoredResults):
+class GradientResults(MeasuredSamples):
     command = "muse eval needles --gradients"
     is_finite = True
 
-    settings: NeedleSettings
     gradients: dict[NeedleTask, Gradients] = field(
         default_factory=dict, metadata=entries("number", "length", "kind", "bucket", "attention")
     )
 
     @property
-    def named(self) -> Iterator[str]:
-        return (task.attention for task in self.gradients)
-
-    def check(self) -> None:
-        for task in self.gradients:
-            check_kind(task.kind)
-
-    def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
-        return [task for task in tasks if task not in self.gradients]
+    def measured(self) -> Mapping[NeedleTask, Gradients]:
+        return self.gradients
 
 
 def measure(

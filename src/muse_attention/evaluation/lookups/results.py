@@ -6,7 +6,7 @@ that uid. The results are one JSON file, from which an interrupted run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from muse_attention.by_name import get_attention
-from muse_attention.evaluation.needles.results import NeedleSettings, NeedleTask, by_sample
+from muse_attention.evaluation.needles.results import MeasuredSamples, NeedleTask, by_sample
 from muse_attention.found_weight import Lookup, look_up
-from muse_attention.pretraining.needles.samples import NeedleSamples, Sample, check_kind
-from muse_attention.stored_results import OnStep, StoredResults, entries, rounded
+from muse_attention.pretraining.needles.samples import NeedleSamples, Sample
+from muse_attention.stored_results import OnStep, entries, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,10 +38,9 @@ class Found:
 
 
 @dataclass
-class LookupResults(StoredResults):
+class LookupResults(MeasuredSamples):
     command = "muse eval needles --lookups"
 
-    settings: NeedleSettings
     layers: list[int] = field(default_factory=list)
     """the layers that were measured, by number"""
     lookups: dict[NeedleTask, Found] = field(
@@ -49,15 +48,8 @@ class LookupResults(StoredResults):
     )
 
     @property
-    def named(self) -> Iterator[str]:
-        return (task.attention for task in self.lookups)
-
-    def check(self) -> None:
-        for task in self.lookups:
-            check_kind(task.kind)
-
-    def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
-        return [task for task in tasks if task not in self.lookups]
+    def measured(self) -> Mapping[NeedleTask, Found]:
+        return self.lookups
 
 
 def measure(

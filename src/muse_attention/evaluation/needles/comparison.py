@@ -14,7 +14,7 @@ from muse_attention.evaluation.needles import panels
 from muse_attention.evaluation.needles.report import PREFILL, TASK, format_difference, paper_section
 from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.needles.scores import Answer
-from muse_attention.evaluation.needles.statistics import Asked, Group, by_depth, difference, failures, in_order, share
+from muse_attention.evaluation.needles.statistics import Asked, Group, by_depth, difference, in_order, share
 from muse_attention.machine import machine_lines
 from muse_attention.markup import csv_text
 from muse_attention.plots import Axis, Curve, Line, colours
@@ -48,8 +48,8 @@ def reference_first(models: Models) -> dict[str, NeedleResults]:
 
 
 def needle_comparison(models: Models) -> Report:
-    first = next(iter(models.values())).settings
-    lines = [f"Haystack: {first.haystack}; seed {first.seed}"]
+    _, haystack = next(iter(models.values())).settings.facts
+    lines = [haystack]
     for name, results in models.items():
         settings = results.settings
         hardware, versions = machine_lines(results.machine)
@@ -62,11 +62,7 @@ def needle_comparison(models: Models) -> Report:
         verdict=[
             panels.found_in_words(first_read),
             f"The prompt is read by {short[read_by]}. {WILSON}",
-            *(
-                f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
-                for name, results in models.items()
-                if (failed := failures(results))
-            ),
+            *panels.failed_in_words(models),
         ],
         cards=panels.cards(first_read),
         sections=[

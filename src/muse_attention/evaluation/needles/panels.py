@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from muse_attention.evaluation.means import WILSON, Share
+from muse_attention.evaluation.needles.results import NeedleResults
 from muse_attention.evaluation.needles.statistics import (
     Asked,
     Group,
     Measure,
     by_depth,
+    failures,
     groups,
     in_order,
     is_exact,
@@ -105,6 +107,13 @@ def _found(columns: Columns) -> dict[str, Share]:
 
 def found_in_words(columns: Columns) -> str:
     return "; ".join(f"{name} finds {found}" for name, found in _found(columns).items()) + " of the needles."
+
+
+def failed_in_words(models: Mapping[str, NeedleResults]) -> Iterator[str]:
+    """Of each model of which samples failed, by what it is called."""
+    for name, results in models.items():
+        if failed := failures(results):
+            yield f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
 
 
 def cards(columns: Columns) -> list[Card]:

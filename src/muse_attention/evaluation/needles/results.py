@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from muse_attention.evaluation.needles.scores import Answer, answer
-from muse_attention.pretraining.needles.samples import BUCKETS, KINDS, NeedleSamples, Sample
+from muse_attention.pretraining.needles.samples import BUCKETS, KINDS, NeedleSamples, Sample, check_kind
 from muse_attention.stored_results import OnStep, StoredResults, entries
 
 if TYPE_CHECKING:
@@ -69,6 +69,29 @@ class Outcome:
 
     answers: tuple[Answer, ...] = ()
     error: str = ""
+
+
+@dataclass
+class MeasuredSamples(StoredResults):
+    """What is measured on needle samples, once under each attention. A subclass declares it, by task."""
+
+    settings: NeedleSettings
+
+    @property
+    def measured(self) -> Mapping[NeedleTask, object]:
+        raise NotImplementedError
+
+    @property
+    def named(self) -> Iterator[str]:
+        return (task.attention for task in self.measured)
+
+    def check(self) -> None:
+        for task in self.measured:
+            check_kind(task.kind)
+
+    def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
+        """What is still to do."""
+        return [task for task in tasks if task not in self.measured]
 
 
 @dataclass

@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from muse_attention.attention_names import EXACT
 from muse_attention.evaluation.means import Mean, Share
@@ -22,7 +23,6 @@ from muse_attention.evaluation.needles.statistics import (
     Group,
     by_depth,
     difference,
-    failures,
     groups,
     is_exact,
     share,
@@ -36,6 +36,8 @@ from muse_attention.report.tree import Figure, Note, Provenance, Report, Section
 
 Trainings = Mapping[str, Models]
 """By the folder, the models by their names. The first model, the same in all, is what others are compared with."""
+
+Item = TypeVar("Item")
 
 _SURE = 2
 """Standard errors from which on a difference counts."""
@@ -96,15 +98,18 @@ def is_answered(results: NeedleResults) -> bool:
 
 
 def needles_over_trainings(trainings: Trainings) -> Report:
-    """Every model has answered something."""
+    """Of models that have each answered something."""
     trainings = {name: trainings[name] for name in sorted(trainings, key=_with_numbers_in_order)}
     lengths = list(_lengths(trainings))
     results = [one for models in trainings.values() for one in models.values()]
-    facts = dict.fromkeys(f"Haystack: {one.settings.haystack}; seed {one.settings.seed}" for one in results)
+    haystacks = dict.fromkeys(haystack for _, haystack in (one.settings.facts for one in results))
     machines = dict.fromkeys("; ".join(machine_lines(one.machine)) for one in results)
     return Report(
         f"Needles over {len(trainings)} trainings: {', '.join(lengths[0].models)}",
-        verdict=[*(line for length in lengths for line in _in_words(length)), *_failed_in_words(trainings)],
+        verdict=[
+            *(line for length in lengths for line in _in_words(length)),
+            *panels.failed_in_words(_side_by_side(trainings)),
+        ],
         sections=[
             section
             for length in lengths
@@ -114,7 +119,7 @@ def needles_over_trainings(trainings: Trainings) -> Report:
                 Section.of(f"By depth, {length.title}", depth_curves(length, lengths), depth_table(length)),
             )
         ],
-        provenance=Provenance([*facts, *machines], [command for one in results for command in one.commands]),
+        provenance=Provenance([*haystacks, *machines], [command for one in results for command in one.commands]),
         csv=as_csv(lengths),
     )
 
@@ -197,31 +202,26 @@ def as_csv(lengths: list[_Length]) -> str:
 
 def _lengths(trainings: Trainings) -> Iterator[_Length]:
     asked = {
-        (training, model): Asked(results, EXACT)
+        training: {model: Asked(results, EXACT) for model, results in models.items()}
         for training, models in trainings.items()
-        for model, results in models.items()
     }
     first = next(iter(next(iter(trainings.values()))))
-    found = panels.groups_of({"/".join(of): one for of, one in asked.items()})
+    found = panels.groups_of(_side_by_side(asked))
     for length in dict.fromkeys(length for length, _ in found):
         of_length = [group for group in found if group[0] == length]
-        answered = {of: one for of, one in asked.items() if one.answers(of_length)}
-        kinds, together = next(
-            iter(panels.panels_of({"/".join(of): one for of, one in answered.items()}, of_length).items())
-        )
-        by_training: dict[str, dict[str, Asked]] = {}
-        for (training, model), one in answered.items():
-            by_training.setdefault(training, {})[model] = one
-        others = sorted({model for _, model in answered} - {first})
-        yield _Length(panels.title_of(length, kinds), together, by_training, [first, *others])
+        answered = {
+            training: there
+            for training, models in asked.items()
+            if (there := {model: one for model, one in models.items() if one.answers(of_length)})
+        }
+        kinds, together = next(iter(panels.panels_of(_side_by_side(answered), of_length).items()))
+        others = sorted({model for models in answered.values() for model in models} - {first})
+        yield _Length(panels.title_of(length, kinds), together, answered, [first, *others])
 
 
-def _failed_in_words(trainings: Trainings) -> Iterator[str]:
-    for training, models in trainings.items():
-        for model, results in models.items():
-            if failed := failures(results):
-                number_of = f"{len(failed)} of {len(results.outcomes)}"
-                yield f"Failed of {training}/{model}: {number_of} samples, which count in no share"
+def _side_by_side(trainings: Mapping[str, Mapping[str, Item]]) -> dict[str, Item]:
+    """All models of all trainings, by what they are called in a report."""
+    return {f"{training}/{model}": one for training, models in trainings.items() for model, one in models.items()}
 
 
 def _with_numbers_in_order(name: str) -> list[tuple[int, str]]:
