@@ -45,7 +45,11 @@ class Seeds:
 
     def difference(self, results: ComparisonResults, *, is_percent: bool = False) -> Mean | None:
         """To exact training with the same seeds; None where a seed has no such run, and of exact training itself."""
-        found = []
+        return _mean(self.differences(results, is_percent=is_percent))
+
+    def differences(self, results: ComparisonResults, *, is_percent: bool = False) -> list[float | None]:
+        """Of each seed, to exact training with the same; None where there is no such run, or one is not measured."""
+        found: list[float | None] = []
         for run in self.runs:
             reference = reference_of(results, run)
             own, other = _loss(results, run, EXACT), _loss(results, reference, EXACT)
@@ -53,9 +57,10 @@ class Seeds:
                 reference is not run and reference.attention == EXACT and _begin_alike(run.recipe, reference.recipe)
             )
             if not is_pair or own is None or other is None:
-                return None
-            found.append(100 * (own - other) / other if is_percent else own - other)
-        return _mean(found)
+                found.append(None)
+            else:
+                found.append(100 * (own - other) / other if is_percent else own - other)
+        return found
 
     def speedup(self, results: ComparisonResults) -> float | None:
         """The median over seeds."""
