@@ -569,6 +569,36 @@ def test_a_run_that_has_lost_its_metrics_is_compared_all_the_same(corpus: Corpus
     assert "| run | attention of the update |" in (tmp_path / "out" / "compare.md").read_text()
 
 
+def test_runs_whose_weights_are_gone_are_compared_by_what_they_recorded(
+    corpus: Corpus, trained: Path, copies: Path, tmp_path: Path
+) -> None:
+    for name in ("exact", "muse"):
+        shutil.rmtree(copies / name / "model")
+        shutil.rmtree(copies / name / "checkpoints")
+    metrics = copies / "muse" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]))
+    asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", tmp_path / "out")
+    code, out, err = run_command(*asked, "--samples", 0)
+    assert code == 0, err
+    assert "muse is not finished: its metrics end with update 4 of 6." in out
+    report = (tmp_path / "out" / "compare.md").read_text()
+    assert "No loss was measured for this report" in report
+    for heading in ("Training attention against test attention", "Loss by position", "Scaling law"):
+        assert heading not in report
+    assert (tmp_path / "out" / "compare-training.png").exists()
+    results = ComparisonResults.read(tmp_path / "out" / "compare.json")
+    with_weights = open_runs([trained / "exact"], corpus)[0]
+    assert results.runs["exact"].parameters == load_weights(with_weights, 6, corpus, "cpu").num_parameters()
+    assert (results.runs["exact"].step, results.runs["muse"].step) == (6, 4)
+
+    (tmp_path / "out" / "compare.md").unlink()
+    assert CliRunner().invoke(commands.app, ["report", str(tmp_path / "out")]).exit_code == 0
+    assert (tmp_path / "out" / "compare.md").read_text() == report
+    assert_refused(run_command(*asked, "--samples", 1), "has neither a model nor a checkpoint yet")
+    metrics.unlink()
+    assert_refused(run_command(*asked, "--samples", 0), "muse has recorded no update; train it on with --resume")
+
+
 def test_one_run_and_an_attention_of_ones_own_choice(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     code, out, err = run_command(
         *(trained / "muse", "--corpus", corpus.folder, "--output", tmp_path, "--samples", 999),
@@ -586,7 +616,8 @@ def test_one_run_and_an_attention_of_ones_own_choice(corpus: Corpus, trained: Pa
 def test_mistakes_are_one_line(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path / "out")
     assert_refused(run_command(*asked, "--precision", "float16"), "must be one of float32, bfloat16")
-    assert_refused(run_command(*asked, "--samples", 0), "--samples must be at least 1")
+    assert_refused(run_command(*asked, "--samples", -1), "--samples and --checkpoints must be at least 0")
+    assert_refused(run_command(*asked, "--samples", 0, "--attention", "exact"), "--samples 0 measures nothing")
     assert_refused(run_command(*asked, "--length", "1k"), "the runs were trained on 64 tokens; --length 1024 is more")
     assert_refused(run_command(*asked, "--attention", "nonsense"), "nonsense")
     assert_refused(run_command(tmp_path, *asked[1:]), "there is no run in")

@@ -48,7 +48,13 @@ class ComparisonRequest:
     attention: Annotated[
         Words, attentions("Attention to test with, beside exact attention", "those that the runs were trained with")
     ] = None
-    samples: Annotated[int, option("Held-out windows, evenly spaced; all, if there are fewer.")] = 16
+    samples: Annotated[
+        int,
+        option(
+            "Held-out windows, evenly spaced; all, if there are fewer. 0: nothing is measured, the report has what the "
+            "runs recorded while they trained, and they need no weights."
+        ),
+    ] = 16
     length: Annotated[str | None, option("Tokens of a window; k means 1024.", "that of the runs")] = None
     checkpoints: Annotated[
         int, option("Earlier checkpoints of each run, at most, whose loss against position is measured.")
@@ -75,8 +81,10 @@ class ComparisonRequest:
     def check(self) -> None:
         if self.place.dtype not in PRECISIONS:
             raise ValueError(f"--dtype {self.place.dtype} must be one of {', '.join(PRECISIONS)}")
-        if self.samples < 1 or self.checkpoints < 0:
-            raise ValueError("--samples must be at least 1, and --checkpoints at least 0")
+        if self.samples < 0 or self.checkpoints < 0:
+            raise ValueError("--samples and --checkpoints must be at least 0")
+        if self.attention and not self.samples:
+            raise ValueError("--samples 0 measures nothing; leave --attention out, or ask for samples")
 
 
 _REQUEST = ComparisonRequest()
@@ -109,13 +117,19 @@ def compare_runs(
         command: what was called to compare runs of these names, for the file of the results
     """
     import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-    from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
+    from muse_attention.evaluation.comparison.matrix import (
+        attentions_of,
+        measure,
+        open_windows,
+        take_records,
+        weights_to_measure,
+    )
     from muse_attention.evaluation.comparison.runs import open_runs
 
     asked_length = None if request.length is None else parse_size(request.length)
     silence_transformers()
     corpus = read_corpus(request.corpus)
-    runs = open_runs(folders, corpus, device=request.place.device, on_refused=say)
+    runs = open_runs(folders, corpus, device=request.place.device, needs_weights=request.samples > 0, on_refused=say)
     length = _length(runs, asked_length)
     windows = open_windows(corpus, length)
     settings = ComparisonSettings(
@@ -135,6 +149,10 @@ def compare_runs(
     results = ComparisonResults.start(settings, request.path, overwrite=request.overwrite)
     if request.shared_gpu:
         results.settings = replace(results.settings, shared_gpu=True)
+    if not request.samples:
+        add_command(results, command([run.name for run in runs]))
+        take_records(runs, corpus, results, request.path)
+        return _report(results, request)
     missing = sum(
         len(results.missing(run.name, step, attentions_of(run, step, tested)))
         for run in runs
@@ -149,7 +167,15 @@ def compare_runs(
             on_step=on_step,
             on_refused=say,
         )
-    _show(results)
+    return _report(results, request)
+
+
+def _report(results: ComparisonResults, request: ComparisonRequest) -> ComparisonResults:
+    if results.settings.samples:
+        _show(results)
+    else:
+        for line in warnings(results):
+            typer.echo(line)
     write(comparison_report(results), request.path, request.path)
     return results
 

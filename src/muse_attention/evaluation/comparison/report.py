@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from muse_attention.attention_names import in_words, short_names
 from muse_attention.by_name import full_name
@@ -55,6 +55,11 @@ _PROBE = (
     "model attends exactly, in every global layer."
 )
 _SHARED_GPU = Note("The GPU was shared with other programs, so the speeds of these runs are left out.")
+_MEASURED_BY = "The machine below measured these losses; the runs may have been trained on another."
+_WRITTEN_BY = "The machine below wrote this report; the runs may have been trained on another."
+_RECORDED = (
+    "No loss was measured for this report: it has what the runs recorded while they trained. Their weights may be gone."
+)
 _PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
 _RUN = (text("run"), lambda run: run.name)
 _TOKENS_AXIS = Axis("tokens (millions)")
@@ -62,44 +67,58 @@ _POINTS_OF_A_LAW = 50
 
 
 def comparison_report(results: ComparisonResults, file_name: str = "") -> Report:
-    if not results.attentions:
-        raise ValueError("no model has seen all samples yet; run the comparison again, and it goes on")
     settings = results.settings
-    switched = [switching_table(results)] if any(name != EXACT for name in results.attentions) else []
-    laws = [scaling_table(results)] if findings.scaling_laws(results) else []
+    if settings.samples and not results.attentions:
+        raise ValueError("no model has seen all samples yet; run the comparison again, and it goes on")
     smoothing = " or ".join(f"{averaged:,}" for averaged in sorted({run.curves.averaged for run in _runs(results)}))
     averages = Note(
         f"Each point is the mean of {smoothing} consecutive updates, and none is in two points. This is the loss on "
         "the training batches, under the attention of the update."
     )
+    runs: list[Table | Note] = [runs_table(results), _TOKENS, *_beginnings(results)]
+    recorded = [
+        _training_section(results, averages),
+        Section.optional("The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)),
+        *answers_sections(results, short_names(_named(results))),
+        *evaluations_sections(results),
+    ]
+    windows = (
+        f"{settings.samples} windows of {format_size(settings.length)} tokens, evenly spaced among "
+        f"{settings.windows:,}; {settings.precision}, on {settings.device}"
+    )
+    facts = (
+        [f"Held-out text: {settings.corpus}; {windows}", _MEASURED_BY]
+        if settings.samples
+        else [f"Corpus: {settings.corpus}", _WRITTEN_BY]
+    )
     return Report(
         f"Training runs compared: {', '.join(results.runs)}",
         verdict=[*seeds_headline(results), *headline(results), *warnings(results)],
         cards=_cards(results),
-        sections=[
-            *seeds_sections(results),
-            Section.of("Training attention against test attention", matrix_table(results)),
-            Section.of("Runs", runs_table(results), _TOKENS, *_beginnings(results)),
-            *(Section.of("Switching the attention", _SWITCHING, table, LEAK) for table in switched),
-            _training_section(results, averages),
-            Section.optional(
-                "The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)
-            ),
-            *answers_sections(results, short_names(_named(results))),
-            *evaluations_sections(results),
-            *further_sections(results),
-            positions_section(results),
-            Section.of("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW),
-        ],
-        names=names_table(_named(results)),
-        provenance=provenance_of(
-            results,
-            f"Held-out text: {settings.corpus}; {settings.samples} windows of {format_size(settings.length)} tokens, "
-            f"evenly spaced among {settings.windows:,}; {settings.precision}, on {settings.device}",
-            "The machine below measured these losses; the runs may have been trained on another.",
+        sections=(
+            [*_by_attention(results, runs), *recorded, *_by_position_and_size(results)]
+            if settings.samples
+            else [Section.of("Runs", _RECORDED, *runs), *recorded]
         ),
+        names=names_table(_named(results)),
+        provenance=provenance_of(results, *facts),
         csv=as_csv(results),
     )
+
+
+def _by_attention(results: ComparisonResults, runs: Sequence[Table | Note]) -> Iterable[Section]:
+    yield from seeds_sections(results)
+    yield Section.of("Training attention against test attention", matrix_table(results))
+    yield Section.of("Runs", *runs)
+    if any(name != EXACT for name in results.attentions):
+        yield Section.of("Switching the attention", _SWITCHING, switching_table(results), LEAK)
+
+
+def _by_position_and_size(results: ComparisonResults) -> Iterable[Section]:
+    laws = [scaling_table(results)] if findings.scaling_laws(results) else []
+    yield from further_sections(results)
+    yield positions_section(results)
+    yield Section.of("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW)
 
 
 def _training_section(results: ComparisonResults, averages: Note) -> Section:
@@ -119,7 +138,7 @@ def runs_table(results: ComparisonResults) -> Table:
         (number("updates"), lambda run: f"{run.step:,}"),
         (number("tokens"), lambda run: f"{run.tokens:,}"),
         (number("tokens per parameter"), lambda run: f"{run.tokens / run.parameters:.2g}"),
-        (text("weights"), _weights),
+        *([(text("weights"), _weights)] if results.settings.samples else []),
     )
 
 
@@ -214,8 +233,9 @@ def headline(results: ComparisonResults) -> list[str]:
 
 def warnings(results: ComparisonResults) -> list[str]:
     """What stands between these runs and a fair comparison."""
+    what = "its weights are those of" if results.settings.samples else "its metrics end with"
     lines = [
-        f"{run.name} is not finished: its weights are those of update {run.step:,} of {run.recipe.updates:,}."
+        f"{run.name} is not finished: {what} update {run.step:,} of {run.recipe.updates:,}."
         for run in _runs(results)
         if not run.is_finished
     ]

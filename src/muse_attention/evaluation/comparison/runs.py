@@ -57,15 +57,17 @@ def open_runs(
     corpus: Corpus,
     *,
     device: str = "cpu",
+    needs_weights: bool = True,
     on_refused: Callable[[str], None] = lambda message: None,
 ) -> list[StoredRun]:
     """What there is in each folder; a ValueError if it is no run of this corpus, or has no weights yet.
 
+    Where no weights are needed, the newest are those of the last update that was recorded, wherever they may be.
     A run from before recorded names were full is taken for one that ran on `device`.
     `on_refused` hears of each checkpoint of an unfinished run that is not whole, and of broken lines of metrics.
     """
     return [
-        _open_run(folder, name, corpus, device, on_refused)
+        _open_run(folder, name, corpus, device, needs_weights, on_refused)
         for folder, name in zip(folders, _names([folder.expanduser().resolve() for folder in folders]), strict=True)
     ]
 
@@ -91,12 +93,20 @@ def choose_evenly(steps: Sequence[int], number: int) -> list[int]:
     return [steps[round(index * (len(steps) - 1) / (number - 1))] for index in range(number)]
 
 
-def _open_run(folder: Path, name: str, corpus: Corpus, device: str, on_refused: Callable[[str], None]) -> StoredRun:
+def _open_run(
+    folder: Path, name: str, corpus: Corpus, device: str, needs_weights: bool, on_refused: Callable[[str], None]
+) -> StoredRun:
     recorded = run_recipe(folder)
     rename = functools.partial(recorded_name, length=recorded.length, device=device)
     recipe = dataclasses.replace(recorded, attention=rename(recorded.attention))
     if run_corpus(folder) != corpus.fingerprint:
         raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
+    curves = _read_curves(folder, on_refused).with_names(rename)
+    if not needs_weights:
+        newest = curves.tokens // recipe.tokens_per_step
+        if not newest:
+            raise ValueError(f"the run in {folder} has recorded no update; train it on with --resume")
+        return StoredRun(folder, name, recipe, curves, newest, is_finished=False, earlier=())
     newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
     if not is_finished:
         found = latest_checkpoint(folder, recipe, corpus, on_refused)
@@ -104,7 +114,6 @@ def _open_run(folder: Path, name: str, corpus: Corpus, device: str, on_refused: 
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
         newest = found.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
-    curves = _read_curves(folder, on_refused).with_names(rename)
     return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier)
 
 
