@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from muse_attention.benchmark.suite import run_plan
 from muse_attention.captured_heads import Captures, Origin, save_captures
 from muse_attention.cli import commands, info, main
 from muse_attention.cli.app import console, new_table, phases_bar, progress_bar
+from muse_attention.cli.language_model import short_warnings
 from muse_attention.config import MuSeConfig
 
 SHORT_BENCH = ("bench", "--device", "cpu", "--lengths", "512", "--head-dim", "8", "--repeats", "1", "--no-memory")
@@ -119,6 +121,15 @@ def test_without_a_terminal_a_long_run_is_estimated_at_once(
         on_step("single of 2048 tokens", 1)
         on_step("single of 2048 tokens", 2)
     assert capsys.readouterr().err == "muse: single of 2048 tokens: 1 of 540, ETA 0:08:59\n"
+
+
+def test_a_warning_is_one_line_without_the_stack_of_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    with short_warnings():
+        warnings.simplefilter("always")
+        warnings.warn(
+            "switching to BLAS:\nno bfloat16\nException raised from mm at /a/b.cpp:338\nframe #0: c10", stacklevel=1
+        )
+    assert capsys.readouterr().err == "muse: switching to BLAS: no bfloat16\n"
 
 
 def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

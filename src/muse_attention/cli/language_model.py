@@ -38,6 +38,8 @@ Text = Annotated[
 ]
 Length = Annotated[str, option("Tokens of a sample; k means 1024.")]
 Dtype = Annotated[str | None, option("float32, bfloat16 or float16.", "float32 on cpu, bfloat16 on cuda")]
+_STACK = "\nException raised from "
+"""Begins the stack of C++ calls that some warnings of PyTorch end with."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def settings_of_model(name: str, model: PreTrainedModel, place: Place, tokens: T
 
 @contextlib.contextmanager
 def short_warnings() -> Iterator[None]:
-    """A warning is one line, without the code that it came from."""
+    """A warning is one line, without the code that it came from and without PyTorch's stack of C++ calls."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *where: say(str(message))
+        warnings.showwarning = lambda message, *where: say(str(message).partition(_STACK)[0])
         yield
