@@ -1,14 +1,16 @@
 """README's picture of quality against cost, from the records: `python -m docs_build.quality_picture`.
 
 Across: the time of an attention, forward and backward, as a share of exact attention's, on heads of models that were
-trained so at that length. Up, on the left: how much higher the held-out loss is, under exact attention, than after
-exact training from the same weights; on the right: how many needles fewer are found.
+trained so at that length. Up, above: how much higher the held-out loss is, under exact attention, than after exact
+training from the same weights. Below: how many needles fewer are found, one line for each try, for tries begin with
+short models of their own, and only within one can attentions be compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -16,11 +18,7 @@ from typing import NamedTuple
 from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter
 
-from docs_build.needle_records import (
-    read_mean_over_trainings,
-    read_needles_compared,
-    read_needles_over_trainings,
-)
+from docs_build.needle_records import read_difference, read_mean_over_trainings
 from docs_build.records import BLOCK_DIAGONAL, DEFAULT, GPU, MOBA, RECORDS, read_comparison
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, RED, save
 from muse_attention.by_name import full_name
@@ -38,8 +36,6 @@ _LINEAR_UP_TO = 0.5
 """Percent: a logarithm begins here, for zero has none."""
 _LINEAR_UP_TO_POINTS = 2
 """Percentage points of needles: the same."""
-_NEEDLES_AT = 16 * 1024
-_WIDTH_OF_LINES = 1.2
 
 
 class Measured(NamedTuple):
@@ -60,103 +56,134 @@ MEASURED = (
 )
 
 
-class Looked(NamedTuple):
+class NeedleModels(NamedTuple):
     """Models of 1.3M parameters that were trained with an attention to look needles up."""
 
-    name: str
+    label: str
     attention: str
-    over_trainings: tuple[tuple[str, str], ...]
-    """folders in needles/16k with a record of several trainings, and what the models are called there"""
-    single: str | None = None
-    """what they are called in the records of single trainings, of an earlier try"""
-    is_longer: bool = False
-    """whether they had three times the updates"""
+    called: str
+    """in the record"""
+    record: str | None = None
+    """if it is another than that of the try"""
+
+
+class Try(NamedTuple):
+    """Trainings from the same short models."""
+
+    name: str
+    records: tuple[str, ...]
+    """in needles/16k: one over trainings, or one for each training"""
+    models: tuple[NeedleModels, ...]
+    marker: str
 
 
 _SETTINGS = "caution=2.0,clustering=lloyd,cap_factor=none"
-LOOKED = (
-    Looked(DEFAULT, "muse", (("tolerances", "default"), ("key-clusters", "default")), single="muse"),
-    Looked("the same, 3 times the updates", "muse", (("more-updates", "default"),), is_longer=True),
-    Looked("tolerance 0.03", f"muse:Q32K32R8T0.03B2k,{_SETTINGS}", (("tolerances", "tolerance-0.03"),)),
-    Looked("tolerance 0.01", f"muse:Q32K32R32T0.01B2k,{_SETTINGS}", (("tolerances", "tolerance-0.01"),)),
-    Looked("128 key clusters, 0.03", f"muse:Q32K128R8T0.03B2k,{_SETTINGS}", (("key-clusters", "k128-t0.03"),)),
-    Looked("128 key clusters, 0.01", f"muse:Q32K128R32T0.01B2k,{_SETTINGS}", (("key-clusters", "k128-t0.01"),)),
-    Looked(PAPERS_METHOD, "muse:paper", (), single="paper"),
+_NEEDLES_AT = 16 * 1024
+_TIMES_OF_NEEDLE_MODELS = "cuda-tiny-heads"
+_LONGER = "default, 3 times the updates"
+TRIES = (
+    Try(
+        "first try",
+        tuple(f"tiny/seed-{seed}" for seed in (2, 5, 6, 7)),  # those that could look up before
+        (NeedleModels("default", "muse", "muse"), NeedleModels("the paper's method", "muse:paper", "paper")),
+        "^",
+    ),
+    Try(
+        "second try",
+        ("tolerances",),
+        (
+            NeedleModels("default", "muse", "default"),
+            NeedleModels("tolerance 0.03", f"muse:Q32K32R8T0.03B2k,{_SETTINGS}", "tolerance-0.03"),
+            NeedleModels("tolerance 0.01", f"muse:Q32K32R32T0.01B2k,{_SETTINGS}", "tolerance-0.01"),
+        ),
+        "s",
+    ),
+    Try(
+        "third try",
+        ("key-clusters",),
+        (
+            NeedleModels("default", "muse", "default"),
+            NeedleModels("128 key clusters, tolerance 0.03", f"muse:Q32K128R8T0.03B2k,{_SETTINGS}", "k128-t0.03"),
+            NeedleModels("128 key clusters, tolerance 0.01", f"muse:Q32K128R32T0.01B2k,{_SETTINGS}", "k128-t0.01"),
+            NeedleModels(_LONGER, "muse", "default", record="more-updates"),
+        ),
+        "o",
+    ),
 )
-_SINGLE = tuple(f"tiny/seed-{seed}" for seed in (2, 5, 6, 7))
-"""Those that could look up before."""
-_TIMES_OF_LOOKED = "cuda-tiny-heads"
 
 
 class Point(NamedTuple):
     """Models that were trained with an attention."""
 
-    method: str
     name: str
+    colour: str
     cost: float
     """of the attention, as a share of exact attention's time"""
     gap: Mean
     """to exact training: percent of its loss, or percentage points of needles"""
     trainings: int
-    is_longer: bool = False
 
 
 def read_trained(measured: Measured) -> list[Point]:
-    """By cost. A ValueError where a record has another attention than those that are drawn, or no time of it."""
-    costs = _read_costs(measured.times)
-    gaps: dict[str, list[float]] = {}
-    length = 0
+    """By cost. A ValueError where records do not belong together, or have no time of an attention."""
+    found: dict[str, dict[int, float]] = {}
+    lengths = set()
     for record in measured.comparisons:
         results, path = read_comparison(record)
-        length = results.settings.length
-        for group in seeds_of(results):
-            found = [gap for gap in group.differences(results, is_percent=True) if gap is not None]
-            if group.attention not in costs and group.attention != EXACT:
-                raise ValueError(f"{path} has {group.attention}, which {' and '.join(measured.times)} have not")
-            gaps.setdefault(group.attention, []).extend(found)
+        lengths.add(results.settings.length)
+        groups = [group for group in seeds_of(results) if group.attention != EXACT]
+        if not groups:
+            raise ValueError(f"{path}: no attention has several seeds, and an error over seeds is drawn")
+        for group in groups:
+            gaps = found.setdefault(group.attention, {})
+            for run, gap in zip(group.runs, group.differences(results, is_percent=True), strict=True):
+                if gap is None or run.recipe.seed in gaps:
+                    raise ValueError(f"{path}: {run.name} is no pair with exact training, or its seed came before")
+                gaps[run.recipe.seed] = gap
+    if len(lengths) != 1:
+        raise ValueError(f"{measured.comparisons} are of several lengths")
+    length = lengths.pop()
+    costs = _read_costs(measured.times, found, length)
     points = []
-    for attention, found in gaps.items():
-        if attention == EXACT:
-            continue
-        if len(found) < 2:
-            raise ValueError(f"one seed of {attention} in {measured.comparisons}, and an error over seeds is drawn")
+    for attention, by_seed in found.items():
         method = _method(attention, length)
         name = f"{method}{_sizes(attention, method)}, {format_size(length)}"
-        points.append(Point(method, name, costs[attention], Mean.of(found), len(found)))
+        points.append(Point(name, _COLOURS[method], costs[attention], Mean.of(list(by_seed.values())), len(by_seed)))
     return sorted(points, key=lambda point: point.cost)
 
 
-def read_looked() -> list[Point]:
-    """By cost."""
-    costs = _read_costs((_TIMES_OF_LOOKED,))
+def read_needles(one: Try) -> list[Point]:
+    names = {models: full_name(models.attention, _NEEDLES_AT) for models in one.models}
+    costs = _read_costs([_TIMES_OF_NEEDLE_MODELS], names.values(), _NEEDLES_AT)
     points = []
-    for one in LOOKED:
-        gap, trainings = _read_needles(one)
-        method = one.name if one.name in _COLOURS else TOLERANCE
-        cost = costs[full_name(one.attention, _NEEDLES_AT)]
-        points.append(Point(method, one.name, cost, gap, trainings, one.is_longer))
-    return sorted(points, key=lambda point: point.cost)
+    for models, attention in names.items():
+        gap, trainings = _read_needles(one, models)
+        colour = BLUE if models.attention == "muse:paper" else GREEN
+        points.append(Point(models.label, colour, costs[attention], gap, trainings))
+    return points
 
 
 def describe() -> str:
     """What the picture shows, for those who do not see it."""
     losses = "; ".join(
-        f"{one.name}: {one.cost:.2f} of the time, {_percent(one.gap)}, {one.trainings} seeds"
+        f"{point.name}: {point.cost:.2f} of the time, {_percent(point.gap)}, {point.trainings} seeds"
         for measured in MEASURED
-        for one in read_trained(measured)
+        for point in read_trained(measured)
     )
     needles = "; ".join(
-        f"{one.name}: {one.cost:.2f} of the time, {_points(one.gap)} points, {one.trainings} trainings"
-        for one in read_looked()
+        f"{one.name}, {point.name}: {point.cost:.2f} of the time, {_points(point.gap)}, {point.trainings} trainings"
+        for one in TRIES
+        for point in read_needles(one)
     )
     return (
         "Quality after training against the time of the attention, both relative to exact attention. "
-        f"Held-out loss of 23M models: {losses}. Needles found by 1.3M models at {format_size(_NEEDLES_AT)}: {needles}"
+        f"Held-out loss of 23M models: {losses}. Needles found by 1.3M models at {format_size(_NEEDLES_AT)}, in "
+        f"percentage points: {needles}"
     )
 
 
 def draw() -> Path:
-    figure, (losses, needles) = pyplot.subplots(2, 1, figsize=(8.6, 8.4))
+    figure, (losses, needles) = pyplot.subplots(2, 1, figsize=(8.6, 8.8))
     _draw_losses(losses)
     _draw_needles(needles)
     figure.tight_layout(h_pad=2.0)
@@ -169,12 +196,14 @@ _PLACES = {
     "MuSe, tolerance 0.03, 16k": (-4, -32, "left"),
     "MuSe, default, 32k": (0, -38, "center"),
     f"{MOBA} L256B256R8, 32k": (-9, -4, "right"),
-    DEFAULT: (-10, -12, "right"),
-    "the same, 3 times the updates": (-10, -4, "right"),
-    "tolerance 0.03": (10, -12, "left"),
-    "tolerance 0.01": (9, -12, "left"),
-    "128 key clusters, 0.03": (9, 10, "left"),
-    "128 key clusters, 0.01": (9, -20, "left"),
+    "first try, default": (-9, -10, "right"),
+    "second try, default": (-9, -1, "right"),
+    "third try, default": (-9, -1, "right"),
+    f"third try, {_LONGER}": (-9, -2, "right"),
+    "second try, tolerance 0.03": (9, -14, "left"),
+    "second try, tolerance 0.01": (9, -14, "left"),
+    "third try, 128 key clusters, tolerance 0.03": (18, 20, "right"),
+    "third try, 128 key clusters, tolerance 0.01": (-8, 26, "center"),
 }
 """Of labels, from their points, where to the right and a little above is not the place."""
 
@@ -183,9 +212,10 @@ def _draw_losses(axes: pyplot.Axes) -> None:
     _draw_exact(axes)
     for measured in MEASURED:
         points = read_trained(measured)
-        for one in points:
-            _draw_point(axes, one, measured.marker, f"{one.name}\n{_percent(one.gap)}, {one.trainings} seeds")
-        _join(axes, (one for one in points if one.method in (DEFAULT, TOLERANCE)))
+        for point in points:
+            label = f"{point.name}\n{_percent(point.gap)}, {point.trainings} seeds"
+            _draw_point(axes, point, measured.marker, label, _PLACES.get(point.name))
+        _join(axes, [point for point in points if point.colour == GREEN])
     axes.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
     axes.set_yticks([0, 0.25, 0.5, 1, 2, 5, 10, 20])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g}%" if percent else "0"))
@@ -197,47 +227,55 @@ def _draw_losses(axes: pyplot.Axes) -> None:
 
 def _draw_needles(axes: pyplot.Axes) -> None:
     _draw_exact(axes)
-    for one in read_looked():
-        _draw_point(axes, one, "o", f"{one.name}\n{_points(one.gap)}, {one.trainings} trainings")
+    for one in TRIES:
+        points = read_needles(one)
+        for point in points:
+            end = " " if point.name == "default" else "\n"
+            label = f"{point.name}{end}{_points(point.gap)}, {point.trainings} trainings"
+            _draw_point(axes, point, one.marker, label, _PLACES.get(f"{one.name}, {point.name}"))
+        _join(axes, [point for point in points if point.name != _LONGER])
+        axes.plot([], [], marker=one.marker, color=GREY, linewidth=1.2, label=one.name)
+    axes.legend(loc="lower left", frameon=False, fontsize=9)
     axes.set_yscale("symlog", linthresh=_LINEAR_UP_TO_POINTS)
     axes.set_yticks([0, -1, -2, -5, -10, -20, -50, -100])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda points, _: f"{points:+g}" if points else "0"))
-    axes.set_xlim(0, 2.3)
+    axes.set_xlim(0, 2.2)
     axes.set_ylim(-140, 1.6)
     axes.set_ylabel("needles found, points\nagainst exact training")
-    axes.set_title(
-        f"1.3M models at {format_size(_NEEDLES_AT)}, {GPU}; read with exact attention", fontsize=10, loc="left"
-    )
+    title = f"1.3M models at {format_size(_NEEDLES_AT)}, {GPU}; read with exact attention"
+    axes.set_title(title, fontsize=10, loc="left")
 
 
 def _draw_exact(axes: pyplot.Axes) -> None:
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.plot([1], [0], marker="s", markersize=8, color=GREY, linestyle="")
+    axes.plot([1], [0], marker="*", markersize=12, color=GREY, linestyle="")
     axes.annotate("exact attention", (1, 0), xytext=(6, 6), textcoords="offset points", color=GREY, fontsize=9)
     axes.set_xlabel("time of the attention, forward + backward, exact attention being 1")
 
 
-def _draw_point(axes: pyplot.Axes, one: Point, marker: str, label: str) -> None:
-    colour = _COLOURS[one.method]
-    filled = "white" if one.is_longer else colour
+def _draw_point(
+    axes: pyplot.Axes, point: Point, marker: str, label: str, place: tuple[float, float, str] | None
+) -> None:
     axes.errorbar(
-        *(one.cost, one.gap.mean), yerr=one.gap.standard_error,
-        color=colour, marker=marker, markersize=8, markerfacecolor=filled, capsize=3,
+        *(point.cost, point.gap.mean), yerr=point.gap.standard_error,
+        color=point.colour, marker=marker, markersize=8, capsize=3,
+        markerfacecolor="white" if point.name == _LONGER else point.colour,
     )  # fmt: skip
-    across, up, side = _PLACES.get(one.name, (9, 5, "left"))
+    across, up, side = place or (9, 5, "left")
     axes.annotate(
-        label, (one.cost, one.gap.mean), xytext=(across, up), textcoords="offset points", color=colour, fontsize=8.5,
-        ha=side,
+        label, (point.cost, point.gap.mean), xytext=(across, up),
+        textcoords="offset points", color=point.colour, fontsize=8.5, ha=side,
     )  # fmt: skip
 
 
-def _join(axes: pyplot.Axes, points: Iterable[Point]) -> None:
-    """Tolerances of one method, by a line."""
-    line = [(one.cost, one.gap.mean) for one in points]
-    axes.plot(*zip(*line, strict=True), color=GREEN, linewidth=_WIDTH_OF_LINES, alpha=0.5)
+def _join(axes: pyplot.Axes, points: Sequence[Point]) -> None:
+    if points:
+        line = zip(*((point.cost, point.gap.mean) for point in points), strict=True)
+        axes.plot(*line, color=points[0].colour, linewidth=1.2, alpha=0.5)
 
 
-def _read_costs(records: Iterable[str]) -> dict[str, float]:
+def _read_costs(records: Iterable[str], wanted: Iterable[str], length: int) -> dict[str, float]:
+    """Of attentions at a length; a ValueError if one was not timed."""
     found: dict[str, list[float]] = {}
     for record in records:
         path = RECORDS / "speed" / f"{record}.json"
@@ -245,31 +283,38 @@ def _read_costs(records: Iterable[str]) -> dict[str, float]:
         if document["machine"]["gpu"] != GPU:
             raise ValueError(f"{path}: not of an {GPU}, as the picture says")
         for case in document["cases"]:
-            own, exact = (case[kind]["forward_backward_median"] for kind in ("seconds", "sdpa_seconds"))
-            found.setdefault(case["attention"], []).append(own / exact)
+            if case["length"] == length:
+                own, exact = (case[kind]["forward_backward_median"] for kind in ("seconds", "sdpa_seconds"))
+                found.setdefault(case["attention"], []).append(own / exact)
+    if missing := set(wanted) - found.keys():
+        raise ValueError(f"{', '.join(records)}: no time of {', '.join(sorted(missing))} at {format_size(length)}")
     return {attention: fmean(costs) for attention, costs in found.items()}
 
 
-def _read_needles(looked: Looked) -> tuple[Mean, int]:
-    """The difference to exact training, and over how many trainings.
-
-    A record that is alone says its mean itself, with more digits than its cells have.
-    """
-    needles = RECORDS / "needles" / "16k"
-    tables = [(needles / folder / "needles-over-trainings.md", model) for folder, model in looked.over_trainings]
-    found = [gap for path, model in tables for gap in read_needles_over_trainings(path, model)]
-    if looked.single is not None:
-        found += [read_needles_compared(needles / folder / "needles-compared.md", looked.single) for folder in _SINGLE]
-    elif len(tables) == 1:
-        return read_mean_over_trainings(*tables[0]), len(found)
-    return Mean.of(found), len(found)
+def _read_needles(one: Try, models: NeedleModels) -> tuple[Mean, int]:
+    """The difference to exact training, and over how many trainings."""
+    needles, length = RECORDS / "needles" / "16k", format_size(_NEEDLES_AT)
+    records = one.records if models.record is None else (models.record,)
+    if len(records) == 1:
+        return read_mean_over_trainings(needles / records[0] / "needles-over-trainings.md", models.called, length)
+    paths = [needles / record / "needles-compared.md" for record in records]
+    return Mean.of([read_difference(path, models.called, length) for path in paths]), len(paths)
 
 
 def _method(attention: str, length: int) -> str:
-    """In words."""
-    kinds = {"moba": MOBA, "block_diagonal": BLOCK_DIAGONAL, "muse": TOLERANCE}
+    """In words; a ValueError for what is not drawn."""
+    kind, _, settings = attention.partition(":")
     named = {full_name("muse", length): DEFAULT, full_name("muse:paper", length): PAPERS_METHOD}
-    return named.get(attention) or kinds[attention.partition(":")[0]]
+    if attention in named:
+        return named[attention]
+    if kind == "muse":
+        default = MuSeConfig.for_length(length)
+        if replace(MuSeConfig.parse(settings), tolerance=default.tolerance) == default:
+            return TOLERANCE
+    kinds = {"moba": MOBA, "block_diagonal": BLOCK_DIAGONAL}
+    if kind not in kinds:
+        raise ValueError(f"{attention} differs from the default by more than its tolerance: it has no name here")
+    return kinds[kind]
 
 
 def _sizes(attention: str, method: str) -> str:

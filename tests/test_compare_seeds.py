@@ -53,6 +53,14 @@ def test_a_run_is_compared_with_exact_training_of_its_seed() -> None:
     assert difference(results, results.runs["exact-1"]) is None
 
 
+def test_a_seed_without_exact_training_has_no_difference() -> None:
+    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2), (MUSE, 2, 9.0))
+    exact, muse = seeds_of(results)
+    assert muse.differences(results, is_percent=True) == [pytest.approx(10.0), None]
+    assert muse.difference(results) is None
+    assert exact.differences(results) == [None]
+
+
 def test_a_run_that_was_trained_further_is_compared_with_exact_training_of_as_many_tokens() -> None:
     results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2))
     for name in ("muse-0", "exact-0"):

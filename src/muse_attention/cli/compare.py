@@ -25,10 +25,10 @@ from muse_attention.cli.app import (
 from muse_attention.cli.language_model import Place, silence_transformers
 from muse_attention.cli.measuring import Output, add_command, measuring, spell, write
 from muse_attention.cli.options import Words, attentions, flag, option, with_option_groups
-from muse_attention.evaluation.comparison.report import comparison_report, headline, matrix_table, warnings
+from muse_attention.evaluation.comparison.report import comparison_report, matrix_table
 from muse_attention.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_attention.evaluation.loss.curves import SHORTEST
-from muse_attention.pretraining.data.corpus import read_corpus
+from muse_attention.pretraining.data.corpus import Corpus, read_corpus
 from muse_attention.pretraining.recipes import PRECISIONS
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size, parse_size
@@ -52,7 +52,7 @@ class ComparisonRequest:
         int,
         option(
             "Held-out windows, evenly spaced; all, if there are fewer. 0: nothing is measured, the report has what the "
-            "runs recorded while they trained, and they need no weights."
+            "runs recorded while they trained, and of a run only run.json and metrics.jsonl are needed."
         ),
     ] = 16
     length: Annotated[str | None, option("Tokens of a window; k means 1024.", "that of the runs")] = None
@@ -83,8 +83,8 @@ class ComparisonRequest:
             raise ValueError(f"--dtype {self.place.dtype} must be one of {', '.join(PRECISIONS)}")
         if self.samples < 0 or self.checkpoints < 0:
             raise ValueError("--samples and --checkpoints must be at least 0")
-        if self.attention and not self.samples:
-            raise ValueError("--samples 0 measures nothing; leave --attention out, or ask for samples")
+        if not self.samples and (self.attention or self.length):
+            raise ValueError("--samples 0 measures nothing: leave --attention and --length out, or ask for samples")
 
 
 _REQUEST = ComparisonRequest()
@@ -99,7 +99,8 @@ def compare(
 ) -> None:
     """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.
 
-    Writes compare.json after every sample, goes on from it where it was interrupted, and writes reports at the end.
+    Writes compare.json after every sample that is measured, goes on from it where it was interrupted, and writes
+    reports at the end.
     """
     with user_errors():
         request.check()
@@ -130,29 +131,18 @@ def compare_runs(
     silence_transformers()
     corpus = read_corpus(request.corpus)
     runs = open_runs(folders, corpus, device=request.place.device, needs_weights=request.samples > 0, on_refused=say)
+    if not request.samples:
+        results = _start(request, corpus, length=0, windows=0)
+        add_command(results, command([run.name for run in runs]))
+        take_records(runs, corpus, results, request.path)
+        return _report(results, request)
     length = _length(runs, asked_length)
     windows = open_windows(corpus, length)
-    settings = ComparisonSettings(
-        corpus=corpus.manifest.source,
-        fingerprint=corpus.fingerprint,
-        length=length,
-        samples=min(request.samples, len(windows)),
-        windows=len(windows),
-        device=request.place.device,
-        precision=request.place.dtype,
-    )
     asked_for = request.attention or [run.recipe.attention for run in runs]
     tested = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
     if request.samples > len(windows):
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
-    make_folder(request.output)
-    results = ComparisonResults.start(settings, request.path, overwrite=request.overwrite)
-    if request.shared_gpu:
-        results.settings = replace(results.settings, shared_gpu=True)
-    if not request.samples:
-        add_command(results, command([run.name for run in runs]))
-        take_records(runs, corpus, results, request.path)
-        return _report(results, request)
+    results = _start(request, corpus, length, len(windows))
     missing = sum(
         len(results.missing(run.name, step, attentions_of(run, step, tested)))
         for run in runs
@@ -170,26 +160,43 @@ def compare_runs(
     return _report(results, request)
 
 
-def _report(results: ComparisonResults, request: ComparisonRequest) -> ComparisonResults:
-    if results.settings.samples:
-        _show(results)
-    else:
-        for line in warnings(results):
-            typer.echo(line)
-    write(comparison_report(results), request.path, request.path)
+def _start(request: ComparisonRequest, corpus: Corpus, length: int, windows: int) -> ComparisonResults:
+    """Earlier results under the same settings, or none yet. Without samples there are no windows and no length."""
+    settings = ComparisonSettings(
+        corpus=corpus.manifest.source,
+        fingerprint=corpus.fingerprint,
+        length=length,
+        samples=min(request.samples, windows),
+        windows=windows,
+        device=request.place.device,
+        precision=request.place.dtype,
+    )
+    make_folder(request.output)
+    results = ComparisonResults.start(settings, request.path, overwrite=request.overwrite)
+    if request.shared_gpu:
+        results.settings = replace(results.settings, shared_gpu=True)
     return results
 
 
-def _show(results: ComparisonResults) -> None:
-    """The matrix, with an attention in each row, as their names are long, and what it says."""
+def _report(results: ComparisonResults, request: ComparisonRequest) -> ComparisonResults:
+    """On the terminal and in files."""
+    if results.settings.samples:
+        _show_matrix(results)
+    report = comparison_report(results)
+    for line in report.verdict:
+        typer.echo(line)
+    write(report, request.path, request.path)
+    return results
+
+
+def _show_matrix(results: ComparisonResults) -> None:
+    """With an attention in each row, as their names are long."""
     settings, matrix = results.settings, matrix_table(results)
     title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"
     table = new_table(f"{title}; rows: tested with, columns: run", *results.runs)
     for place, name in enumerate(results.attentions, start=2):
         table.add_row(name, *matrix.column(matrix.titles[place]))
     console.print(table)
-    for line in [*headline(results), *warnings(results)]:
-        typer.echo(line)
 
 
 def _length(runs: Sequence[StoredRun], asked_for: int | None) -> int:

@@ -93,12 +93,17 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
     )
     return Report(
         f"Training runs compared: {', '.join(results.runs)}",
-        verdict=[*seeds_headline(results), *headline(results), *warnings(results)],
+        verdict=[
+            *([] if settings.samples else [_RECORDED]),
+            *seeds_headline(results),
+            *headline(results),
+            *warnings(results),
+        ],
         cards=_cards(results),
         sections=(
             [*_by_attention(results, runs), *recorded, *_by_position_and_size(results)]
             if settings.samples
-            else [Section.of("Runs", _RECORDED, *runs), *recorded]
+            else [Section.of("Runs", *runs), *recorded]
         ),
         names=names_table(_named(results)),
         provenance=provenance_of(results, *facts),
@@ -233,9 +238,9 @@ def headline(results: ComparisonResults) -> list[str]:
 
 def warnings(results: ComparisonResults) -> list[str]:
     """What stands between these runs and a fair comparison."""
-    what = "its weights are those of" if results.settings.samples else "its metrics end with"
+    what = "is not finished: its weights are those of" if results.settings.samples else "has metrics that end with"
     lines = [
-        f"{run.name} is not finished: {what} update {run.step:,} of {run.recipe.updates:,}."
+        f"{run.name} {what} update {run.step:,} of {run.recipe.updates:,}."
         for run in _runs(results)
         if not run.is_finished
     ]

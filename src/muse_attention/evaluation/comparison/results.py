@@ -30,8 +30,9 @@ class ComparisonSettings:
     fingerprint: str
     """of the corpus"""
     length: int
-    """tokens of a window"""
+    """tokens of a window; 0 where there are no samples"""
     samples: int
+    """0 where nothing is measured, and runs are compared by what they recorded"""
     windows: int
     """of the held-out split, among which the samples are"""
     device: str
@@ -127,8 +128,9 @@ class ComparisonResults(StoredResults):
                 raise ValueError("the bins are not those of a sample")
 
     def conditions(self) -> dict[str, Any]:
-        """Whether a GPU was shared changes no loss."""
-        return {name: value for name, value in super().conditions().items() if name != "shared_gpu"}
+        """Whether a GPU was shared changes no loss, and where nothing is measured, neither does the precision."""
+        without = {"shared_gpu"} if self.settings.samples else {"shared_gpu", "device", "precision"}
+        return {name: value for name, value in super().conditions().items() if name not in without}
 
     def find(self, run: str, step: int, attention: str) -> Cell | None:
         key = (run, step, attention)

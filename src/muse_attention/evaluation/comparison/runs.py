@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -60,9 +60,9 @@ def open_runs(
     needs_weights: bool = True,
     on_refused: Callable[[str], None] = lambda message: None,
 ) -> list[StoredRun]:
-    """What there is in each folder; a ValueError if it is no run of this corpus, or has no weights yet.
+    """What there is in each folder; a ValueError if it is no run of this corpus, or lacks the weights that it needs.
 
-    Where no weights are needed, the newest are those of the last update that was recorded, wherever they may be.
+    Where it needs none, its newest are those of the last update that was recorded, wherever they may be.
     A run from before recorded names were full is taken for one that ran on `device`.
     `on_refused` hears of each checkpoint of an unfinished run that is not whole, and of broken lines of metrics.
     """
@@ -101,12 +101,14 @@ def _open_run(
     recipe = dataclasses.replace(recorded, attention=rename(recorded.attention))
     if run_corpus(folder) != corpus.fingerprint:
         raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
-    curves = _read_curves(folder, on_refused).with_names(rename)
+    steps = read_metrics(folder, on_refused)
+    curves = _curves_of(steps, folder).with_names(rename)
     if not needs_weights:
-        newest = curves.tokens // recipe.tokens_per_step
-        if not newest:
-            raise ValueError(f"the run in {folder} has recorded no update; train it on with --resume")
-        return StoredRun(folder, name, recipe, curves, newest, is_finished=False, earlier=())
+        if not steps:
+            raise ValueError(
+                f"{folder / FILE} has no update; leave the run out, or give --samples to compare its weights"
+            )
+        return StoredRun(folder, name, recipe, curves, newest=steps[-1]["step"], is_finished=False, earlier=())
     newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
     if not is_finished:
         found = latest_checkpoint(folder, recipe, corpus, on_refused)
@@ -117,9 +119,9 @@ def _open_run(
     return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier)
 
 
-def _read_curves(folder: Path, on_broken: Callable[[str], None]) -> TrainingCurves:
+def _curves_of(steps: Sequence[Mapping[str, Any]], folder: Path) -> TrainingCurves:
     try:
-        return TrainingCurves.of(read_metrics(folder, on_broken))
+        return TrainingCurves.of(steps)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{folder / FILE} is not of this version of muse train; move it away") from None
 
