@@ -1,0 +1,71 @@
+"""Training loss against tokens and against seconds, from the records of 32k: `python -m docs_build.seconds_picture`.
+
+The runs that were compared shared their GPU. Seconds are their tokens over the tokens per second of the same training
+alone on one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib import pyplot
+
+from docs_build.records import DEFAULT, GPU, RECORDS, read_comparison
+from docs_build.style import GREEN, GREY, save
+from muse_attention.by_name import full_name
+from muse_attention.evaluation.comparison.seeds import Seeds, seeds_of
+from muse_attention.evaluation.comparison.training_curves import TrainingCurves
+from muse_attention.pretraining.metrics import read_metrics
+from muse_attention.pretraining.schedule import EXACT
+from muse_attention.sizes import format_size
+
+PICTURE = "loss-against-seconds.svg"
+RECORD = "32k"
+_TOGETHER = 4
+"""Points of a recorded curve that are one of the picture."""
+
+
+def read_speed(training: str) -> float:
+    """Tokens per second of `exact` or `muse`, alone on the GPU."""
+    curves = TrainingCurves.of(read_metrics(RECORDS / "pretraining" / RECORD / "alone" / training))
+    (speed,) = curves.speeds.values()
+    return speed.tokens_per_second
+
+
+def draw() -> Path:
+    results, path = read_comparison(RECORD)
+    length = results.settings.length
+    groups = {group.attention: group for group in seeds_of(results)}
+    trained = {"exact attention": (EXACT, "exact", GREY), DEFAULT: (full_name("muse", length), "muse", GREEN)}
+    if lacking := {attention for attention, *_ in trained.values()} - groups.keys():
+        raise ValueError(f"{path} has no runs of several seeds with {', '.join(lacking)}")
+    figure, both = pyplot.subplots(1, 2, figsize=(9.6, 3.6), sharey=True)
+    for name, (attention, training, colour) in trained.items():
+        tokens, losses = _mean_curve(groups[attention])
+        speed = read_speed(training)
+        label = f"{name}: {speed / 1000:,.0f} thousand tokens/s"
+        both[0].plot([one / 1e6 for one in tokens], losses, marker="o", markersize=4, color=colour, label=label)
+        both[1].plot([one / speed for one in tokens], losses, marker="o", markersize=4, color=colour)
+    both[0].set_xlabel("tokens (millions)")
+    both[1].set_xlabel("seconds on one GPU")
+    both[0].set_ylabel("training loss (nats)")
+    both[0].legend(frameon=False, fontsize=9)
+    seeds, updates = len(groups[EXACT].runs), _TOGETHER * groups[EXACT].runs[0].curves.averaged
+    about = f"23M models at {format_size(length)}, {GPU}: means of {seeds} seeds and of {updates} updates"
+    both[0].set_title(about, fontsize=10, loc="left")
+    figure.tight_layout()
+    return save(figure, PICTURE)
+
+
+def _mean_curve(group: Seeds) -> tuple[list[float], list[float]]:
+    """Tokens and losses, over seeds and over a few points."""
+    points = list(zip(*(run.curves.points for run in group.runs), strict=True))
+    parts = [sum(points[end - _TOGETHER : end], ()) for end in range(_TOGETHER, len(points) + 1, _TOGETHER)]
+    return [fmean(point.tokens for point in part) for part in parts], [
+        fmean(point.loss for point in part) for part in parts
+    ]
+
+
+if __name__ == "__main__":
+    print(f"wrote {draw()}")
