@@ -153,11 +153,12 @@ def read_trained(measured: Measured) -> list[Point]:
 
 
 def read_needles(one: Try) -> list[Point]:
+    """Of all models of a try."""
     names = {models: full_name(models.attention, _NEEDLES_AT) for models in one.models}
     costs = _read_costs([_TIMES_OF_NEEDLE_MODELS], names.values(), _NEEDLES_AT)
     points = []
     for models, attention in names.items():
-        gap, trainings = _read_needles(one, models)
+        gap, trainings = _read_difference(one, models)
         colour = BLUE if models.attention == "muse:paper" else GREEN
         points.append(Point(models.label, colour, costs[attention], gap, trainings))
     return points
@@ -274,7 +275,7 @@ def _join(axes: pyplot.Axes, points: Sequence[Point]) -> None:
         axes.plot(*line, color=points[0].colour, linewidth=1.2, alpha=0.5)
 
 
-def _read_costs(records: Iterable[str], wanted: Iterable[str], length: int) -> dict[str, float]:
+def _read_costs(records: Sequence[str], wanted: Iterable[str], length: int) -> dict[str, float]:
     """Of attentions at a length; a ValueError if one was not timed."""
     found: dict[str, list[float]] = {}
     for record in records:
@@ -291,8 +292,8 @@ def _read_costs(records: Iterable[str], wanted: Iterable[str], length: int) -> d
     return {attention: fmean(costs) for attention, costs in found.items()}
 
 
-def _read_needles(one: Try, models: NeedleModels) -> tuple[Mean, int]:
-    """The difference to exact training, and over how many trainings."""
+def _read_difference(one: Try, models: NeedleModels) -> tuple[Mean, int]:
+    """To exact training, and over how many trainings."""
     needles, length = RECORDS / "needles" / "16k", format_size(_NEEDLES_AT)
     records = one.records if models.record is None else (models.record,)
     if len(records) == 1:

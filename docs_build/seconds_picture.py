@@ -62,9 +62,8 @@ def _mean_curve(group: Seeds) -> tuple[list[float], list[float]]:
     """Tokens and losses, over seeds and over a few points."""
     points = list(zip(*(run.curves.points for run in group.runs), strict=True))
     parts = [sum(points[end - _TOGETHER : end], ()) for end in range(_TOGETHER, len(points) + 1, _TOGETHER)]
-    return [fmean(point.tokens for point in part) for part in parts], [
-        fmean(point.loss for point in part) for part in parts
-    ]
+    tokens = [fmean(point.tokens for point in part) for part in parts]
+    return tokens, [fmean(point.loss for point in part) for part in parts]
 
 
 if __name__ == "__main__":

@@ -118,13 +118,8 @@ def compare_runs(
         command: what was called to compare runs of these names, for the file of the results
     """
     import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-    from muse_attention.evaluation.comparison.matrix import (
-        attentions_of,
-        measure,
-        open_windows,
-        take_records,
-        weights_to_measure,
-    )
+    from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
+    from muse_attention.evaluation.comparison.recorded import take_records
     from muse_attention.evaluation.comparison.runs import open_runs
 
     asked_length = None if request.length is None else parse_size(request.length)

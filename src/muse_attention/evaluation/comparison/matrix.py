@@ -23,8 +23,6 @@ from muse_attention.evaluation.settings import take_fingerprint
 from muse_attention.pretraining.batches import Windows
 from muse_attention.pretraining.checkpointing.manifest import CheckpointError
 from muse_attention.pretraining.data.corpus import HELD_OUT, Corpus
-from muse_attention.pretraining.initial_model import make_empty_model
-from muse_attention.pretraining.recipes import differences
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.stored_results import OnStep, rounded
 
@@ -57,17 +55,6 @@ def attentions_of(run: StoredRun, step: int, attentions: Sequence[str]) -> Seque
         return attentions
     own = forward_name(run.recipe.attention, run.recipe.length)
     return [name for name in attentions if name in (EXACT, own)]
-
-
-def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonResults, path: Path) -> None:
-    """Enter runs by what they recorded while they trained. No weights are read, and no loss is measured."""
-    for run in runs:
-        earlier = results.runs.get(run.name)
-        if earlier is not None and differences(earlier.recipe, run.recipe):
-            raise ValueError(f"{path} has another run called {run.name}; {results.way_out}")
-        parameters = make_empty_model(corpus, run.recipe).num_parameters()
-        results.runs[run.name] = Run(run.name, run.recipe, parameters, run.newest, run.curves)
-    results.write(path)
 
 
 def measure(
