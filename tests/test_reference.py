@@ -77,6 +77,37 @@ def test_frozen_aggregation_gives_exact_attentions_gradient_spread_by_the_weight
     torch.testing.assert_close(gradient[0, 0, :4], summary_weight * inside[:, None] * scaled)
 
 
+def test_frozen_aggregation_freezes_the_weights_inside_buckets_alone() -> None:
+    """The paper's words: the weights that form a summary. Shares of blocks in what is accumulated follow the log-masses.
+
+    Written out for a query of the third block, which sees one accumulated summary of the first two.
+    """
+    config = MuSeConfig.parse("Q1K1R0B4,differentiable_aggregation=false,cap_factor=none")
+    query, key, value = (torch.randn(1, 1, 12, 3, dtype=torch.float64) for _ in range(3))
+    key.requires_grad_()
+    result = reference_attention(query, key, value, config, is_causal=True)
+    (found,) = torch.autograd.grad(result.out[0, 0, 8].sum(), key)
+
+    centroid = result.clusters.query_centroids[0, 0, 0]
+    scaled = query[0, 0, 8] / 3**0.5
+    keys, values = key[0, 0], value[0, 0]
+    masses, key_means, value_means = [], [], []
+    for bucket in (slice(0, 4), slice(4, 8)):
+        logits = keys[bucket] @ centroid
+        weights = torch.softmax(logits, 0).detach()
+        masses.append(logits.logsumexp(0))
+        key_means.append(weights @ keys[bucket])
+        value_means.append(weights @ values[bucket])
+    mass = torch.stack(masses)
+    shares = torch.softmax(mass, 0)
+    summary = mass.logsumexp(0) + (scaled - centroid) @ (shares @ torch.stack(key_means))
+    weights = torch.softmax(torch.stack([summary, scaled @ keys[8]]), 0)
+    out = weights @ torch.stack([shares @ torch.stack(value_means), values[8]])
+    (expected,) = torch.autograd.grad(out.sum(), key)
+    torch.testing.assert_close(result.out[0, 0, 8], out)
+    torch.testing.assert_close(found, expected)
+
+
 def test_streaming_is_the_papers_sequential_rule() -> None:
     """One centroid at a time, in a loop over single vectors, for a case small enough to write out."""
     from muse_attention.shuffle import seeded_shuffle

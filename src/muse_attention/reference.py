@@ -82,7 +82,7 @@ def reference_attention(
     sees = blocks[:, None] > blocks if is_causal else blocks[:, None] != blocks  # (b, b')
 
     summaries, weights = _summarise(k, v, centroids, key_cluster, block, config)
-    accumulated, shares = _accumulate(summaries, sees, config)
+    accumulated, shares = _accumulate(summaries, sees)
 
     # What each query reads: the summaries of its own query cluster, accumulated up to its own block.
     c = _take_rows(centroids, query_cluster)  # (batch, heads, n, D)
@@ -282,23 +282,22 @@ def _bucket_members(key_cluster: Tensor, block: Tensor, config: MuSeConfig) -> T
     return in_block[:, None] & in_cluster[:, :, None]  # (batch, heads, b, j, m)
 
 
-def _accumulate(summaries: Summaries, sees: Tensor, config: MuSeConfig) -> tuple[Summaries, Tensor]:
+def _accumulate(summaries: Summaries, sees: Tensor) -> tuple[Summaries, Tensor]:
     """For each block, one summary per key cluster of all the blocks it sees.
 
-    Also the share of each of these blocks in it, (batch, heads, i, b, b', j).
+    Also the share of each of these blocks in it, (batch, heads, i, b, b', j). Shares follow the log-masses, so they are
+    differentiable with frozen aggregation too: the paper freezes the weights inside a bucket alone.
     """
     mu = summaries.log_mass[:, :, :, None]  # (batch, heads, i, 1, b', j)
     visible = sees[:, :, None] & (mu != -math.inf)  # (batch, heads, i, b, b', j)
     mu_all = _masked_logsumexp(mu.mT, visible.mT)  # (batch, heads, i, b, j)
-    weights = _masked_softmax(mu.mT, mu_all, visible.mT).mT
-    if not config.differentiable_aggregation:
-        weights = weights.detach()
+    shares = _masked_softmax(mu.mT, mu_all, visible.mT).mT
     seen = Summaries(
         log_mass=mu_all,
-        key_mean=torch.einsum("xhibcj,xhicjd->xhibjd", weights, summaries.key_mean),
-        value_mean=torch.einsum("xhibcj,xhicjd->xhibjd", weights, summaries.value_mean),
+        key_mean=torch.einsum("xhibcj,xhicjd->xhibjd", shares, summaries.key_mean),
+        value_mean=torch.einsum("xhibcj,xhicjd->xhibjd", shares, summaries.value_mean),
     )
-    return seen, weights
+    return seen, shares
 
 
 @dataclass(frozen=True)
@@ -384,7 +383,7 @@ def _dipole(
     mu_all, exists = accumulated.log_mass, accumulated.log_mass != -math.inf
     merge = _masked_softmax(mu_all, _masked_logsumexp(mu_all, exists), exists)  # (batch, heads, i, b, j)
     if not config.differentiable_aggregation:
-        weights, merge = weights.detach(), merge.detach()
+        weights, merge = weights.detach(), merge.detach()  # one matrix of all visible keys: all that forms it
     key_mean = torch.einsum("xhtbjm,xhmd->xhtbjd", weights, k)
     value_mean = torch.einsum("xhtbjm,xhmd->xhtbjd", weights, v)
     covariance = torch.einsum("xhtbjm,xhmv,xhmd->xhtbjvd", weights, v, k)

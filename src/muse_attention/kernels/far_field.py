@@ -493,11 +493,11 @@ def _attend_backward(
         grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
         of_summaries = terms.attend_backward(
             ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, left,
-            differentiable_aggregation=config.differentiable_aggregation, fill_in=(grad_buckets, grad_seen),
+            fill_in=(grad_buckets, grad_seen),
         )  # fmt: skip
         log_mass = of_buckets.log_mass
         summaries.accumulate_backward(
-            grad_seen, log_mass, accumulated, left.opened.place, far.key_offset, is_causal=is_causal,
+            grad_seen, of_buckets, accumulated, left.opened.place, far.key_offset, is_causal=is_causal,
             differentiable_aggregation=config.differentiable_aggregation, add_to=grad_buckets,
         )  # fmt: skip
     found = None

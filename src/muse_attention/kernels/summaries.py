@@ -123,7 +123,7 @@ def _clusters_at_once(key_clusters: int, head_dim: int, value_dim: int) -> int:
 
 def accumulate_backward(
     gradient: Summaries,
-    log_mass: Tensor,
+    of_buckets: Summaries,
     accumulated: Accumulated,
     listed: Tensor,
     key_offset: Tensor,
@@ -136,18 +136,20 @@ def accumulate_backward(
 
     `listed` (H, Q, K) is not negative for the clusters in which `add_to` has anything to be added to.
 
-    The gradient of a log-mass is taken at fixed sums instead of fixed means: with differentiable aggregation it lacks
-    what the gradients of the means have along the means. In that form shares of it simply add up. In `gradient` these
-    sums are of keys less the `key_offset`; what is left in `add_to` is for sums of the keys themselves.
+    The gradient of a log-mass is taken at fixed sums instead of fixed means: it lacks what the gradients of the means
+    have along the means. In that form shares of it simply add up. In `gradient` these sums are of keys less the
+    `key_offset`; what is left in `add_to` is for sums of the keys themselves, or, where aggregation is frozen, at fixed
+    means again.
     """
     heads, query_clusters, blocks, key_clusters, head_dim = gradient.key_mean.shape
     value_dim = gradient.value_mean.shape[-1]
     tile = _clusters_at_once(key_clusters, head_dim, value_dim)
     _accumulate_backward[(cdiv(key_clusters, tile), query_clusters, heads)](
-        *gradient.parts(), log_mass, accumulated.seen.log_mass, accumulated.mass_before, accumulated.mass_after,
-        listed, key_offset, *add_to.parts(), blocks, key_clusters, heads // key_offset.shape[0], D=head_dim,
-        DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim), IS_CAUSAL=is_causal,
-        IS_FROZEN=not differentiable_aggregation, TILE=tile, ACC=arithmetic(log_mass.dtype)["ACC"],
+        *gradient.parts(), *of_buckets.parts(), accumulated.seen.log_mass, accumulated.mass_before,
+        accumulated.mass_after, listed, key_offset, *add_to.parts(), blocks, key_clusters,
+        heads // key_offset.shape[0], D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
+        IS_CAUSAL=is_causal, IS_FROZEN=not differentiable_aggregation, TILE=tile,
+        ACC=arithmetic(of_buckets.log_mass.dtype)["ACC"],
     )  # fmt: skip
 
 
@@ -427,10 +429,10 @@ def _accumulate(
 
 @kernel(do_not_specialize=["blocks", "key_clusters", "shared_by"])
 def _accumulate_backward(
-    grad_mass, grad_key_mean, grad_value_mean, mass, seen_mass, mass_before, mass_after, listed, key_offset,
-    add_mass, add_key_mean, add_value_mean, blocks, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr,
+    grad_mass, grad_key_mean, grad_value_mean, mass, key_mean, value_mean, seen_mass, mass_before, mass_after, listed,
+    key_offset, add_mass, add_key_mean, add_value_mean, blocks, key_clusters, shared_by, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum
     over all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the
@@ -460,10 +462,15 @@ def _accumulate_backward(
             d_mass = tl.load(add_mass + at + cluster, mask=adds, other=0.0) + running * share
             d_keys += running_keys * share[:, None]
             d_values += running_values * share[:, None]
-            if not IS_FROZEN and side == sides - 1:
-                # (What the sums of keys gain by the offset. As the gradient will be read: rounded.)
-                rounded = d_keys.to(add_key_mean.dtype.element_ty).to(ACC)
-                d_mass -= tl.sum(rounded * offset[None, :], 1)
+            if side == sides - 1:
+                if IS_FROZEN:
+                    # From fixed sums back to fixed means.
+                    d_mass += tl.sum(d_keys * load_rows(key_mean, at, cluster, is_cluster, D, DP).to(ACC), 1)
+                    d_mass += tl.sum(d_values * load_rows(value_mean, at, cluster, is_cluster, DV, DVP).to(ACC), 1)
+                else:
+                    # (What the sums of keys gain by the offset. As the gradient will be read: rounded.)
+                    rounded = d_keys.to(add_key_mean.dtype.element_ty).to(ACC)
+                    d_mass -= tl.sum(rounded * offset[None, :], 1)
             store_rows(add_key_mean, at, cluster, is_cluster, d_keys, D, DP)
             store_rows(add_value_mean, at, cluster, is_cluster, d_values, DV, DVP)
             tl.store(add_mass + at + cluster, d_mass, mask=is_cluster)

@@ -129,7 +129,6 @@ def attend_backward(
     seen: ScoredSummaries,
     terms: Terms,
     *,
-    differentiable_aggregation: bool,
     fill_in: tuple[Summaries, Summaries],
 ) -> QueryGradients:
     """Gradients of the queries, (H, N) in the order of the inputs, and of both kinds of summaries in `fill_in`.
@@ -137,8 +136,7 @@ def attend_backward(
     Of the blocks' summaries only those of opened clusters have gradients; the rest is not written.
 
     `grad_out` (H, N, Dv), `lse` and `delta` (H, N) are in the order of the segments, and those of the merged softmax;
-    `lse` is less the `shift` of the segments. With differentiable aggregation the gradient of a log-mass is taken at
-    fixed sums instead of fixed means.
+    `lse` is less the `shift` of the segments. The gradient of a log-mass is taken at fixed sums instead of fixed means.
     """
     heads, length, head_dim = segments.residuals.shape
     value_dim = seen.value_mean.shape[-1]
@@ -170,7 +168,7 @@ def attend_backward(
         _backward_to_summaries[grid](
             grad_out, lse, delta, segments.residuals, segments.widths, *summaries.tables(), segments.groups.starts,
             bits, terms.opened.listed, terms.opened.number, *gradient.parts(), *segments.sizes, words, IS_SEEN=is_seen,
-            IS_FROZEN=not differentiable_aggregation, **constants, **launch,
+            **constants, **launch,
         )  # fmt: skip
     return to_queries
 
@@ -488,8 +486,8 @@ def _summaries_backward_to_queries(
 def _backward_to_summaries(
     grad_out, lse, delta, residuals, widths, mass, key_mean, value_mean, deviation, most, starts, terms, listed,
     listed_number, grad_mass, grad_key_mean, grad_value_mean, length, blocks, query_clusters, key_clusters, words,
-    IS_SEEN: tl.constexpr, IS_FROZEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
+    IS_SEEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of some summaries, what they receive from all queries of their query cluster that see them.
@@ -580,13 +578,12 @@ def _backward_to_summaries(
                 )
                 response = tl.dot(values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
                 d_logits = weights * (response - row_delta[None, :])
-                # The gradient of the values has `sum(weights * response)` along the values.
-                d_mass += tl.sum(d_logits, 1) if IS_FROZEN else tl.sum(-weights * row_delta[None, :], 1)
+                # At fixed sums: the gradient of the values has `sum(weights * response)` along the values.
+                d_mass -= tl.sum(weights * row_delta[None, :], 1)
                 d_means = tl.dot(
                     d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC
                 )
-    if not IS_FROZEN:
-        d_mass -= tl.sum(d_means * means.to(ACC), 1)
+    d_mass -= tl.sum(d_means * means.to(ACC), 1)
     tl.store(grad_mass + of_block + cluster, d_mass, mask=is_cluster)
     store_rows(grad_key_mean, of_block, cluster, is_cluster, d_means, D, DP)
     store_rows(grad_value_mean, of_block, cluster, is_cluster, d_values, DV, DVP)

@@ -133,8 +133,8 @@ def find_correction_backward(
         correction.moments,
         correction.accumulated_moments,
         is_causal=is_causal,
-        differentiable_aggregation=differentiable_aggregation,
         add_to=of_blocks,
+        shares_are_frozen=not differentiable_aggregation,
     )
     grad_keys, grad_values = torch.empty_like(keys), torch.empty_like(values)
     value_dim = values.shape[-1]

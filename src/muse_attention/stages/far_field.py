@@ -325,14 +325,19 @@ def _summaries_backward(
             grad_residuals[:-1] += to_residuals
             grad_keys[:-1] += to_keys.flatten(0, 1)
             grad_values[:-1] += to_values.flatten(0, 1)
-            for target, source in zip(grad_seen.parts(), to_seen.parts(), strict=True):
-                target += source
+            summaries.accumulate_backward(
+                to_seen,
+                of_buckets,
+                seen,
+                is_causal=is_causal,
+                add_to=grad_buckets,
+                shares_are_frozen=not config.differentiable_aggregation,
+            )
         summaries.accumulate_backward(
             grad_seen,
             of_buckets,
             seen,
             is_causal=is_causal,
-            differentiable_aggregation=config.differentiable_aggregation,
             add_to=grad_buckets,
         )
         summaries.summarise_backward(

@@ -141,8 +141,8 @@ def accumulate_backward(
     accumulated: Summaries,
     *,
     is_causal: bool,
-    differentiable_aggregation: bool,
     add_to: Summaries,
+    shares_are_frozen: bool = False,
 ) -> None:
     """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
 
@@ -163,14 +163,14 @@ def accumulate_backward(
                 # `running` = sum over the b already passed of exp(side_after - side_b) times the gradient at b.
                 share = _ratio(summaries.log_mass[:, :, block], side[:, :, after])
                 d_mass, d_keys, d_values = (_scale(share, part) for part in running)
-                if differentiable_aggregation:
+                if not shares_are_frozen:
                     d_mass += (d_keys * summaries.key_mean[:, :, block]).sum(-1)
                     d_mass += (d_values * summaries.value_mean[:, :, block]).sum(-1)
                 add_to.log_mass[:, :, block] += d_mass
                 add_to.key_mean[:, :, block] += d_keys
                 add_to.value_mean[:, :, block] += d_values
             d_mass, d_keys, d_values = (part[:, :, block] for part in gradient.parts())
-            if differentiable_aggregation:
+            if not shares_are_frozen:
                 d_mass = d_mass - (d_keys * accumulated.key_mean[:, :, block]).sum(-1)
                 d_mass -= (d_values * accumulated.value_mean[:, :, block]).sum(-1)
             here: tuple[Tensor, ...] = (d_mass, d_keys, d_values)
