@@ -76,8 +76,8 @@ class MuSeConfig:
         monopole: Represent what was not retrieved by its summaries. False: ignore it.
         dipole: `none`, `tilted`, `shared` or `centred`: first-order correction of the summaries' values. It replaces
             retrieval and needs `retrieved_clusters=0`.
-        differentiable_aggregation: False: the weights that aggregate keys and values into summaries are constants for
-            the gradient.
+        differentiable_aggregation: False: the weights that aggregate the keys and values of a bucket into its summary
+            are constants for the gradient.
         clustering: `lloyd`: `lloyd_iterations` full-batch iterations on up to `lloyd_sample` vectors for each cluster.
             `streaming`: the paper's single pass in minibatches of 64. `auto` becomes `lloyd` when the configuration is
             made, so a recorded configuration always names what ran.
@@ -88,6 +88,7 @@ class MuSeConfig:
         seed: Seed of the shuffle that starts the clustering: the only randomness.
         lloyd_iterations: Full-batch iterations of `clustering="lloyd"`.
         lloyd_sample: Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` uses.
+        text: What `str` returns; not chosen. It is written once, outside of what `torch.compile` traces.
     """
 
     query_clusters: int = 128
@@ -108,6 +109,7 @@ class MuSeConfig:
     seed: int = 0
     lloyd_iterations: int = 4
     lloyd_sample: int = 64
+    text: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.clustering == "auto":
@@ -153,6 +155,7 @@ class MuSeConfig:
                 f"MuSeConfig: dipole={self.dipole!r} corrects the summaries and replaces retrieval: "
                 "it needs retrieved_clusters=0 and monopole=True"
             )
+        object.__setattr__(self, "text", self._as_text())
 
     def _check_tolerance(self, tolerance: object) -> None:
         if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
@@ -175,6 +178,9 @@ class MuSeConfig:
         return self.tolerance is not None or self.uses_second_order
 
     def __str__(self) -> str:
+        return self.text
+
+    def _as_text(self) -> str:
         symbols = {symbol: names[0] for symbol, names in _SYMBOLS.items() if len(names) == 1}
         unused = "T" if self.tolerance is None else "SP"
         notation = "".join(
@@ -182,9 +188,12 @@ class MuSeConfig:
             for symbol, name in symbols.items()
             if symbol != unused
         )
-        others = [field for field in dataclasses.fields(self) if field.name not in symbols.values()]
-        changed = [field.name for field in others if getattr(self, field.name) != field.default]
-        return ",".join([notation, *(f"{name}={_format_option(getattr(self, name))}" for name in changed)])
+        changed = [
+            f"{name}={_format_option(getattr(self, name))}"
+            for name, default in _DEFAULTS.items()
+            if name not in symbols.values() and getattr(self, name) != default
+        ]
+        return ",".join([notation, *changed])
 
     @classmethod
     def parse(cls, text: str) -> MuSeConfig:
@@ -207,16 +216,17 @@ class MuSeConfig:
     @classmethod
     def named(cls, text: str, length: int) -> MuSeConfig:
         """Read a text for a length: any text of `parse`; `"QK32R2"`, with the block size of `for_length(length)`, or
-        the paper's if that is less; `"paper"` and `"paper,seed=1"`, for `paper(length)`.
+        the paper's if that is less, but at least a token for each cluster; `"paper"` and `"paper,seed=1"`, for
+        `paper(length)`.
         """
         if not follows_length(text):
             return cls.parse(text)
         _check_length("named", length)
         if _is_of_paper(text):
             return _parse(text, _scale_as_paper(length))
-        _parse(text)  # an error names the text as it was given
+        read = _parse(text)  # an error names the text as it was given
         block_size = min(cls.for_length(length).block_size, _scale_as_paper(length)[1])
-        return _parse(f"{text},block_size={block_size}")
+        return _parse(f"{text},block_size={max(block_size, read.query_clusters, read.key_clusters)}")
 
     @classmethod
     def for_length(cls, length: int) -> MuSeConfig:
@@ -246,9 +256,9 @@ class MuSeConfig:
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
-        unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
+        unknown = sorted(set(changes) - _DEFAULTS.keys())
         if unknown:
-            raise ValueError(f"MuSeConfig: unknown field {unknown[0]!r}; fields are {', '.join(_field_names())}")
+            raise ValueError(f"MuSeConfig: unknown field {unknown[0]!r}; fields are {', '.join(_DEFAULTS)}")
         return dataclasses.replace(self, **changes)
 
     def number_of_blocks(self, length: int) -> int:
@@ -275,6 +285,10 @@ class MuSeConfig:
 
     def _largest(self, factor: float | None, clusters: int) -> int | None:
         return None if factor is None else math.ceil(min(factor, clusters) * self.block_size / clusters)
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(MuSeConfig) if field.init}
+"""Of every field that can be chosen. (A table, because `torch.compile` cannot ask a class for its fields.)"""
 
 
 def follows_length(text: str) -> bool:
@@ -362,10 +376,10 @@ def _read_changes(text: str) -> dict[str, Any]:
         position = term.end()
     for option in options:
         name, equals, setting = (part.strip() for part in option.partition("="))
-        if not equals or name not in _field_names():
+        if not equals or name not in _DEFAULTS:
             raise ValueError(
                 f"cannot read {option!r} in the MuSe configuration {text!r}: "
-                f"options are name=value with a name from {', '.join(_field_names())}"
+                f"options are name=value with a name from {', '.join(_DEFAULTS)}"
             )
         change(name, _read_option(name, setting, text))
     return changes
@@ -384,10 +398,6 @@ def _read_option(name: str, setting: str, text: str) -> Any:
     except ValueError:
         kind = "true or false" if name in _SWITCHES else "a number" if name in numbers else "an integer"
         raise ValueError(f"{name}={setting!r} in the MuSe configuration {text!r} must be {kind}") from None
-
-
-def _field_names() -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(MuSeConfig))
 
 
 def _format_option(setting: Any) -> str:

@@ -42,19 +42,14 @@ def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, bac
     query, key = query.detach(), key.detach()
     if _is_plain(query, key):
         query, key = cast_for_autocast(query, key)
-        found = _cluster(query, key, _text(config), scale, backend)
+        found = _cluster(query, key, config.text, scale, backend)
     else:
-        found = CLUSTER(query, key, _text(config), scale, backend)
+        found = CLUSTER(query, key, config.text, scale, backend)
     centroids, assignment, key_centroids, key_assignment, spread = found
     is_found = spread.dim() == 3  # what the configuration says, which the compiler cannot ask for a property
     return Clusters(centroids, assignment, key_centroids, key_assignment, spread if is_found else None)
 
 
-def _text(config: MuSeConfig) -> str:
-    return str(config) if torch.compiler.is_compiling() else _text_once(config)
-
-
-_text_once = functools.lru_cache(maxsize=256)(str)
 _config = functools.lru_cache(maxsize=256)(MuSeConfig.parse)
 
 
@@ -90,7 +85,7 @@ def attend(
         clusters.key_spread,
         None if selection is None else selection.opened,
         None if selection is None else selection.retrieved,
-        _text(config),
+        config.text,
         is_causal,
         scale,
         backend,

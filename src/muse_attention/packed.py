@@ -224,4 +224,4 @@ def _as_tensor(ends: DocumentBoundaries | Tensor | Sequence[int]) -> Tensor:
 
 def _as_text(config: MuSeConfig | str | None) -> str | None:
     """What an operator takes. Its documents have configurations of their own."""
-    return config if config is None or isinstance(config, str) else str(resolve_config(config, 1))
+    return config if config is None or isinstance(config, str) else resolve_config(config, 1).text
