@@ -70,6 +70,7 @@ def test_bad_arguments_of_every_attention(name: str, change: dict[str, Any], wor
         ({"config": "QK4R5B16"}, ["retrieved_clusters=5", "key_clusters=4", "at most 4"]),
         ({"config": MuSeConfig(key_clusters=4)}, ["retrieved_clusters=8", "key_clusters=4", "at most 4"]),
         ({"config": 128}, ["config=128", "MuSeConfig"]),
+        ({"config": "QK1024B8"}, ["query_clusters=1024", "5 blocks", "5242880 summaries", "fewer clusters"]),
         ({"backend": "cuda"}, ["backend='cuda'", "auto, torch, triton, reference"]),
         ({"backend": "triton"}, ["backend='triton'", "CUDA", "backend='torch'"]),
     ],
@@ -94,6 +95,16 @@ def test_a_text_without_a_block_size_is_not_exact_by_accident() -> None:
     assert not torch.allclose(found["muse:QK4R1"], found["exact"], atol=1e-3)
 
 
+@pytest.mark.parametrize("clusters", [64, 8192])
+def test_a_block_of_a_text_without_its_size_has_a_token_for_each_cluster(clusters: int) -> None:
+    """So there is never more work than exact attention has: with more clusters than tokens, it is exact attention."""
+    query, key, value = (torch.randn(1, 1, 300, 8) for _ in range(3))
+    assert MuSeConfig.named(f"QK{clusters}", 300).block_size == max(clusters, 256)
+    out = muse_attention(query, key, value, is_causal=True, config=f"QK{clusters}")
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.allclose(out, exact, atol=1e-5) == (clusters == 8192)
+
+
 def test_clusters_of_another_configuration() -> None:
     clusters = find_clusters(_tensor(), _tensor(), config="QK4R1B16")
     _expect(
@@ -107,6 +118,13 @@ def test_clusters_of_another_kind() -> None:
     arguments = (_tensor(), _tensor(), _tensor())
     floats = dataclasses.replace(clusters, key_assignment=clusters.key_assignment.float())
     _expect(["key_assignment", "float32"], lambda: muse_attention(*arguments, config="QK4R1B16", clusters=floats))
+    integers = dataclasses.replace(clusters, key_centroids=clusters.key_centroids.int())
+    _expect(["key_centroids", "int32"], lambda: muse_attention(*arguments, config="QK4R1B16", clusters=integers))
+    poisoned = dataclasses.replace(clusters, query_centroids=clusters.query_centroids * torch.nan)
+    _expect(
+        ["query_centroids", "not finite", "find_clusters"],
+        lambda: muse_attention(*arguments, config="QK4R1B16", clusters=poisoned),
+    )
     for wrong in (-1, 4):
         outside = dataclasses.replace(clusters, query_assignment=clusters.query_assignment.clone())
         outside.query_assignment[0, 1, 7] = wrong

@@ -16,6 +16,9 @@ from muse_attention.structures import Clusters
 
 Backend = Literal["auto", "torch", "triton", "reference"]
 
+FEW_SUMMARIES = 1 << 20
+"""So many of a head are computed in seconds, even where exact attention would take less."""
+
 
 @overload
 def muse_attention(
@@ -156,6 +159,14 @@ def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
             f"config has retrieved_clusters={config.retrieved_clusters} of key_clusters={config.key_clusters}; "
             f"retrieve at most {config.key_clusters}"
         )
+    blocks = -(-length // config.block_size)  # (The compiler cannot ask a constant for a method.)
+    summaries = (config.query_clusters if config.tilt else 1) * config.key_clusters * blocks
+    if blocks > 1 and summaries > FEW_SUMMARIES and summaries >= 2 * length * length:
+        raise ValueError(
+            f"config has query_clusters={config.query_clusters} and key_clusters={config.key_clusters} in {blocks} "
+            f"blocks, {summaries} summaries: more work than exact attention to {length} tokens; use fewer clusters, or "
+            "a larger block_size"
+        )
     return config
 
 
@@ -173,8 +184,9 @@ def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSe
         tensor = getattr(clusters, name)
         if tensor.device != query.device:
             raise ValueError(f"clusters.{name} is on {tensor.device}, query on {query.device}; move it there")
-        if name.endswith("assignment") and tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"clusters.{name} has dtype {tensor.dtype}; it must be int32 or int64")
+        allowed = (torch.int32, torch.int64) if name.endswith("assignment") else (torch.float32, torch.float64)
+        if tensor.dtype not in allowed:
+            raise ValueError(f"clusters.{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, allowed))}")
         found = tuple(tensor.shape)
         if found != shape:
             raise ValueError(
@@ -186,15 +198,19 @@ def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSe
         if spread is None or tuple(spread.shape) != shape or spread.device != query.device:
             raise ValueError(f"clusters.key_spread must be of shape {shape} here; find them with the same config")
     for side in ("query", "key"):
-        number = expected[f"{side}_centroids"][2]
-        _check_range(f"clusters.{side}_assignment", getattr(clusters, f"{side}_assignment"), number)
+        centroids, assignment = (getattr(clusters, f"{side}_{part}") for part in ("centroids", "assignment"))
+        number = centroids.shape[2]
+        _check_contents(
+            ((assignment >= 0) & (assignment < number)).all(),
+            f"clusters.{side}_assignment has a number that is not from 0 to {number - 1}",
+        )
+        _check_contents(centroids.isfinite().all(), f"clusters.{side}_centroids has a number that is not finite")
 
 
-def _check_range(name: str, assignment: Tensor, clusters: int) -> None:
-    message = f"{name} has a number that is not from 0 to {clusters - 1}; use clusters as find_clusters returns them"
-    in_range = ((assignment >= 0) & (assignment < clusters)).all()
-    if assignment.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not in_range:
+def _check_contents(are_good: Tensor, message: str) -> None:
+    message = f"{message}; use clusters as find_clusters returns them"
+    if are_good.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not are_good:
             raise ValueError(message)
-    elif assignment.device.type != "meta":
-        torch._assert_async(in_range, message)  # the device checks it by itself: nothing waits
+    elif are_good.device.type != "meta":
+        torch._assert_async(are_good, message)  # the device checks it by itself: nothing waits
