@@ -78,7 +78,7 @@ def test_frozen_aggregation_gives_exact_attentions_gradient_spread_by_the_weight
 
 
 def test_frozen_aggregation_freezes_the_weights_inside_buckets_alone() -> None:
-    """The paper's words: the weights that form a summary. Shares of blocks in what is accumulated follow the log-masses.
+    """The paper freezes the weights that form a summary. Shares of blocks in what accumulates follow the log-masses.
 
     Written out for a query of the third block, which sees one accumulated summary of the first two.
     """
