@@ -57,14 +57,15 @@ def draw_clusters(example: Example) -> None:
         (right, "keys", example.key, clusters.key_assignment, clusters.key_centroids),
     )
     for axes, name, vectors, assignment, centroids in sides:
-        axes.scatter(*vectors.T, c=assignment[0, 0], cmap="tab10", vmax=9, s=8, alpha=0.7)
-        axes.scatter(*centroids[0, 0].T, marker="X", color="black", s=70, label="centroids")
+        for cluster in range(centroids.shape[2]):
+            axes.plot(*vectors[assignment[0, 0] == cluster].T, "o", markersize=2.8, markeredgewidth=0, alpha=0.7)
+        axes.scatter(*centroids[0, 0].T, marker="X", color="black", s=70, zorder=3, label="centroids")
         axes.set_title(f"{len(vectors)} {name}, {centroids.shape[2]} clusters", fontsize=11)
         axes.set_aspect("equal", adjustable="datalim")
         axes.set_xticks([])
         axes.set_yticks([])
     right.legend(frameon=False, loc="best")
-    save(figure, "clusters.png")
+    save(figure, "clusters.svg")
 
 
 def draw_buckets(example: Example) -> None:
@@ -153,4 +154,4 @@ if __name__ == "__main__":
     draw_clusters(shown)
     draw_buckets(shown)
     draw_softmax(shown)
-    print("wrote docs/images/clusters.png, buckets.svg and one-softmax.svg")
+    print("wrote docs/images/clusters.svg, buckets.svg and one-softmax.svg")

@@ -195,7 +195,7 @@ FIGURES = (
         "the geometry of clusters and tilted centroids",
         ("docs_build/algorithm_pictures.py",),
         (),
-        ("docs/images/clusters.png",),
+        ("docs/images/clusters.svg",),
         "Drawn anew from seeded data by `make pictures`.",
     ),
     Element(

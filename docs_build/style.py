@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,30 @@ pyplot.rcParams.update(
         "svg.hashsalt": "muse-attention",  # the same picture has the same bytes
         "svg.fonttype": "path",
         "figure.facecolor": "white",
+        "axes.facecolor": "none",
         "savefig.facecolor": "white",
     }
 )
 
+_DARK = """ <style>
+  @media (prefers-color-scheme: dark) {
+   #patch_1 { display: none }
+   #figure_1 { filter: invert(1) hue-rotate(180deg) }
+  }
+ </style>
+"""
+"""On a dark page there is no paper (matplotlib's first patch), and light and dark change places. A browser that does not
+tell images of the page's colours (Safari) shows the white paper."""
+
 
 def save(figure: Any, name: str) -> Path:
-    """Write docs/images/NAME and close the figure."""
+    """Write the SVG file docs/images/NAME and close the figure."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None}, bbox_inches="tight", dpi=110)
+    pyplot.close(figure)
+    start = ' <g id="figure_1">\n'
+    before, after = drawn.getvalue().split(start)
     IMAGES.mkdir(parents=True, exist_ok=True)
     path = IMAGES / name
-    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-    figure.savefig(path, metadata=metadata, bbox_inches="tight", dpi=110)
-    pyplot.close(figure)
+    path.write_text(before + _DARK + start + after)
     return path
