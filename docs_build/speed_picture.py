@@ -1,62 +1,135 @@
-"""README's picture, from the records: `python -m docs_build.speed_picture`. A newer record redraws it."""
+"""README's picture of speed, from the records: `python -m docs_build.speed_picture`. A newer record redraws it.
+
+Above, heads of trained models; below, synthetic data, which were measured at more lengths and flatter the default.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 from matplotlib import pyplot
+from matplotlib.ticker import FuncFormatter
 
-from docs_build.records import DEFAULT, MOBA, PAPER, SYNTHETIC, Timing, read_timings
-from docs_build.style import BLUE, GREEN, GREY, ORANGE, save
+from docs_build.records import DEFAULT, PAPER, SYNTHETIC, Timing, read_timings
+from docs_build.style import BLUE, GREEN, GREY, save
 from muse_attention.sizes import format_size
 
 PICTURE = "speed-up.svg"
-_COLOURS = {DEFAULT: GREEN, PAPER: BLUE, MOBA: ORANGE}
+_SMOLLM2 = "heads of SmolLM2"
+_TRAINED_HERE = {4: ("cuda-far-heads", "cuda-far-heads-tolerances"), 2: ("cuda-far-heads-32k",)}
+"""Records in speed of heads of 23M models, by batch: 64k tokens each."""
+_COLOURS = {DEFAULT: GREEN, PAPER: BLUE}
 
 
-def draw(timings: list[Timing]) -> Path:
+class Speeds(NamedTuple):
+    """A line of the picture."""
+
+    method: str
+    data: str
+    by_length: dict[int, float]
+    """speed-ups over exact attention, lengths ascending; means where several models were timed"""
+    gpus: set[str]
+
+
+def read_speeds() -> list[Speeds]:
+    """Of trained models first."""
+    timings = read_timings()
+    trained_here = [
+        timing
+        for batch, records in _TRAINED_HERE.items()
+        for timing in read_timings(batch=batch)
+        if timing.file.stem in records
+    ]
+    return [
+        _speeds(DEFAULT, _SMOLLM2, [timing for timing in timings if timing.data == _SMOLLM2]),
+        _speeds(PAPER, _SMOLLM2, [timing for timing in timings if timing.data == _SMOLLM2]),
+        _speeds(DEFAULT, "heads of 23M models", trained_here),
+        *(_speeds(method, SYNTHETIC, [timing for timing in timings if timing.data == SYNTHETIC])
+          for method in (DEFAULT, PAPER)),
+    ]  # fmt: skip
+
+
+def describe(speeds: Sequence[Speeds]) -> str:
+    """What the picture shows of the default, for those who do not see it."""
+    real = [line.by_length for line in speeds if line.method == DEFAULT and line.data != SYNTHETIC]
+    (synthetic,) = (line.by_length for line in speeds if (line.method, line.data) == (DEFAULT, SYNTHETIC))
+    lengths = sorted({length for line in real for length in line})
+    found = ", ".join(
+        f"{_range([line[length] for line in real if length in line])} at {format_size(length)}" for length in lengths
+    )
+    longest = max(synthetic)
+    return (
+        f"Speed-up of MuSe over exact attention. Heads of trained models: {found}. "
+        f"Synthetic data: {synthetic[longest]:.3g} at {format_size(longest)}."
+    )
+
+
+def draw(speeds: Sequence[Speeds]) -> Path:
     """Speed-up of forward and backward against length, exact attention being 1."""
-    lines: dict[tuple[str, str], list[Timing]] = defaultdict(list)
-    for timing in timings:
-        # the default wherever it was measured; what it is compared with on the data that all lengths have
-        if timing.method == DEFAULT or (timing.method in (PAPER, MOBA) and timing.data == SYNTHETIC):
-            lines[timing.method, timing.data].append(timing)
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.4))
-    axes.axhline(1, color=GREY, linewidth=1.2)
-    lengths = sorted({timing.length for line in lines.values() for timing in line})
-    axes.text(lengths[-1], 1.04, "exact attention (cuDNN)", color=GREY, ha="right", va="bottom", fontsize=10)
-    for (method, data), line in sorted(lines.items(), key=lambda item: -item[1][-1].speedup):
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7.4, 5.8), sharex=True, height_ratios=(3, 2))
+    for line in speeds:
+        is_synthetic = line.data == SYNTHETIC
+        axes = below if is_synthetic else above
         axes.plot(
-            [timing.length for timing in line],
-            [timing.speedup for timing in line],
-            marker="o",
-            markersize=5,
-            linewidth=2,
-            linestyle="solid" if data == SYNTHETIC else "dashed",
-            color=_COLOURS[method],
-            label=f"{method} ({data})",
+            *zip(*line.by_length.items(), strict=True),
+            marker="o" if line.data in (_SMOLLM2, SYNTHETIC) else "D",
+            markersize=4 if is_synthetic else 6,
+            linewidth=1.4 if is_synthetic else 2.4,
+            color=_COLOURS[line.method],
+            alpha=0.5 if is_synthetic else 1,
         )
-        last = line[-1]
-        is_lower = any(other[-1].length == last.length and other[-1].speedup > last.speedup for other in lines.values())
-        axes.annotate(
-            f"{last.speedup:.1f}x",
-            (last.length, last.speedup),
-            xytext=(-8, -2) if is_lower else (0, 8),
-            textcoords="offset points",
-            ha="right" if is_lower else "center",
-            color=_COLOURS[method],
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [format_size(length) for length in lengths])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("sequence length")
-    axes.set_ylabel("speed-up, forward + backward")
-    axes.legend(frameon=False, fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-    gpus = sorted({timing.gpu for line in lines.values() for timing in line})
-    axes.set_title(f"{', '.join(gpus)}, 8 heads of 64, bfloat16, causal", fontsize=10, loc="left")
+    smollm2, paper, trained_here, synthetic, papers_synthetic = speeds
+    _label(above, smollm2, "heads of SmolLM2", (10, 0), "left")
+    _label(above, paper, "heads of SmolLM2", (10, -18), "left")
+    _label(above, trained_here, "heads of 23M models,\n64k tokens in a batch", (4, 10), "right")
+    _label(below, synthetic, "", (4, 8), "right")
+    _label(below, papers_synthetic, "", (0, -16), "center")
+    lengths = sorted({length for line in speeds for length in line.by_length})
+    below.set_xscale("log", base=2)
+    below.set_xticks(lengths, [format_size(length) for length in lengths])
+    gpus = sorted(set.union(*(line.gpus for line in speeds)))
+    below.set_xlabel(f"sequence length ({', '.join(gpus)}, 8 heads of 64, bfloat16, causal)")
+    above.set_ylim(0, 3.7)
+    below.set_yscale("log", base=2)
+    below.set_yticks([1 / 8, 1 / 2, 1, 2, 8, 32])
+    for axes in (above, below):
+        axes.axhline(1, color=GREY, linewidth=1.2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda speed, _: f"{speed:g}x"))
+    above.set_ylabel("speed-up, forward + backward")
+    above.text(lengths[-1], 1.04, "exact attention (cuDNN)", color=GREY, ha="right", va="bottom", fontsize=9.5)
+    above.set_title("Heads of trained models", fontsize=11, loc="left")
+    below.set_title("Synthetic data, attention spread evenly", fontsize=11, loc="left", color=GREY)
+    figure.tight_layout()
     return save(figure, PICTURE)
 
 
+def _speeds(method: str, data: str, timings: Sequence[Timing]) -> Speeds:
+    found: dict[int, list[float]] = defaultdict(list)
+    own = [timing for timing in timings if timing.method == method]
+    for timing in own:
+        found[timing.length].append(timing.speedup)
+    means = {length: fmean(speedups) for length, speedups in sorted(found.items())}
+    return Speeds(method, data, means, {timing.gpu for timing in own})
+
+
+def _label(axes: pyplot.Axes, line: Speeds, data: str, offset: tuple[float, float], side: str) -> None:
+    """At the last point."""
+    last, speedup = list(line.by_length.items())[-1]
+    axes.annotate(
+        f"{line.method} {speedup:.3g}x" + (f"\n{data}" if data else ""),
+        *((last, speedup), offset), textcoords="offset points", ha=side, color=_COLOURS[line.method], fontsize=9.5,
+    )  # fmt: skip
+
+
+def _range(speedups: Sequence[float]) -> str:
+    low, high = (f"{speedup:.3g}" for speedup in (min(speedups), max(speedups)))
+    return low if low == high else f"{low} to {high}"
+
+
 if __name__ == "__main__":
-    print(f"wrote {draw(read_timings())}")
+    found = read_speeds()
+    print(f"wrote {draw(found)}: {describe(found)}")

@@ -34,8 +34,8 @@ _DARK = """ <style>
   }
  </style>
 """
-"""On a dark page there is no paper (matplotlib's first patch), and light and dark change places. A browser that does not
-tell images of the page's colours (Safari) shows the white paper."""
+"""On a dark page there is no paper (matplotlib's first patch), and light and dark change places. Where images do not
+know the colours of the page (Safari), the paper stays white."""
 
 
 def save(figure: Any, name: str) -> Path:

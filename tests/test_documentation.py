@@ -114,10 +114,19 @@ def test_readme_has_the_numbers_of_the_records() -> None:
 
 
 @needs_records
-def test_readme_describes_the_picture_of_the_records() -> None:
-    from docs_build.quality_picture import PICTURE, describe
+def test_readme_describes_the_pictures_of_the_records() -> None:
+    from docs_build import quality_picture, speed_picture
 
-    assert f"![{describe()}](docs/images/{PICTURE})" in (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
+    assert f"![{speed_picture.describe(speed_picture.read_speeds())}](docs/images/{speed_picture.PICTURE})" in text
+    assert f"![{quality_picture.describe()}](docs/images/{quality_picture.LOSSES})" in text
+
+
+def test_descriptions_of_pictures_are_short() -> None:
+    """A screen reader reads one out at one go."""
+    texts = [text for path in PAGES for text in re.findall(r"!\[([^\]]*)\]\(", path.read_text())]
+    assert texts
+    assert not [text for text in texts if not 0 < len(text) < 200]
 
 
 def test_readme_is_short() -> None:

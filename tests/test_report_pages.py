@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import re
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -36,6 +37,7 @@ from muse_attention.evaluation.needles.comparison import needle_comparison
 from muse_attention.evaluation.needles.report import needle_report
 from muse_attention.evaluation.tasks.report import tasks_report
 from muse_attention.machine import describe_machine
+from muse_attention.plots import Axis, Line, draw_lines
 from muse_attention.report.files import write_report
 from muse_attention.report.html import LARGEST_DOWNLOAD, as_html
 from muse_attention.report.markdown import as_markdown
@@ -145,6 +147,55 @@ def test_every_kind_fits_a_screen_and_a_phone_in_a_browser(kind: str, browser: P
                 sum(map(int, re.findall(r"\d+", background)[:3])) < 200 if dark else background == "rgb(255, 255, 255)"
             )
     assert browser.evaluate("document.images.length") == len(list(report.figures))
+
+
+def test_pictures_have_the_colour_of_a_dark_page(
+    browser: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of reports, which are PNG files, and those of the documentation, whose SVG files know of dark pages."""
+    from docs_build import style
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(style, "IMAGES", tmp_path)
+    figure, axes = pyplot.subplots()
+    axes.plot([0, 1], [0, 1])
+    drawn = style.save(figure, "drawn.svg")
+    page = tmp_path / "page.html"
+    page.write_text(f"<style>:root {{ color-scheme: light dark }}</style><img src={drawn.name}>")
+    report = tmp_path / "report.html"
+    png = draw_lines([Line("one", [(0, 0), (1, 1)], "#0072B2")], Axis("x"), Axis("y"))
+    report.write_text(as_html(EXAMPLE, {"curve": png}))
+    for path in (page, report):
+        for dark in (False, True):
+            browser.open(path, 1200, dark=dark)
+            left, top = browser.evaluate(
+                "(r => [r.x + scrollX, r.y + scrollY])(document.images[0].getBoundingClientRect())"
+            )
+            colours = _colours(browser, (0, 0), (left + 2, top + 2))
+            assert colours[0] == colours[1]
+            assert (sum(colours[0]) < 200) is dark
+
+
+def test_a_table_that_goes_on_has_a_shadow_there(browser: Page, tmp_path: Path) -> None:
+    columns = [f"a column {place}" for place in range(12)]
+    path = tmp_path / "wide.html"
+    path.write_text(as_html(Report("t", sections=[Section("s", tables=[Table(columns, [columns])])])))
+    for dark in (False, True):
+        browser.open(path, 400, dark=dark)
+        box = "document.querySelector('.scroll')"
+        left, top, width = browser.evaluate(f"(r => [r.x, r.y, r.width])({box}.getBoundingClientRect())")
+        for scrolled, shadows in ((0, [False, True]), (10_000, [True, False])):
+            browser.evaluate(f"{box}.scrollLeft = {scrolled}")
+            page, *ends = _colours(browser, (0, 0), (left + 1, top + 1), (left + width - 2, top + 1))
+            assert [end != page for end in ends] == shadows
+
+
+def _colours(browser: Page, *places: tuple[float, float]) -> list[tuple[int, ...]]:
+    """Of points of the whole page."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
+    return [picture.getpixel((round(across), round(down))) for across, down in places]
 
 
 def test_the_browser_sees_what_is_too_wide_and_what_fails(browser: Page, tmp_path: Path) -> None:
