@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from muse_attention.defaults import default_text
 from muse_attention.sizes import format_size, nearest_power_of_two, parse_size
@@ -88,7 +88,7 @@ class MuSeConfig:
         seed: Seed of the shuffle that starts the clustering: the only randomness.
         lloyd_iterations: Full-batch iterations of `clustering="lloyd"`.
         lloyd_sample: Vectors for each cluster, evenly spaced in the sequence, that `clustering="lloyd"` uses.
-        text: What `str` returns; not chosen. It is written once, outside of what `torch.compile` traces.
+        text: What `str` returns. It is written once, outside of what `torch.compile` traces.
     """
 
     query_clusters: int = 128
@@ -109,7 +109,7 @@ class MuSeConfig:
     seed: int = 0
     lloyd_iterations: int = 4
     lloyd_sample: int = 64
-    text: str = dataclasses.field(init=False, repr=False, compare=False)
+    text: ClassVar[str]  # each has its own, but it is no field: it follows from them
 
     def __post_init__(self) -> None:
         if self.clustering == "auto":
@@ -287,8 +287,8 @@ class MuSeConfig:
         return None if factor is None else math.ceil(min(factor, clusters) * self.block_size / clusters)
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(MuSeConfig) if field.init}
-"""Of every field that can be chosen. (A table, because `torch.compile` cannot ask a class for its fields.)"""
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(MuSeConfig)}
+"""Of every field. (A table, because `torch.compile` cannot ask a class for its fields.)"""
 
 
 def follows_length(text: str) -> bool:
