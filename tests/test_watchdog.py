@@ -139,6 +139,9 @@ def test_only_time_in_which_it_runs_is_counted(
 ) -> None:
     told: list[str] = []
     clock = Ticks(ticks)
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (tmp_path / "stacks.txt").symlink_to(outside)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock.monotonic))
     monkeypatch.setattr(watchdog, "end_process", lambda code: told.append(f"ended with {code}"))
     dog = Watchdog(60.0, tmp_path / "stacks.txt", told.append)
@@ -149,6 +152,8 @@ def test_only_time_in_which_it_runs_is_counted(
         assert told == []
         dog.check()
         return
+    assert "_watch" in (tmp_path / "stacks.txt").read_text()
+    assert outside.read_text() == "kept", "no link is followed"
     message = f"no progress for 1 minutes while testing; stacks are in {tmp_path / 'stacks.txt'}"
     assert told == [message, "ended with 1"]
     with pytest.raises(TrainingError, match="no progress for 1 minutes"):

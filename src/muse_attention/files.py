@@ -1,10 +1,16 @@
-"""Atomic writes of files and folders (written aside, then renamed), and a lock on a folder."""
+"""Atomic writes of files and folders (written aside, then renamed), and a lock on a folder.
+
+No link is followed: one in the place of a file or a folder that is written is replaced, and its target is left alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,22 +21,45 @@ try:
 except ImportError:  # not on Windows
     fcntl = None
 
+_RANDOM_BYTES = 8
+"""In the name of an unfinished file, which nobody can guess and take before."""
+_ABANDONED_SECONDS = 3600.0
+"""Age of an unfinished file whose writer was killed: a write takes less."""
+
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace the file `path` by `content` atomically: if the disk is full, the old file stays.
 
-    Every OSError names the file, also that of a full disk.
+    Every OSError names the file, also that of a full disk. What a killed process left of it is removed.
     """
-    unfinished = path.with_name(path.name + ".tmp")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(_RANDOM_BYTES)}.tmp")
     try:
         with errors_naming(path):
-            with open(unfinished, "wb") as file:
+            with open(unfinished, "xb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+    _remove_abandoned(path)
+
+
+def _remove_abandoned(path: Path) -> None:
+    name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{{2 * _RANDOM_BYTES}}}\.tmp")
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if not name.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+                continue
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
+                os.unlink(entry.path)
+
+
+def new_folder(folder: Path) -> None:
+    """Make an empty folder, in place of what a killed process left there."""
+    with errors_naming(folder):
+        remove_tree(folder)
+        folder.mkdir(parents=True)
 
 
 def replace_folder(unfinished: Path, folder: Path) -> None:
@@ -48,10 +77,18 @@ def remove_folder(folder: Path) -> None:
     """Remove a folder, renamed first so that a half-removed one never looks complete. A missing one is no error."""
     removed = folder.with_name(f"{folder.name}.old.tmp")
     with errors_naming(folder):
-        shutil.rmtree(removed, ignore_errors=True)
-        if folder.exists():
+        remove_tree(removed)
+        if os.path.lexists(folder):
             os.rename(folder, removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            remove_tree(removed)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it, as far as that is possible, or a file, or a link, but not its target."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
@@ -67,19 +104,19 @@ def sync(path: Path) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Make a folder and lock it inside the `with` block; raises ValueError if another process holds the lock.
 
-    The lock ends with the process and with those that it forked. A folder that was made here and is empty is removed
+    The lock ends with the process and with those that it forked. Folders that were made here and are empty are removed
     again. Where the system has no locks, none is taken.
     """
     with errors_naming(folder):
-        is_new = not folder.exists()
+        made = [missing for missing in (folder, *folder.parents) if not missing.exists()]
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder):
             yield
     finally:
-        if is_new:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        with contextlib.suppress(OSError):
+            for empty in made:
+                empty.rmdir()
 
 
 @contextlib.contextmanager

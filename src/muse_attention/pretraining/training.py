@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from muse_attention.files import errors_naming, replace_file, replace_folder
+from muse_attention.files import errors_naming, new_folder, remove_tree, replace_file, replace_folder
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.autocast import autocast
 from muse_attention.pretraining.batches import Batches, Windows
@@ -490,13 +489,12 @@ def _write_model(
         config.architectures = [DecoderForCausalLM.__name__]
         try:
             with errors_naming(folder):
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir()
+                new_folder(unfinished)
                 config.save_pretrained(unfinished)
                 replace_file(unfinished / WEIGHTS, save(weights, metadata={"format": "pt"}))
                 for name, content in tokenizer.items():
                     (unfinished / name).write_bytes(content)
                 replace_folder(unfinished, folder)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
+            remove_tree(unfinished)  # it may be what fills the disk
     return folder

@@ -76,8 +76,10 @@ class Watchdog:
         else:
             return
         message = f"no progress for {self._seconds / 60:g} minutes while {self._doing}; stacks are in {self._stacks}"
-        with contextlib.suppress(OSError), open(self._stacks, "w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        with contextlib.suppress(OSError):
+            self._stacks.unlink(missing_ok=True)
+            with open(self._stacks, "x") as file:  # a link there is not followed
+                faulthandler.dump_traceback(file, all_threads=True)
         self._stalled = message
         if not self._has_ended.wait(_PATIENCE):
             try:

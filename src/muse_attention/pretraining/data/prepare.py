@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import muse_attention
-from muse_attention.files import alone_in, errors_naming, replace_file
+from muse_attention.files import alone_in, new_folder, remove_tree, replace_file
 from muse_attention.pretraining.data.corpus import (
     HELD_OUT,
     MANIFEST,
@@ -120,9 +119,7 @@ def _write_corpus(
     report: OnStep,
 ) -> Corpus:
     unfinished = folder / UNFINISHED
-    with errors_naming(unfinished):
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+    new_folder(unfinished)
     try:
         with Spool(unfinished / "documents") as spool:
             reading = _Reading(settings)
@@ -148,7 +145,7 @@ def _write_corpus(
         )
         _publish(manifest, unfinished, folder)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_tree(unfinished)
     return read_corpus(folder, hashes=False)
 
 

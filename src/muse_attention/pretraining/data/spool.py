@@ -31,7 +31,7 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self._path = path
         with errors_naming(path):
-            self._file = open(path, "w+b")  # noqa: SIM115
+            self._file = open(path, "x+b")  # noqa: SIM115
         self._size = 0
 
     def __enter__(self) -> Spool:
