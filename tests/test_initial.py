@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -102,6 +103,14 @@ def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_pa
             train(data, recipe, tmp_path / "out")
         assert "\n" not in str(raised.value)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pipe_is_not_begun_with(name: str, corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    (model / name).unlink()
+    os.mkfifo(model / name)
+    with pytest.raises(ValueError, match="or not whole; give one"):
+        train(corpus, longer(model), tmp_path / "out")
 
 
 def test_weights_that_were_cut_short_are_not_begun_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -137,11 +138,15 @@ def test_a_model_of_the_hub_is_downloaded_on_request_alone(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json", "all"])
-@pytest.mark.parametrize("by", ["absence", "nonsense"])
+@pytest.mark.parametrize("by", ["absence", "nonsense", "pipe"])
 def test_a_broken_folder_is_refused(folder: Path, broken: str, by: str) -> None:
     for file in list(folder.iterdir()):
         if broken in ("all", file.name):
-            file.write_text("nonsense") if by == "nonsense" else file.unlink()
+            file.unlink()
+            if by == "nonsense":
+                file.write_text("nonsense")
+            elif by == "pipe":
+                os.mkfifo(file)
     assert_refused("cannot load a language model from ", folder)
 
 

@@ -25,6 +25,7 @@ from muse_attention.earlier_results import WAY_OUT_BY_NAME, find_earlier
 from muse_attention.files import replace_file
 from muse_attention.machine import describe_machine
 from muse_attention.recorded_names import with_full_names
+from muse_attention.regular_files import read_regular
 from muse_attention.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class StoredResults:
     def read(cls, path: Path) -> Self:
         """What `write` wrote, in this version or before; a ValueError if it is something else."""
         try:
-            document = cls.modernised(with_full_names(parse_json(path.read_bytes(), finite=cls.is_finite)))
+            document = cls.modernised(with_full_names(parse_json(read_regular(path), finite=cls.is_finite)))
             version = document.pop("version", 1)
             if lacking := {one.metadata.get("name") or one.name for one in dataclasses.fields(cls)} - document.keys():
                 raise ValueError(f"there is no {', '.join(sorted(lacking))}")

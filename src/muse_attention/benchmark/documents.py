@@ -23,6 +23,7 @@ from muse_attention.documents import DocumentBoundaries
 from muse_attention.files import replace_file
 from muse_attention.machine import describe_machine
 from muse_attention.packed import muse_attn_varlen_func
+from muse_attention.regular_files import read_regular
 from muse_attention.sizes import format_size, parse_size
 from muse_attention.strict_json import parse_json
 from muse_attention.synthetic import clustered_qkv
@@ -71,7 +72,7 @@ class DocumentsResults:
     @classmethod
     def read(cls, path: Path) -> Self:
         try:
-            stored = parse_json(path.read_text())
+            stored = parse_json(read_regular(path))
             settings = stored["settings"]
             settings["documents"] = tuple(settings["documents"])
             cases = [

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from muse_attention.extras import how_to_install
 from muse_attention.files import replace_file
+from muse_attention.regular_files import read_regular
 
 TENSORBOARD, WANDB, WANDB_ID = "tensorboard", "wandb", "wandb-id.txt"
 """In the folder of a run."""
@@ -106,7 +107,7 @@ class _Wandb:
         self._run: Any = importlib.import_module(WANDB).init(
             project=_PROJECT,
             name=output.name,
-            id=path.read_text(encoding="utf-8").strip(),
+            id=read_regular(path).decode().strip(),
             resume="allow",
             dir=str(output),
             config=dict(recipe),

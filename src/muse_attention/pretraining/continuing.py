@@ -21,11 +21,12 @@ from muse_attention.by_name import full_name
 from muse_attention.files import errors_naming, replace_file
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.data.corpus import Corpus
-from muse_attention.pretraining.metrics import FILE
+from muse_attention.pretraining.metrics import FILE, LARGEST_METRICS
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import FREE, Recipe, override
 from muse_attention.pretraining.run_folder import CHECKPOINTS, MODEL, has_learnt, open_checkpoint, run_recipe
 from muse_attention.recorded_names import recorded_name
+from muse_attention.regular_files import read_regular
 from muse_attention.sizes import parse_size
 
 _ATTENTION, _TOKENS, _STEPS = "attention", "tokens", "steps"
@@ -95,7 +96,7 @@ def _copy_state(run: Path, output: Path, recipe: Recipe, corpus: Corpus) -> None
     metrics = run / FILE
     if metrics.exists():  # first: a folder that has a checkpoint has all lines before it
         with errors_naming(metrics):
-            replace_file(output / FILE, metrics.read_bytes())
+            replace_file(output / FILE, read_regular(metrics, LARGEST_METRICS))
     about = {**finished.about, "recipe": dataclasses.asdict(recipe)}
     checkpoints.copy_checkpoint(finished, output / CHECKPOINTS, about)
 

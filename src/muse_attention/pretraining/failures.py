@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muse_attention.files import errors_naming, replace_file
+from muse_attention.regular_files import read_regular
 from muse_attention.strict_json import parse_json
 
 FILE = "failures.json"
@@ -61,7 +62,7 @@ class Failures:
 def read_failures(output: Path) -> Failures | None:
     """None if there were none, or if the file cannot be read."""
     try:
-        document = parse_json((output / FILE).read_bytes())
+        document = parse_json(read_regular(output / FILE))
         found = Failures(**document)
     except (OSError, ValueError, TypeError):
         return None

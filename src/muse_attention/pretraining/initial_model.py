@@ -17,6 +17,7 @@ from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.model.configuration import DecoderConfig
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.recipes import Recipe
+from muse_attention.regular_files import open_regular, read_regular
 
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
 """Files in the folder of a model."""
@@ -63,9 +64,9 @@ def read_initial(corpus: Corpus, recipe: Recipe) -> InitialWeights:
     folder = Path(recipe.initial)
     what = f"initial={folder}"
     try:
-        tokenizer = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
-        weights = load_file(folder / WEIGHTS)
-        with open(folder / WEIGHTS, "rb") as file:
+        tokenizer = hashlib.sha256(read_regular(folder / TOKENIZER)).hexdigest()
+        with open_regular(folder / WEIGHTS) as file:
+            weights = load_file(folder / WEIGHTS)
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, SafetensorError):
         inside = folder / "model"

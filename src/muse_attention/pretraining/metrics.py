@@ -11,9 +11,12 @@ from typing import Any
 
 from muse_attention.files import errors_naming, replace_file, sync
 from muse_attention.pretraining.boards import Boards
+from muse_attention.regular_files import read_regular
 from muse_attention.strict_json import parse_json
 
 FILE = "metrics.jsonl"
+LARGEST_METRICS = 2**30
+"""Bytes: a million updates of a thousand each."""
 EXACT_END = "_exact"
 """Of the name of what an evaluation measured under exact attention, where the update had another."""
 _SCALARS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "answers_loss")
@@ -118,7 +121,7 @@ def _read_lines(path: Path, on_broken: Callable[[str], None]) -> dict[int, str]:
     found: dict[int, str] = {}
     broken = []
     with errors_naming(path):
-        *lines, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        *lines, torn = read_regular(path, LARGEST_METRICS).decode(errors="replace").split("\n")
     for number, line in enumerate([*lines, torn], start=1):
         step = _step_of(line)
         if step is not None and step not in found:

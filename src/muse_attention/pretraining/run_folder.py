@@ -38,9 +38,11 @@ from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import Recipe, differences, read_recipe
 from muse_attention.pretraining.run_state import RunState, read_state
 from muse_attention.recorded_names import recorded_name
+from muse_attention.regular_files import read_regular
 from muse_attention.strict_json import parse_json
 
 RUN, CHECKPOINTS, MODEL = "run.json", "checkpoints", "model"
+_FOLDERS = (MODEL, CHECKPOINTS, TENSORBOARD, WANDB)
 
 
 @contextlib.contextmanager
@@ -57,6 +59,7 @@ def claimed(output: Path, world: World, *, overwrite: bool = False) -> Iterator[
                 held.enter_context(alone_in(output))
                 if overwrite:
                     _remove_run(output)
+                _check_no_links(output)
             except (OSError, ValueError) as error:
                 mishap = error
         if not world.all_succeed(mishap is None):
@@ -69,12 +72,19 @@ def _remove_run(output: Path) -> None:
     if not has_run(output):
         return
     _read_run(output)  # a file of something else is left alone
-    for folder in (MODEL, CHECKPOINTS, TENSORBOARD, WANDB):
+    for folder in _FOLDERS:
         remove_folder(output / folder)
     with errors_naming(output):
         for path in [*(output / name for name in (FILE, FAILURES, WANDB_ID)), *output.glob("stacks*.txt")]:
             path.unlink(missing_ok=True)
         (output / RUN).unlink()
+
+
+def _check_no_links(output: Path) -> None:
+    """Nothing is written, or removed, outside of the folder."""
+    for path in (output / name for name in _FOLDERS):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link, and is not followed; put the folder in its place, or link {output}")
 
 
 def stacks_name(world: World) -> str:
@@ -230,7 +240,7 @@ def describe_last_good(folder: Path) -> str:
 def _read_run(output: Path) -> dict[str, Any]:
     path = output / RUN
     try:
-        document = parse_json(path.read_bytes())
+        document = parse_json(read_regular(path))
     except OSError as error:
         raise ValueError(f"there is no run in {output}: {path}: {error.strerror}") from None
     except ValueError:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from muse_attention.pretraining.data.repositories import SkippedFileError
+from muse_attention.regular_files import open_regular
 
 Fetch = Callable[[str], bytes]
 """From a blob's id to its content; a SkippedFileError if there is none."""
@@ -34,7 +35,7 @@ def open_contents(place: str, *, largest: int) -> Fetch:
 
     def read(blob_id: str) -> bytes:
         try:
-            with open(folder / _checked(blob_id), "rb") as file:
+            with open_regular(folder / _checked(blob_id)) as file:
                 packed = file.read(largest + _HEADROOM)
         except FileNotFoundError:
             raise SkippedFileError("missing content") from None

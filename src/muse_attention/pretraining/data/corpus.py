@@ -23,6 +23,7 @@ from muse_attention.pretraining.data.shards import (
     read_index,
     read_tokens,
 )
+from muse_attention.regular_files import read_regular
 from muse_attention.strict_json import parse_json
 
 MANIFEST = "manifest.json"
@@ -96,7 +97,7 @@ class Corpus:
 
     def read_file(self, name: str) -> bytes:
         """One of the tokenizer's files."""
-        content = (self.folder / name).read_bytes()
+        content = read_regular(self.folder / name)
         self._check(name)
         return content
 
@@ -114,7 +115,7 @@ def read_corpus(folder: Path, *, hashes: bool = True) -> Corpus:
     path = folder / MANIFEST
     try:
         stamps = {MANIFEST: Stamp.of(path.stat())}
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError:
         raise ValueError(
             f"there is no corpus in {folder}: it has no {MANIFEST}, which is written last; run muse prepare"

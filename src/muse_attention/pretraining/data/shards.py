@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muse_attention.files import errors_naming
+from muse_attention.regular_files import LARGEST, open_regular, stat_regular
 from muse_attention.sizes import format_size
 
 TOKENS_PER_SHARD = 2**27
 DTYPES = ("uint16", "uint32")
-_HASHED_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def read_tokens(
         low, high = max(start - first, 0), min(stop - first, shard.tokens)
         if low < high:
             path, offset = folder / shard.file, low * little_endian.itemsize
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 tokens = np.fromfile(file, little_endian, high - low, offset=offset)
                 check_stamp(path, stamps[shard.file], os.fstat(file.fileno()))  # afterwards: of what was read
             parts.append(tokens)
@@ -151,15 +151,15 @@ def read_tokens(
 
 
 def read_index(folder: Path, stream: Stream) -> Iterator[Indexed]:
-    with open(folder / stream.index, encoding="utf-8") as lines:
-        for line in lines:
+    with open_regular(folder / stream.index) as file:
+        while line := file.readline(LARGEST):
             yield Indexed(**json.loads(line))
 
 
 def check_file(path: Path, sha256: str, size: int | None = None, *, hashes: bool = True) -> Stamp:
     """A ValueError if it is not there, not as long as it should be, or, unless `hashes` is False, has other content."""
     try:
-        stamp = Stamp.of(path.stat())
+        stamp = Stamp.of(stat_regular(path))
         if size is not None and stamp.size != size:
             raise ValueError(
                 f"{path} has {stamp.size} bytes, not {size}: it was cut short or changed; run muse prepare again"
@@ -178,11 +178,8 @@ def check_stamp(path: Path, stamp: Stamp, status: os.stat_result) -> None:
 
 
 def hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while content := file.read(_HASHED_AT_ONCE):
-            digest.update(content)
-    return digest.hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _OpenFile:
@@ -191,7 +188,7 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with errors_naming(path):
-            self._file: BinaryIO = open(path, "wb")  # noqa: SIM115
+            self._file: BinaryIO = open(path, "xb")  # noqa: SIM115
         self._digest = hashlib.sha256()
 
     def write(self, content: bytes) -> None:

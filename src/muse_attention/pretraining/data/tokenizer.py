@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from muse_attention.extras import how_to_install
 from muse_attention.pretraining.data.documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
+from muse_attention.regular_files import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -68,7 +69,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"there is no tokenizer {str(file)!r}; give a tokenizer.json, or the folder of one")
     library = import_tokenizers()
     try:
-        return library.Tokenizer.from_file(str(file))
+        return library.Tokenizer.from_buffer(read_regular(file))
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"{file} is no tokenizer of the tokenizers library ({error})") from None
 
