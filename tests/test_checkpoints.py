@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -31,6 +32,7 @@ from safetensors.torch import load_file, save
 
 from muse_attention.pretraining import checkpoints
 from muse_attention.pretraining.checkpointing import shards
+from muse_attention.pretraining.checkpointing.manifest import Chunk, StoredTensor, TensorKind, check_is_whole
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import override
@@ -354,6 +356,78 @@ def test_old_shards_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
         checkpoints.CheckpointError, match=r"is damaged: rank-00001-.* holds no tensors of a run: its shard of a does"
     ):
         checkpoints.verify(tmp_path, 1)
+
+
+@pytest.mark.parametrize("cut", [(4, 3, 2), (6, 4), (9,), ()])
+def test_chunks_make_up_a_tensor_if_each_place_is_in_one_of_them(cut: tuple[int, ...]) -> None:
+    """Random cuts do, and where a chunk is moved, or grows while another shrinks, places are counted to tell."""
+    draw, outcomes = random.Random(0), []
+    for _ in range(200):
+        boxes = [((0,) * len(cut), cut)]
+        for _ in range(draw.randint(0, 5)):
+            offsets, sizes = boxes.pop(draw.randrange(len(boxes)))
+            along = [place for place, size in enumerate(sizes) if size > 1]
+            if along:
+                place = draw.choice(along)
+                first = draw.randint(1, sizes[place] - 1)
+                rest = sizes[place] - first
+                boxes.append((offsets, replaced(sizes, place, first)))
+                offsets, sizes = replaced(offsets, place, offsets[place] + first), replaced(sizes, place, rest)
+            boxes.append((offsets, sizes))
+        if cut and draw.random() < 0.5:
+            number, place = draw.randrange(len(boxes)), draw.randrange(len(cut))
+            offsets, sizes = boxes[number]
+            boxes[number] = replaced(offsets, place, draw.randint(0, cut[place] - sizes[place])), sizes
+        counts = torch.zeros(cut)
+        for offsets, sizes in boxes:
+            counts[shards.box(offsets, sizes)] += 1
+        stored = StoredTensor(TensorKind(cut, torch.float32), tuple(Chunk("", *box) for box in boxes))
+        is_whole = bool((counts == 1).all())
+        with contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match="do not make it up"):
+            check_is_whole("a", stored)
+        outcomes.append(is_whole)
+    assert set(outcomes) == ({False, True} if cut else {True})
+
+
+def replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "model", "tensorboard", "wandb"])
+def test_a_run_writes_and_removes_nothing_behind_a_link(name: str, corpus: Corpus, tmp_path: Path) -> None:
+    output, outside = tmp_path / "out", tmp_path / "outside"
+    (outside / "step-00000006.tmp").mkdir(parents=True)
+    output.mkdir()
+    (output / name).symlink_to(outside)
+    with pytest.raises(ValueError, match=f"{name} is a link, and is not followed; put the folder in its place"):
+        train(corpus, SMALL, output)
+    assert [path.name for path in outside.iterdir()] == ["step-00000006.tmp"]
+    assert [path.name for path in output.iterdir()] == [name]
+
+
+def test_unfinished_checkpoints_are_known_by_their_whole_name(tmp_path: Path) -> None:
+    for name in ("step-00000006.tmp", "step-00000004.old.tmp", "step-notes.tmp", "step-00000006.tmp.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000008.tmp").symlink_to(tmp_path / "step-notes.tmp")
+    checkpoints.clear_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-notes.tmp", "step-00000006.tmp.tmp"}
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "failures.json"])
+@pytest.mark.parametrize("place", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_pipes_and_devices_in_a_run_are_not_read(
+    name: str, place: Callable[[Path], object], corpus: Corpus, whole_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).unlink(missing_ok=True)
+    place(tmp_path / name)
+    if name == "failures.json":  # where there are no failures to be read, there were none
+        assert train(corpus, SMALL, tmp_path, resume=True).is_dir()
+        return
+    with pytest.raises(
+        (OSError, ValueError), match=f"{name}.*it is not a regular file|it is not a regular file.*{name}"
+    ):
+        train(corpus, SMALL, tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"recipe": {"scale": 0, "steps": 1e999}}', "\x80", "NaN"])

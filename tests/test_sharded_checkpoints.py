@@ -158,6 +158,11 @@ def move_chunk(tensors: dict[str, Any]) -> None:
     next(iter(tensors.values()))["chunks"][1][1][0] += 1
 
 
+def overlap_chunks(tensors: dict[str, Any]) -> None:
+    """With as many numbers as before: the last rows are in none."""
+    next(tensor for tensor in tensors.values() if tensor["shape"][0] > 2)["chunks"][1][1][0] = 1
+
+
 def name_other_file(tensors: dict[str, Any]) -> None:
     next(iter(tensors.values()))["chunks"][0][0] = 7
 
@@ -187,6 +192,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "an edited table": lambda folder: edit_tensors(folder, swap_chunks, well=False),
     "a table without a chunk": lambda folder: edit_tensors(folder, lose_chunk, well=True),
     "a table with a chunk elsewhere": lambda folder: edit_tensors(folder, move_chunk, well=True),
+    "a table with chunks that overlap": lambda folder: edit_tensors(folder, overlap_chunks, well=True),
     "a table with a file that there is not": lambda folder: edit_tensors(folder, name_other_file, well=True),
     "a table with a tensor too many": lambda folder: edit_tensors(
         folder, lambda tensors: tensors.update(a=next(iter(tensors.values()))), well=True

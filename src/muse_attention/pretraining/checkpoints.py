@@ -19,9 +19,18 @@ from typing import Any
 
 from torch import Tensor
 
-from muse_attention.files import errors_naming, remove_folder, replace_file, replace_folder, sync
+from muse_attention.files import (
+    errors_naming,
+    new_folder,
+    remove_folder,
+    remove_tree,
+    replace_file,
+    replace_folder,
+    sync,
+)
 from muse_attention.pretraining.checkpointing.agreement import agree, all_check, gather, share_of
 from muse_attention.pretraining.checkpointing.manifest import (
+    LARGEST_MANIFEST,
     MANIFEST,
     CheckpointError,
     Manifest,
@@ -47,10 +56,11 @@ from muse_attention.pretraining.checkpointing.shards import (
 from muse_attention.pretraining.data.shards import hash_file
 from muse_attention.pretraining.failures import TrainingError
 from muse_attention.pretraining.parallel import World
+from muse_attention.regular_files import read_regular
 from muse_attention.strict_json import parse_json
 
 _NAME = re.compile(r"step-([0-9]{8,})")
-_UNFINISHED = ".tmp"
+_UNFINISHED_NAME = re.compile(rf"{_NAME.pattern}(\.old)?\.tmp")
 UNTIL_NEXT = "until_next"
 """What `about` has of a checkpoint that is removed when there is a newer one."""
 
@@ -93,10 +103,7 @@ def save(folder: Path, step: int, about: dict[str, Any], tensors: Mapping[str, T
 
 def begin(folder: Path, step: int) -> None:
     """Make the folder that a checkpoint is written into."""
-    unfinished = _aside(folder, step)
-    with errors_naming(unfinished):
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+    new_folder(_aside(folder, step))
 
 
 def write_shard(folder: Path, step: int, rank: int, pieces: Iterable[Piece]) -> list[StoredPart]:
@@ -156,8 +163,9 @@ def clear_after(folder: Path, step: int) -> None:
 
 
 def clear_unfinished(folder: Path) -> None:
-    for path in folder.glob(f"step-*{_UNFINISHED}"):
-        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("step-*.tmp"):
+        if _UNFINISHED_NAME.fullmatch(path.name):
+            remove_tree(path)
 
 
 # Reading
@@ -281,10 +289,10 @@ def read_tensors(checkpoint: Checkpoint, beginning: str = "") -> Iterator[tuple[
 def _is_until_next(path: Path) -> bool:
     """Of one that cannot be read: False."""
     try:
-        return parse_json((path / MANIFEST).read_bytes())["about"].get(UNTIL_NEXT) is True
+        return parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))["about"].get(UNTIL_NEXT) is True
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
 def _aside(folder: Path, step: int) -> Path:
-    return folder / (folder_of(folder, step).name + _UNFINISHED)
+    return folder / f"{folder_of(folder, step).name}.tmp"

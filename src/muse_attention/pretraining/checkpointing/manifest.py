@@ -12,22 +12,27 @@ the first dimension in the order of the files, and shapes are those in the files
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from muse_attention.regular_files import read_regular
 from muse_attention.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 _FORMAT, _FORMAT_WITHOUT_TENSORS = 2, 1
-_MOST_BYTES = 2**28
+_MOST_DIMENSIONS = 5
+"""Of a tensor: its chunks have 2 to the power of so many corners."""
+LARGEST_MANIFEST = 2**28
+"""Bytes."""
 _FILE_NAME = re.compile(r"rank-[0-9]{5,}-[0-9]{5,}\.safetensors")
 _SHOWN = 200
 """Characters of a foreign text."""
@@ -133,9 +138,7 @@ def read_manifest(path: Path, step: int) -> Manifest:
     """Of the checkpoint in the folder `path`; a CheckpointError if it is not what was written for this step."""
     try:
         check_is_inside(path, MANIFEST)
-        if (path / MANIFEST).stat().st_size > _MOST_BYTES:
-            raise ValueError
-        document = parse_json((path / MANIFEST).read_bytes())
+        document = parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))
         claimed = document.pop("sha256")
         files = tuple(StoredFile(**file) for file in document["files"])
         has_tensors = document["format"] == _FORMAT
@@ -156,18 +159,35 @@ def read_manifest(path: Path, step: int) -> Manifest:
 
 
 def check_is_whole(name: str, tensor: StoredTensor) -> None:
-    """A ValueError unless chunks are inside of their tensor, and have as many numbers as it has."""
+    """A ValueError unless chunks are inside of their tensor, and each of its numbers is in one of them.
+
+    That is so if the corners of all chunks, with their signs, add up to the corners of the tensor: the corners of a box
+    are the differences of its indicator function along all dimensions, which determine the function.
+    """
     shape = tensor.kind.shape
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(shape)} dimensions")
+    corners = Counter(_corners((0,) * len(shape), shape))
     for chunk in tensor.chunks:
         if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
             raise ValueError(f"a chunk of {name} has other dimensions")
         for length, offset, size in zip(shape, chunk.offsets, chunk.sizes, strict=True):
             if offset < 0 or size < 0 or offset + size > length:
                 raise ValueError(f"a chunk of {name} is outside of it")
-    numbers = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+        corners.subtract(_corners(chunk.offsets, chunk.sizes))
     is_repeated = len({chunk.offsets for chunk in tensor.chunks}) < len(tensor.chunks)
-    if numbers != math.prod(shape) or is_repeated or not tensor.chunks:
+    if any(corners.values()) or is_repeated or not tensor.chunks:
         raise ValueError(f"the chunks of {name} do not make it up")
+
+
+def _corners(offsets: Sequence[int], sizes: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """Of a box, with their signs: 1 if an even number of coordinates is at the far end, else -1."""
+    if 0 in sizes:
+        return {}
+    return {
+        tuple(offset + end * size for offset, size, end in zip(offsets, sizes, ends, strict=True)): (-1) ** sum(ends)
+        for ends in itertools.product((0, 1), repeat=len(sizes))
+    }
 
 
 def check_is_inside(folder: Path, name: str) -> None:
