@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from muse_attention.attention_names import check_meaning, settings_of
-from muse_attention.cli import commands
+from muse_attention.cli import commands, result_files
 from tests.test_tasks import MUSE, PARTS, Scripted, run_parts
 
 
@@ -134,6 +136,74 @@ def test_other_json_files_of_a_folder_are_passed_over(good: Path, content: str) 
     code, _, lines = report(good.parent)
     assert code == 2
     assert "none of these are results" in lines[0]
+
+
+def test_pipes_devices_and_folders_are_left_out(good: Path) -> None:
+    folder = good.parent
+    os.mkfifo(folder / "a-pipe.json")
+    (folder / "a-device.json").symlink_to("/dev/zero")
+    (folder / "folder.json").mkdir()
+    (folder / "huge.json").touch()
+    os.truncate(folder / "huge.json", 2**40)
+    code, out, lines = report(folder)
+    assert code == 1
+    assert "good.html" in out
+    assert lines == [
+        f"muse: {folder / 'a-device.json'} is left out: it is not a regular file",
+        f"muse: {folder / 'a-pipe.json'} is left out: it is not a regular file",
+        f"muse: {folder / 'huge.json'} is left out: it has 1,099,511,627,776 bytes, more than the 67,108,864 that "
+        "are read",
+    ]
+    assert report(folder / "a-pipe.json")[::2] == (2, [lines[1]])
+
+
+def test_files_of_others_are_not_replaced(good: Path) -> None:
+    assert report(good.parent)[0] == 0
+    (good.parent / "index.html").write_text("my page")
+    good.with_suffix(".md").unlink()
+    reason = "it is there already, and not of a report; move it away"
+    code, _, lines = report(good.parent)
+    assert (code, lines) == (1, [f"muse: {good.parent / 'index.html'} is not written: {reason}"])
+    assert (good.parent / "index.html").read_text() == "my page"
+    assert good.with_suffix(".md").exists()
+    for name in ("good.md", "good.html", "good.csv"):
+        for file in good.parent.glob("good.*"):
+            if file != good:
+                file.unlink()
+        (good.parent / name).write_text("# Notes of mine\n")
+        code, out, lines = report(good)
+        assert (code, out) == (2, "")
+        assert lines == [f"muse: {good} is left out: {good.parent / name}: {reason}"]
+        assert {file.name for file in good.parent.glob("good.*")} == {"good.json", name}
+        assert (good.parent / name).read_text() == "# Notes of mine\n"
+
+
+def test_only_what_may_hold_results_is_looked_into(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, outside = good.parent / "folder", good.parent / "outside"
+    for place in (outside, folder / "in" / "here", folder / ".hidden", folder / "env" / "bin", folder / "node_modules"):
+        place.mkdir(parents=True)
+        shutil.copy(good, place)
+    (folder / "env" / "pyvenv.cfg").touch()
+    (folder / "linked").symlink_to(outside)
+    code, out, lines = report(folder)
+    assert (code, lines) == (0, [])
+    assert sorted(folder.rglob("*.html")) == [folder / "in" / "here" / "good.html", folder / "index.html"]
+    monkeypatch.setattr(result_files, "_MOST_ENTRIES", 9)
+    before = set(folder.rglob("*"))
+    code, out, lines = report(folder)
+    assert (code, out) == (2, "")
+    assert lines == [f"muse: {folder} holds more than 9 files; give the folder of the results alone"]
+    assert set(folder.rglob("*")) == before
+
+
+def test_without_an_argument_it_says_what_to_give(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(good.parent)
+    code, out, lines = report()
+    assert (code, out) == (2, "")
+    assert lines == [
+        "muse: give result files of muse bench, errors, fidelity, loss, compare, eval or tune, or their folder"
+    ]
+    assert list(good.parent.iterdir()) == [good]
 
 
 def test_nothing_is_written_if_something_is_not_there(good: Path) -> None:

@@ -146,6 +146,13 @@ def muse(
         typer.echo(context.get_help())
 
 
+def nonempty_path(text: str) -> Path:
+    """For `parser=` of an option or argument: an empty text, as of an unset variable, would be the current folder."""
+    if not str(text):
+        raise typer.BadParameter("it is empty; give a folder, or . for the current one")
+    return Path(text)
+
+
 def default_device() -> str:
     import torch
 

@@ -17,9 +17,10 @@ from muse_attention.benchmark.results import BenchmarkResults
 from muse_attention.benchmark.synthetic_errors import Errors
 from muse_attention.benchmark.tuning.candidates import TuningResults
 from muse_attention.benchmark.tuning.report import tuning_report
-from muse_attention.cli.app import CONTENTS, app, run_errors, say, user_errors
+from muse_attention.cli.app import CONTENTS, app, nonempty_path, run_errors, say, user_errors
 from muse_attention.cli.measuring import write
 from muse_attention.cli.needle_comparisons import write_needle_comparisons
+from muse_attention.cli.result_files import find_json
 from muse_attention.evaluation.comparison.report import comparison_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.evaluation.fidelity.layers import FidelityResults
@@ -36,6 +37,8 @@ from muse_attention.evaluation.tasks.answers import TaskResults
 from muse_attention.evaluation.tasks.report import tasks_report
 from muse_attention.files import replace_file
 from muse_attention.machine import machine_lines
+from muse_attention.regular_files import read_regular
+from muse_attention.report.files import check_replaceable
 from muse_attention.report.html import as_html
 from muse_attention.report.tree import Link, Provenance, Report, Section
 from muse_attention.strict_json import parse_json
@@ -84,9 +87,9 @@ class _Reported:
 @app.command()
 def report(
     results: Annotated[
-        list[Path],
-        typer.Argument(help=f"Result files of {_COMMANDS}, or their folder."),
-    ],
+        list[Path] | None,
+        typer.Argument(help=f"Result files of {_COMMANDS}, or their folder.", parser=nonempty_path),
+    ] = None,
 ) -> None:
     """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
 
@@ -94,9 +97,11 @@ def report(
     first by name. Folders side by side in a given one that hold such models of one shape, one folder for each training,
     are compared over folders.
     Of an interrupted run, what was measured to its end is reported. Results that cannot be are named with the reason,
-    and the exit code is 1; it is 2 if nothing is reported.
+    and the exit code is 1; it is 2 if nothing is reported. No file is replaced but those of earlier reports.
     """
     with user_errors(), run_errors(lambda: "the results themselves are as they were"):
+        if not results:
+            raise ValueError(f"give result files of {_COMMANDS}, or their folder")
         reported: list[_Reported] = []
         are_left_out = False
         for path in list(_files(results)):  # one that is not there is known before anything is written
@@ -112,14 +117,20 @@ def report(
             except ValueError as error:
                 say(f"{path} is left out: {_reason(error)}")
                 are_left_out = True
+            except FileExistsError as error:
+                say(f"{path} is left out: {error.filename}: {error.strerror}")
+                are_left_out = True
             except ArithmeticError as error:
                 say(f"{path} is left out: it has numbers that no measurement gives: {error}")
                 are_left_out = True
         for folder in filter(Path.is_dir, results):
             inside = [done for done in reported if done.path.is_relative_to(folder)]
             if inside:
-                replace_file(folder / CONTENTS, _contents(folder, inside, _compare_needles(inside)))
-                typer.echo(f"wrote {folder / CONTENTS}")
+                try:
+                    _write_contents(folder, inside)
+                except FileExistsError as error:
+                    say(f"{error.filename} is not written: {error.strerror}")
+                    are_left_out = True
         if not reported and not are_left_out:
             raise ValueError(f"none of these are results of {_COMMANDS}; give their .json files")
     if are_left_out:
@@ -129,16 +140,19 @@ def report(
 def _files(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from sorted(path.rglob("*.json"))
-        elif path.is_file():
+            yield from find_json(path)
+        elif path.exists():
             yield path
         else:
             raise ValueError(f"there is no file or folder {str(path)!r}")
 
 
 def _find_kind(path: Path) -> _Kind | None:
-    """None for other JSON files, such as data and recipes; raises ValueError for results that are cut off."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    """None for other JSON files, such as data and recipes; raises ValueError for what cannot be read to its end."""
+    try:
+        text = read_regular(path).decode(errors="replace")
+    except OSError as error:
+        raise ValueError(error.strerror) from None
     try:
         document = parse_json(text, finite=False)
     except ValueError:
@@ -153,6 +167,13 @@ def _find_kind(path: Path) -> _Kind | None:
 def _reason(error: ValueError) -> str:
     """The message without its advice, which is for the command that measures."""
     return str(error).partition(";")[0]
+
+
+def _write_contents(folder: Path, inside: list[_Reported]) -> None:
+    comparisons = _compare_needles(inside)
+    check_replaceable([folder / CONTENTS])
+    replace_file(folder / CONTENTS, _contents(folder, inside, comparisons))
+    typer.echo(f"wrote {folder / CONTENTS}")
 
 
 def _compare_needles(reported: list[_Reported]) -> dict[Path, str]:

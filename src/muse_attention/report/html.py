@@ -13,6 +13,8 @@ from muse_attention.report.tree import Report
 if TYPE_CHECKING:
     from jinja2 import Template
 
+SIGN = "<summary>Provenance</summary>"
+"""By which a page is known as a report: each has this section."""
 LARGEST_DOWNLOAD = 2**18
 """Bytes of data that a page has inside it; larger ones are linked to."""
 

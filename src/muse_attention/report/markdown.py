@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from muse_attention.markup import fenced, markdown_line, markdown_list, markdown_table
 from muse_attention.report.tree import Report, Section, Table
 
+SIGN = "\n## Provenance\n"
+"""By which a text is known as a report: each has this section."""
+
 
 def as_markdown(report: Report, pictures: Mapping[str, str] | None = None) -> str:
     """`pictures` are the files of those figures that could be drawn, by name."""
@@ -28,7 +31,7 @@ def _parts(report: Report, pictures: Mapping[str, str]) -> Iterator[str]:
         yield "## Legend"
         yield markdown_list(f"{title}: {meaning}" for title, meaning in report.definitions.items())
     if report.provenance.facts or report.provenance.commands:
-        yield "## Provenance"
+        yield SIGN.strip()
         yield markdown_list(report.provenance.facts)
         yield fenced(report.provenance.commands) if report.provenance.commands else ""
 
