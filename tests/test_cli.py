@@ -45,6 +45,15 @@ def assert_refused(outcome: tuple[int, str, str], message: str) -> None:
     assert message in err
 
 
+def _with_output() -> list[tuple[str, ...]]:
+    """Every command that has an option for its folder, with what else it needs."""
+    needed = {"compare": ("run",), "train": ("corpus",)}
+    measuring = [
+        (name,) for name in ("bench", "errors", "fidelity", "loss", "tune", "prepare", "demo", "compare", "train")
+    ]
+    return [(*words, *needed.get(words[0], ())) for words in [*measuring, ("eval", "needles"), ("eval", "tasks")]]
+
+
 def test_without_a_command_the_help_is_shown() -> None:
     code, out, _ = run()
     assert code == 0
@@ -311,6 +320,22 @@ def test_every_mistake_is_answered_by_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert_refused(run(*arguments), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *((*words, "--output", "") for words in _with_output()),
+        ("report", ""),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_current_folder(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run(*arguments), "it is empty; give a folder, or . for the current one")
     assert list(tmp_path.iterdir()) == []
 
 

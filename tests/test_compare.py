@@ -592,6 +592,7 @@ def test_mistakes_are_one_line(corpus: Corpus, trained: Path, tmp_path: Path) ->
     assert_refused(run_command(*asked, "--length", "1k"), "the runs were trained on 64 tokens; --length 1024 is more")
     assert_refused(run_command(*asked, "--attention", "nonsense"), "nonsense")
     assert_refused(run_command(tmp_path, *asked[1:]), "there is no run in")
+    assert_refused(run_command("nowhere", "--corpus", tmp_path), "there is no run in nowhere")
     assert_refused(run_command(trained / "exact", "--corpus", tmp_path), "there is no corpus in")
     other = make(tmp_path / "other", found={"a": {"a.py": "x = 1\n" * 400}, "b": {"a.py": "y = 2\n" * 400}})
     assert_refused(

@@ -466,6 +466,18 @@ def test_a_manifest_that_is_none_is_one_line(tmp_path: Path, change: Any) -> Non
         read_corpus(tmp_path)
 
 
+@pytest.mark.parametrize("hashes", [False, True])
+@pytest.mark.parametrize("ending", ["00000.tokens", "documents.jsonl", "tokenizer.json", "manifest.json"])
+def test_a_pipe_in_place_of_a_file_is_one_line(tmp_path: Path, ending: str, hashes: bool) -> None:
+    make(tmp_path)
+    file = next(file for file in sorted(tmp_path.iterdir()) if file.name.endswith(ending))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match="run muse prepare") as error:
+        read_corpus(tmp_path, hashes=hashes)
+    assert "\n" not in str(error.value)
+
+
 def test_a_manifest_that_contradicts_itself_is_one_line(tmp_path: Path) -> None:
     path = make(tmp_path).folder / "manifest.json"
     document = json.loads(path.read_text())
@@ -640,7 +652,7 @@ def test_ctrl_c_and_a_full_disk_are_one_line(
         assert (found, out) == (code, "")
         assert len(err.splitlines()) == 1
         assert "no new corpus was written; run the same command again" in err
-        assert list((tmp_path / "out").iterdir()) == []
+        assert not (tmp_path / "out").exists()
     assert "No space left on device" in err
 
 
@@ -667,7 +679,7 @@ def test_every_mistake_is_answered_by_one_line(
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert message in err
-    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_in_which_another_process_is_at_work_is_one_line(asked: list[object], tmp_path: Path) -> None:

@@ -121,9 +121,12 @@ def compare_runs(
     from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
     from muse_attention.evaluation.comparison.recorded import take_records
     from muse_attention.evaluation.comparison.runs import open_runs
+    from muse_attention.pretraining.run_folder import run_recipe
 
     asked_length = None if request.length is None else parse_size(request.length)
     silence_transformers()
+    for folder in folders:
+        run_recipe(folder)  # a run that is missing is said before a corpus that is
     corpus = read_corpus(request.corpus)
     runs = open_runs(folders, corpus, device=request.place.device, needs_weights=request.samples > 0, on_refused=say)
     if not request.samples:

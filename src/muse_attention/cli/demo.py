@@ -23,6 +23,7 @@ from muse_attention.cli.app import (
     console,
     make_folder,
     new_table,
+    nonempty_path,
     phases_bar,
     progress_bar,
     run_errors,
@@ -57,7 +58,7 @@ _PARTS = 5
 @app.command()
 def demo(
     device: Device = None,
-    output: Annotated[Path, typer.Option(help="Folder of all of it.")] = Path("out/demo"),
+    output: Annotated[Path, typer.Option(help="Folder of all of it.", parser=nonempty_path)] = Path("out/demo"),
     overwrite: Overwrite = False,
 ) -> None:
     """See what MuSe is for: one long attention call, exact, by MuSe and by MoBA; then a tiny model trained both ways.

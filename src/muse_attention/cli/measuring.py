@@ -20,6 +20,7 @@ from muse_attention.cli.app import (
     file_stem,
     make_folder,
     new_table,
+    nonempty_path,
     progress_bar,
     run_errors,
     say,
@@ -32,7 +33,7 @@ from muse_attention.report.tree import Report, Table
 from muse_attention.stored_results import StoredResults
 
 Samples = Annotated[int, option("Samples, one after another in the text.")]
-Output = Annotated[Path, option("Folder of the results.")]
+Output = Annotated[Path, typer.Option(help="Folder of the results.", parser=nonempty_path)]
 _NOT_SPELLED = ("overwrite", "resume")
 _PATHS = ("model", "text", "corpus", "data", "captures", "saved")
 """Options whose folders are in no file of results."""

@@ -11,7 +11,7 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from muse_attention.cli.app import Overwrite, app, console, make_folder, phases_bar, run_errors, say, user_errors
+from muse_attention.cli.app import Overwrite, app, console, nonempty_path, phases_bar, run_errors, say, user_errors
 from muse_attention.earlier_results import find_earlier
 from muse_attention.pretraining.data.contents import open_contents
 from muse_attention.pretraining.data.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest, read_corpus
@@ -56,7 +56,7 @@ def prepare(
     length_bucket: Annotated[
         str | None, typer.Option(help="Of LongMino, by name, like 2e16 for 64k tokens.", show_default="all")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the corpus.")] = Path("out/corpus"),
+    output: Annotated[Path, typer.Option(help="Folder of the corpus.", parser=nonempty_path)] = Path("out/corpus"),
     vocabulary: Annotated[str, typer.Option(help="Tokens of the tokenizer; k means 1024.")] = "32k",
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json, or its folder; without it one is trained.")
@@ -122,7 +122,6 @@ def prepare(
             {"source": printable(words), **recorded_settings(settings)},
             overwrite=overwrite,
         )
-        make_folder(output)
     if earlier is not None:
         _show(earlier.manifest)
         typer.echo(f"{output} is there already; --overwrite prepares it again, if the sources have changed")

@@ -20,6 +20,7 @@ from muse_attention.cli.app import (
     app,
     default_device,
     make_folder,
+    nonempty_path,
     phases_bar,
     run_errors,
     say,
@@ -82,7 +83,9 @@ def train(
         typer.Option(help=f"{', '.join(RECIPES)}.", show_default="that of the run in the folder, or tiny"),
     ] = None,
     fields: Any = _FIELDS,
-    output: Annotated[Path, typer.Option(help="Folder of checkpoints, metrics and the model.")] = Path("out/train"),
+    output: Annotated[
+        Path, typer.Option(help="Folder of checkpoints, metrics and the model.", parser=nonempty_path)
+    ] = Path("out/train"),
     continue_from: Annotated[
         Path | None,
         typer.Option(
