@@ -7,10 +7,12 @@ READY_EVALUATION := $(VENV)/.ready-evaluation
 READY_DOCS := $(VENV)/.ready-docs
 TRAINERS := .venv-integrations
 READY_TRAINERS := $(TRAINERS)/.ready
+NEWEST := .venv-newest
+READY_NEWEST := $(NEWEST)/.ready
 MINUTES ?= 5
 SEED ?= 0
 
-.PHONY: help demo test fuzz test-evaluation test-integrations docs pictures lint format bench clean
+.PHONY: help demo check test fuzz test-newest test-evaluation test-integrations docs pictures lint format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -18,11 +20,18 @@ help:  ## list the targets
 demo: $(READY)  ## see what MuSe is for, then train a tiny model with and without it (minutes; goes on if stopped)
 	$(BIN)/muse demo
 
-test: $(READY)  ## the tests that need no GPU
+check: $(READY)  ## one case of each quick test, from every part (under 3 minutes on two quiet cores)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q --quick
+
+test: $(READY)  ## the tests that need no GPU (under 12 minutes on two quiet cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
+
+test-newest: $(READY_NEWEST)  ## the tests of torch.compile, with the newest torch of the index instead of the pinned one: gigabytes
+	$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -q -k compil
 
 test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks and of Parquet files, which need lm-eval: 620 MB
 	$(BIN)/python -m pytest -q tests/test_harness.py tests/test_paper_data.py tests/test_options.py tests/test_tasks.py
@@ -60,7 +69,7 @@ bench: $(READY)  ## time, memory and error on this machine, into out/bench (abou
 	$(BIN)/muse bench --device cpu --length 8k,16k,32k,64k --repeats 5
 
 clean:  ## remove the virtual environments, results in out/, and caches
-	rm -rf $(VENV) $(TRAINERS) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) $(NEWEST) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements-dev.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
@@ -83,3 +92,10 @@ $(READY_TRAINERS): requirements-dev.txt requirements-integrations.txt pyproject.
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-integrations.txt
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY_TRAINERS)
+
+$(READY_NEWEST): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	sed -E '/^(torch|triton)==/d' requirements-dev.txt > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check torch -r $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY_NEWEST)
