@@ -446,9 +446,9 @@ class Conformance:
         assert not out[exact.isnan()].isfinite().any()
         assert not lse[exact.isnan().all(-1)].isfinite().any()
 
-    @pytest.mark.parametrize("scale", [-0.3, 0.0, -1e-60, 1e-60])
+    @pytest.mark.parametrize("scale", [-0.3, -1e-60, 1e-60])
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    def test_a_scale_that_is_not_above_zero(self, scale: float, is_causal: bool) -> None:
+    def test_a_scale_below_zero_or_too_small(self, scale: float, is_causal: bool) -> None:
         inputs = self._inputs(70, torch.float32)
         arguments = {"is_causal": is_causal, "return_lse": True}
         # Everything is retrieved, so this is exact attention.

@@ -327,6 +327,7 @@ _BAD: dict[str, Callable[[list[Tensor]], dict[str, Any]]] = {
     "causal None": lambda tensors: {"is_causal": None},
     "causal tensor": lambda tensors: {"is_causal": torch.ones(2, dtype=torch.bool)},
     "grouped text": lambda tensors: {"enable_gqa": "yes"},
+    "scale zero": lambda tensors: {"scale": 0},
     "scale nan": lambda tensors: {"scale": math.nan},
     "scale inf": lambda tensors: {"scale": -math.inf},
     "scale 10**400": lambda tensors: {"scale": 10**400},

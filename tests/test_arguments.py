@@ -40,6 +40,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("devices", {"value": _tensor().to("meta")}, ["value is on meta", "query on cpu"]),
     ("mask", {"attn_mask": torch.ones(40, 40)}, ["attn_mask", "is_causal"]),
     ("dropout", {"dropout_p": 0.1}, ["dropout_p=0.1", "dropout_p=0.0"]),
+    ("scale of zero", {"scale": 0.0}, ["scale=0.0", "logits", "None"]),
     ("scale", {"scale": float("nan")}, ["scale=nan", "None"]),
     ("scale that is no number", {"scale": "large"}, ["scale='large'", "None"]),
     ("scale that no float holds", {"scale": 10**400}, ["scale=1000", "3.4e+38"]),

@@ -254,6 +254,34 @@ def test_boundaries_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(reads) == 2
 
 
+NEUTRAL: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": True,
+    "block_table": None,
+    "return_attn_probs": False,
+}
+
+
+def test_calls_of_flash_attention_keep_their_neutral_arguments() -> None:
+    """In one compiled graph, too."""
+    tensors, ends = row(60), [0, 40, 60]
+    batch = [tensor.unflatten(0, (2, 30)) for tensor in tensors]
+    torch.compiler.reset()
+    for function, arguments in ((muse_attn_varlen_func, (*tensors, ends, ends, 40, 40)), (muse_attn_func, batch)):
+        expected = function(*arguments, causal=True, config=CONFIG)
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        for attend in (function, compiled):
+            found = attend(*arguments, causal=True, config=CONFIG, **NEUTRAL)
+            assert torch.equal(found, expected)
+        with pytest.raises(TypeError, match="positional arguments"):  # FlashAttention 2 has dropout_p there
+            function(*arguments, 0.0, causal=True)
+        with pytest.raises(TypeError, match="num_splits=1 is no argument of this function"):
+            function(*arguments, num_splits=1)
+
+
 def test_boundaries_in_every_form() -> None:
     tensors = row(60)
     expected = packed(tensors, [40, 20])
@@ -323,6 +351,12 @@ def test_other_mistakes_are_refused_in_one_line() -> None:
         ({"config": "X4"}, "cannot read 'X4'"),
         ({"config": {}}, "config={} is a dict; it must be a MuSeConfig, a string like 'QK32R2B1k', or None"),
         ({"softmax_scale": "1"}, "scale='1' must be a number"),
+        ({"softmax_scale": 0.0}, "scale=0.0 makes all logits equal"),
+        ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported; leave it out, or pass 0.0"),
+        ({"window_size": (128, 0)}, "window_size=(128, 0) is not supported; leave it out, or pass (-1, -1)"),
+        ({"softcap": 30.0}, "softcap=30.0 is not supported; leave it out, or pass 0.0"),
+        ({"alibi_slopes": torch.ones(2)}, "alibi_slopes=a tensor is not supported; leave it out, or pass None"),
+        ({"return_attn_probs": True}, "return_attn_probs=True is not supported; leave it out, or pass False"),
         ({"causal": None}, "is_causal is a NoneType"),
     ]
     good = {"q": q, "k": k, "v": v, "cu_seqlens_q": [0, 40, 60], "cu_seqlens_k": [0, 40, 60]}

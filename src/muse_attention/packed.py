@@ -1,4 +1,4 @@
-"""Documents in one row of tokens, with FlashAttention's names, layout and argument order.
+"""Documents in one row of tokens, with FlashAttention's names and layout.
 
     out = muse_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
 
@@ -12,7 +12,7 @@ operator (`packed_operator`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,28 @@ from muse_attention.backends import BACKENDS
 from muse_attention.config import MuSeConfig
 from muse_attention.document_rows import attend_to_documents, config_of_document
 from muse_attention.documents import DocumentBoundaries, check_ends, read_boundaries
-from muse_attention.signature import check_arguments
+from muse_attention.signature import check_arguments, one_line
+
+
+class FlashAttentionArguments(TypedDict, total=False):
+    """Arguments of FlashAttention 2 that a call may keep, in the value in which they change nothing.
+
+    Any other value is a ValueError.
+    """
+
+    dropout_p: float
+    """0.0"""
+    window_size: tuple[int, int]
+    """(-1, -1)"""
+    softcap: float
+    """0.0"""
+    alibi_slopes: None
+    deterministic: bool
+    """True promises outputs and gradients that are bitwise reproducible. The CPU keeps it in every call, a GPU after
+    `torch.use_deterministic_algorithms(True)`, without which it is a ValueError there."""
+    block_table: None
+    return_attn_probs: bool
+    """False"""
 
 
 @overload
@@ -35,12 +56,13 @@ def muse_attn_varlen_func(
     cu_seqlens_k: DocumentBoundaries | Tensor | Sequence[int],
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    *,
     config: MuSeConfig | str | None = None,
     backend: str = "auto",
     return_lse: Literal[False] = False,
+    **neutral: Unpack[FlashAttentionArguments],
 ) -> Tensor: ...
 
 
@@ -53,12 +75,13 @@ def muse_attn_varlen_func(
     cu_seqlens_k: DocumentBoundaries | Tensor | Sequence[int],
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    *,
     config: MuSeConfig | str | None = None,
     backend: str = "auto",
     return_lse: Literal[True],
+    **neutral: Unpack[FlashAttentionArguments],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -70,17 +93,20 @@ def muse_attn_varlen_func(
     cu_seqlens_k: DocumentBoundaries | Tensor | Sequence[int],
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    *,
     config: MuSeConfig | str | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    **neutral: Unpack[FlashAttentionArguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """MuSe attention inside each of the documents in a row, with the same signature as `flash_attn_varlen_func`.
+    """MuSe attention inside each of the documents in a row, with the names and the layout of `flash_attn_varlen_func`.
 
-    The host must know the boundaries. It reads a tensor on a GPU once, and waits for the GPU there; calls with the same
-    tensor, as those of the next layers, do not wait. A list, a tensor on the CPU, or `DocumentBoundaries` never wait.
+    What follows `max_seqlen_k` is passed by name: versions of FlashAttention differ in what comes there.
+
+    The host must know the boundaries. Each call reads a tensor on a GPU, and waits for the GPU there. A list, a tensor
+    on the CPU, or `DocumentBoundaries`, made once for all layers, never wait.
 
     `torch.compile` makes it one operator of one graph, which serves all boundaries that are tensors or
     `DocumentBoundaries`; a list is a constant of the graph. The operator's backward pass attends to long documents once
@@ -102,11 +128,13 @@ def muse_attn_varlen_func(
         backend: as for `muse_attention`; `reference` is the loop over documents
         return_lse: also return the logsumexp of each query's logits, (heads, tokens), float32 (float64 for float64
             inputs), differentiable
+        neutral: arguments of FlashAttention that change nothing, see `FlashAttentionArguments`
 
     Returns:
         (tokens, heads, value_dim), or that and the lse.
     """
     query, scale = _check(q, k, v, causal, softmax_scale, backend, "(tokens, heads, head_dim)")
+    _check_neutral(neutral, q)
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if isinstance(ends, Tensor):
             check_ends(ends, name)
@@ -131,12 +159,13 @@ def muse_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    *,
     config: MuSeConfig | str | None = None,
     backend: str = "auto",
     return_lse: Literal[False] = False,
+    **neutral: Unpack[FlashAttentionArguments],
 ) -> Tensor: ...
 
 
@@ -145,12 +174,13 @@ def muse_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    *,
     config: MuSeConfig | str | None = None,
     backend: str = "auto",
     return_lse: Literal[True],
+    **neutral: Unpack[FlashAttentionArguments],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -158,14 +188,17 @@ def muse_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    *,
     config: MuSeConfig | str | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    **neutral: Unpack[FlashAttentionArguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """MuSe attention with the same signature as `flash_attn_func`: `muse_attn_varlen_func` of documents of one length.
+    """MuSe attention with the names and the layout of `flash_attn_func`: documents of one length.
+
+    What follows `v` is passed by name.
 
     Args:
         q: (batch, length, heads, head_dim)
@@ -176,11 +209,13 @@ def muse_attn_func(
         config: as for `muse_attn_varlen_func`
         backend: as for `muse_attention`
         return_lse: also return the lse, (batch, heads, length)
+        neutral: as for `muse_attn_varlen_func`
 
     Returns:
         (batch, length, heads, value_dim), or that and the lse.
     """
     query, scale = _check(q, k, v, causal, softmax_scale, backend, "(batch, length, heads, head_dim)")
+    _check_neutral(neutral, q)
     settings = config_of_document(config, query.shape[1])
     out, lse = muse_attention(
         query.transpose(1, 2),
@@ -213,6 +248,27 @@ def _check(
     query, scale = check_arguments(query, key, value, None, 0.0, causal, softmax_scale, True)
     query = query.transpose(1, 2)
     return query.squeeze(0) if axes == 3 else query, scale  # (The gradient of an index is a copy.)
+
+
+_NEUTRAL: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "block_table": None,
+    "return_attn_probs": False,
+}
+
+
+def _check_neutral(arguments: FlashAttentionArguments, q: Tensor) -> None:
+    for name, given in arguments.items():
+        if name == "deterministic":
+            if given and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+                raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True) on a GPU")
+        elif name not in _NEUTRAL:
+            raise TypeError(f"{name}={one_line(given)} is no argument of this function; leave it out")
+        elif isinstance(given, Tensor) or given != _NEUTRAL[name]:
+            raise ValueError(f"{name}={one_line(given)} is not supported; leave it out, or pass {_NEUTRAL[name]}")
 
 
 def _as_tensor(ends: DocumentBoundaries | Tensor | Sequence[int]) -> Tensor:

@@ -24,8 +24,9 @@ def check_arguments(
 ) -> tuple[Tensor, float]:
     """The queries and the softmax scale, which is above 0; raises ValueError for arguments that are not supported.
 
-    A scale of 0 or below is folded into the queries. The fused operators mask logits with -inf before they multiply
-    them by the scale: 0 times -inf is NaN, and a negative scale would give masked keys the largest weight.
+    A scale below 0, or too small for the precision, is folded into the queries. The fused operators mask logits with
+    -inf before they multiply them by the scale: a negative one would give masked keys the largest weight, and one that
+    is rounded to 0 makes them NaN. A scale of 0 is refused: it is an argument in the wrong place.
     """
     for name, switch in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(switch, bool | torch.SymBool):
@@ -36,7 +37,7 @@ def check_arguments(
             "muse_attn_varlen_func keeps packed documents apart"
         )
     if not isinstance(dropout_p, int | float) or dropout_p != 0:
-        raise ValueError(f"dropout_p={_one_line(dropout_p)}: attention dropout is not supported; pass dropout_p=0.0")
+        raise ValueError(f"dropout_p={one_line(dropout_p)}: attention dropout is not supported; pass dropout_p=0.0")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
@@ -81,18 +82,18 @@ def check_arguments(
     if scale is None:
         return query, 1 / math.sqrt(query.shape[3])
     if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
-        raise ValueError(f"scale={_one_line(scale)} must be a number, or None for 1/sqrt(head_dim)")
+        raise ValueError(f"scale={one_line(scale)} must be a number, or None for 1/sqrt(head_dim)")
+    if scale == 0:
+        raise ValueError(f"scale={one_line(scale)} makes all logits equal; pass another number, or None")
     limits = torch.finfo(compute_dtype(query.dtype))
     if not abs(scale) <= limits.max:
-        raise ValueError(
-            f"scale={_one_line(scale)} must be a number from {limits.min:.3g} to {limits.max:.3g}, or None"
-        )
+        raise ValueError(f"scale={one_line(scale)} must be a number from {limits.min:.3g} to {limits.max:.3g}, or None")
     if abs(scale) < limits.tiny:
         return query * float(scale), 1.0
     return (query, float(scale)) if scale > 0 else (-query, -float(scale))
 
 
-def _one_line(argument: object) -> str:
+def one_line(argument: object) -> str:
     """A bad argument as it stands in a message: `repr`, unless that is long."""
     text = " ".join(repr(argument).split()) if not isinstance(argument, Tensor) else "a tensor"
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -38,7 +38,7 @@ def attend_to_rows(
         The output, (batch, length, heads, value_dim), and the lse, (batch, heads, length).
     """
     if documents is None:
-        return muse_attn_func(query, key, value, scale, is_causal, config=config, return_lse=True)
+        return muse_attn_func(query, key, value, softmax_scale=scale, causal=is_causal, config=config, return_lse=True)
     return _attend_to_documents(query, key, value, documents, config, is_causal, scale)
 
 
@@ -68,8 +68,8 @@ def _attend_to_documents(
         boundaries,
         boundaries.longest,
         boundaries.longest,
-        scale,
-        is_causal,
+        softmax_scale=scale,
+        causal=is_causal,
         config=config,
         return_lse=True,
     )
