@@ -28,9 +28,11 @@ from torch.utils._pytree import tree_leaves
 from muse_attention import DocumentBoundaries, get_attention, muse_attn_varlen_func
 from muse_attention.distributed import heads_to_sequence, sequence_to_heads, ulysses, ulysses_bytes
 from muse_attention.distributed.neighbours import from_rank_before
+from muse_attention.huggingface import use_attention
 from muse_attention.recording import recorded_calls
 from tests.closeness import assert_equal_to_rounding
 from tests.markdown_pages import ROOT
+from tests.models import tiny_llama, token_ids
 
 LENGTH = 64
 MUSE = "muse:Q3K4R2B16"
@@ -120,6 +122,28 @@ def packed_documents(mesh: DeviceMesh) -> None:
 
     whole = whole_tensors(batch=1)
     assert_same_as_one_process(mesh, whole, (attend(*whole),), lambda *parts: (ulysses(attend, *parts, mesh),))
+
+
+def reused_buffers(mesh: DeviceMesh) -> None:
+    """Boundaries and positions come from the first rank, into the same memory for every batch."""
+    ends, positions = torch.zeros(3, dtype=torch.int32), torch.zeros(1, LENGTH, dtype=torch.long)
+    rows = [tensor.detach()[0].transpose(0, 1) for tensor in whole_tensors(batch=1)]
+    model, ids = tiny_llama(), token_ids(LENGTH)
+    settings: dict[str, Any] = {"causal": True, "config": "Q3K4R2B16"}
+    for lengths in ([40, 24], [17, 47]):
+        told = torch.cat([torch.arange(length) for length in lengths])[None]
+        if mesh.get_local_rank() == 0:
+            ends.copy_(torch.tensor([0, lengths[0], LENGTH]))
+            positions.copy_(told)
+        for buffer in (ends, positions):
+            dist.broadcast(buffer, 0, group=mesh.get_group())
+        found = muse_attn_varlen_func(*rows, ends, ends, LENGTH, LENGTH, **settings)
+        boundaries = DocumentBoundaries.from_lengths(lengths)
+        expected = muse_attn_varlen_func(*rows, boundaries, boundaries, LENGTH, LENGTH, **settings)
+        assert torch.equal(found, expected)
+        with use_attention(model, MUSE), torch.no_grad():
+            found, expected = (model(ids, position_ids=given).logits for given in (positions, told))
+        assert torch.equal(found, expected)
 
 
 def there_and_back(mesh: DeviceMesh) -> None:
@@ -324,7 +348,7 @@ def _load_example() -> ModuleType:
 _EVERYWHERE = [exact, muse, muse_that_sees_all, groups_that_ranks_cut, packed_documents, there_and_back, rank_before]
 CHECKS: dict[int, list[Callable[[DeviceMesh], None]]] = {
     1: [exact, muse, one_rank_copies_nothing],
-    2: [*_EVERYWHERE, bytes_moved, memory, compiled, ring],
+    2: [*_EVERYWHERE, reused_buffers, bytes_moved, memory, compiled, ring],
     4: [*_EVERYWHERE, bytes_moved, memory, of_a_mesh_with_two_dimensions, refusals, ring, documentation],
 }
 """By number of ranks."""

@@ -241,17 +241,26 @@ def test_a_batch_of_one_length_compiles_into_one_graph() -> None:
         assert_equal_to_rounding(found, muse_attn_func(*batch, causal=True, config=config))
 
 
-def test_boundaries_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    tolist = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda tensor: (reads.append(tensor), tolist(tensor))[1])
-    ends = torch.tensor([0, 3, 9], dtype=torch.int32)
-    for _ in range(4):
-        assert DocumentBoundaries.read(ends).lengths == (3, 6)
-    assert len(reads) == 1
-    ends[1] = 4
-    assert DocumentBoundaries.read(ends).lengths == (4, 5)
-    assert len(reads) == 2
+def test_a_reused_tensor_is_read_in_every_call() -> None:
+    """Whether or not it counts the write as a change of its own."""
+    tensors, ends = row(60), ends_tensor([40, 20])
+
+    for end, target in ((40, ends), (17, ends), (30, ends.data), (5, ends.numpy()), (9, ends[:2].detach())):
+        target[1] = end
+        found = muse_attn_varlen_func(*tensors, ends, ends, 60, 60, causal=True, config=CONFIG)
+        assert torch.equal(found, packed(tensors, [end, 60 - end]))
+
+
+def test_a_compiled_backward_pass_has_the_boundaries_of_its_forward_pass() -> None:
+    """Though the tensor has those of the next batch by then."""
+    tensors, ends = row(60), ends_tensor([40, 20])
+    torch.compiler.reset()
+    compiled = torch.compile(muse_attn_varlen_func, backend="aot_eager", fullgraph=True)
+    found = compiled(*tensors, ends, ends, 60, 60, causal=True, config=CONFIG, return_lse=True)
+    ends.numpy()[1] = 17
+    expected = packed(tensors, [40, 20], return_lse=True)
+    for ours, theirs in zip(gradients(*found, tensors), gradients(*expected, tensors), strict=True):
+        assert_equal_to_rounding(ours, theirs)
 
 
 NEUTRAL: dict[str, Any] = {
@@ -325,12 +334,14 @@ INT32 = {"dtype": torch.int32}
         (torch.tensor([[0, 40, 60]], **INT32), "shape (1, 3); it must be int32 with one axis"),
         (torch.zeros(3, **INT32, device="meta"), "cu_seqlens_q is on meta, q on cpu; move it there, or to the CPU"),
         ([0, 40.0, 60], "cu_seqlens_q must be an int32 tensor, a list of integers, or DocumentBoundaries"),
+        ([0, 10**30], f"a row of {10**30} tokens is too long; at most 2147483647"),
+        (torch.tensor([0, 40, 60], **INT32).to_sparse(), "cu_seqlens_q is a torch.sparse_coo tensor; it must be dense"),
         (60, "cu_seqlens_q must be an int32 tensor"),
         (None, "cu_seqlens_q must be an int32 tensor"),
     ],
 )
 def test_bad_boundaries_are_refused_in_one_line(ends: Any, message: str) -> None:
-    with pytest.raises(ValueError, match="cu_seqlens_q") as raised:
+    with pytest.raises(ValueError, match=r".") as raised:
         muse_attn_varlen_func(*row(60), ends, ends, 60, 60)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -389,3 +400,9 @@ def test_bad_documents_are_refused_in_one_line(begins: Any, ends: Any, tokens: i
         DocumentBoundaries(begins, ends, tokens)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("lengths", [None, 60, "60", [40, None], [40, 2.5], torch.tensor([40, 20])], ids=str)
+def test_lengths_that_are_no_integers_are_refused_in_one_line(lengths: Any) -> None:
+    with pytest.raises(ValueError, match=r"^lengths must be a list of integers \(of a tensor: tolist\(\)\)$"):
+        DocumentBoundaries.from_lengths(lengths)

@@ -144,8 +144,8 @@ def test_a_changed_document_changes_no_other(changed: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", [MIXED, SHORT, [2000]], ids=str)
-def test_layers_after_the_first_do_not_wait_for_the_gpu(lengths: list[int]) -> None:
-    inputs, ends = as_inputs(row(sum(lengths)), torch.bfloat16), ends_of(lengths)
+def test_boundaries_on_the_host_do_not_wait_for_the_gpu(lengths: list[int]) -> None:
+    inputs, ends = as_inputs(row(sum(lengths)), torch.bfloat16), ends_of(lengths).cpu()
     for _ in range(3):  # compiles, and captures what comes again
         packed(inputs, ends, config=CONFIG).sum().backward()
     with warnings.catch_warnings():
@@ -156,6 +156,15 @@ def test_layers_after_the_first_do_not_wait_for_the_gpu(lengths: list[int]) -> N
         packed(inputs, DocumentBoundaries.from_lengths(lengths), config=CONFIG).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_reused_tensor_is_read_in_every_call() -> None:
+    """The second write is none that the tensor counts as a change of its own."""
+    inputs, ends = tuple(row(400)), ends_of([300, 100])
+    for target, lengths in ((ends, [200, 200]), (ends.data, [350, 50])):
+        packed(inputs, ends, config=CONFIG)
+        target.copy_(ends_of(lengths))
+        assert torch.equal(packed(inputs, ends, config=CONFIG), packed(inputs, ends_of(lengths), config=CONFIG))
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

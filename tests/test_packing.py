@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from muse_attention import MuSeConfig
+from muse_attention import DocumentBoundaries, MuSeConfig
 from muse_attention.huggingface import ExactAttentionWarning, register, use_attention
 from muse_attention.packing import refuse_packed_documents
 from muse_attention.recording import recorded_calls
@@ -70,8 +71,9 @@ FIRST = torch.cat([torch.zeros(1, 1, dtype=torch.long), torch.arange(LENGTH - 1)
         (BY_LENGTH, LENGTHS, ON),
         ({**BY_LENGTH, "use_cache": False}, LENGTHS, ON),
         ({**BY_LENGTH, "position_ids": PACKED}, LENGTHS, PACKED),
+        ({"cu_seq_lens_q": DocumentBoundaries.from_lengths(LENGTHS)}, LENGTHS, ON),
     ],
-    ids=["default", "cache", "no cache", "ones", "one token", "lengths", "lengths without cache", "both"],
+    ids=["default", "cache", "no cache", "ones", "one token", "lengths", "lengths without cache", "both", "boundaries"],
 )
 def test_a_packed_batch_gives_what_each_document_gives_alone(
     attention: str, arguments: dict[str, Any], lengths: tuple[int, ...], positions: Tensor
@@ -286,12 +288,24 @@ def test_positions_in_three_components() -> None:
         refuse_packed_documents(2, 8, None, {"position_ids": torch.cat([image[..., 4:], image[..., 4:]], -1)})
 
 
-def test_a_changed_tensor_is_read_again() -> None:
-    model, ids, positions = tiny_llama(), token_ids(LENGTH), torch.arange(LENGTH)[None]
-    logits(model, "exact", ids, position_ids=positions)
-    positions.copy_(PACKED)
-    found = logits(model, "exact", ids, position_ids=positions)
-    torch.testing.assert_close(found, alone(model, "exact", ids, LENGTHS, PACKED))
+@pytest.mark.parametrize(
+    "write",
+    [Tensor.copy_, lambda told, new: told.data.copy_(new), lambda told, new: np.copyto(told.numpy(), new.numpy())],
+    ids=["in place", "data", "numpy"],
+)
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("position_ids", ON, PACKED), ("cu_seq_lens_q", torch.tensor([0, 9, LENGTH], dtype=torch.int32), ENDS)],
+)
+def test_a_reused_tensor_is_read_in_every_forward_pass(
+    name: str, before: Tensor, after: Tensor, write: Callable[[Tensor, Tensor], object]
+) -> None:
+    """Whether or not it counts the write as a change of its own."""
+    model, ids, told = tiny_llama(), token_ids(LENGTH), before.clone()
+    logits(model, "exact", ids, **{name: told})
+    write(told, after)
+    found = logits(model, "exact", ids, **{name: told})
+    torch.testing.assert_close(found, alone(model, "exact", ids, LENGTHS, PACKED if name == "position_ids" else ON))
 
 
 def test_inference_mode() -> None:
@@ -314,8 +328,8 @@ class _Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"position_ids": PACKED}, BY_LENGTH, {"attention_mask": (torch.arange(LENGTH) > 9)[None].long()}],
-    ids=["plain", "packed", "lengths", "padded"],
+    [{}, {"position_ids": PACKED}, {"attention_mask": (torch.arange(LENGTH) > 9)[None].long()}],
+    ids=["plain", "packed", "padded"],
 )
 def test_documents_are_read_once_and_not_in_every_layer(arguments: dict[str, Any]) -> None:
     counts = []

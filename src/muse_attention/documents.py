@@ -1,10 +1,10 @@
 """`DocumentBoundaries`: where the documents in a row of tokens lie, known on the host.
 
 Which kernels attend to a document depends on its length, so the host must know the lengths. FlashAttention's callers
-pass them as `cu_seqlens`, an int32 tensor on the GPU. To read it waits for the GPU. `DocumentBoundaries.read` therefore
-remembers what it read from a tensor: the first layer of a model waits, and all other layers that are handed the same
-tensor do not. Boundaries from a list, from a tensor on the CPU, or made with this class, never wait. They are checked
-where they are read, so that a check never waits by itself.
+pass them as `cu_seqlens`, an int32 tensor on the GPU. To read it waits for the GPU, and it is read in every call: a
+tensor does not tell whether its memory was written since. Boundaries from a list, from a tensor on the CPU, or made
+with this class once for all layers, never wait. They are checked where they are read, so that a check never waits by
+itself.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+
+MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class DocumentBoundaries:
 
     def __post_init__(self) -> None:
         given = (*self.begins, *self.ends, self.tokens)
-        if any(isinstance(edge, bool) or not isinstance(edge, int) for edge in given):
+        if not _are_integers(given):
             raise ValueError("the boundaries of documents must be integers (of a tensor: tolist())")
         if len(self.begins) != len(self.ends):
             raise ValueError(f"{len(self.begins)} documents begin and {len(self.ends)} end; give each both")
@@ -47,15 +48,19 @@ class DocumentBoundaries:
                 raise ValueError(f"the document from {begin} to {end} has no token; leave it out")
         if any(before > after for before, after in pairwise([0, *edges, self.tokens])):
             raise ValueError(f"documents must follow each other inside a row of {self.tokens} tokens; these do not")
+        if self.tokens > MOST_TOKENS:
+            raise ValueError(f"a row of {self.tokens} tokens is too long; at most {MOST_TOKENS}, as int32 holds")
         with torch.inference_mode(False):  # whose tensors no backward pass could keep
             object.__setattr__(self, "table", torch.tensor(given, device="cpu"))
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> Self:
         """Documents of these lengths, one after another."""
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
+        has_numbers = isinstance(lengths, Iterable) and not isinstance(lengths, Tensor)
+        found: list[Any] = list(lengths) if has_numbers else [None]
+        if not _are_integers(found):
+            raise ValueError("lengths must be a list of integers (of a tensor: tolist())")
+        ends = [0, *accumulate(found)]
         return cls(tuple(ends[:-1]), tuple(ends[1:]), ends[-1])
 
     @classmethod
@@ -67,21 +72,14 @@ class DocumentBoundaries:
 
     @classmethod
     def read(cls, cu_seqlens: DocumentBoundaries | Tensor | Sequence[int], name: str = "cu_seqlens") -> Self:
-        """Boundaries as FlashAttention takes them: 0, then the end of each document. Raises ValueError for bad ones.
-
-        A tensor on a GPU is read once: the answer is kept until the tensor is changed or deleted.
-        """
+        """Boundaries as FlashAttention takes them: 0, then the end of each document. Raises ValueError for bad ones."""
         if isinstance(cu_seqlens, cls):
             return cu_seqlens
         if not isinstance(cu_seqlens, Tensor):
             return cls._from_ends(_as_integers(cu_seqlens, name), name)
         check_ends(cu_seqlens, name)
-        known: Any = recall(cu_seqlens)
-        if known is None:
-            refuse_capture(cu_seqlens, name)
-            known = cls._from_ends(cu_seqlens.tolist(), name)
-            remember(cu_seqlens, known)
-        return known
+        refuse_capture(cu_seqlens, name)
+        return cls._from_ends(cu_seqlens.tolist(), name)
 
     @classmethod
     def _from_ends(cls, ends: list[int], name: str) -> Self:
@@ -147,6 +145,8 @@ class DocumentBoundaries:
 
 def check_ends(cu_seqlens: Tensor, name: str) -> None:
     """Without reading them."""
+    if cu_seqlens.layout != torch.strided:
+        raise ValueError(f"{name} is a {cu_seqlens.layout} tensor; it must be dense: use to_dense()")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(
             f"{name} has dtype {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}; it must be int32 with one "
@@ -176,33 +176,19 @@ def read_boundaries(
 
 def _as_integers(ends: Any, name: str) -> list[int]:
     found: list[Any] = list(ends) if isinstance(ends, list | tuple) else [None]
-    if not all(isinstance(end, int) and not isinstance(end, bool) for end in found):
+    if not _are_integers(found):
         raise ValueError(f"{name} must be an int32 tensor, a list of integers, or DocumentBoundaries")
     return found
 
 
-_known = WeakIdKeyDictionary()
-"""What was read from a tensor, and the version of the tensor then."""
-
-
-def recall(told: Tensor) -> Any:
-    """What `remember` keeps of a tensor; None if nothing, or if the tensor has changed since."""
-    if told.is_inference():  # it has no version
-        return None
-    version, answer = _known.get(told, (None, None))
-    return answer if version == told._version else None
-
-
-def remember(told: Tensor, answer: Any) -> None:
-    """Keep what was read from a tensor. To read waits for the device, and all layers get the same tensor."""
-    if not told.is_inference():
-        _known[told] = (told._version, answer)
+def _are_integers(found: Iterable[Any]) -> bool:
+    return all(isinstance(number, int) and not isinstance(number, bool) for number in found)
 
 
 def refuse_capture(told: Tensor, name: str) -> None:
     """A tensor cannot be read while a CUDA graph is captured."""
     if told.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
-            f"{name} on a GPU cannot be read while a CUDA graph is captured; pass DocumentBoundaries, or call once "
-            "with the same tensor before"
+            f"{name} on a GPU cannot be read while a CUDA graph is captured; pass DocumentBoundaries, which the graph "
+            "keeps, or capture no graph"
         )

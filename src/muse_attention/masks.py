@@ -9,6 +9,10 @@ padding apart, a tensor without keys stands for it, which costs nothing:
 
 A layer that reads such a mask itself fails.
 
+Documents in `position_ids` are read where the mask is made, once for all layers, and every mask keeps the tensor that
+it was made from: a layer that is handed the same one does not read it again. To read a tensor on a GPU waits for it.
+As in transformers, a mask says what `position_ids` said when it was made.
+
 Where queries continue a KV cache, or padding lies inside a document, the mask is made, marked as one that expresses no
 more than that, and read by exact attention. Any other mask is general: MuSe refuses it.
 """
@@ -44,6 +48,8 @@ from muse_attention.packing import (
 _ATTRIBUTE = "muse_documents"
 _MADE = "muse_is_plain"
 """Of a mask that was made here: whether it expresses no more than padding and a KV cache."""
+_POSITIONS = "muse_position_ids"
+"""Of a mask that was made here: the `position_ids` whose documents it keeps apart; None if there were none."""
 GENERAL = (
     "MuSe reads no general attention_mask: tell padding by a 2D mask and documents by position_ids or cu_seq_lens_q, "
     "or set attn_implementation='eager' or 'sdpa' (huggingface.use_attention(model, 'exact'))"
@@ -79,6 +85,7 @@ def visible(
     A mask need not tell of all documents: gpt-oss hands its positions to the attention function alone.
     """
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    others = _unread(attention_mask, others)
     if attention_mask is not None and stands_for_documents(attention_mask):
         told = told_documents(attention_mask)
         return told._replace(documents=_cut(told.documents, find_documents(batch, queries, others)))
@@ -101,6 +108,14 @@ def visible(
 def _cut(by_mask: DocumentBoundaries | None, by_arguments: DocumentBoundaries | None) -> DocumentBoundaries | None:
     """Documents that are told of in two ways; all layers of a batch ask for the same."""
     return by_mask if by_mask is None or by_arguments is None else by_mask.cut_at(by_arguments.begins)
+
+
+def _unread(attention_mask: Tensor | None, others: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without the `position_ids` that the mask was made from. The compiler does not see marks."""
+    if attention_mask is None or torch.compiler.is_compiling():
+        return others
+    read = getattr(attention_mask, _POSITIONS, None)
+    return {**others, "position_ids": None} if read is not None and others.get("position_ids") is read else others
 
 
 def told_documents(attention_mask: Tensor) -> Visible:
@@ -187,7 +202,7 @@ def make_mask(
     may_be_general = compiling and not reads_masks and local_size is None and q_length > 1
     if may_be_general and (use_vmap or (attention_mask is not None and not is_usual)):
         raise ValueError(GENERAL)
-    documents = None if compiling else _take_documents(batch_size, q_length)
+    documents, positions = (None, None) if compiling else _take_documents(batch_size, q_length)
     causal = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
     if compiling and attention_mask is None and local_size is None and not use_vmap:
         if allow_is_bidirectional_skip:
@@ -202,6 +217,7 @@ def make_mask(
         if (is_causal or is_full) and local_size is None and not use_vmap:
             mark = torch.empty(batch_size, 2, q_length, 0, dtype=torch.bool, device=device)
             setattr(mark, _ATTRIBUTE, (documents, is_causal))
+            setattr(mark, _POSITIONS, positions)
             return mark
         if len(documents.lengths) > batch_size:
             if q_length != kv_length:
@@ -224,7 +240,11 @@ def make_mask(
     if mask is not None and not compiling:
         setattr(mask, _MADE, is_usual and local_size is None and not use_vmap)
     # One query sees every key, whoever reads the mask.
-    return causal if mask is None and allow_is_causal_skip and q_length > 1 else mask
+    if mask is None and allow_is_causal_skip and q_length > 1:
+        mask = causal
+    if mask is not None and not compiling:
+        setattr(mask, _POSITIONS, positions)
+    return mask
 
 
 def _assert_one_sequence(
@@ -243,13 +263,14 @@ def _assert_one_sequence(
 
 
 _asked = threading.local()
-"""Between the preparation of a mask and its making: the documents of the batch."""
+"""Between the preparation of a mask and its making: the documents of the batch, and the `position_ids` read."""
 
 
-def _take_documents(batch: int, queries: int) -> DocumentBoundaries | None:
-    found: DocumentBoundaries | None = getattr(_asked, "documents", None)
-    _asked.documents = None
-    return found if found is not None and found.tokens == batch * queries else None
+def _take_documents(batch: int, queries: int) -> tuple[DocumentBoundaries | None, Tensor | None]:
+    found: DocumentBoundaries | None
+    found, positions = getattr(_asked, "told", (None, None))
+    _asked.told = (None, None)
+    return found if found is not None and found.tokens == batch * queries else None, positions
 
 
 def guard_masks(is_registered: Callable[[str | None], bool], reads_masks: Callable[[str | None], bool]) -> None:
@@ -281,7 +302,7 @@ def guard_masks(is_registered: Callable[[str | None], bool], reads_masks: Callab
             if padding is not None or (attention_mask is None and past_key_values is not None):
                 _refuse_under(padding, batch, queries, position_ids)
             return found
-        _asked.documents = None
+        _asked.told = (None, None)
         does_exit, _, packed, *_ = found
         if does_exit or queries == 1 or (attention_mask is not None and padding is None):
             return found
@@ -293,9 +314,10 @@ def guard_masks(is_registered: Callable[[str | None], bool], reads_masks: Callab
             if documents is not None:
                 if packed is None and len(documents.lengths) > batch:
                     _refuse_state(config)
-                _asked.documents = None if are_whole_rows(documents, batch) else documents
+                _asked.told = (None if are_whole_rows(documents, batch) else documents, position_ids)
                 return (*found[:2], None, *found[3:])
         _refuse_under(padding, batch, queries, position_ids)
+        _asked.told = (None, position_ids)
         return found
 
     masking_utils._preprocess_mask_arguments = guarded_prepare

@@ -5,7 +5,8 @@ operators read: one graph serves all batches.
 
 What a forward pass would keep for its backward pass has a size that depends on the boundaries too, and a graph must
 know the sizes of its tensors. `packed_backward` therefore keeps the inputs and the outputs alone, and attends to long
-documents once more. Short documents that share one call need no more than these.
+documents once more. Short documents that share one call need no more than these. Of boundaries it keeps a copy, which
+`packed_forward` returns: a caller may reuse the tensor for the next batch before the backward pass.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def attend(
     """
     query, key, value = cast_for_autocast(query, key, value)
     settings = (config, is_causal, scale, backend)
-    return Partial(*_forward(query, key, value, ends, ends_of_keys, longest, longest_of_keys, *settings))
+    out, lse, _ = _forward(query, key, value, ends, ends_of_keys, longest, longest_of_keys, *settings)
+    return Partial(out, lse)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::packed_forward", mutates_args=(), tags=_READS_ON_THE_HOST)
@@ -62,7 +64,7 @@ def _forward(
     is_causal: bool,
     scale: float,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     of_queries = _as_boundaries(ends)
     of_keys = of_queries if ends_of_keys is ends else _as_boundaries(ends_of_keys)
     boundaries = read_boundaries(query.shape[0], of_queries, of_keys, longest, longest_of_keys)
@@ -72,15 +74,16 @@ def _forward(
             query, key, value, boundaries, config, is_causal=is_causal, scale=scale, backend=backend, return_lse=True
         )
     assert lse is not None
-    return out, lse.contiguous()
+    return out, lse.contiguous(), ends.clone()
 
 
 @_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, _dim = query.shape
     return (
         query.new_empty(tokens, heads, value.shape[2]),
         query.new_empty(heads, tokens, dtype=compute_dtype(query.dtype)),
+        torch.empty_like(ends),
     )
 
 
@@ -134,14 +137,14 @@ def _as_boundaries(ends: Tensor) -> DocumentBoundaries | Tensor:
     return DocumentBoundaries.from_table(ends) if ends.dtype == torch.int64 else ends
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, ends, _, _, _, *settings = inputs
-    ctx.save_for_backward(query, key, value, *output, ends)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, _, _, _, _, *settings = inputs
+    ctx.save_for_backward(query, key, value, *output)
     ctx.settings = settings
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         grad_out = torch.zeros_like(ctx.saved_tensors[3])
     return *_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings), *([None] * 8)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muse_attention.documents import DocumentBoundaries, recall, refuse_capture, remember
+from muse_attention.documents import DocumentBoundaries, refuse_capture
 
 REFUSAL = (
     "packed documents would see each other: put one document into a row, or pass position_ids with use_cache=False and "
@@ -25,8 +25,6 @@ REFUSAL = (
 
 def find_documents(batch: int, queries: int, arguments: dict[str, Any]) -> DocumentBoundaries | None:
     """The documents that the arguments tell of, in all rows one after another; None if each row is one document.
-
-    Tensors are read once for all layers.
 
     Args:
         batch: rows of the input
@@ -38,19 +36,14 @@ def find_documents(batch: int, queries: int, arguments: dict[str, Any]) -> Docum
     positions = arguments.get("position_ids")
     if ends is not None:
         found = DocumentBoundaries.read(ends, "cu_seq_lens_q")
-        if of_keys is not None and DocumentBoundaries.read(of_keys, "cu_seq_lens_k") != found:
+        by_keys = found if of_keys is None or of_keys is ends else DocumentBoundaries.read(of_keys, "cu_seq_lens_k")
+        if by_keys != found:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: documents attend to themselves; pass the same")
         if found.tokens != batch * queries:
             raise ValueError(f"cu_seq_lens_q ends at {found.tokens}, the batch has {batch * queries} tokens")
     elif isinstance(positions, Tensor) and not positions.is_meta and positions.shape[-1] == queries > 1:
-        known = recall(positions)
-        if known is None:
-            refuse_capture(positions, "position_ids")
-            known = documents_in_rows(starts_by_positions(positions).expand(batch, -1), None, None)
-            remember(positions, known)
-        found = known
-        if found.tokens != batch * queries:  # the tensor was read for another batch
-            found = documents_in_rows(starts_by_positions(positions).expand(batch, -1), None, None)
+        refuse_capture(positions, "position_ids")
+        found = documents_in_rows(starts_by_positions(positions).expand(batch, -1), None, None)
     else:
         return None
     return None if are_whole_rows(found, batch) else found
@@ -108,6 +101,10 @@ def refuse_packed_documents(batch: int, queries: int, attention_mask: Tensor | N
         return
     for name in ("position_ids", "cu_seq_lens_q"):
         told = arguments.get(name)
+        if name == "cu_seq_lens_q" and told is not None and not isinstance(told, Tensor):
+            read = DocumentBoundaries.read(told, name)
+            device = None if attention_mask is None else attention_mask.device
+            told = torch.tensor([*read.begins, read.tokens], dtype=torch.int32, device=device)
         if not isinstance(told, Tensor) or told.is_meta:
             continue
         if name == "cu_seq_lens_q":

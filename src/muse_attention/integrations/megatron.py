@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
-from muse_attention.documents import DocumentBoundaries, recall, refuse_capture, remember
+from muse_attention.documents import DocumentBoundaries, refuse_capture
 from muse_attention.integrations.rows import attend_to_rows, check_config
 from muse_attention.packing import are_whole_rows, documents_in_rows
 
@@ -149,44 +149,36 @@ def _packed_documents(params: PackedSeqParams) -> DocumentBoundaries:
         raise ValueError(
             f"packed_seq_params has qkv_format={params.qkv_format!r}; MuSe takes 'thd' with cu_seqlens_q, or None"
         )
-    padded = params.cu_seqlens_q_padded
-    told = params.cu_seqlens_q if padded is None else padded
-    known: DocumentBoundaries | None = recall(told)
-    if known is None:
-        refuse_capture(told, "cu_seqlens_q")
-        ends = params.cu_seqlens_q.tolist()
-        if params.cu_seqlens_kv is not None and params.cu_seqlens_kv.tolist() != ends:
-            raise ValueError("cu_seqlens_q and cu_seqlens_kv differ: documents attend to themselves; pass the same")
-        places = ends if padded is None else padded.tolist()
-        found = [
-            (begin, begin + end - start)
-            for begin, (start, end) in zip(places, pairwise(ends), strict=False)
-            if end > start  # the batch's last boundaries may repeat
-        ]
-        known = DocumentBoundaries(tuple(begin for begin, _ in found), tuple(end for _, end in found), places[-1])
-        remember(told, known)
-    return known
+    refuse_capture(params.cu_seqlens_q, "cu_seqlens_q")
+    ends = params.cu_seqlens_q.tolist()
+    same = params.cu_seqlens_kv is None or params.cu_seqlens_kv is params.cu_seqlens_q
+    if not same and params.cu_seqlens_kv.tolist() != ends:
+        raise ValueError("cu_seqlens_q and cu_seqlens_kv differ: documents attend to themselves; pass the same")
+    places = ends if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.tolist()
+    found = [
+        (begin, begin + end - start)
+        for begin, (start, end) in zip(places, pairwise(ends), strict=False)
+        if end > start  # the batch's last boundaries may repeat
+    ]
+    return DocumentBoundaries(tuple(begin for begin, _ in found), tuple(end for _, end in found), places[-1])
 
 
 def _documents_in_mask(mask: Tensor | None, batch: int, length: int) -> DocumentBoundaries | None:
     """The documents that a mask of causal attention, (batch or 1, 1, length, length), True where hidden, separates."""
     if mask is None:
         return None
-    known: DocumentBoundaries | None = recall(mask)
-    if known is None or known.tokens != batch * length:
-        if mask.shape[1:] != (1, length, length) or mask.shape[0] not in (1, batch):
-            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, not {(batch, 1, length, length)}")
-        refuse_capture(mask, "attention_mask")
-        hidden = mask[:, 0].bool()
-        starts = hidden.diagonal(-1, 1, 2)
-        known = documents_in_rows(starts.expand(batch, -1), None, None)
-        if bool((known.mask(batch, True, mask.device) == hidden).any()):
-            raise ValueError(
-                "attention_mask is neither causal nor causal inside documents: pass None, and documents as "
-                "packed_seq_params"
-            )
-        remember(mask, known)
-    return None if are_whole_rows(known, batch) else known
+    if mask.shape[1:] != (1, length, length) or mask.shape[0] not in (1, batch):
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, not {(batch, 1, length, length)}")
+    refuse_capture(mask, "attention_mask")
+    hidden = mask[:, 0].bool()
+    starts = hidden.diagonal(-1, 1, 2)
+    found: DocumentBoundaries = documents_in_rows(starts.expand(batch, -1), None, None)
+    if bool((found.mask(batch, True, mask.device) == hidden).any()):
+        raise ValueError(
+            "attention_mask is neither causal nor causal inside documents: pass None, and documents as "
+            "packed_seq_params"
+        )
+    return None if are_whole_rows(found, batch) else found
 
 
 layer_spec: ModuleSpec = use_muse(

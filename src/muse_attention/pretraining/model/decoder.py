@@ -282,9 +282,11 @@ class Decoder(DecoderPreTrainedModel):
             "past_key_values": past,
             "position_ids": position_ids,
         }
-        masks = {GLOBAL: create_causal_mask(config=self.config, **arguments), SLIDING: None}
+        causal = create_causal_mask(config=self.config, **arguments)
+        masks = {GLOBAL: causal, SLIDING: None}
         from_start = hidden_states.shape[1] > 1 and (past is None or past.get_seq_length() == 0)
-        causal = create_causal_mask(config=self._exact_config, **arguments)
+        if not (stands_for_documents(causal) or stands_for_causal(causal)):
+            causal = create_causal_mask(config=self._exact_config, **arguments)
         if from_start and stands_for_documents(causal):
             masks[SLIDING] = causal
         elif not (from_start and stands_for_causal(causal)):
