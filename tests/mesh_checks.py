@@ -299,6 +299,29 @@ def refusals(mesh: DeviceMesh) -> None:
         ulysses("exact", query, key, value, 4)  # type: ignore[arg-type]
 
 
+def ranks_that_disagree(mesh: DeviceMesh) -> None:
+    """All ranks say which one differs, until they agree in a call; later calls compare nothing."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    odd = mesh.size() - 1
+
+    def attend(heads: int = 4, length: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
+        return ulysses("exact", *(torch.zeros(1, heads, length, 8, dtype=dtype) for _ in range(3)), mesh)
+
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"length": 4}, "float32 (1, 4, 4, 8)"),
+        ({"heads": 8}, "float32 (1, 8, 6, 8)"),
+        ({"dtype": torch.bfloat16}, "bfloat16 (1, 4, 6, 8)"),
+    ]
+    for change, found in changes:
+        held, usual = (f"query {part}, key {part}, value {part}" for part in (found, "float32 (1, 4, 6, 8)"))
+        with refused(f"rank {odd} holds {held}; rank 0 holds {usual}: all ranks of the mesh must hold equal shapes"):
+            attend(**change if mesh.get_local_rank() == odd else {})
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as compared:
+        attend()
+        attend(length=8)
+    assert compared.call_count == 1
+
+
 @contextmanager
 def refused(message: str) -> Iterator[None]:
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
@@ -345,7 +368,16 @@ def _load_example() -> ModuleType:
     return module
 
 
-_EVERYWHERE = [exact, muse, muse_that_sees_all, groups_that_ranks_cut, packed_documents, there_and_back, rank_before]
+_EVERYWHERE = [
+    exact,
+    muse,
+    muse_that_sees_all,
+    groups_that_ranks_cut,
+    packed_documents,
+    there_and_back,
+    rank_before,
+    ranks_that_disagree,
+]
 CHECKS: dict[int, list[Callable[[DeviceMesh], None]]] = {
     1: [exact, muse, one_rank_copies_nothing],
     2: [*_EVERYWHERE, reused_buffers, bytes_moved, memory, compiled, ring],

@@ -161,6 +161,21 @@ def test_a_mask_of_documents_separates_them() -> None:
     assert_same(train(gpt_with_muse(), loss_of(tokens, mask)), train(gpt(), loss_of(tokens, mask)))
 
 
+def test_a_reused_tensor_is_read_in_every_call() -> None:
+    """Whether or not it counts the write as a change of its own."""
+    attention = MuSeCoreAttention(TransformerConfig(**OPTIONS), 1, AttnMaskType.causal, "self")
+    query, ends, mask = torch.randn(8, 4, 16), torch.tensor([0, 3, 8], dtype=torch.int32), causal_mask(8)
+    for end in (3, 5):
+        ends.numpy()[1] = end
+        mask.numpy()[:] = causal_mask(8).numpy()
+        mask.numpy()[0, 0, end:, :end] = True
+        expected = torch.cat([attention(*[part[:, None]] * 3, None) for part in query.split([end, 8 - end])])
+        packed = attention(*[query] * 3, None, packed_seq_params=PackedSeqParams("thd", ends, ends))
+        masked = attention(*[query[:, None]] * 3, mask)
+        for found in (packed[:, None], masked):
+            torch.testing.assert_close(found, expected)
+
+
 def test_recomputed_attention_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "_get_cuda_rng_state", lambda **_: None)
     monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)

@@ -1,7 +1,7 @@
 """Attention over a device mesh.
 
 - `ulysses`: sequences are sharded; each rank attends with some of the heads to whole sequences. `all_to_all.py` has the
-  two exchanges, `ulysses_attention.py` the attention between them.
+  two exchanges, `ulysses_attention.py` the attention between them, and `agreement.py` what ranks must have in common.
 - `remote_attention` and `merge_partials`: a shard of queries attends to one shard of keys after another, and the
   results merge as one softmax, as in a ring (`examples/ring.py`): `remote.py`.
 - `neighbours.py`: what a sliding window needs of the rank before.

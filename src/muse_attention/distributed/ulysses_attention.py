@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from muse_attention.by_name import Attention, get_attention
+from muse_attention.distributed.agreement import check_agreement
 from muse_attention.distributed.all_to_all import check_heads, heads_to_sequence, mesh_ranks, sequence_to_heads
 
 
@@ -33,6 +34,10 @@ def ulysses(
     of its heads it needs memory for at most two tensors of their size: what is sent, and what is received. One rank
     calls `attention` with the tensors as they are: nothing is copied.
 
+    The first call on a process group also compares the shapes and dtypes of all ranks, and raises ValueError on each of
+    them if one differs. Later calls do not compare, and compiled ones never do: the host would wait in each
+    (`agreement.py`).
+
     Args:
         attention: a name for `get_attention`, or any function of (batch, heads, length, head_dim) queries, keys and
             values. It gets whole sequences, so boundaries of packed documents that it knows count over the whole row
@@ -50,6 +55,7 @@ def ulysses(
     ranks = mesh_ranks(mesh)
     if ranks == 1:
         return attend(query, key, value, **arguments)
+    check_agreement(mesh, query=query, key=key, value=value)
     _check_shards(query, key, value, ranks)
     copies = _key_copies(key.shape[1], ranks)
     result = attend(

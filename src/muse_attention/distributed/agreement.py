@@ -1,0 +1,59 @@
+"""Whether all ranks hold tensors of equal shapes and dtypes, compared once for a process group.
+
+An exchange of parts that differ ends in the words of the communication library, hangs, or mixes heads. To compare them
+is an exchange of its own, for which the host waits. So it is done in the first call on a process group: all ranks come
+to that call together, and each knows that it is the first. It cannot be done for each new shape: a rank that alone has
+one would wait for the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_BYTES = 512
+"""of the text that describes the tensors of a rank"""
+
+_agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Process groups whose ranks have held equal tensors."""
+
+
+def check_agreement(mesh: DeviceMesh, **tensors: Tensor) -> None:
+    """Raise ValueError on every rank if one has other shapes or dtypes; nothing after the first call that agreed.
+
+    Collective: every rank of the mesh must call it. A compiled graph does not compare.
+    """
+    if torch.compiler.is_compiling():
+        return
+    group = mesh.get_group()
+    if group in _agreed:
+        return
+    held = _gathered(", ".join(f"{name} {_described(tensor)}" for name, tensor in tensors.items()), mesh)
+    ranks: list[int] = mesh.mesh.tolist()
+    usual = held.index(statistics.mode(held))
+    for rank, theirs in zip(ranks, held, strict=True):
+        if theirs != held[usual]:
+            raise ValueError(
+                f"rank {rank} holds {theirs}; rank {ranks[usual]} holds {held[usual]}: all ranks of the mesh must hold "
+                "equal shapes and one dtype"
+            )
+    _agreed.add(group)
+
+
+def _described(tensor: Tensor) -> str:
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _gathered(text: str, mesh: DeviceMesh) -> list[str]:
+    """The texts of all ranks, in their order in the mesh."""
+    own = torch.tensor(list(text.encode().ljust(_BYTES)[:_BYTES]), dtype=torch.uint8, device=mesh.device_type)
+    held = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(held, own, group=mesh.get_group())
+    return [bytes(theirs.tolist()).decode().rstrip() for theirs in held]
