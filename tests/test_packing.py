@@ -165,9 +165,10 @@ def test_padding_inside_a_document_is_attended_to_exactly_and_refused_where_docu
     with torch.no_grad(), pytest.warns(ExactAttentionWarning, match="padding inside a document"):
         found = model(ids, attention_mask=real).logits
     torch.testing.assert_close(found[real.bool()], expected[real.bool()])
-    with pytest.raises(ValueError, match="packed documents would see each other") as raised:
-        logits(model, "muse:QK4R1B16", ids, attention_mask=real, position_ids=PACKED)
-    assert "\n" not in str(raised.value)
+    for told in ({"position_ids": PACKED}, {"cu_seq_lens_q": DocumentBoundaries.from_lengths(LENGTHS)}):
+        with pytest.raises(ValueError, match="packed documents would see each other") as raised:
+            logits(model, "muse:QK4R1B16", ids, attention_mask=real, **told)
+        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
