@@ -36,7 +36,6 @@ from tests.models import tiny_llama, token_ids
 
 LENGTH = 64
 MUSE = "muse:Q3K4R2B16"
-TIMEOUT = 60
 
 
 def whole_tensors(heads: int = 8, key_heads: int = 2, batch: int = 2, length: int = LENGTH) -> list[Tensor]:

@@ -33,7 +33,6 @@ from muse_attention.pretraining.stopping import Request, Stopped, Stopping
 from muse_attention.pretraining.training import train
 from tests.training_runs import SMALL
 
-TIMEOUT = 200
 UPDATES = 20
 WINDOW = 24
 """Of the local layers: it crosses the edge of a part, and is longer than half of the shortest sequences."""

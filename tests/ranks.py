@@ -27,6 +27,7 @@ from muse_attention.pretraining.checkpointing import together
 from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.model.decoder import DecoderForCausalLM
 from muse_attention.pretraining.recipes import Recipe
+from tests.patience import PATIENCE
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -63,7 +64,7 @@ def training_alone(
         process.join()
 
 
-def wait_for(condition: Callable[[], bool], process: Any, seconds: float = 200) -> None:
+def wait_for(condition: Callable[[], bool], process: Any, seconds: float = PATIENCE) -> None:
     """Returns also where the process has ended; a TimeoutError if neither happens."""
     end = time.monotonic() + seconds
     while process.exitcode is None and not condition():

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
+from tests.patience import PATIENCE
 from tests.ranks import CONTEXT
 
 Reports = dict[str, list[str | None]]
 """By the name of the check: one entry of each rank that came to its end, None where nothing went wrong."""
 
 
-def gather_reports(run: Callable[..., None], ranks: int, *arguments: object, timeout: float) -> Reports:
+def gather_reports(run: Callable[..., None], ranks: int, *arguments: object) -> Reports:
     """Of processes that call `run(rank, ranks, port, *arguments, connection)`, and send (check, what went wrong).
 
-    They are killed when none has sent anything for so many seconds.
+    They are killed when none has sent anything for `PATIENCE`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -32,7 +33,7 @@ def gather_reports(run: Callable[..., None], ranks: int, *arguments: object, tim
             process.start()
             sending.close()
         waiting: list[Any] = [receiving for receiving, _ in pipes]
-        while waiting and (ready := wait(waiting, timeout=timeout)):
+        while waiting and (ready := wait(waiting, timeout=PATIENCE)):
             for connection in cast(list[Connection], ready):
                 try:
                     name, failure = connection.recv()

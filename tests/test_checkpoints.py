@@ -39,6 +39,7 @@ from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import describe_last_good, find_checkpoint, run_recipe
 from muse_attention.pretraining.training import train
 from tests.old_checkpoints import write_old
+from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, training_alone, wait_for
 from tests.test_prepare import contents
 from tests.training_runs import SMALL, STEPS, assert_same_run, inode_of, losses, stop_at
@@ -74,7 +75,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Pa
                 wait_for(lambda steps=steps: lines() > steps, process)
                 time.sleep(draw.uniform(0, 0.05))
                 process.kill()
-            process.join(timeout=200)
+            process.join(timeout=PATIENCE)
             code = process.exitcode
         assert code == 0 or (is_killed and code == -signal.SIGKILL), errors.read_text()
         kills += code != 0
@@ -649,7 +650,7 @@ def test_a_death_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     process = CONTEXT.Process(target=die_at_every_call, args=(tmp_path, sending))
     process.start()
     try:
-        process.join(timeout=200)
+        process.join(timeout=PATIENCE)
         assert process.exitcode == 0
     finally:
         process.kill()

@@ -345,7 +345,7 @@ clusters.key_assignment[0, 0, 7] = 4
 muse_attention(data, data, data, config="QK4R1B64", clusters=clusters, backend={backend!r})
 torch.cuda.synchronize()
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert done.returncode != 0
     assert "_assert_async" in done.stderr  # (What the host then finds first is any error of CUDA.)
 

@@ -12,14 +12,14 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from muse_attention.distributed import ulysses_bytes
-from tests.mesh_checks import CHECKS, TIMEOUT, run
+from tests.mesh_checks import CHECKS, run
 from tests.reports_of_ranks import Reports, assert_nothing_went_wrong, gather_reports
 
 
 @functools.cache
 def reports(ranks: int) -> Reports:
     """All checks in the same processes."""
-    return gather_reports(run, ranks, timeout=TIMEOUT)
+    return gather_reports(run, ranks)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.parallel import World
 from muse_attention.pretraining.recipes import get_recipe, override, tiny
 from muse_attention.pretraining.training import train
-from tests.mesh_runs import ALONE, HEADS, NEEDLES, PACKED, PLAIN, STOPPED_AFTER, TIMEOUT, UPDATES, run, small_model
+from tests.mesh_runs import ALONE, HEADS, NEEDLES, PACKED, PLAIN, STOPPED_AFTER, UPDATES, run, small_model
 from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.reports_of_ranks import Reports, assert_nothing_went_wrong, gather_reports
 from tests.test_prepare import SMALL as PREPARED
@@ -73,7 +73,7 @@ def together(folder: Path) -> Callable[[int, str], Path]:
 @functools.cache
 def _reports(folder: Path, ranks: int) -> Reports:
     """All checks in the same processes."""
-    return gather_reports(run, ranks, folder, timeout=TIMEOUT)
+    return gather_reports(run, ranks, folder)
 
 
 Alone = Callable[[str], Path]

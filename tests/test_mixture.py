@@ -41,6 +41,7 @@ from muse_attention.pretraining.recipes import Recipe, override, tiny
 from muse_attention.pretraining.run_folder import run_recipe
 from muse_attention.pretraining.training import make_batches, train
 from tests.needle_models import DEFINITION, QUESTION, needle_corpus, needle_tokenizer
+from tests.patience import PATIENCE
 from tests.test_prepare import make
 from tests.training_runs import assert_same_run, stop_at
 
@@ -302,12 +303,12 @@ def test_readers_end_with_a_run_that_is_killed(corpus: Corpus) -> None:
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     there.close()
-    assert here.poll(60)
+    assert here.poll(PATIENCE)
     readers = here.recv()
     assert len(readers) == READERS
     process.join()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while any(is_alive(reader) for reader in readers):
             assert time.monotonic() < deadline
             time.sleep(0.05)

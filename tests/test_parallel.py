@@ -33,6 +33,7 @@ from muse_attention.pretraining.recipes import Recipe, override
 from muse_attention.pretraining.run_folder import claimed
 from muse_attention.pretraining.training import train
 from tests.needle_models import needle_corpus, needle_tokenizer
+from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, Mishap, run_command, words_of
 from tests.test_prepare import contents
 from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, learnt, losses
@@ -73,7 +74,7 @@ def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2,
 def run_together(words: list[str], output: Path, ranks: int = 2, mishap: Mishap | None = None) -> None:
     with ranks_of(words, output, ranks, mishap) as processes:
         for process, file in processes:
-            process.join(timeout=240)
+            process.join(timeout=PATIENCE)
             assert process.exitcode == 0, file.read_text()
 
 
@@ -115,13 +116,13 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_pat
     train_together(corpus, recipe, whole)
     with ranks_of(words_of(corpus, recipe), output) as processes:
         metrics = output / "metrics.jsonl"
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + PATIENCE
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         os.kill(processes[1][0].pid, signal.SIGTERM)
         for process, file in processes:
-            process.join(timeout=200)
+            process.join(timeout=PATIENCE)
             assert process.exitcode == 143, file.read_text()
     step = len(read_metrics(output))
     assert 3 <= step < 24

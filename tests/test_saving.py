@@ -28,6 +28,7 @@ from muse_attention.pretraining.data.corpus import Corpus
 from muse_attention.pretraining.metrics import Step, read_metrics
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.training import train
+from tests.patience import PATIENCE
 from tests.training_runs import QUICK, assert_same_run, learnt
 
 Usage = namedtuple("Usage", "total used free")
@@ -95,7 +96,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
     def write_late(folder: Path, step: int, *others: Any) -> Any:
         steps.append((step, checkpoints.steps_in(folder)))
-        assert goes_on.wait(60) or step != 2
+        assert goes_on.wait(PATIENCE) or step != 2
         return write(folder, step, *others)
 
     def set_at_4(done: Step) -> None:

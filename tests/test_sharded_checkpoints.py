@@ -33,6 +33,7 @@ from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.run_folder import find_checkpoint
 from muse_attention.pretraining.training import train
 from tests import shard_checks
+from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, Mishap
 from tests.test_checkpoints import Bomb, flip, forge
 from tests.test_parallel import assert_close_runs, ranks_of, train_together, words_of
@@ -71,7 +72,7 @@ def test_kills_at_ten_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_
         mishap = Mishap(victim, kind, draw.randint(1, CALLS_IN_A_SAVE[victim]))
         with ranks_of(words_of(corpus, RECIPE), output, mishap=mishap) as processes:
             for process, _ in processes:
-                process.join(timeout=200)
+                process.join(timeout=PATIENCE)
             codes = [process.exitcode for process, _ in processes]
         said = [file.read_text() for _, file in processes]
         assert codes[victim] == -9, said
@@ -106,7 +107,7 @@ def test_a_rank_that_cannot_write_stops_all(corpus: Corpus, tmp_path: Path) -> N
     output = tmp_path / "out"
     with ranks_of(words_of(corpus, RECIPE), output, mishap=Mishap(1, "fill_disk", 3)) as processes:
         for process, file in processes:
-            process.join(timeout=200)
+            process.join(timeout=PATIENCE)
             assert process.exitcode == 1, file.read_text()
     folder = output / "checkpoints"
     assert checkpoints.steps_in(folder) == [1, 2]
@@ -262,7 +263,7 @@ def run_checks(action: str, ranks: int, folder: Path) -> None:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(timeout=200)
+            process.join(timeout=PATIENCE)
             assert process.exitcode == 0
     finally:
         for process in processes:

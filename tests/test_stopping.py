@@ -35,6 +35,7 @@ from muse_attention.pretraining.metrics import Metrics, Step, read_metrics
 from muse_attention.pretraining.recipes import override
 from muse_attention.pretraining.stopping import Request, Stopped, Stopping, stop_on_signals
 from muse_attention.pretraining.training import train
+from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, Mishap, training_alone, wait_for
 from tests.training_runs import QUICK, SMALL, assert_same_run, inode_of
 
@@ -181,7 +182,7 @@ def test_a_second_signal_ends_a_process_that_hangs() -> None:
     process = CONTEXT.Process(target=hang_in_a_lock, args=(hangs,))
     process.start()
     try:
-        assert hangs.wait(200)
+        assert hangs.wait(PATIENCE)
         os.kill(process.pid, signal.SIGTERM)
         process.join(timeout=1)
         assert process.exitcode is None
@@ -289,7 +290,7 @@ def test_signals_at_ten_random_moments_cost_nothing(corpus: Corpus, tmp_path: Pa
             made = len(read_metrics(output))
             assert process.exitcode is None, errors.read_text()
             os.kill(process.pid, number)
-            process.join(timeout=200)
+            process.join(timeout=PATIENCE)
         lines = errors.read_text().splitlines()
         assert process.exitcode == 128 + number, (attempt, number, lines)
         assert len(lines) == 2, lines
@@ -301,6 +302,6 @@ def test_signals_at_ten_random_moments_cost_nothing(corpus: Corpus, tmp_path: Pa
         assert (checkpoints.steps_in(folder) or [0])[-1] == done, "an update was lost"
     assert 10 < done < 120
     with training_alone(corpus, recipe, output, errors, slow) as process:
-        process.join(timeout=200)
+        process.join(timeout=PATIENCE)
     assert process.exitcode == 0, errors.read_text()
     assert_same_run(output, tmp_path / "whole")

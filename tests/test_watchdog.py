@@ -26,6 +26,7 @@ from muse_attention.pretraining.stopping import Request, Stopped, Stopping
 from muse_attention.pretraining.training import train
 from muse_attention.pretraining.watchdog import Watchdog
 from tests.needle_models import needle_corpus, needle_tokenizer
+from tests.patience import PATIENCE
 from tests.ranks import Mishap, training_alone
 from tests.training_runs import QUICK
 
@@ -99,8 +100,8 @@ def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> N
     os.mkfifo(errors)
     reading = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)
     with training_alone(corpus, recipe, tmp_path / "out", errors, Mishap(0, "hang", 4)) as process:
-        process.join(timeout=200)
-    (line,) = read_all(reading, seconds=30).splitlines()
+        process.join(timeout=PATIENCE)
+    (line,) = read_all(reading, seconds=PATIENCE).splitlines()
     os.close(reading)
     assert process.exitcode == 1
     stacks = tmp_path / "out" / "stacks.txt"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.closeness import assert_equal_to_rounding
 from tests.markdown_pages import ROOT
+from tests.patience import PATIENCE
 
 LENGTHS = (300, 1, 130, 81)
 """Of documents in one row: longer than a block of `CONFIG`, of one token, of a block and two, shorter than a block."""
@@ -90,7 +91,9 @@ def on_two_processes(check: Callable[[int], None]) -> None:
     for process in processes:
         process.start()
     try:
-        failures = [receiving.recv() if receiving.poll(300) else "it did not come to the end" for receiving, _ in pipes]
+        failures = [
+            receiving.recv() if receiving.poll(PATIENCE) else "it did not come to the end" for receiving, _ in pipes
+        ]
     finally:
         for process in processes:
             process.kill()
