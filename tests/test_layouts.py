@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from muse_attention import get_attention
+from tests.compilers import compiled_with
 from tests.layouts import LAYOUTS
 from tests.shapes import Shape
 
 ATTENTIONS = ["muse:Q3K4R2B16", "exact", "block_diagonal:16", "moba:L16B8R2"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("g++") else [])]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -44,8 +42,7 @@ def test_values_expanded_from_a_column_of_zeros(name: str) -> None:
     assert (out == 0).all()
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize(("name", "compiler"), compiled_with(ATTENTIONS))
 def test_compiled_with_columns_before_rows(name: str, compiler: str) -> None:
     attention = get_attention(name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention, operator
+from tests.compilers import compiled_with
 from tests.shapes import Shape
 
 CONFIG = "Q4K5R2B32"
@@ -122,8 +122,7 @@ def test_an_output_may_be_changed_in_place() -> None:
     assert torch.equal(out.mul_(2), expected)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize("compiler", ["aot_eager", *(["inductor"] if shutil.which("g++") else [])])
+@pytest.mark.parametrize(("name", "compiler"), compiled_with(ATTENTIONS))
 def test_compiles_into_one_graph_with_the_same_result(name: str, compiler: str) -> None:
     attention = get_attention(name)
 
@@ -139,6 +138,17 @@ def test_compiles_into_one_graph_with_the_same_result(name: str, compiler: str) 
         results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), inputs)))
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+def test_compiles_with_a_configuration_made_inside_the_graph() -> None:
+    given = MuSeConfig.parse(CONFIG)
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return muse_attention(*tensors, is_causal=True, enable_gqa=True, config=given.replace(seed=3))
+
+    torch.compiler.reset()
+    inputs = SHAPE.tensors(torch.float32)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs), layer(*inputs))
 
 
 @pytest.mark.parametrize(
