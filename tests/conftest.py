@@ -22,6 +22,10 @@ hypothesis.settings.register_profile(
     "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=True
 )
 hypothesis.settings.load_profile("busy")
+if importlib.util.find_spec("typer") and importlib.util.find_spec("rich"):
+    import muse_attention.cli.app
+
+    muse_attention.cli.app.SECONDS_BEFORE_FIRST_LINE = 3600.0  # or what a command prints says how busy the machine is
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
     if importlib.util.find_spec("triton"):

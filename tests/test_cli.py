@@ -24,7 +24,7 @@ import muse_attention
 from muse_attention.benchmark.suite import run_plan
 from muse_attention.captured_heads import Captures, Origin, save_captures
 from muse_attention.cli import commands, info, main
-from muse_attention.cli.app import console, new_table, phases_bar, progress_bar
+from muse_attention.cli.app import console, new_table, phases_bar
 from muse_attention.cli.language_model import short_warnings
 from muse_attention.config import MuSeConfig
 
@@ -101,35 +101,6 @@ def test_threads_of_the_command_line_wait_without_spinning(monkeypatch: pytest.M
     with pytest.raises(SystemExit):
         main()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-
-
-def test_without_a_terminal_progress_is_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter((0.0, 10.0, 31.0, 40.0, 50.0, 90.0))
-    monkeypatch.setattr("muse_attention.cli.app.time.monotonic", lambda: next(clock))
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    with progress_bar(8) as on_step:  # begins at 10
-        on_step("muse at 8k", 2)  # at 31
-        on_step("muse at 8k", 3)
-        on_step("muse at 8k", 4)
-        on_step("moba at 8k", 5)  # at 90
-    assert capsys.readouterr().err.splitlines() == [
-        "muse: muse at 8k: 2 of 8, ETA 0:01:03",
-        "muse: moba at 8k: 5 of 8, ETA 0:00:48",
-    ]
-
-
-def test_without_a_terminal_a_long_run_is_estimated_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter((0.0, 0.0, 1.0, 2.0))
-    monkeypatch.setattr("muse_attention.cli.app.time.monotonic", lambda: next(clock))
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    with progress_bar(540) as on_step:
-        on_step("single of 2048 tokens", 1)
-        on_step("single of 2048 tokens", 2)
-    assert capsys.readouterr().err == "muse: single of 2048 tokens: 1 of 540, ETA 0:08:59\n"
 
 
 def test_a_warning_is_one_line_without_the_stack_of_its_calls(capsys: pytest.CaptureFixture[str]) -> None:

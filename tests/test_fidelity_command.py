@@ -537,13 +537,6 @@ def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: 
     assert run(*asked)[0] == 0
 
 
-def test_progress_is_lines_where_there_is_no_terminal(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
-    code, _, err = run(*asked)
-    assert code == 0
-    assert ": 1 of 2, ETA 0:00:0" in err
-
-
 def test_a_full_disk_is_one_line_and_the_file_is_whole(
     asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

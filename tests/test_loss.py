@@ -353,10 +353,10 @@ def test_the_command_continues_what_is_the_same_and_refuses_what_differs(
 
 
 def test_progress_is_lines_where_there_is_no_terminal(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("muse_attention.cli.app.LONG_RUN_SECONDS", -1.0)
     code, _, err = run(*asked)
     assert code == 0
-    assert ": 3 of 4, ETA 0:00:0" in err
+    assert ": 1 of 4, ETA 0:00:0" in err
 
 
 @pytest.mark.parametrize("name", ["tiny.json", "tiny.csv", "tiny.html"])

@@ -421,10 +421,10 @@ def test_the_command_continues(asked: list[object], scripted: Scripted, tmp_path
 def test_progress_is_lines_where_there_is_no_terminal(
     asked: list[object], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("muse_attention.cli.app.LONG_RUN_SECONDS", -1.0)
     code, _, err = run(*asked)
     assert code == 0
-    assert ": 3 of 4, ETA 0:00:0" in err
+    assert ": 1 of 4, ETA 0:00:0" in err
 
 
 def test_without_a_command_there_is_help() -> None:

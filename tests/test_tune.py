@@ -351,13 +351,6 @@ def test_the_command_goes_on_where_it_was_interrupted(
     assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE, FINE]
 
 
-def test_progress_is_lines_where_there_is_no_terminal(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muse_attention.cli.app.SECONDS_BETWEEN_LINES", 0.0)
-    code, _, err = run(*asked)
-    assert code == 0
-    assert ": 2 of 3, ETA 0:00:0" in err
-
-
 def test_captures_are_measured_without_the_model(asked: list[object], folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "heads.safetensors"
     other = tmp_path / "other.json"

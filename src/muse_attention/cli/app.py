@@ -8,10 +8,11 @@ import importlib
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import typer
 from rich.box import SIMPLE
@@ -80,8 +81,9 @@ class _CommandsOnDemand(_OneLineErrors):
             return None
         if self._shows_help:
             return TyperCommand(cmd_name, help=_LISTED[cmd_name].summary)
-        for module in _LISTED[cmd_name].modules:
-            importlib.import_module(f"muse_attention.cli.{module}")
+        with busy(f"importing what muse {cmd_name} needs"):
+            for module in _LISTED[cmd_name].modules:
+                importlib.import_module(f"muse_attention.cli.{module}")
         return get_group(app).commands[cmd_name]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -99,9 +101,10 @@ _AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}
 """Brackets in names of files and documents are no markup."""
 console = Console(**_AS_IT_IS)
 
-SECONDS_BETWEEN_LINES = 30.0
+SECONDS_BEFORE_FIRST_LINE, SECONDS_BETWEEN_LINES = 2.0, 30.0
 """Of progress, where there is no terminal."""
-_LONG_RUN_SECONDS = 60.0
+_STARTING = "starting"
+LONG_RUN_SECONDS = 60.0
 """The time left is said at once if it is more than this."""
 
 CONTENTS = "index.html"
@@ -193,10 +196,14 @@ def new_table(title: str, *headers: str) -> Table:
 
 
 @contextlib.contextmanager
-def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
-    """Show the progress of work of a known size. Yields the function to call with a description and the steps done."""
+def progress_bar(steps: int, before: str = _STARTING) -> Iterator[Callable[[str, int], None]]:
+    """Show the progress of work of a known size. Yields the function to call with a description and the steps done.
+
+    Args:
+        before: what is done before that is called for the first time
+    """
     with phases_bar() as on_step:
-        on_step("", 0, steps)
+        on_step(before, 0, steps)
         yield lambda description, finished: on_step(description, finished, steps)
 
 
@@ -204,8 +211,12 @@ def progress_bar(steps: int) -> Iterator[Callable[[str, int], None]]:
 def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
     """The same for work whose total may change: every step passes the total, or None while it is unknown.
 
-    On a terminal, a bar on stderr, gone when it is full. Elsewhere a line on stderr every `SECONDS_BETWEEN_LINES`,
-    unless the command says its own.
+    On a terminal, a bar on stderr, gone when it is full. Elsewhere lines on stderr: the first after
+    `SECONDS_BEFORE_FIRST_LINE`, then one every `SECONDS_BETWEEN_LINES`, however long a step takes. Of several
+    processes, only the first shows anything.
+
+    Args:
+        says_lines: False for a command that says its own as soon as the total is known
     """
     stderr = Console(stderr=True, **_AS_IT_IS)
     columns = (
@@ -216,40 +227,82 @@ def phases_bar(*, says_lines: bool = True) -> Iterator[Callable[[str, int, int |
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    lines = _Lines()
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("", total=None)
+    is_first = os.environ.get("RANK", "0") == "0"  # as torchrun counts them
+    lines = _Lines() if is_first and not stderr.is_terminal else None
+    with (
+        lines or contextlib.nullcontext(),
+        Progress(*columns, console=stderr, transient=True, disable=not (is_first and stderr.is_terminal)) as progress,
+    ):
+        task = progress.add_task(_STARTING, total=None)
 
         def on_step(description: str, finished: int, total: int | None) -> None:
             progress.update(task, description=description, completed=finished, total=total)
-            if says_lines and not stderr.is_terminal:
-                lines.on_step(description, finished, total)
+            if lines is not None:
+                if says_lines or total is None:
+                    lines.on_step(description, finished, total)
+                else:
+                    lines.stop()
 
         yield on_step
 
 
+@contextlib.contextmanager
+def busy(description: str) -> Iterator[None]:
+    """Show what is being done, where there are no steps to count."""
+    with phases_bar() as on_step:
+        on_step(description, 0, None)
+        yield
+
+
 class _Lines:
-    """Progress in lines, where there is no terminal: the first as soon as a long run can be estimated."""
+    """Progress in lines, said by a thread. If a long run can be estimated, the time left is said at once."""
 
     def __init__(self) -> None:
+        self._description, self._done = _STARTING, ""
         self._total: int | None = None
         self._began, self._first = time.monotonic(), 0
-        self._said = self._began
+        self._end: float | None = None
+        self._next = self._began + SECONDS_BEFORE_FIRST_LINE
         self._is_estimated = False
+        self._lock, self._is_over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_saying, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join()
 
     def on_step(self, description: str, finished: int, total: int | None) -> None:
-        now = time.monotonic()
-        if total != self._total:  # another phase, whose speed is not known yet
-            self._total, self._began, self._first = total, now, finished
-        left = None
-        if total is not None and finished > self._first:
-            left = (now - self._began) / (finished - self._first) * (total - finished)
-        is_first = left is not None and left > _LONG_RUN_SECONDS and not self._is_estimated
-        if now - self._said < SECONDS_BETWEEN_LINES and not is_first:
-            return
-        self._said, self._is_estimated = now, self._is_estimated or left is not None
-        line = f"{description}: {finished}" + ("" if total is None else f" of {total}")
-        say(line if left is None else f"{line}, ETA {datetime.timedelta(seconds=round(left))}")
+        with self._lock:
+            now = time.monotonic()
+            if total != self._total:  # another phase, whose speed is not known yet
+                self._total, self._began, self._first, self._end = total, now, finished, None
+            self._description = description
+            self._done = f": {finished} of {total}" if total is not None else f": {finished}" if finished else ""
+            if total is not None and finished > self._first:
+                left = (now - self._began) / (finished - self._first) * (total - finished)
+                self._end = now + left
+                if left > LONG_RUN_SECONDS and not self._is_estimated:
+                    self._say(now)
+
+    def _keep_saying(self) -> None:
+        while not self._is_over.wait(max(0.0, self._next - time.monotonic())):
+            with self._lock:
+                now = time.monotonic()
+                if now >= self._next:
+                    self._say(now)
+
+    def _say(self, now: float) -> None:
+        self._next = now + SECONDS_BETWEEN_LINES
+        self._is_estimated = self._is_estimated or self._end is not None
+        left = "" if self._end is None else f", ETA {datetime.timedelta(seconds=round(max(0.0, self._end - now)))}"
+        say(f"{self._description}{self._done}{left}")
 
 
 @contextlib.contextmanager

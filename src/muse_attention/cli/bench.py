@@ -27,6 +27,7 @@ from muse_attention.cli.app import (
     RepeatCaptures,
     Resume,
     app,
+    busy,
     console,
     file_stem,
     make_folder,
@@ -107,7 +108,7 @@ def bench(
     Writes NAME.json on the way, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run again, it adds what is
     missing.
     """
-    with user_errors():
+    with user_errors(), busy("looking for a GPU" if captures is None else f"reading {captures}"):
         place = Place.choose(device, dtype)
         if repeat_captures and captures is None:
             raise ValueError("--repeat-captures needs --captures FILE")
@@ -163,7 +164,7 @@ def bench(
     if plan.steps(results):
         add_command(results, spell(context, settled, is_recorded=True))
     with run_errors(lambda: _how_to_continue(results, path, spell(context, settled))):
-        with progress_bar(plan.steps(results)) as on_step:
+        with progress_bar(plan.steps(results), "warming up exact attention") as on_step:
             run_plan(plan, results, path, on_step=on_step)
         console.print(_bench_table(results))
         if tables.retrieval_columns(results.cases):

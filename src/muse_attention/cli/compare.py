@@ -15,6 +15,7 @@ from muse_attention.cli.app import (
     Device,
     Overwrite,
     app,
+    busy,
     console,
     make_folder,
     new_table,
@@ -117,18 +118,20 @@ def compare_runs(
     Args:
         command: what was called to compare runs of these names, for the file of the results
     """
-    import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-    from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
-    from muse_attention.evaluation.comparison.recorded import take_records
-    from muse_attention.evaluation.comparison.runs import open_runs
-    from muse_attention.pretraining.run_folder import run_recipe
-
     asked_length = None if request.length is None else parse_size(request.length)
-    silence_transformers()
-    for folder in folders:
-        run_recipe(folder)  # a run that is missing is said before a corpus that is
-    corpus = read_corpus(request.corpus)
-    runs = open_runs(folders, corpus, device=request.place.device, needs_weights=request.samples > 0, on_refused=say)
+    with busy(f"importing transformers, and reading the corpus {request.corpus} and the runs"):
+        import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
+        from muse_attention.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
+        from muse_attention.evaluation.comparison.recorded import take_records
+        from muse_attention.evaluation.comparison.runs import open_runs
+        from muse_attention.pretraining.run_folder import run_recipe
+
+        silence_transformers()
+        for folder in folders:
+            run_recipe(folder)  # a run that is missing is said before a corpus that is
+        corpus = read_corpus(request.corpus)
+        needs_weights = request.samples > 0
+        runs = open_runs(folders, corpus, device=request.place.device, needs_weights=needs_weights, on_refused=say)
     if not request.samples:
         results = _start(request, corpus, length=0, windows=0)
         add_command(results, command([run.name for run in runs]))

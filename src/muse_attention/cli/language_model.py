@@ -13,10 +13,10 @@ import typer
 from torch import Tensor
 
 from muse_attention.benchmark.workload import DTYPES, check_device
-from muse_attention.cli.app import default_device, say
+from muse_attention.cli.app import busy, default_device, say
 from muse_attention.cli.options import flag, option
 from muse_attention.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
-from muse_attention.evaluation.texts import read_samples, read_samples_inside
+from muse_attention.evaluation.texts import describe_texts, read_samples, read_samples_inside
 from muse_attention.pretrained import DEFAULT_MODEL, load_model
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ def load_quietly(
     model: str, place: Place, *, download: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Without the progress bars and warnings of transformers; raises ValueError or ImportError."""
-    silence_transformers()
-    return load_model(model, dtype=DTYPES[place.dtype], device=place.device, download=download)
+    with busy(f"loading {name_of(model)}"):
+        silence_transformers()
+        return load_model(model, dtype=DTYPES[place.dtype], device=place.device, download=download)
 
 
 def silence_transformers() -> None:
@@ -107,8 +108,9 @@ def open_subject(
     """Load a model and read its text; a ValueError or ImportError of one line if that is not possible."""
     loaded, tokenizer = load_quietly(model, place, download=download)
     check_context(loaded, length)
-    read = (read_samples_inside if inside_files else read_samples)(tokenizer, texts, length, samples)
-    about = settings_of_model(model, loaded, place, read.tokens)
+    with busy(f"reading {describe_texts(texts)}"):
+        read = (read_samples_inside if inside_files else read_samples)(tokenizer, texts, length, samples)
+        about = settings_of_model(model, loaded, place, read.tokens)
     return Subject(loaded, read.tokens, TextSettings(text=read.source, length=length, samples=samples, **about))
 
 

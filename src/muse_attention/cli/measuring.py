@@ -16,6 +16,7 @@ from muse_attention.cli.app import (
     Device,
     Overwrite,
     Resume,
+    busy,
     console,
     file_stem,
     make_folder,
@@ -186,4 +187,6 @@ def show(table: Table, title: str, columns: Mapping[str, str] | Iterable[str], c
 
 def write(report: Report, path: Path, *others: Path) -> None:
     """The files of a report beside those of its results, and a line that names them."""
-    typer.echo(f"wrote {', '.join(map(str, [*others, *write_report(report, path, say)]))}")
+    with busy(f"writing the report {path.with_suffix('.html')}"):
+        written = write_report(report, path, say)
+    typer.echo(f"wrote {', '.join(map(str, [*others, *written]))}")

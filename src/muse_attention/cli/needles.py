@@ -12,7 +12,7 @@ import torch
 import typer
 
 from muse_attention.by_name import full_name
-from muse_attention.cli.app import say, user_errors
+from muse_attention.cli.app import busy, say, user_errors
 from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Model, Text, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun, show
@@ -164,9 +164,11 @@ def _open(
     if corpus is None:
         enough = max(_TEXT_TOKENS, 4 * max(lengths))
         source = f"the first {enough:,} tokens, or all, of {describe_texts(texts)}"
-        haystack = TextHaystack.encode(backend, read_texts(texts), enough=enough, source=source)
+        with busy(f"encoding {source}"):
+            haystack = TextHaystack.encode(backend, read_texts(texts), enough=enough, source=source)
     else:
-        haystack = _corpus_haystack(backend, corpus)
+        with busy(f"reading {corpus}"):
+            haystack = _corpus_haystack(backend, corpus)
     check_enough(haystack, max(lengths))
     samples = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids, seed=seed)
     # The words for a corpus have its fingerprint; those for texts do not say what is in them.

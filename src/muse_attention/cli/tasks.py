@@ -12,7 +12,7 @@ import typer
 from torch import Tensor
 
 from muse_attention.by_name import full_name, has_settings_of_length
-from muse_attention.cli.app import console, new_table, phases_bar, say, user_errors
+from muse_attention.cli.app import busy, console, new_table, phases_bar, say, user_errors
 from muse_attention.cli.evaluate import evaluations
 from muse_attention.cli.language_model import Model, load_quietly, settings_of_model
 from muse_attention.cli.measuring import Measurement, ModelRun
@@ -53,7 +53,8 @@ def tasks(
     with user_errors():
         place, asked_for = run.place, task or [_TASKS]
         benchmarks = _with_data(choose(asked_for), data, needed=[word for word in asked_for if word != "ruler"])
-        _check_data(benchmarks, data)
+        with busy(f"reading {data}"):
+            _check_data(benchmarks, data)
         lengths = parse_size_list(length or [_LENGTHS])
         parts = [part for benchmark in benchmarks for part in _parts(benchmark, lengths, attention or [])]
         if samples is not None and samples < 1:
@@ -72,7 +73,8 @@ def tasks(
 
         if run.download and importlib.util.find_spec("lm_eval") is not None:
             find_folder(model, download=True)
-        harness_name = import_harness()  # from here on the hub is out of reach
+        with busy("importing lm-eval"):
+            harness_name = import_harness()  # from here on the hub is out of reach
         loaded, tokenizer = load_quietly(model, place, download=run.download)
         if has_lengths:
             check_context(loaded, max(lengths))

@@ -15,9 +15,11 @@ import typer
 
 from muse_attention.benchmark.workload import check_device
 from muse_attention.cli.app import (
+    SECONDS_BEFORE_FIRST_LINE,
     SECONDS_BETWEEN_LINES,
     Device,
     app,
+    busy,
     default_device,
     make_folder,
     nonempty_path,
@@ -122,7 +124,7 @@ def train(
     On several GPUs: torchrun --nproc-per-node 8 -m muse_attention.cli train ... mesh=2x4
     """
     options = vars(fields)
-    with user_errors():
+    with user_errors(), busy(f"reading the corpus {corpus}"):
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
         from muse_attention.pretraining.continuing import check_whole, further_recipe
         from muse_attention.pretraining.failures import TrainingError
@@ -193,8 +195,7 @@ def train(
             stop_on_signals(stopping, say),
             open_world(place) as world,
         ):
-            quiet = contextlib.nullcontext(lambda step: None)
-            with training_progress(chosen) if world.is_first else quiet as on_step:
+            with training_progress(chosen) as on_step:
                 model = train_model(
                     data,
                     chosen,
@@ -252,11 +253,13 @@ def _warn_of_long_run(recipe: Recipe, corpus: Corpus, updates: int) -> None:
 @contextlib.contextmanager
 def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
     """A line with the loss, the speed and the time left: moving on a terminal, else one now and then on stdout."""
-    speed, error, answers, held_out, said = 0.0, None, None, None, time.monotonic()
+    speed, error, answers, held_out = 0.0, None, None, None
+    next_line = time.monotonic() + SECONDS_BEFORE_FIRST_LINE
     with phases_bar(says_lines=False) as on_phase:
+        on_phase("preparing the first update", 0, None)
 
         def on_step(step: Step) -> None:
-            nonlocal speed, error, answers, held_out, said
+            nonlocal speed, error, answers, held_out, next_line
             kept = _SMOOTHING if speed else 0.0
             speed = kept * speed + (1 - kept) * step.tokens_per_second
             error = error if step.mean_rse is None else step.mean_rse
@@ -271,8 +274,8 @@ def training_progress(recipe: Recipe) -> Iterator[Callable[[Step], None]]:
             if held_out is not None:
                 line += f", held-out {held_out:.4f}"
             on_phase(line, step.step, recipe.updates)
-            if step.step == recipe.updates or time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
+            if step.step == recipe.updates or time.monotonic() > next_line:
+                next_line = time.monotonic() + SECONDS_BETWEEN_LINES
                 typer.echo(
                     f"step {step.step} of {recipe.updates}: {line}, ETA {datetime.timedelta(seconds=round(left))}"
                 )

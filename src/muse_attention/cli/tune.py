@@ -14,13 +14,14 @@ from muse_attention.benchmark.tuning.report import shown, table_of, tuning_repor
 from muse_attention.benchmark.workload import DTYPES
 from muse_attention.by_name import get_attention
 from muse_attention.captured_heads import Captures, LookupAt, capture_heads, load_captures, save_captures
-from muse_attention.cli.app import RepeatCaptures, app, user_errors
+from muse_attention.cli.app import RepeatCaptures, app, busy, user_errors
 from muse_attention.cli.language_model import Model, Text, load_quietly, name_of
 from muse_attention.cli.measuring import Measurement, ModelRun, show
 from muse_attention.cli.options import Words, attentions, flag, option, with_option_groups
 from muse_attention.evaluation.settings import check_context, describe_model, longest_context
-from muse_attention.evaluation.texts import read_samples
+from muse_attention.evaluation.texts import describe_texts, read_samples
 from muse_attention.pretrained import DEFAULT_MODEL
+from muse_attention.report.provenance import count
 from muse_attention.sizes import format_size, parse_size
 
 _RUN = ModelRun(output=Path("out/tune"))
@@ -90,7 +91,9 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
         measurement = Measurement(context, TuningResults, writes, name, settled=dict.fromkeys(unused))
     with measurement.errors():
         if saved is not None:
-            save_captures(_capture(options, run), saved)
+            captured = _capture(options, run)
+            with busy(f"writing {saved}"):
+                save_captures(captured, saved)
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
             return
         found = _open(options, run)
@@ -110,7 +113,11 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
 def _open(options: _Options, run: ModelRun) -> Captures:
     """What is measured on, on its device."""
     captures, tokens = options.captures, options.tokens
-    found = _capture(options, run) if captures is None else load_captures(captures).with_heads(options.heads)
+    if captures is None:
+        found = _capture(options, run)
+    else:
+        with busy(f"reading {captures}"):
+            found = load_captures(captures).with_heads(options.heads)
     found = found.to(run.place.device, DTYPES[run.place.dtype])
     return found if tokens is None else found.with_length(tokens, repeat=options.repeat)
 
@@ -123,14 +130,18 @@ def _capture(options: _Options, run: ModelRun) -> Captures:
         length = min(length, longest_context(model) or length)
     check_context(model, length)
     lookups: tuple[LookupAt, ...] = ()
-    if options.needles:
-        from muse_attention.evaluation.needles.captures import read_needle_samples  # here: it needs tokenizers
+    with busy(f"reading {describe_texts(texts)}"):
+        if options.needles:
+            from muse_attention.evaluation.needles.captures import read_needle_samples  # here: it needs tokenizers
 
-        read, lookups = read_needle_samples(tokenizer, texts, length, options.samples)
-    else:
-        read = read_samples(tokenizer, texts, length, options.samples)
+            read, lookups = read_needle_samples(tokenizer, texts, length, options.samples)
+        else:
+            read = read_samples(tokenizer, texts, length, options.samples)
     named = {"model_name": describe_model(name_of(options.model), model), "text": read.source}
-    return replace(capture_heads(model, read.tokens, options.heads, grouped=options.groups, **named), lookups=lookups)
+    what = f"{options.heads} heads of {name_of(options.model)}"
+    with busy(f"capturing {what} on {count(options.samples, 'sample')} of {format_size(length)} tokens"):
+        found = capture_heads(model, read.tokens, options.heads, grouped=options.groups, **named)
+    return replace(found, lookups=lookups)
 
 
 def _show(results: TuningResults) -> None:

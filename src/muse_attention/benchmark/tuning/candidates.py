@@ -237,12 +237,12 @@ def measure(
     """
     steps = itertools.count()
     if results.exact is None:
-        on_step(EXACT, next(steps))
+        on_step(f"measuring {EXACT}", next(steps))
         results.exact = clock(EXACT)
         results.write(path)
     exact: list[tuple[Tensor, Tensor]] = []
     for attention in results.missing(attentions):
-        on_step(attention, next(steps))
+        on_step(f"measuring {attention}", next(steps))
         exact = exact or _exact_outputs(captures)
         results.tuned.append(_measure_one(captures, attention, exact, clock))
         results.write(path)

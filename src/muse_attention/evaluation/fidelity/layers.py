@@ -140,6 +140,7 @@ def measure(
         for length in sorted({request.length for request in requests}, reverse=True):
             wanted = [request for request in dict.fromkeys(requests) if request.length == length]
             for sample, ids in enumerate(tokens):
+                on_step(f"{length} tokens", finished)
                 if not all(results.has_sample(request, sample, gradients=gradients) for request in wanted):
                     on_layer = functools.partial(_measure_layer, results, wanted, sample, gradients, save)
 
@@ -152,7 +153,6 @@ def measure(
                         raise ValueError(NO_LAYERS)
                     results.has_all_layers = True
                 finished += number_of_layers(model)
-                on_step(f"{length} tokens", finished)
 
 
 def _measure_layer(
