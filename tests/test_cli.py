@@ -103,6 +103,12 @@ def test_threads_of_the_command_line_wait_without_spinning(monkeypatch: pytest.M
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+def test_a_mistyped_command_is_answered_by_the_one_that_was_meant() -> None:
+    assert_refused(run("trian"), "muse: there is no command 'trian'; did you mean muse train?\n")
+    assert_refused(run("eval", "neddles"), "Did you mean 'needles'?")
+    assert_refused(run("xyz"), "muse: there is no command 'xyz'; muse --help lists all\n")
+
+
 def test_a_warning_is_one_line_without_the_stack_of_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
     with short_warnings():
         warnings.simplefilter("always")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import difflib
 import importlib
 import os
 import re
@@ -85,6 +86,15 @@ class _CommandsOnDemand(_OneLineErrors):
             for module in _LISTED[cmd_name].modules:
                 importlib.import_module(f"muse_attention.cli.{module}")
         return get_group(app).commands[cmd_name]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in _LISTED:  # typer would suggest none but the commands that are imported already
+            close = [f"muse {name}" for name in difflib.get_close_matches(args[0], _LISTED)]
+            ctx.fail(
+                f"there is no command {args[0]!r}; "
+                + (f"did you mean {' or '.join(close)}?" if close else "muse --help lists all")
+            )
+        return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._shows_help = True
