@@ -209,7 +209,8 @@ FIGURES = (
         ),
         ("benchmarks/pretraining/64k/compare-training-seconds.png", *RUNS_64K),
         "{speed}",
-        "One H200 in place of 8 A100. Seconds are those of updates alone.",
+        "One H200 in place of 8 A100. Seconds are those of updates alone. Both recipes have `deterministic=false`: "
+        "exact attention may use cuDNN.",
     ),
     Element(
         "Figure 4",

@@ -57,6 +57,7 @@ from muse_attention.pretraining.recipes import override, tiny
 from muse_attention.pretraining.training import train
 from muse_attention.report.html import as_html
 from muse_attention.report.markdown import as_markdown
+from muse_attention.report.tree import Report
 from tests.test_prepare import make
 from tests.training_runs import SMALL, metrics_line, stop_at
 
@@ -390,11 +391,37 @@ def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
 def test_whatever_changes_learning_or_speed_is_said(changes: list[str], named: list[str], remark: str) -> None:
     results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:QK8R2B128", 10, 300.0, [2.0, 4.0]))
     muse = results.runs["muse"]
-    results.runs["muse"] = Run("muse", override(muse.recipe, changes), 10, muse.step, muse.curves)
+    results.runs["muse"] = Run("muse", override(muse.recipe, changes), 10, muse.step, muse.curves, "cpu")
     assert unlike(results, results.runs["muse"]) == named
     (line,) = headline(results)
     assert line.endswith(f", 2.00x its tokens per second{remark}")
     assert f"| 2.00x{remark} |" in markdown_report_of(results)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "remark"),
+    [
+        (["precision=bfloat16"], "cuda", "not the fastest kernels: exact and muse are deterministic"),
+        (["precision=bfloat16"], None, "not the fastest kernels: exact and muse are deterministic"),
+        (["precision=bfloat16"], "cpu", ""),
+        (["precision=bfloat16", "deterministic=false"], "cuda", ""),
+        ([], "cuda", ""),
+    ],
+)
+def test_a_speedup_between_deterministic_runs_says_so_wherever_it_stands(
+    changes: list[str], device: str | None, remark: str
+) -> None:
+    """Of a GPU, where they leave out cuDNN's attention, which has no float32."""
+    results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:QK8R2B128", 10, 300.0, [2.0, 4.0]))
+    for name, run in results.runs.items():
+        results.runs[name] = dataclasses.replace(run, recipe=override(run.recipe, changes), device=device)
+    report = report_of(results)
+    behind = f" ({remark})" if remark else ""
+    assert report.verdict[0].endswith(f", 2.00x its tokens per second{behind}")
+    advice = "which leaves out cuDNN's attention. Train with deterministic=false to compare speeds."
+    assert [line.endswith(advice) for line in report.verdict[1:]] == [True] * bool(remark)
+    assert report.cards[0].note == ("muse" if not remark else f"muse; {remark}")
+    assert f"| 2.00x{behind} |" in markdown_report_of(results)
 
 
 def law(parameters: int) -> list[float]:
@@ -432,9 +459,13 @@ def test_r_squared_falls_with_what_the_law_does_not_explain() -> None:
     assert 0.5 < found.r_squared < 0.9
 
 
-def markdown_report_of(results: ComparisonResults) -> str:
+def report_of(results: ComparisonResults) -> Report:
     machine = {"cpu": "c", "cores": 2, "threads": 1, "memory_gib": 1, "gpu": None, "os": "o", "date": "d"}
-    return as_markdown(comparison_report(ComparisonResults(machine, results.settings, [], results.runs, results.cells)))
+    return comparison_report(ComparisonResults(machine, results.settings, [], results.runs, results.cells))
+
+
+def markdown_report_of(results: ComparisonResults) -> str:
+    return as_markdown(report_of(results))
 
 
 def test_losses_by_position_are_less_those_of_a_reference_that_is_measured() -> None:
@@ -455,8 +486,7 @@ def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
     assert "| muse | Q8K8R2SP1B128 |  |  |  |" in report
     assert headline(results) == []
     assert positions_table(results).rows == [("1", "0.5000"), ("2", "1.5000")]
-    machine = {"cpu": "c", "cores": 2, "threads": 1, "memory_gib": 1, "gpu": None, "os": "o", "date": "d"}
-    page = as_html(comparison_report(ComparisonResults(machine, results.settings, [], results.runs, results.cells)))
+    page = as_html(report_of(results))
     assert "<img" not in page
 
 
@@ -546,6 +576,7 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     written = (output / "compare.json").read_text() + page
     assert str(tmp_path) not in written
     assert str(corpus.folder.parent) not in written
+    assert {run.device for run in ComparisonResults.read(output / "compare.json").runs.values()} == {"cpu"}
 
     shutil.rmtree(copies)
     for name in expected - {"compare.json"}:

@@ -13,6 +13,7 @@ from muse_attention.pretraining.optimiser import make_optimiser
 from muse_attention.pretraining.recipes import (
     LEAST_EPSILON,
     MOST_CLIP,
+    RECIPES,
     Recipe,
     override,
     read_recipe,
@@ -53,6 +54,11 @@ def test_mistakes_in_a_recipe(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         override(tiny(), [change])
     assert "\n" not in str(raised.value)
+
+
+def test_recipes_for_a_gpu_use_the_fastest_kernels() -> None:
+    """Deterministic runs leave out cuDNN's attention, so that a speed-up over exact attention would be too large."""
+    assert [name for name, recipe in RECIPES.items() if recipe().deterministic] == ["tiny"]
 
 
 NUMBERS = [field.name for field in dataclasses.fields(Recipe) if field.type in ("int", "float")]

@@ -111,6 +111,12 @@ def run_corpus(output: Path) -> str:
     return str(_read_run(output).get("corpus"))
 
 
+def run_device(output: Path) -> str | None:
+    """Where the run in a folder trains, cpu or cuda; None if it is from before that was recorded."""
+    device = _read_run(output).get("device")
+    return device if isinstance(device, str) else None
+
+
 def write_run(output: Path, about: dict[str, Any]) -> None:
     replace_file(output / RUN, json.dumps(about, indent=2) + "\n")
 
@@ -196,7 +202,11 @@ def open_checkpoint(output: Path, step: int, recipe: Recipe, corpus: Corpus) -> 
 
 
 def describe_run(
-    recipe: Recipe, corpus: Corpus, initial: str | None, checkpoint: checkpoints.Checkpoint | None
+    recipe: Recipe,
+    corpus: Corpus,
+    initial: str | None,
+    checkpoint: checkpoints.Checkpoint | None,
+    device: torch.device,
 ) -> dict[str, Any]:
     """What `run.json` and every checkpoint say of a run that begins with some weights, or goes on from a checkpoint."""
     return {
@@ -207,6 +217,7 @@ def describe_run(
         "muse_attention": muse_attention.__version__,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
+        "device": device.type,
     }
 
 

@@ -150,7 +150,7 @@ def train(
             check_may_start(output)
         step = 0 if checkpoint is None else checkpoint.step
         initial = read_initial(corpus, recipe) if recipe.initial and checkpoint is None else None
-        about = describe_run(recipe, corpus, initial.fingerprint if initial else None, checkpoint)
+        about = describe_run(recipe, corpus, initial.fingerprint if initial else None, checkpoint, world.device)
         folder = output / CHECKPOINTS
         lowest, highest = world.range_of(step)  # all have looked before the first one writes
         if lowest != highest:

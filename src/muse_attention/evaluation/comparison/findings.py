@@ -109,6 +109,18 @@ def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
     return names if run.recipe.mesh == reference_of(results, run).recipe.mesh else [*names, "mesh"]
 
 
+def handicapped(results: ComparisonResults, run: Run) -> list[Run]:
+    """Those of a run and its reference that were kept from their fastest kernels.
+
+    On a GPU a deterministic run leaves out cuDNN's attention, which computes in bfloat16 and not in float32.
+    """
+    return [
+        one
+        for one in (reference_of(results, run), run)
+        if one.recipe.deterministic and one.recipe.precision == "bfloat16" and one.device != "cpu"
+    ]
+
+
 def besides(run: Run) -> str:
     """What else a run attended with, in words: exactly at its beginning or its end, and in further updates."""
     recipe = run.recipe

@@ -90,7 +90,7 @@ def measure(
             fingerprint = take_fingerprint(model, samples)
             _check_same_weights(results, run.name, step, fingerprint, path)
             if step == run.newest:
-                results.runs[run.name] = Run(run.name, run.recipe, model.num_parameters(), step, run.curves)
+                results.runs[run.name] = Run(run.name, run.recipe, model.num_parameters(), step, run.curves, run.device)
                 results.write(path)
             for sample, attention in results.missing(run.name, step, attentions_of(run, step, attentions)):
                 on_step(f"{run.name}, step {step}: {attention}, sample {sample + 1} of {len(samples)}", finished)

@@ -19,5 +19,5 @@ def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonR
         if earlier is not None and differences(earlier.recipe, run.recipe):
             raise ValueError(f"{path} has another run called {run.name}; {results.way_out}")
         parameters = make_empty_model(corpus, run.recipe).num_parameters()
-        results.runs[run.name] = Run(run.name, run.recipe, parameters, run.newest, run.curves)
+        results.runs[run.name] = Run(run.name, run.recipe, parameters, run.newest, run.curves, run.device)
     results.write(path)

@@ -248,6 +248,13 @@ def warnings(results: ComparisonResults) -> list[str]:
         if names := findings.unlike(results, run):
             reference = findings.reference_of(results, run).name
             lines.append(f"{run.name} differs from {reference} by more than its attention: {', '.join(names)}.")
+    compared = [run for run in _runs(results) if findings.speedup(results, run) is not None]
+    slowed = {one.name: one for run in compared for one in findings.handicapped(results, run)}
+    if slowed:
+        lines.append(
+            f"Speed-ups are not those of the fastest kernels: {_are_deterministic([*slowed.values()])}, which leaves "
+            "out cuDNN's attention. Train with deterministic=false to compare speeds."
+        )
     return lines
 
 
@@ -278,9 +285,19 @@ def _beginnings(results: ComparisonResults) -> list[Note]:
 
 def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:
     """Over exact training, and what else makes the speeds differ; empty where it is not known."""
-    ratio, names = findings.speedup(results, run), findings.unlike_in_speed(results, run)
-    remark = f" ({', '.join(names)} {'differs' if len(names) == 1 else 'differ'})" if names else ""
-    return "" if ratio is None else f"{ratio:.2f}x{of_what}{remark}"
+    ratio, remarks = findings.speedup(results, run), _of_the_speedup(results, run)
+    return "" if ratio is None else f"{ratio:.2f}x{of_what}{remarks and f' ({remarks})'}"
+
+
+def _of_the_speedup(results: ComparisonResults, run: Run) -> str:
+    """What else than the attention has a share in it; empty if nothing has."""
+    names, slowed = findings.unlike_in_speed(results, run), findings.handicapped(results, run)
+    remarks = [f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"] if names else []
+    return "; ".join([*remarks, *([f"not the fastest kernels: {_are_deterministic(slowed)}"] if slowed else [])])
+
+
+def _are_deterministic(runs: Sequence[Run]) -> str:
+    return f"{' and '.join(run.name for run in runs)} {'is' if len(runs) == 1 else 'are'} deterministic"
 
 
 def _duration(seconds: float) -> datetime.timedelta:
@@ -315,8 +332,9 @@ def _cards(results: ComparisonResults) -> list[Card]:
     for run in _runs(results):
         found, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
         if found is not None:
+            about = "; ".join(filter(None, (run.name, _of_the_speedup(results, run))))
             return [
-                *([Card("speed-up in training", f"{ratio:.2f}x", run.name)] if ratio is not None else []),
+                *([Card("speed-up in training", f"{ratio:.2f}x", about)] if ratio is not None else []),
                 over_seeds.get(run.name)
                 or Card("held-out loss", _percent(found), f"{run.name} against {found.reference}"),
                 *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),

@@ -50,6 +50,8 @@ class Run:
     step: int
     """updates that the weights have seen which are compared"""
     curves: TrainingCurves
+    device: str | None = None
+    """cpu or cuda, where it was trained; None if it is from before that was recorded"""
 
     @property
     def attention(self) -> str:

@@ -30,6 +30,7 @@ from muse_attention.pretraining.run_folder import (
     latest_checkpoint,
     open_checkpoint,
     run_corpus,
+    run_device,
     run_recipe,
 )
 from muse_attention.recorded_names import recorded_name
@@ -50,6 +51,8 @@ class StoredRun:
     """whether its newest weights are those of the model, and not of a checkpoint"""
     earlier: tuple[int, ...]
     """updates that its checkpoints before that have seen"""
+    device: str | None
+    """that it was trained on, if that was recorded"""
 
 
 def open_runs(
@@ -108,7 +111,8 @@ def _open_run(
             raise ValueError(
                 f"{folder / FILE} has no update; leave the run out, or give --samples to compare its weights"
             )
-        return StoredRun(folder, name, recipe, curves, newest=steps[-1]["step"], is_finished=False, earlier=())
+        newest = steps[-1]["step"]
+        return StoredRun(folder, name, recipe, curves, newest, False, earlier=(), device=run_device(folder))
     newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
     if not is_finished:
         found = latest_checkpoint(folder, recipe, corpus, on_refused)
@@ -116,7 +120,7 @@ def _open_run(
             raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
         newest = found.step
     earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
-    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier)
+    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, run_device(folder))
 
 
 def _curves_of(steps: Sequence[Mapping[str, Any]], folder: Path) -> TrainingCurves:
