@@ -124,7 +124,7 @@ def train(
     On several GPUs: torchrun --nproc-per-node 8 -m muse_attention.cli train ... mesh=2x4
     """
     options = vars(fields)
-    with user_errors(), busy(f"reading the corpus {corpus}"):
+    with user_errors(), busy(f"importing transformers, and reading the corpus {corpus}"):
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
         from muse_attention.pretraining.continuing import check_whole, further_recipe
         from muse_attention.pretraining.failures import TrainingError
