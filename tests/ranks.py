@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+import muse_attention.cli.app
 import muse_attention.cli.train
 import muse_attention.pretraining.checkpointing.together
-import muse_attention.pretraining.training  # noqa: F401 - imported once, for all ranks
+import muse_attention.pretraining.training  # imported once, for all ranks
 from muse_attention.cli import main
 from muse_attention.pretraining import checkpoints, optimiser
 from muse_attention.pretraining.checkpointing import together
@@ -79,6 +80,7 @@ def run_command(
     """`muse` with some arguments; what it says on stderr goes to a file."""
     os.environ.update(environment)
     torch.set_num_threads(1)
+    muse_attention.cli.app.SECONDS_BEFORE_FIRST_LINE = 3600.0  # as in conftest.py
     if mishap is not None and mishap.rank == int(environment["RANK"]):
         {
             "poison": poison,

@@ -94,7 +94,7 @@ def test_layers_compile_into_one_graph_each() -> None:
 
 @pytest.mark.parametrize("changes", [["precision=bfloat16"], ["precision=bfloat16", "compile=true", "recompute=true"]])
 def test_a_run_goes_on_bit_for_bit(corpus: Corpus, tmp_path: Path, changes: list[str]) -> None:
-    """With `deterministic`, which is the default."""
+    """With `deterministic`, which the recipe tiny has."""
     recipe, world = override(SMALL, changes), World(torch.device("cuda"))
     train(corpus, recipe, tmp_path / "whole", world=world)
     with pytest.raises(KeyboardInterrupt):
