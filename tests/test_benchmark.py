@@ -244,6 +244,7 @@ def captured_plan(file: CapturesFile, *lengths: int, **changes: Any) -> Plan:
     return Plan.at_lengths(settings, lengths, (MUSE, "exact"), file)
 
 
+@pytest.mark.long
 def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
     file, path = captures_file(tmp_path, repeat=True), tmp_path / "cpu.json"
     plan = captured_plan(file, 400, memory=True)
@@ -591,6 +592,7 @@ def test_the_report_of_a_sweep_over_the_inputs_says_the_shape_of_each_case() -> 
     assert "| exact | 64k, heads 4 |" in report
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak memory of Linux")
 def test_extra_memory_counts_output_and_gradients_but_not_inputs() -> None:
     case = MemoryCase("sdpa", length=8192, head_dim=64, dtype="float32", device="cpu", is_causal=True)

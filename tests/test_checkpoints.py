@@ -56,6 +56,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(step: int, corpus: Corpus, w
     assert_same_run(tmp_path, whole_run)
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     """`kill -9` at random moments, until a run comes to its end."""
     output, errors = tmp_path / "out", tmp_path / "errors.txt"
@@ -310,6 +311,7 @@ def test_a_forged_checkpoint_is_refused_and_the_one_before_used(
     assert not Path("executed").exists()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_before_a_forged_checkpoint(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(corpus, SMALL, tmp_path, on_step=stop_at(7))

@@ -330,6 +330,7 @@ def test_cuda_without_a_device_is_refused() -> None:
     assert_refused(run("bench", "--device", "cuda"), "PyTorch finds none here")
 
 
+@pytest.mark.long
 def test_errors_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     code, out, err = run("errors", "--device", "cpu", "--length", "1k", "--heads", "1", "--output", tmp_path / "out")
@@ -377,6 +378,7 @@ def test_without_the_extra_one_line_says_what_to_install(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_commands_start_without_what_only_models_need(is_installed: bool) -> None:
     """Not only where it is missing: importing it takes longer than most of what `muse info` does."""

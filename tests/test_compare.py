@@ -550,6 +550,7 @@ def test_a_folder_whose_name_is_no_text_can_be_reported(corpus: Corpus, trained:
 # The command
 
 
+@pytest.mark.long
 def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     output = tmp_path / "compare"

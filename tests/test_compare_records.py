@@ -40,6 +40,7 @@ def copies(trained: Path, tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.mark.long
 def test_runs_whose_weights_are_gone_are_compared_by_what_they_recorded(
     corpus: Corpus, trained: Path, copies: Path, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def compared(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Compar
     return results
 
 
+@pytest.mark.long
 def test_a_continued_run_is_told_by_its_further_tokens(compared: ComparisonResults) -> None:
     points = further_points(compared)
     assert [(point.run.name, point.step, point.attention) for point in points] == [
@@ -75,6 +76,7 @@ def test_a_continued_run_stands_for_its_size_where_the_finished_one_is_missing(c
     assert sizes(without) != sizes(compared)
 
 
+@pytest.mark.long
 def test_a_scaling_law_through_models_of_three_sizes(corpus: Corpus, tmp_path: Path) -> None:
     """Trained, if only for an update each: tiny, S = 1 and S = 2."""
     for scale in (0, 1, 2):

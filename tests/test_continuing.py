@@ -47,6 +47,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention", ["", "exact"])
 def test_a_continued_run_is_that_of_a_recipe_with_further_updates(
     attention: str, corpus: Corpus, finished: Path, tmp_path: Path

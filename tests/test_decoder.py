@@ -381,6 +381,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant: bool, at
     assert_all_equal(gradients(model, lambda: model(ids, labels=ids).loss), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention", ["exact", COARSE])
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_into_one_graph(compiler: str, attention: str) -> None:

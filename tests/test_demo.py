@@ -66,6 +66,7 @@ def whole(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.long
 def test_the_demo_begins_with_what_muse_is_for(whole: Path) -> None:
     lines = (whole / "stdout").read_text().splitlines()
     assert lines[1] == "1 of 5: one causal attention call on 600 tokens, 1 head, forward and backward"
@@ -110,6 +111,7 @@ def test_what_is_done_is_not_done_again(whole: Path, tmp_path: Path) -> None:
     assert contents(output) == before
 
 
+@pytest.mark.long
 def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +178,7 @@ def test_what_another_demo_left_is_refused_in_one_line(
     assert line.endswith("; choose another --output, or replace it with --overwrite")
 
 
+@pytest.mark.long
 def test_a_demo_is_overwritten_on_request(whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "whole"
     shutil.copytree(whole, output)

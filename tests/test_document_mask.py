@@ -112,6 +112,7 @@ def test_the_loss_of_a_row_is_that_of_its_documents(packed: Corpus) -> None:
     assert found.item() == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.long
 def test_training_on_a_packed_corpus(packed: Corpus, tmp_path: Path) -> None:
     train(packed, SEPARATE, tmp_path / "run")
     found = losses(tmp_path / "run")

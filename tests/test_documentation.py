@@ -143,6 +143,7 @@ def test_tutorial_shows_the_script() -> None:
     assert [block.code.strip() for block in python_blocks(PAGE)] == [step.code for step in read_steps()]
 
 
+@pytest.mark.long
 def test_every_command_is_described() -> None:
     typer = pytest.importorskip("typer")
     from docs_build.command_reference import describe_commands

@@ -121,6 +121,7 @@ def test_an_error_that_is_no_number_is_above_every_limit(
     assert ErrorLimit.of(0.5, LOOSE, 64).probe(peaked, tokens, {}, itself).levels == {3: 3}
 
 
+@pytest.mark.long
 def test_a_run_tightens_and_relaxes_and_says_so(
     corpus: Corpus, limited_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def nothing() -> None:
     pass
 
 
+@pytest.mark.long
 def test_a_run_is_evaluated_now_and_then_and_learns_the_same(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     train(corpus, RECIPE, tmp_path / "whole")
     assert losses(tmp_path / "whole") == losses(whole_run)
@@ -82,6 +83,7 @@ def test_the_loss_is_that_of_evenly_spaced_held_out_windows(corpus: Corpus) -> N
     assert Evaluation(corpus, RECIPE, World(torch.device("cpu"))).run(model, nothing).keys() == {"held_out_loss"}
 
 
+@pytest.mark.long
 def test_needles_are_asked_for_in_held_out_files(needles: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(needles, ASKED)
     evaluation = Evaluation(needles, ASKED, World(torch.device("cpu")))
@@ -198,6 +200,7 @@ class Run:
 '''
 
 
+@pytest.mark.long
 def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in of that package with the few functions that are used, offline."""
     (tmp_path / "packages").mkdir()

@@ -171,6 +171,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant: bool) ->
         torch.testing.assert_close(checkpointed, plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_into_one_graph_that_runs_muse(compiler: str, use_cache: bool) -> None:
@@ -306,6 +307,7 @@ def test_compiled_models_honour_padding() -> None:
     torch.testing.assert_close(found[real.bool()], expected[real.bool()])
 
 
+@pytest.mark.long
 def test_compiled_layers_honour_packing_and_a_compiled_model_refuses_it() -> None:
     model, ids = tiny_llama(num_hidden_layers=1), token_ids(200)
     packed = {"position_ids": torch.cat([torch.arange(80), torch.arange(120)])[None], "use_cache": False}

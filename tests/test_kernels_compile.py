@@ -24,6 +24,7 @@ CONFIGURATIONS = {
 """The head dimension of each configuration."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, test_cuda.py compiles them")
 def test_kernels_compile_for_a_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

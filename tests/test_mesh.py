@@ -89,6 +89,7 @@ def close_to(run: Path, expected: Path) -> None:
             assert found[name] == pytest.approx(other[name], rel=ROUNDING), (found["step"], name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "2x1"), (2, "1x2"), (4, "2x2")])
 @pytest.mark.parametrize("kind", ["exact", "muse"])
 def test_a_mesh_learns_what_one_process_does(
@@ -99,6 +100,7 @@ def test_a_mesh_learns_what_one_process_does(
     close_to(run, alone(kind))
 
 
+@pytest.mark.long
 def test_the_tiny_recipe_on_eight_ranks(alone: Alone, together: Together) -> None:
     run = together(8, "short") / "short-2x4"
     assert len(losses(run)) == 3

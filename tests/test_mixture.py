@@ -188,6 +188,7 @@ def test_what_is_not_replaced_is_as_without_a_mixture(corpus: Corpus) -> None:
     assert make_batches(corpus, override(RECIPE, ["mixture=none"])).mixture is None
 
 
+@pytest.mark.long
 def test_a_run_with_needles_goes_on_to_the_same_bits(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +318,7 @@ def test_readers_end_with_a_run_that_is_killed(corpus: Corpus) -> None:
             os.kill(reader, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_run_whose_reader_is_killed_says_where_to_go_on(corpus: Corpus, tmp_path: Path) -> None:
     def kill(done: Step) -> None:
         if done.step == 2:
@@ -333,6 +335,7 @@ def test_a_run_whose_reader_is_killed_says_where_to_go_on(corpus: Corpus, tmp_pa
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long
 def test_a_corpus_that_is_cut_short_stops_a_run_that_reads_ahead(tmp_path: Path) -> None:
     corpus = make(tmp_path / "corpus")
 

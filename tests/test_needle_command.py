@@ -70,6 +70,7 @@ def measured(folder: Path, options: list[object]) -> Path:
     return folder / "out"
 
 
+@pytest.mark.long
 def test_the_command_writes_tables_pictures_and_a_page(measured: Path) -> None:
     endings = {"tiny.json", "tiny.md", "tiny.csv", "tiny.html"}
     endings |= {f"tiny-{measure}-{place}.png" for measure in ("exact-match", "right-of-8") for place in (1, 2)}
@@ -89,6 +90,7 @@ def test_the_command_writes_tables_pictures_and_a_page(measured: Path) -> None:
     assert document["attentions"][1]["config"]["block_size"] == 128
 
 
+@pytest.mark.long
 def test_results_are_continued_and_extended(
     measured: Path, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,7 @@ def test_results_of_other_samples_are_not_continued(
     assert f"tiny.json has other results: {'version' if change == 'version' else 'fingerprint'} was " in err
 
 
+@pytest.mark.long
 def test_kinds_without_room_are_left_out(options: list[object], tmp_path: Path) -> None:
     changed = ["single,multi-query-4" if option == "single,multi-key-2" else option for option in options]
     code, _, err = eval_needles(*changed, "--output", tmp_path, "--length", "640")
@@ -160,6 +163,7 @@ def test_an_interruption_says_how_to_go_on(
     assert len(NeedleResults.read(tmp_path / "tiny.json").outcomes) == 2
 
 
+@pytest.mark.long
 def test_failures_are_counted_and_the_rest_is_reported(
     options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -349,6 +349,7 @@ def run_report(folder: Path) -> tuple[int, list[str]]:
     return found.exit_code, found.stderr.splitlines()
 
 
+@pytest.mark.long
 def test_the_report_of_a_folder_compares_its_models(tmp_path: Path) -> None:
     strange = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, seed=7))
     found = {"a-strange": strange, "one": hand_made(), "other": other_model(right=1), "alone/only": hand_made()}
@@ -388,6 +389,7 @@ def write_trainings(folder: Path, right: dict[str, dict[str, int]]) -> None:
             other_model(right=number).write(folder / training / f"{model}.json")
 
 
+@pytest.mark.long
 def test_trainings_in_folders_side_by_side_are_compared_over_folders(tmp_path: Path) -> None:
     found = {"seed-11": {"exact": 4, "coarse": 0}, "seed-5": {"exact": 3, "coarse": 2, "fine": 4}}
     write_trainings(tmp_path, found)
@@ -412,6 +414,7 @@ def test_trainings_in_folders_side_by_side_are_compared_over_folders(tmp_path: P
     assert run_report(tmp_path) == (0, []), "its own files are no results"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changed", [{"seed": 7}, {"model": "large (74M parameters)"}])
 def test_folders_whose_models_are_others_or_were_asked_something_else_are_no_trainings(
     tmp_path: Path, changed: dict[str, Any]
@@ -431,6 +434,7 @@ def test_folders_whose_models_are_others_or_were_asked_something_else_are_no_tra
     assert "strange" not in (tmp_path / "needles-over-trainings.md").read_text()
 
 
+@pytest.mark.long
 def test_a_training_without_the_reference_is_named_and_left_out(tmp_path: Path) -> None:
     write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
     write_trainings(tmp_path, {"seed-3": {"coarse": 1, "fine": 4}})
@@ -459,6 +463,7 @@ def test_every_length_is_compared_over_the_trainings_that_answered_it(tmp_path: 
     assert any(line.startswith("Failed of seed-2/coarse: ") for line in report.verdict)
 
 
+@pytest.mark.long
 def test_results_with_the_name_of_a_comparison_over_folders_are_not_overwritten(tmp_path: Path) -> None:
     write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
     hand_made().write(tmp_path / "needles-over-trainings.json")

@@ -123,6 +123,7 @@ def test_what_documents_cost_does_not_depend_on_their_order(together: int, monke
     assert costs == [([1, 3, 16], sorted([(1, 2, 17, 8), *((size, 2, 40, 8) for size in sizes)]))] * 3
 
 
+@pytest.mark.long
 def test_a_compiled_graph_does_not_attend_to_short_documents_again() -> None:
     lengths = [1, 16, 40, 3, 17]
     tensors = row(sum(lengths))

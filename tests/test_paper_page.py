@@ -84,6 +84,7 @@ def test_commands_parse(line: str) -> None:
         find_sweep(given["sweep"])
 
 
+@pytest.mark.long
 def test_commands_in_sentences_parse() -> None:
     lines = list(muse_commands(PAGE))
     assert len(lines) > len(commands_of_the_page())

@@ -89,6 +89,7 @@ def assert_close_runs(output: Path, expected: Path) -> None:
         torch.testing.assert_close(tensor, others[name], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_two_processes_continue_what_one_has_finished(corpus: Corpus, tmp_path: Path) -> None:
     finished, alone, two = (tmp_path / name for name in ("finished", "alone", "two"))
     train(corpus, override(SMALL, ["micro_batch=1", "steps=4", "probe_every=0"]), finished)
@@ -98,6 +99,7 @@ def test_two_processes_continue_what_one_has_finished(corpus: Corpus, tmp_path: 
     assert_close_runs(two, alone)
 
 
+@pytest.mark.long
 def test_two_processes_learn_from_the_same_needles(tmp_path: Path) -> None:
     """Read ahead by each, and what was learnt of answers measured by both, on documents of their own."""
     corpus = needle_corpus(needle_tokenizer(), tmp_path)
@@ -109,6 +111,7 @@ def test_two_processes_learn_from_the_same_needles(tmp_path: Path) -> None:
     assert ["answers_loss" in step for step in read_metrics(tmp_path / "two")] == [False, True, False]
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_path: Path) -> None:
     """With a checkpoint of that step, from which both go on."""
     recipe = override(QUICK, ["micro_batch=1", "steps=24", "checkpoint_every=20"])
@@ -133,6 +136,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_pat
     assert_same_run(output, whole)
 
 
+@pytest.mark.long
 def test_all_ranks_skip_what_one_of_them_cannot_use(corpus: Corpus, tmp_path: Path) -> None:
     """And they limit errors alike, and evaluate together."""
     limits = ["probe_every=1", "error_limit=1e-5", "attention=muse:Q4K4R4T0.5B16,clustering=lloyd", "exact_tail=0"]

@@ -138,6 +138,7 @@ def test_the_tokenizer_is_the_same_twice(tokenizer: Tokenizer) -> None:
     assert tokenizer_files(again) == tokenizer_files(tokenizer)
 
 
+@pytest.mark.long
 @given(
     st.text(
         st.one_of(st.sampled_from("aZ09 \n\t\r\x0b\x1c\x85\xa0\u00e9\u00b2\u4e2d_'st<>."), st.characters(codec="utf-8"))

@@ -60,6 +60,7 @@ def go_back(output: Path, step: int, source: Path) -> None:
     checkpoints.clear_after(output / "checkpoints", step)
 
 
+@pytest.mark.long
 def test_kills_at_ten_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_ranks: Path, tmp_path: Path) -> None:
     """Of one rank, which ends the other, and of both. All that was durable stays whole.
 
@@ -285,6 +286,7 @@ def test_what_four_ranks_wrote_on_any_mesh_is_read_by_two_and_by_one(tmp_path: P
     run_checks("load", 2, tmp_path)
 
 
+@pytest.mark.long
 def test_two_ranks_go_on_from_a_checkpoint_of_four(corpus: Corpus, tmp_path: Path) -> None:
     recipe = override(RECIPE, ["batch=4", "steps=3"])
     train_together(corpus, recipe, tmp_path / "four", ranks=4)

@@ -122,6 +122,7 @@ def test_flash_attention_is_for_gpus_that_have_it(
     assert found == ("flash" if by_flash else "blocks")
 
 
+@pytest.mark.long
 def test_compiles_into_one_graph() -> None:
     tensors = inputs(50)
     torch.compiler.reset()

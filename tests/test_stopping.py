@@ -80,6 +80,7 @@ def evaluated_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> P
     return output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "moment"), list(zip(itertools.cycle([signal.SIGTERM, signal.SIGINT]), MOMENTS, strict=False))
 )
@@ -105,6 +106,7 @@ def test_a_signal_stops_a_run_at_the_next_safe_point(
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [6, 8]
 
 
+@pytest.mark.long
 def test_a_finished_run_is_not_stopped(
     corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +178,7 @@ def hang_in_a_lock(hangs: Any) -> None:
         libc.pthread_mutex_lock(mutex)  # which no signal interrupts
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_a_process_that_hangs() -> None:
     """As in an exchange with a rank that is gone: Python never runs a handler there."""
     hangs = CONTEXT.Event()
@@ -268,6 +271,7 @@ def test_what_is_no_duration(text: str) -> None:
         parse_duration(text)
 
 
+@pytest.mark.long
 def test_signals_at_ten_random_moments_cost_nothing(corpus: Corpus, tmp_path: Path) -> None:
     """Some of them during a save. No update is made twice, and the run ends bit for bit as without."""
     recipe = override(QUICK, ["steps=120", "checkpoint_every=8"])

@@ -66,6 +66,7 @@ def configurations(draw: st.DrawFn) -> MuSeConfig:
     )
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     config=configurations(),

@@ -46,6 +46,7 @@ def asked(corpus: Corpus, tmp_path: Path) -> list[object]:
     return ["train", corpus.folder, *fields, "--output", tmp_path / "out", "--device", "cpu"]
 
 
+@pytest.mark.long
 def test_the_command_trains_and_says_how_it_went(asked: list[object], whole_run: Path, tmp_path: Path) -> None:
     code, out, err = run(*asked)
     assert (code, err) == (0, "")
@@ -165,6 +166,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     assert_same_run(tmp_path / "out", whole_run)
 
 
+@pytest.mark.long
 def test_too_little_memory_is_one_line_that_says_what_to_try(
     asked: list[object], corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

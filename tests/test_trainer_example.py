@@ -33,6 +33,7 @@ def run_example(code: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_the_loss_falls_with_muse_and_exact_attention_reads_the_weights() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="accelerate is not installed: make test-integrations")

@@ -50,6 +50,7 @@ def stall(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     monkeypatch.setattr(Batches, "read", slow)
 
 
+@pytest.mark.long
 def test_a_reader_that_stalls_ends_the_run(needles: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stall(monkeypatch, at=3)
     message = r"^no progress for 0.1 minutes while reading the batch of step 4; stacks are in .*stacks.txt$"
@@ -64,6 +65,7 @@ def test_a_reader_that_stalls_ends_the_run(needles: Corpus, tmp_path: Path, monk
     assert read_failures(tmp_path) is None
 
 
+@pytest.mark.long
 def test_a_run_is_stopped_while_it_waits_for_a_batch(
     needles: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +95,7 @@ def read_all(pipe: int, seconds: float) -> str:
     raise AssertionError(f"somebody has the pipe still open, after {said!r}")
 
 
+@pytest.mark.long
 def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> None:
     """And its children, which would keep stderr open."""
     recipe = override(QUICK, ["stall_minutes=0.1"])
