@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from muse_attention.benchmark.results import BenchmarkResults
-from muse_attention.benchmark.tables import format_error, format_ratio
+from muse_attention.benchmark.tables import format_error, format_ratio, format_seconds
 from muse_attention.cli import commands, demo
+from muse_attention.cli.demo_report import demo_report
 from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import Recipe, override, tiny
@@ -44,7 +46,7 @@ def _small() -> Iterator[None]:
 
     def recipe(name: str) -> Recipe:
         attention = [f"attention={EXACT}"] if name == "exact" else []
-        return override(SMALL, ["steps=4", "checkpoint_every=2", *attention])
+        return override(SMALL, ["steps=8", "checkpoint_every=4", *attention])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "standard_library", lambda: as_repositories(sources()))
@@ -66,37 +68,66 @@ def whole(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.long
-def test_the_demo_begins_with_what_muse_is_for(whole: Path) -> None:
+def test_the_demo_says_how_long_it_takes_before_it_begins(whole: Path) -> None:
     lines = (whole / "stdout").read_text().splitlines()
-    assert lines[1] == "1 of 5: one causal attention call on 600 tokens, 1 head, forward and backward"
+    assert lines[1] == "This takes about 5 minutes on two idle CPU cores, and longer on a busy machine."
+    assert lines[2] == "1 of 5: one causal attention call on 600 tokens, 2 heads, forward and backward"
+
+
+def test_the_demo_shows_the_long_call(whole: Path) -> None:
+    lines = (whole / "stdout").read_text().splitlines()
     cases = {case.request.attention: case for case in BenchmarkResults.read(whole / "attention.json").cases}
     for name, label in (("muse", "MuSe, default"), ("moba", "MoBA")):
         (row,) = [line for line in lines if line.strip().startswith(label)]
         assert format_ratio(cases[name].speedup_forward_backward) in row
-        assert row.split()[-1] == format_error(cases[name].fidelity["relative_squared_error"])
+        error = cases[name].fidelity["relative_squared_error"]
+        assert row.split()[-2:] == [format_error(error), f"{math.sqrt(error):.0%}"]
+
+
+def test_the_report_opens_with_the_long_call(whole: Path) -> None:
+    """Time, speed-up and error; an RSE is the square of a distance."""
+    results = BenchmarkResults.read(whole / "attention.json")
+    # With a known error: that of 600 tokens is 0.
+    (muse,) = [case for case in results.cases if case.request.attention == "muse"]
+    muse.fidelity["relative_squared_error"] = 0.048
+    report = demo_report(results, ComparisonResults.read(whole / "compare" / "compare.json"), "compare.html")
+    assert report.headline == (
+        "One causal call on 600 tokens, 2 heads, forward and backward: exact attention took "
+        f"{format_seconds(muse.sdpa_times.forward_backward_median)}, MuSe "
+        f"{format_seconds(muse.times.forward_backward_median)}. MuSe is "
+        f"{format_ratio(muse.speedup_forward_backward)} as fast. Its RSE is 0.048, a distance of 22% from the exact output."
+    )
+    assert [card.label for card in report.cards] == ["time of one call", "speed-up of one call", "error (RSE)"]
+    assert report.sections[0].title == "One long call"
+    written = (whole / "demo.html").read_text()
+    assert written.index("One causal call on 600 tokens") < written.index("A tiny model trained with MuSe")
 
 
 def test_the_demo_says_what_it_shows_and_what_not(whole: Path) -> None:
-    shown, not_shown = (whole / "stdout").read_text().splitlines()[-3:-1]
+    call, shown, slower, not_shown = (whole / "stdout").read_text().splitlines()[-5:-1]
     results = ComparisonResults.read(whole / "compare" / "compare.json")
     losses = [statistics.fmean(cell.means) for run in results.runs.values() if (cell := results.whole(run, EXACT))]
+    assert call.startswith("One causal call on 600 tokens, 2 heads, forward and backward: exact attention took ")
     assert f"a held-out loss of {losses[1]:.3f} under exact attention" in shown
     assert f"with exact attention throughout it reached {losses[0]:.3f}" in shown
-    assert "What it does not show: speed. The model reads 64 tokens at a time" in not_shown
+    speeds = [run.curves.speeds[run.attention].tokens_per_second for run in results.runs.values()]
+    assert slower.startswith(f"MuSe trained at {format_ratio(speeds[1] / speeds[0])} the speed of exact attention")
+    assert "the tiny model reads only 64 tokens at a time" in slower
+    assert not_shown.startswith("What this does not show: the end of training.")
 
 
 def test_the_demo_prepares_trains_compares_and_names_its_report(whole: Path) -> None:
     lines = (whole / "stdout").read_text().splitlines()
     assert [line[0] for line in lines if line[1:].startswith(" of 5: ")] == ["1", "2", "3", "4", "5"]
-    assert lines[-1] == f"the report: {whole / 'compare' / 'compare.html'}"
+    assert lines[-1] == f"the report: {whole / 'demo.html'}"
+    assert 'href="compare/compare.html"' in (whole / "demo.html").read_text()
     assert (whole / "compare" / "compare.html").exists()
     results = ComparisonResults.read(whole / "compare" / "compare.json")
     assert results.commands == ["muse demo --device cpu"]
     assert [run.attention for run in results.runs.values()] == ["exact", "muse:Q4K4R1SP1B16,clustering=lloyd"]
     assert results.attentions == ["exact", "muse:Q4K4R1SP1B16,clustering=lloyd"]
     assert all(results.whole(run, name) for run in results.runs.values() for name in results.attentions)
-    assert all(results.steps(run) == [2, 4] for run in results.runs.values())
+    assert all(results.steps(run) == [4, 8] for run in results.runs.values())
     first, last = (read_metrics(whole / "muse")[index]["loss"] for index in (0, -1))
     assert last < first - 0.5
 
@@ -121,7 +152,7 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
     def stop_training(attention: str) -> Any:
         @contextlib.contextmanager
         def progress(recipe: Recipe) -> Iterator[Any]:
-            yield lambda step: interrupt() if step.step == 3 and recipe.attention == attention else None
+            yield lambda step: interrupt() if step.step == 5 and recipe.attention == attention else None
 
         return progress
 
@@ -156,7 +187,7 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
     [
         ("corpus/manifest.json", "standard library", "other library", "other library, now "),
         ("exact/run.json", '"corpus": "', '"corpus": "0', "corpus was 0"),
-        ("muse/run.json", '"steps": 4', '"steps": 5', "steps was 5, now 4"),
+        ("muse/run.json", '"steps": 8', '"steps": 9', "steps was 9, now 8"),
         ("attention.json", '"repeats": 1', '"repeats": 2', "repeats was 2, now 1"),
         ("compare/compare.json", '"fingerprint":"', '"fingerprint":"0', "fingerprint"),
         ("compare/compare.json", '"cells"', '"sells"', "does not hold the results of muse compare"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import statistics
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,17 +11,15 @@ from typing import Annotated
 import typer
 
 from muse_attention.benchmark.plan import Plan
-from muse_attention.benchmark.results import BenchmarkSettings, Case
+from muse_attention.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_attention.benchmark.suite import run_plan, start_results
 from muse_attention.benchmark.sweeps import format_heads
-from muse_attention.benchmark.tables import format_error, format_ratio, format_seconds, format_spread, noise_lines
+from muse_attention.benchmark.tables import noise_lines
 from muse_attention.cli.app import (
     Device,
     Overwrite,
     app,
-    console,
     make_folder,
-    new_table,
     nonempty_path,
     phases_bar,
     progress_bar,
@@ -31,24 +28,28 @@ from muse_attention.cli.app import (
     user_errors,
 )
 from muse_attention.cli.compare import ComparisonRequest, compare_runs
+from muse_attention.cli.demo_report import ATTENTIONS, MEANING, call_line, call_table, demo_report
 from muse_attention.cli.language_model import Place, short_warnings
+from muse_attention.cli.measuring import add_command, show, write
 from muse_attention.cli.train import training_progress
 from muse_attention.earlier_results import WAY_OUT, check_same, find_earlier
-from muse_attention.evaluation.comparison.results import ComparisonResults
 from muse_attention.pretraining.data.corpus import MANIFEST, Corpus, read_corpus
 from muse_attention.pretraining.data.documents import Buckets
 from muse_attention.pretraining.data.prepare import CorpusSettings, prepare, recorded_settings
 from muse_attention.pretraining.data.sources import standard_library
-from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.recipes import Recipe, differences, tiny
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size
 
+_MINUTES = 5
+"""On two idle cores."""
 _LENGTH = 32 * 1024
-_ATTENTIONS = {"muse": "MuSe, default", "moba": "MoBA"}
+_HEADS = {"cpu": 2, "cuda": 8}
+"""On a CPU, exact attention has no use for a second core if there is one head."""
 _REPEATS = 3
-_STEPS = 192
-_SAMPLES = 16
+_STEPS = 96
+_CHECKPOINTS = 3
+_SAMPLES = 8
 _CORPUS = CorpusSettings(vocabulary=4096, buckets=Buckets(1024, 2**18), held_out=0.1, sample_bytes=2**22)
 """Small enough for minutes: a few million tokens, a tenth of the packages held out."""
 _RUNS = ("exact", "muse")
@@ -63,7 +64,8 @@ def demo(
 ) -> None:
     """See what MuSe is for: one long attention call, exact, by MuSe and by MoBA; then a tiny model trained both ways.
 
-    Takes minutes. What is done already is not done again: after an interruption, run it again.
+    Takes about five minutes on two idle CPU cores. What is done already is not done again: after an interruption, run
+    it again.
     """
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
@@ -71,14 +73,17 @@ def demo(
 
         place = Place.choose(device, "float32")
         make_folder(output)
-    again = shlex.join(["muse", "demo", "--device", place.device, "--output", str(output)])
+    typer.echo("MuSe approximates softmax attention while a model is trained on long sequences.")
+    typer.echo(f"This takes about {_MINUTES} minutes on two idle CPU cores, and longer on a busy machine.")
+    command = ["muse", "demo", "--device", place.device]
+    again = shlex.join([*command, "--output", str(output)])
     try:
         with run_errors(lambda: f"what is finished is kept; continue with: {again}"), user_errors(), short_warnings():
-            _attend(output / "attention.json", place, overwrite)
+            call = _attend(output / "attention.json", place, shlex.join(command), overwrite)
             corpus = _prepare(output / "corpus", overwrite)
             for number, name in enumerate(_RUNS, start=3):
                 _train(corpus, demo_recipe(name), output / name, place, number, overwrite)
-            _compare(output, place, overwrite)
+            _compare(output, call, place, shlex.join(command), overwrite)
     except TrainingError as error:
         say(str(error))
         raise typer.Exit(1) from None
@@ -86,13 +91,13 @@ def demo(
 
 def demo_recipe(name: str) -> Recipe:
     """The recipe tiny, shortened, with all its checkpoints, and with exact attention throughout or MuSe's."""
-    recipe = dataclasses.replace(tiny(), steps=_STEPS, keep=_STEPS)
+    recipe = dataclasses.replace(tiny(), steps=_STEPS, checkpoint_every=_STEPS // _CHECKPOINTS, keep=_CHECKPOINTS)
     return dataclasses.replace(recipe, attention=EXACT) if name == "exact" else recipe
 
 
-def _attend(path: Path, place: Place, overwrite: bool) -> None:
+def _attend(path: Path, place: Place, command: str, overwrite: bool) -> BenchmarkResults:
     """What MuSe is for: one causal call on a long sequence."""
-    heads = 8 if place.device == "cuda" else 1
+    heads = _HEADS[place.device]
     settings = BenchmarkSettings(
         device=place.device,
         batch=1,
@@ -104,52 +109,20 @@ def _attend(path: Path, place: Place, overwrite: bool) -> None:
         repeats=_REPEATS,
         memory=False,
     )
-    plan = Plan.at_lengths(settings, [_LENGTH], list(_ATTENTIONS))
+    plan = Plan.at_lengths(settings, [_LENGTH], list(ATTENTIONS))
     results = start_results(plan, path, overwrite=overwrite, way_out=WAY_OUT)
-    typer.echo("MuSe approximates softmax attention while a model is trained on long sequences.")
     tokens = f"{format_size(_LENGTH)} tokens, {format_heads(heads, heads)}"
     what = f"one causal attention call on {tokens}, forward and backward"
     if not _is_done(1, what, path, is_done=not plan.missing(results)):
+        add_command(results, command)
         with progress_bar(plan.steps(results)) as on_step:
             run_plan(plan, results, path, on_step=on_step)
-    cases = {case.request.attention: case for case in results.cases}
-    _show_attentions(cases)
+    table = call_table(results)
+    show(table, "", table.titles[1:], MEANING)
+    typer.echo(call_line(results))
     for line in noise_lines(results):
         say(line)
-
-
-def _show_attentions(cases: dict[str, Case]) -> None:
-    muse, moba = (cases[name] for name in _ATTENTIONS)
-    table = new_table("", "forward +\nbackward", "spread", "speed-up", "RSE")
-    table.add_row(
-        "exact",
-        format_seconds(muse.sdpa_times.forward_backward_median),
-        format_spread(muse.sdpa_times.spread),
-        "",
-        "",
-    )
-    for name, label in _ATTENTIONS.items():
-        case = cases[name]
-        table.add_row(
-            label,
-            format_seconds(case.times.forward_backward_median),
-            format_spread(case.times.spread),
-            format_ratio(case.speedup_forward_backward),
-            format_error(_error(case)),
-        )
-    console.print(table)
-    typer.echo(
-        "RSE: the squared error of the output, relative to the squared output of exact attention, on synthetic queries "
-        "and keys that form clusters."
-    )
-    typer.echo(
-        f"MuSe took {1 / muse.speedup_forward_backward:.0%} of the time of exact attention, with an error of "
-        f"{_error(muse):.1%}; MoBA took {1 / moba.speedup_forward_backward:.0%}, with an error of {_error(moba):.1%}."
-    )
-
-
-def _error(case: Case) -> float:
-    return case.fidelity["relative_squared_error"]
+    return results
 
 
 def _prepare(folder: Path, overwrite: bool) -> Corpus:
@@ -200,7 +173,7 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
         )
 
 
-def _compare(output: Path, place: Place, overwrite: bool) -> None:
+def _compare(output: Path, call: BenchmarkResults, place: Place, command: str, overwrite: bool) -> None:
     typer.echo(f"{_count(_PARTS)}: comparing the two on {_SAMPLES} held-out windows, under both attentions")
     request = ComparisonRequest(
         corpus=output / "corpus",
@@ -210,28 +183,13 @@ def _compare(output: Path, place: Place, overwrite: bool) -> None:
         output=output / "compare",
         overwrite=overwrite,
     )
-    results = compare_runs(
-        [output / name for name in _RUNS], request, lambda names: f"muse demo --device {place.device}"
-    )
-    for line in _conclusions(results, output):
+    results = compare_runs([output / name for name in _RUNS], request, lambda names: command)
+    report = demo_report(call, results, request.path.with_suffix(".html").relative_to(output).as_posix())
+    path = output / "demo.html"
+    write(report, path)
+    for line in report.verdict:
         typer.echo(line)
-    typer.echo(f"the report: {request.path.with_suffix('.html')}")
-
-
-def _conclusions(results: ComparisonResults, output: Path) -> list[str]:
-    """What the two runs show, and what they do not, in words."""
-    exact, muse = (results.runs[name] for name in _RUNS)
-    losses = [statistics.fmean(cell.means) for run in (exact, muse) if (cell := results.whole(run, EXACT)) is not None]
-    speeds = [statistics.median(line["tokens_per_second"] for line in read_metrics(output / name)) for name in _RUNS]
-    length = format_size(muse.recipe.length)
-    return [
-        f"What this shows: a model learns through MuSe. On {muse.tokens:,} tokens it reached a held-out loss of "
-        f"{losses[1]:.3f} under exact attention; with exact attention throughout it reached {losses[0]:.3f}.",
-        f"What it does not show: speed. The model reads {length} tokens at a time, and there MuSe trains at "
-        f"{format_ratio(speeds[1] / speeds[0])} the speed of exact attention: MuSe is for sequences like those of part "
-        f"1. Nor the end of training: this is {muse.tokens / muse.parameters:.1f} tokens for each parameter, the "
-        "paper has 20, and one seed.",
-    ]
+    typer.echo(f"the report: {path}")
 
 
 def _is_done(number: int, what: str, place: Path, *, is_done: bool) -> bool:
