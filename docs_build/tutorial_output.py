@@ -37,7 +37,7 @@ def write_page(steps: list[Step], outputs: list[str], machine: str) -> str:
     parts = [
         "# Ten minutes on a CPU",
         f"This page is [tutorial.py](../../examples/tutorial.py) with what it printed on: {machine}.",
-        "Run it yourself with `python examples/tutorial.py`. Its times are single runs on a shared machine: "
+        "Run it yourself with `python examples/tutorial.py`. Its times are the best of three on a shared machine: "
         "[speed](../evidence/speed.md) has careful ones.",
     ]
     for step, output in zip(steps, outputs, strict=True):

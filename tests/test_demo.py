@@ -94,8 +94,9 @@ def test_the_report_opens_with_the_long_call(whole: Path) -> None:
     assert report.headline == (
         "One causal call on 600 tokens, 2 heads, forward and backward: exact attention took "
         f"{format_seconds(muse.sdpa_times.forward_backward_median)}, MuSe "
-        f"{format_seconds(muse.times.forward_backward_median)}. MuSe is "
-        f"{format_ratio(muse.speedup_forward_backward)} as fast. Its RSE is 0.048, a distance of 22% from the exact output."
+        f"{format_seconds(muse.times.forward_backward_median)}. "
+        f"MuSe is {format_ratio(muse.speedup_forward_backward)} as fast. "
+        "Its RSE is 0.048, a distance of 22% from the exact output."
     )
     assert [card.label for card in report.cards] == ["time of one call", "speed-up of one call", "error (RSE)"]
     assert report.sections[0].title == "One long call"
