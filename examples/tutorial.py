@@ -63,12 +63,12 @@ length = 16384
 query, key, value = (tensor.requires_grad_() for tensor in clustered_qkv(1, 1, length, 64, lookups=0.02))
 tolerances = ("inf", "0.3", "0.1", "0.03", "0.01")
 names = [f"muse:QK64R16T{tolerance}B1k,caution=2" for tolerance in tolerances]
-print(f"{'attention':29}   time   RSE      keys per query")
+print(f"{'attention':30}   time   RSE      keys per query")
 for name in [*names, "moba:L1kB64R1", "block_diagonal:1k"]:
     attention = get_attention(name)
     found = fidelity.measure(attention, query, key, value, is_causal=True).pooled()
     error, keys = found["relative_squared_error"], found.get("keys_per_query", 0)
-    print(f"{name:29} {seconds_of(attention):4.2f} s   {error:.4f}   {keys:.0f}")
+    print(f"{name:30} {seconds_of(attention):4.2f} s   {error:.4f}   {keys:.0f}")
 
 # %% Gradients
 # MuSe is differentiable. The error of the output and of each gradient, here: the sum of all squared differences from
