@@ -73,7 +73,7 @@ def test_what_listens_to_operators_hears_of_them() -> None:
     with _Names() as listener:
         found = _whole(inputs)
     assert {f"muse_attention.{name}.default" for name in ("cluster", "forward", "backward")} <= set(listener.names)
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         _whole(inputs)
     names = {event.name for event in profiler.events() or ()}
     assert {"muse_attention::cluster", "muse_attention::forward", "muse_attention::backward"} <= names

@@ -256,7 +256,7 @@ class MuSeConfig:
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
-        unknown = sorted(set(changes) - _DEFAULTS.keys())
+        unknown = [name for name in changes if name not in _DEFAULTS]
         if unknown:
             raise ValueError(f"MuSeConfig: unknown field {unknown[0]!r}; fields are {', '.join(_DEFAULTS)}")
         return dataclasses.replace(self, **changes)
