@@ -235,6 +235,20 @@ def test_the_leak_of_global_clustering_is_measured_and_no_larger_than_the_error(
     assert 0 < leak < 4 * error
 
 
+def test_the_leak_to_tokens_of_another_text_leaves_out_what_they_have_before_the_position() -> None:
+    tokens = clustered_qkv(1, 2, 512, 16)
+    others = clustered_qkv(1, 2, 512, 16, seed=1)
+    attention = get_attention("muse:QK16R1B128")
+    leak = future_influence(attention, *tokens, 300, replacement=others)
+    assert leak > 0
+    same_end = tuple(
+        torch.cat([torch.randn_like(one[:, :, :300]), other[:, :, 300:]], 2)
+        for one, other in zip(tokens, others, strict=True)
+    )
+    assert future_influence(attention, *tokens, 300, replacement=same_end) == leak
+    assert future_influence(attention, *tokens, 300, replacement=tokens) == 0
+
+
 @pytest.mark.parametrize("position", [0, 300, -1])
 def test_leak_position_is_checked(position: int) -> None:
     query, key, value = clustered_qkv(1, 1, 300, 8)

@@ -27,7 +27,7 @@ from muse_attention.benchmark.tuning.candidates import (
     front,
     measure,
 )
-from muse_attention.benchmark.tuning.report import as_csv, tuning_report, verdict
+from muse_attention.benchmark.tuning.report import as_csv, table_of, tuning_report, verdict
 from muse_attention.capture import capture
 from muse_attention.captured_heads import (
     Captures,
@@ -198,6 +198,26 @@ def test_time_error_and_lookups_are_measured(tmp_path: Path) -> None:
     assert 0 < coarse.lookup.share <= fine.lookup.share <= fine.lookup.exact_share <= 1
     assert local.lookup is None
     assert TuningResults.read(tmp_path / "tune.json") == results
+
+
+def test_the_leak_is_what_the_second_half_of_another_text_changes(tmp_path: Path) -> None:
+    """Beside the error of the same queries: 0 where both texts end alike, and unknown of one text alone."""
+    found, causal = some_captures(), "block_diagonal:32"
+    results = TuningResults(describe_machine(), settings(found))
+    measure(found, [COARSE, causal], results, tmp_path / "tune.json", one_second)
+    coarse, local = (one.fidelity for one in results.tuned)
+    assert 0 < coarse["future_influence"] < 4 * coarse["first_half_error"]
+    assert (local["future_influence"], local["first_half_error"] > 0) == (0, True)
+    table = table_of(results, results.tuned)
+    assert table.column("leak") == [f"{coarse['future_influence']:.3g}", "0"]
+
+    for name in ("query", "key", "value"):
+        getattr(found, name)[:, :, 64:] = getattr(found, name)[:1, :, 64:]
+    alone = dataclasses.replace(found, query=found.query[:1], key=found.key[:1], value=found.value[:1])
+    for captures, leak in ((found, 0), (alone, None)):
+        results = TuningResults({}, settings(captures))
+        measure(captures, [COARSE], results, tmp_path / "tune.json", one_second)
+        assert results.tuned[0].fidelity.get("future_influence") == leak
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:

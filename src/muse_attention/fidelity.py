@@ -112,22 +112,40 @@ def measure(
 
 
 def future_influence(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor, position: int, **arguments: Any
+    attention: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: int,
+    *,
+    replacement: tuple[Tensor, Tensor, Tensor] | None = None,
+    **arguments: Any,
 ) -> float:
     """How much the outputs before `position` change when all tokens from there on are replaced by other ones.
 
     The clustering of MuSe is global, so a later token can move a centroid, and with it the approximation error of an
     earlier output. No value passes that way, but it is a path from the future, and this is its size: the relative
     squared change of the outputs before `position`, averaged over queries. It is 0 for an attention that is causal in
-    every respect. The replacements are the sequence's own earlier tokens, in reverse. The attention is called with
-    `is_causal=True` and the other `arguments`.
+    every respect.
+
+    Args:
+        replacement: query, key and value of other sequences of the same shapes, whose tokens from `position` on are
+            taken; None takes the sequence's own earlier tokens, in reverse. On heads of a model give those of another
+            text: there a token's position is part of its query and key.
+        arguments: of the attention, which is called with `is_causal=True` as well
     """
     length = query.shape[2]
     if not 0 < position < length:
         raise ValueError(f"position={position} must lie inside the sequence, between 1 and {length - 1}")
-    source = torch.arange(length, device=query.device)
-    source[position:] = position - 1 - (source[position:] - position) % position
+    tokens = (query, key, value)
+    if replacement is None:
+        source = position - 1 - torch.arange(length, device=query.device).sub(position) % position
+        replacement = (query[:, :, source], key[:, :, source], value[:, :, source])
+    replaced = [
+        torch.cat([old[:, :, :position], new[:, :, position:]], dim=2)
+        for old, new in zip(tokens, replacement, strict=True)
+    ]
     with torch.no_grad():
-        before = attention(query, key, value, is_causal=True, **arguments)
-        after = attention(query[:, :, source], key[:, :, source], value[:, :, source], is_causal=True, **arguments)
+        before = attention(*tokens, is_causal=True, **arguments)
+        after = attention(*replaced, is_causal=True, **arguments)
     return float(position_error(after[:, :, :position], before[:, :, :position]).mean())

@@ -70,6 +70,16 @@ RETRIEVAL = (
         "With a tolerance: share of heads that would retrieve more with twice the budget.",
     ),
 )
+LEAK = (
+    Column(
+        "future_influence",
+        "leak",
+        _digits,
+        "Relative squared change of an output in the first half when the second half becomes that of the next sample, "
+        "the mean over queries, heads and samples.",
+    ),
+    Column("first_half_error", "RSE, first half", _digits, "RSE of the same queries."),
+)
 _GRADIENT = (
     "Relative squared error of a head's whole gradient, sum |{0} - {0}_exact|^2 / sum |{0}_exact|^2. The gradient of "
     "the output is Gaussian noise from a fixed seed, as large as the head's exact output."

@@ -28,7 +28,7 @@ _RUN = ModelRun(output=Path("out/tune"))
 _DEFAULT_LENGTH = 8192
 _GROUPS = "With --save-captures: whole groups of heads that share their keys, for muse bench."
 _NEEDLES = "Bury a needle in each sample, and tell how much of the weight on it is attended to."
-_SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "lookup")
+_SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "leak", "lookup")
 """Columns that fit a terminal; the reports have all."""
 
 

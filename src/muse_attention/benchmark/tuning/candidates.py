@@ -23,6 +23,7 @@ from muse_attention.benchmark.workload import Workload, sdpa
 from muse_attention.by_name import full_name, get_attention
 from muse_attention.captured_heads import Captures
 from muse_attention.config import MuSeConfig
+from muse_attention.fidelity import future_influence, position_error
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.found_weight import look_up
 from muse_attention.stored_results import OnStep, StoredResults
@@ -109,7 +110,8 @@ class Candidate:
     seconds: Times | None
     """None if there was too little memory"""
     fidelity: dict[str, float] = field(default_factory=dict)
-    """measures of `fidelity.Fidelity`, averaged over samples and heads"""
+    """measures of `fidelity.Fidelity` and, of several samples, those of `fidelity_columns.LEAK`, averaged over samples
+    and heads"""
     lookup: Found | None = None
 
     @property
@@ -255,11 +257,26 @@ def _measure_one(captures: Captures, attention: str, exact: list[tuple[Tensor, T
             measure_fidelity(get_attention(attention), *sample, exact=of_sample, is_causal=True).pooled()
             for sample, of_sample in zip(_samples(captures), exact, strict=True)
         ]
+        if captures.samples > 1:
+            fidelity = [one | leak for one, leak in zip(fidelity, _leaks(captures, attention, exact), strict=True)]
         means = {name: statistics.fmean(one[name] for one in fidelity) for name in fidelity[0]}
         return Candidate(attention, seconds, means, _look_up(captures, attention))
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return Candidate(attention, None)
+
+
+def _leaks(captures: Captures, attention: str, exact: list[tuple[Tensor, Tensor]]) -> list[dict[str, float]]:
+    """Of each sample, whose second half is replaced by that of the next; and the error of the queries before it."""
+    samples, half, function = _samples(captures), captures.length // 2, get_attention(attention)
+    leaks = []
+    for sample, other, (exact_out, _) in zip(samples, [*samples[1:], samples[0]], exact, strict=True):
+        leak = future_influence(function, *sample, half, replacement=other)
+        with torch.no_grad():
+            out = function(*sample, is_causal=True)
+        error = float(position_error(out[:, :, :half], exact_out[:, :, :half]).mean())
+        leaks.append({"future_influence": leak, "first_half_error": error})
+    return leaks
 
 
 def _exact_outputs(captures: Captures) -> list[tuple[Tensor, Tensor]]:

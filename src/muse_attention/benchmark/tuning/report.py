@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from muse_attention.attention_names import short_names
 from muse_attention.benchmark.tuning.candidates import Candidate, TuningResults, choose, front
 from muse_attention.config import MuSeConfig
-from muse_attention.fidelity_columns import ERROR, RETRIEVAL, TAIL
+from muse_attention.fidelity_columns import ERROR, LEAK, RETRIEVAL, TAIL
 from muse_attention.markup import csv_text
 from muse_attention.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule
 from muse_attention.report.figures import line_figure
@@ -29,7 +29,7 @@ _LOOKUPS: tuple[tuple[Column, Callable[[Candidate], str]], ...] = (
     (number("lookup", _LOOKUP), lambda one: _looked_up(one, "share")),
     (number("lookup, exact", _LOOKUP_EXACT), lambda one: _looked_up(one, "exact_share")),
 )
-_COLUMNS = (ERROR[0], *TAIL, *RETRIEVAL)
+_COLUMNS = (ERROR[0], *TAIL, *RETRIEVAL, *LEAK)
 
 
 def tuning_report(results: TuningResults, file_name: str) -> Report:
