@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs_build.records import DEFAULT, GPU, PAPER, RECORDS, SYNTHETIC, Timing, read_comparison, read_timings
+from docs_build.records import (
+    DEFAULT,
+    GPU,
+    PAPER,
+    RECORDS,
+    SYNTHETIC,
+    TO_THE_LETTER,
+    Timing,
+    read_comparison,
+    read_speed_alone,
+    read_timings,
+)
 from muse_attention.by_name import full_name
 from muse_attention.evaluation.comparison.seeds import seeds_of
+from muse_attention.evaluation.comparison.training_curves import Speed
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size
 
@@ -14,19 +26,23 @@ README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- table: python -m docs_build.readme_table -->", "<!-- end of table -->"
 COMPARED_LENGTH = 64 * 1024
 REAL = "heads of SmolLM2"
-PAPERS = "the paper's"
+CALLED = {
+    DEFAULT: "default",
+    PAPER: "the paper's sizes, our clustering",
+    TO_THE_LETTER: "the paper's method to the letter",
+}
+"""What the rows call a method."""
+COMPARED = ((REAL, DEFAULT), (REAL, PAPER), (SYNTHETIC, DEFAULT), (SYNTHETIC, TO_THE_LETTER))
 
 
 def make_table(timings: list[Timing]) -> str:
     """README's table in Markdown."""
-    compared = [
-        _newest(timings, method, COMPARED_LENGTH, data) for data in (REAL, SYNTHETIC) for method in (DEFAULT, PAPER)
-    ]
+    compared = [_newest(timings, method, COMPARED_LENGTH, data) for data, method in COMPARED]
     rows = [
         *(
             (
                 f"Attention, {format_size(timing.length)} tokens, {timing.data}",
-                "default" if timing.method == DEFAULT else PAPERS,
+                CALLED[timing.method],
                 _milliseconds(timing.exact_seconds),
                 _milliseconds(timing.seconds),
                 f"**{timing.speedup:.2f}x** as fast",
@@ -54,20 +70,24 @@ def with_table(text: str, table: str, first_line: str = BEGIN) -> str:
 
 
 def _training_rows() -> list[tuple[str, str, str, str, str, str, Path]]:
-    """Speed of short runs at 64k, and losses of longer ones at 32k, both with the default."""
+    """Speed of short runs from random and from trained weights, and losses of longer runs, all with the default."""
     short, path = read_comparison("speed-64k")
-    speeds = {
-        name: max(speed.tokens_per_second for speed in run.curves.speeds.values()) for name, run in short.runs.items()
-    }
-    training = (
-        "Speed of training a 96M model, 64k tokens, 12 updates",
-        "default",
-        *(f"{round(speeds[run], -3):,.0f} tokens/s" for run in ("exact", "muse")),
-        f"**{speeds['muse'] / speeds['exact']:.2f}x** as fast",
+    speeds = [max(short.runs[run].curves.speeds.values()) for run in ("exact", "muse")]
+    random = _speed_row("Speed of training a 96M model from random weights, 64k tokens", *speeds, path)
+    (exact, _), (muse, folder) = (read_speed_alone("32k", training) for training in ("exact", "muse"))
+    trained = _speed_row("Speed of training a 23M model from trained weights, 32k tokens", exact, muse, folder.parent)
+    return [random, trained, _loss_row("32k")]
+
+
+def _speed_row(what: str, exact: Speed, muse: Speed, path: Path) -> tuple[str, str, str, str, str, str, Path]:
+    return (
+        f"{what}, {min(exact.updates, muse.updates)} timed updates",
+        CALLED[DEFAULT],
+        *(f"{round(speed.tokens_per_second, -3):,.0f} tokens/s" for speed in (exact, muse)),
+        f"**{muse.tokens_per_second / exact.tokens_per_second:.2f}x** as fast",
         "",
         path,
     )
-    return [training, _loss_row("32k")]
 
 
 def _loss_row(record: str) -> tuple[str, str, str, str, str, str, Path]:
@@ -84,7 +104,7 @@ def _loss_row(record: str) -> tuple[str, str, str, str, str, str, Path]:
     sign = "lower" if gap.mean < 0 else "higher"
     return (
         f"Held-out loss of 23M models, {format_size(length)} tokens, read with exact attention",
-        "default",
+        CALLED[DEFAULT],
         f"{of_exact.mean:.3f}",
         f"{of_muse.mean:.3f}",
         f"{abs(gap.mean):.2f} ± {gap.standard_error:.2f}% {sign}, {len(muse.runs)} seeds",
@@ -106,7 +126,7 @@ def _error(timing: Timing) -> str:
 
 
 def _row(what: str, called: str, exact: str, muse: str, gain: str, error: str, file: Path) -> str:
-    link = file.with_suffix(".md").relative_to(RECORDS.parent).as_posix()
+    link = (file if file.is_dir() else file.with_suffix(".md")).relative_to(RECORDS.parent).as_posix()
     return f"| {what} | {called} | {exact} | {muse} | {gain} | {error} | [{file.stem}]({link}) |"
 
 

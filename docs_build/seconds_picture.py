@@ -11,12 +11,10 @@ from statistics import fmean
 
 from matplotlib import pyplot
 
-from docs_build.records import DEFAULT, GPU, RECORDS, read_comparison
+from docs_build.records import DEFAULT, GPU, read_comparison, read_speed_alone
 from docs_build.style import GREEN, GREY, save
 from muse_attention.by_name import full_name
 from muse_attention.evaluation.comparison.seeds import Seeds, seeds_of
-from muse_attention.evaluation.comparison.training_curves import TrainingCurves
-from muse_attention.pretraining.metrics import read_metrics
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size
 
@@ -24,13 +22,6 @@ PICTURE = "loss-against-seconds.svg"
 RECORD = "32k"
 _TOGETHER = 4
 """Points of a recorded curve that are one of the picture."""
-
-
-def read_speed(training: str) -> float:
-    """Tokens per second of `exact` or `muse`, alone on the GPU."""
-    curves = TrainingCurves.of(read_metrics(RECORDS / "pretraining" / RECORD / "alone" / training))
-    (speed,) = curves.speeds.values()
-    return speed.tokens_per_second
 
 
 def draw() -> Path:
@@ -43,7 +34,7 @@ def draw() -> Path:
     figure, both = pyplot.subplots(1, 2, figsize=(9.6, 3.6), sharey=True)
     for name, (attention, training, colour) in trained.items():
         tokens, losses = _mean_curve(groups[attention])
-        speed = read_speed(training)
+        speed = read_speed_alone(RECORD, training)[0].tokens_per_second
         label = f"{name}: {speed / 1000:,.0f} thousand tokens/s"
         both[0].plot([one / 1e6 for one in tokens], losses, marker="o", markersize=4, color=colour, label=label)
         both[1].plot([one / speed for one in tokens], losses, marker="o", markersize=4, color=colour)
