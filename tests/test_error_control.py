@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import MuSeConfig, exact_attention, find_clusters, muse_attention, operator
+from muse_attention import MuSeConfig, exact_attention, find_clusters, get_attention, muse_attention, operator
 from muse_attention.bits import pack_bits, unpack_bits
+from muse_attention.fidelity import measure
 from muse_attention.synthetic import clustered_qkv
 from tests.shapes import Shape
 
@@ -119,3 +121,40 @@ def test_caution_finds_more_of_what_one_key_attracts() -> None:
         return int(((out - exact).square().sum(-1) < 0.1 * exact.square().sum(-1)).sum())
 
     assert found(2) > found(0) + 3
+
+
+# Limits that docs/explanation/error-control.md states
+
+
+def test_a_tolerance_of_0_leaves_wrong_the_gradient_of_queries_on_their_centroid() -> None:
+    """All queries are alike, of numbers whose mean is exact. No summary is expected to err, and none does; but the
+    gradient of a query needs the keys behind it."""
+    torch.manual_seed(0)
+    query = torch.randn(1, 1, 1, 64).sign().expand(-1, -1, 512, -1)
+    inputs = (query, *torch.randn(2, 1, 1, 512, 64).unbind())
+    grad_out = torch.randn(1, 1, 512, 64)
+    results = []
+    for attention in (exact_attention, partial(muse_attention, config="QK8R512T0B64,caution=2")):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = attention(*leaves, is_causal=True)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, grad_out)))
+    out, query_gradient, key_gradient, value_gradient = (
+        float((ours - exact).abs().max() / exact.abs().max()) for exact, ours in zip(*results, strict=True)
+    )
+    assert max(out, key_gradient, value_gradient) < 1e-5
+    assert query_gradient == pytest.approx(0.21, abs=0.03)
+
+
+def test_large_logits_are_expected_to_err_less_than_they_do() -> None:
+    """One key then has the weight of its bucket, and a summary's own mass does not show it: little is retrieved, though
+    the budget allows more."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, 512, 64).unbind()
+    attention = get_attention("muse:QK32R32T0.001B64,caution=2,cap_factor=none")
+    moderate, large = (
+        measure(attention, deviation**0.5 * query, deviation**0.5 * key, value, is_causal=True).pooled()
+        for deviation in (3, 10)  # of the logits
+    )
+    assert large["at_budget"] == 0
+    assert [of["keys_per_query"] for of in (moderate, large)] == pytest.approx([136, 34], abs=5)
+    assert [of["share_far_off"] for of in (moderate, large)] == pytest.approx([0.016, 0.22], abs=0.03)
