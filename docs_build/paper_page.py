@@ -33,10 +33,11 @@ on a CPU the same commands take a shorter `--length`. `muse:paper` and the recip
 paper's method to the letter. The [default](reference/configuration.md#defaults) of this library is another
 configuration.
 
-**Errors** are recorded on SmolLM2-135M at 8k tokens, which was not trained with MuSe, around the sizes that the paper's
-rule gives there. No model of the paper is published, and none was trained here at 64k for long enough to stand in for
-it, so ratios can be compared and values cannot. Presets have the paper's sizes with Lloyd's clustering and without a
-limit on clusters of queries; of some the record is from when that limit, the paper's, was the default.
+**Errors** are recorded on SmolLM2-135M, quantised to 4 bits, at 8k tokens, which was not trained with MuSe, around the
+sizes that the paper's rule gives there. No model of the paper is published, and none was trained here at 64k for long
+enough to stand in for it, so ratios can be compared and values cannot. Presets have the paper's sizes with Lloyd's
+clustering and without a limit on clusters of queries; of some the record is from when that limit, the paper's, was the
+default.
 
 **Losses** are recorded of runs of 96M parameters at 64k, 40M tokens each, and of up to 23M parameters at 16k, 10 tokens
 for each: nothing has been pretrained to the end with this library.

@@ -137,15 +137,14 @@ def future_influence(
     length = query.shape[2]
     if not 0 < position < length:
         raise ValueError(f"position={position} must lie inside the sequence, between 1 and {length - 1}")
-    tokens = (query, key, value)
     if replacement is None:
         source = position - 1 - torch.arange(length, device=query.device).sub(position) % position
         replacement = (query[:, :, source], key[:, :, source], value[:, :, source])
-    replaced = [
+    new_query, new_key, new_value = (
         torch.cat([old[:, :, :position], new[:, :, position:]], dim=2)
-        for old, new in zip(tokens, replacement, strict=True)
-    ]
+        for old, new in zip((query, key, value), replacement, strict=True)
+    )
     with torch.no_grad():
-        before = attention(*tokens, is_causal=True, **arguments)
-        after = attention(*replaced, is_causal=True, **arguments)
+        before = attention(query, key, value, is_causal=True, **arguments)
+        after = attention(new_query, new_key, new_value, is_causal=True, **arguments)
     return float(position_error(after[:, :, :position], before[:, :, :position]).mean())
