@@ -45,6 +45,7 @@ from tests.test_prepare import contents
 from tests.training_runs import SMALL, STEPS, assert_same_run, inode_of, losses, stop_at
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 5, 8])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(step: int, corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -646,6 +647,7 @@ def die_at_every_call(parent: Path, report: Any) -> None:
     report.send(found)
 
 
+@pytest.mark.long
 def test_a_death_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """The one before until the rename, the new one from then on, and never a torn one."""
     receiving, sending = CONTEXT.Pipe(duplex=False)

@@ -22,7 +22,6 @@ def reports(ranks: int) -> Reports:
     return gather_reports(run, ranks)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "check"), [(ranks, check.__name__) for ranks, checks in CHECKS.items() for check in checks]
 )

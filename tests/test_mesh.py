@@ -107,6 +107,7 @@ def test_the_tiny_recipe_on_eight_ranks(alone: Alone, together: Together) -> Non
     close_to(run, alone("short"))
 
 
+@pytest.mark.long
 def test_a_part_of_the_heads_is_probed_by_each_rank(alone: Alone, together: Together) -> None:
     """And the held-out loss is that of all parts."""
     run = together(2, "muse")
@@ -126,6 +127,7 @@ def test_documents_have_the_boundaries_of_the_whole_row(alone: Alone, together: 
     assert found == pytest.approx(expected, rel=ROUNDING)
 
 
+@pytest.mark.long
 def test_all_ranks_limit_errors_alike(alone: Alone, together: Together) -> None:
     """With parts that are shorter than the window of the local layers."""
     run = together(2, "limited") / "limited-1x2"
@@ -135,6 +137,7 @@ def test_all_ranks_limit_errors_alike(alone: Alone, together: Together) -> None:
     assert any(found)
 
 
+@pytest.mark.long
 def test_needles_are_learnt_and_asked_for(alone: Alone, together: Together) -> None:
     run = together(2, "asked") / "asked-1x2"
     close_to(run, alone("asked"))

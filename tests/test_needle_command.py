@@ -186,6 +186,7 @@ def test_failures_are_counted_and_the_rest_is_reported(
     assert "36 samples failed" in err
 
 
+@pytest.mark.long
 def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> None:
     shutil.copy(measured / "tiny.json", tmp_path)
     result = CliRunner().invoke(commands.app, ["report", str(tmp_path)])

@@ -102,6 +102,7 @@ def test_no_more_lists_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(kept) == 3
 
 
+@pytest.mark.long
 def test_nothing_depends_on_what_memory_held_before() -> None:
     """Under deterministic algorithms PyTorch fills new memory, bytes with ones in every bit."""
     inputs = Shape("", "", length=40, heads=2, key_heads=1).tensors(torch.float32)

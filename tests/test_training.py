@@ -135,6 +135,7 @@ def test_memory_is_saved_without_changing_what_is_learnt(
     assert losses(tmp_path) == pytest.approx(losses(whole_run), rel=1e-4)
 
 
+@pytest.mark.long
 def test_bfloat16_is_close(corpus: Corpus, tmp_path: Path) -> None:
     """Two small updates: some processors take seconds for each product in bfloat16."""
     changes = ["steps=2", "batch=2", "probe_every=0", "exact_tail=0"]

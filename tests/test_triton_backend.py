@@ -170,6 +170,7 @@ class TestTritonBackend(OperatorConformance):
         super().test_nan_and_inf_come_out_where_they_do_in_exact_attention(config, target, poison)
 
 
+@pytest.mark.long
 def test_more_words_and_longer_selections() -> None:
     """More key clusters than two words of bits have, and more opened clusters than a warp has lanes."""
     shape = Shape("", "Q1K70R34SP2B16", length=40, heads=1, key_heads=1)
@@ -186,6 +187,7 @@ def test_moba_goes_through_the_retrieval_kernels() -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.long
 def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     from muse_attention.kernels import far_field, schedule
 
