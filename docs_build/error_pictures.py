@@ -1,25 +1,30 @@
-"""The pictures of error control and of the leak, computed from seeded data: `python -m docs_build.error_pictures`."""
+"""Pictures of error control, from seeded data, and of the leak, from records: `python -m docs_build.error_pictures`."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from matplotlib import pyplot
 from torch import Tensor
 
+from docs_build.records import RECORDS, classify
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, save
-from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
-from muse_attention.fidelity import future_influence, measure
+from muse_attention import get_attention, muse_attention
+from muse_attention.benchmark.tuning.candidates import TuningResults
+from muse_attention.fidelity import measure
 from muse_attention.recording import recorded_calls
 from muse_attention.retrieved import retrieved_buckets
+from muse_attention.sizes import format_size
 from muse_attention.synthetic import clustered_qkv
 
 LENGTH = 4096
 SIZES = "QK32{}B256"
 PAPER_RULE = tuple(SIZES.format(f"R{clusters}") for clusters in (0, 1, 2, 4, 8))
 TOLERANCES = tuple(SIZES.format(f"R32T{tolerance}") for tolerance in ("0.1", "0.03", "0.01", "0.003", "0.001"))
-LEAK = ("QK16R1B512", "QK32R2B512", "QK64R4B512", "QK64R8T0.01B512")
+LEAK_RECORDS = ("leak-16k", "leak-32k")
+LEAK_BARS = (
+    ("first_half_error", "error (RSE) of the first half", GREY),
+    ("future_influence", "leak: its change with another second half", ORANGE),
+)
 
 
 def make_data() -> tuple[Tensor, Tensor, Tensor]:
@@ -53,24 +58,21 @@ def draw_error_control(data: tuple[Tensor, Tensor, Tensor]) -> None:
     save(figure, "error-control.svg")
 
 
-def draw_leak(data: tuple[Tensor, Tensor, Tensor]) -> None:
-    """How much outputs change when the future changes, beside the approximation error."""
+def draw_leak() -> None:
+    """How much outputs change with another future, beside their error, on heads of a trained model."""
     figure, axes = pyplot.subplots(figsize=(7, 3.2))
-    position = 3 * LENGTH // 4
-    rows = []
-    for text in LEAK:
-        attention = get_attention(f"muse:{text}")
-        error = measure(attention, *data, is_causal=True).pooled()["relative_squared_error"]
-        clusters = find_clusters(data[0], data[1], config=text)
-        fixed = partial(muse_attention, config=MuSeConfig.parse(text), clusters=clusters)
-        rows.append((error, future_influence(attention, *data, position), future_influence(fixed, *data, position)))
-    labels = ("approximation error (RSE)", "leak", "leak, clusters held fixed")
-    for place, (label, colour) in enumerate(zip(labels, (GREY, ORANGE, BLUE), strict=True)):
-        at = [row + 0.25 * (place - 1) for row in range(len(LEAK))]
-        axes.bar(at, [row[place] for row in rows], width=0.24, color=colour, label=label)
-    for number, row in enumerate(rows):
-        axes.text(number + 0.25, 0, f"{row[2]:.0e}" if row[2] else "0", ha="center", va="bottom", fontsize=9)
-    axes.set_xticks(range(len(LEAK)), LEAK)
+    bars = {}
+    for record in LEAK_RECORDS:
+        results = TuningResults.read(RECORDS / "error-control" / f"{record}.json")
+        length = results.settings.length
+        for candidate in results.tuned:
+            method = str(classify(candidate.attention, length)).removeprefix("MuSe, ")
+            bars[f"{method},\n{format_size(length)}"] = candidate.fidelity
+    for place, (name, label, colour) in enumerate(LEAK_BARS):
+        at = [number + 0.38 * (place - 0.5) for number in range(len(bars))]
+        drawn = axes.bar(at, [fidelity[name] for fidelity in bars.values()], width=0.36, color=colour, label=label)
+        axes.bar_label(drawn, fmt="%.2g", fontsize=9)
+    axes.set_xticks(range(len(bars)), list(bars))
     axes.set_ylabel("relative squared change")
     axes.legend(frameon=False, fontsize=10)
     save(figure, "leak.svg")
@@ -87,5 +89,5 @@ def _buckets_per_query(text: str, data: tuple[Tensor, Tensor, Tensor]) -> Tensor
 if __name__ == "__main__":
     tensors = make_data()
     draw_error_control(tensors)
-    draw_leak(tensors)
+    draw_leak()
     print("wrote docs/images/error-control.svg and leak.svg")
