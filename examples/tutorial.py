@@ -64,7 +64,7 @@ query, key, value = (tensor.requires_grad_() for tensor in clustered_qkv(1, 1, l
 tolerances = ("inf", "0.3", "0.1", "0.03", "0.01")
 names = [f"muse:QK64R16T{tolerance}B1k,caution=2" for tolerance in tolerances]
 print(f"{'attention':30}   time   RSE      keys per query")
-for name in [*names, "moba:L1kB64R1", "block_diagonal:1k"]:
+for name in ["exact", *names, "moba:L1kB64R1", "block_diagonal:1k"]:
     attention = get_attention(name)
     found = fidelity.measure(attention, query, key, value, is_causal=True).pooled()
     error, keys = found["relative_squared_error"], found.get("keys_per_query", 0)
