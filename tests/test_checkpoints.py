@@ -85,6 +85,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Pa
     assert_same_run(output, whole_run)
 
 
+@pytest.mark.long
 def test_what_changes_nothing_may_change(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(corpus, SMALL, tmp_path, on_step=stop_at(5))
@@ -93,6 +94,7 @@ def test_what_changes_nothing_may_change(corpus: Corpus, whole_run: Path, tmp_pa
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [8]
 
 
+@pytest.mark.long
 def test_another_run_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"already; resume it, overwrite it, or choose another output"):
         train(corpus, SMALL, whole_run)
@@ -458,6 +460,7 @@ def stopped_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
     damage: str, corpus: Corpus, stopped_run: Path, tmp_path: Path
@@ -493,6 +496,7 @@ def test_no_whole_checkpoint_is_an_error(corpus: Corpus, tmp_path: Path) -> None
     assert "is whole; start again with another output" in describe_last_good(tmp_path / "checkpoints")
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_not_among_those_that_are_kept(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(corpus, SMALL, tmp_path, on_step=stop_at(7))

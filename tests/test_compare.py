@@ -107,6 +107,7 @@ def flip_a_byte(path: Path) -> None:
 # What is measured
 
 
+@pytest.mark.long
 def test_a_loss_is_that_of_the_logits_on_a_held_out_window(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     results = ComparisonResults({}, settings_of(corpus))
     measure(open_runs([trained / "muse"], corpus), corpus, ["exact", MUSE], results, tmp_path / "compare.json")
@@ -145,6 +146,7 @@ def test_bins_have_every_position_once(length: int) -> None:
     assert length == 1 or bins[-1].last > bins[-1].first
 
 
+@pytest.mark.long
 def test_an_interrupted_comparison_goes_on_to_the_same_bits(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     runs = open_runs([trained / "exact", trained / "muse"], corpus)
     settings = settings_of(corpus)
@@ -601,6 +603,7 @@ def test_a_run_that_has_lost_its_metrics_is_compared_all_the_same(corpus: Corpus
     assert "| run | attention of the update |" in (tmp_path / "out" / "compare.md").read_text()
 
 
+@pytest.mark.long
 def test_one_run_and_an_attention_of_ones_own_choice(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     code, out, err = run_command(
         *(trained / "muse", "--corpus", corpus.folder, "--output", tmp_path, "--samples", 999),
@@ -643,6 +646,7 @@ def test_runs_of_two_lengths_need_a_choice(corpus: Corpus, copies: Path, tmp_pat
     assert_refused(run_command(*asked), "trained on 32 and 64 tokens; choose one length by --length")
 
 
+@pytest.mark.long
 def test_other_settings_are_not_continued(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path, "--checkpoints", 0)
     assert run_command(*asked, "--samples", 1)[0] == 0

@@ -76,6 +76,7 @@ def test_runs_whose_weights_are_gone_are_compared_by_what_they_recorded(
     assert_refused(run_command(trained / "exact", *asked[2:-1], 1), "samples was 0, now 1")
 
 
+@pytest.mark.long
 def test_runs_of_two_lengths_and_skipped_updates_are_compared_by_what_they_recorded(
     corpus: Corpus, copies: Path, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_continued_run_is_told_by_its_further_tokens(compared: ComparisonResul
     assert any("three differs from exact by more than its attention: tokens" in line for line in warnings(compared))
 
 
+@pytest.mark.long
 def test_a_continued_run_stands_for_its_size_where_the_finished_one_is_missing(compared: ComparisonResults) -> None:
     attention = compared.runs["muse"].attention
     assert len(sizes(compared)[attention]) == 1

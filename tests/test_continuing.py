@@ -66,6 +66,7 @@ def test_a_continued_run_is_that_of_a_recipe_with_further_updates(
     assert contents(finished) == before
 
 
+@pytest.mark.long
 def test_further_updates_have_the_final_rate_and_their_own_attention(
     corpus: Corpus, finished: Path, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_further_updates_have_the_final_rate_and_their_own_attention(
     assert load_model(tmp_path / "model")[0].config.attention == "exact"
 
 
+@pytest.mark.long
 def test_a_run_is_continued_in_parts(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
     """26M further tokens, and then up to 210M: the same as 210M at once."""
     first, second, at_once = (tmp_path / name for name in ("first", "second", "at-once"))
@@ -90,6 +92,7 @@ def test_a_run_is_continued_in_parts(corpus: Corpus, finished: Path, tmp_path: P
     assert_same_run(second, at_once)
 
 
+@pytest.mark.long
 def test_an_interrupted_continuation_goes_on(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
     recipe = further_recipe(finished, ["attention=exact", "steps=4"])
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -103,6 +106,7 @@ def test_an_interrupted_continuation_goes_on(corpus: Corpus, finished: Path, tmp
     assert_same_run(stopped, whole)
 
 
+@pytest.mark.long
 def test_forgotten_moments_would_be_noticed(
     corpus: Corpus, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +149,7 @@ def test_tokens_are_whole_updates(text: str, updates: int, finished: Path) -> No
     assert further_recipe(finished, [f"tokens={text}"]).further_steps == updates
 
 
+@pytest.mark.long
 def test_runs_that_cannot_be_continued(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
     def refused(*words: object, of: Path = finished, corpus_folder: Path = corpus.folder) -> str:
         output = tmp_path / "out"

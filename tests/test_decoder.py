@@ -393,6 +393,7 @@ def test_compiles_into_one_graph(compiler: str, attention: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.long
 def test_layers_compile_into_one_graph_for_each_kind() -> None:
     """However many layers there are: PyTorch gives up on a function after eight graphs."""
     model, ids = tiny(num_hidden_layers=6, attention=COARSE).train(), token_ids(80)

@@ -133,6 +133,7 @@ def test_the_demo_prepares_trains_compares_and_names_its_report(whole: Path) -> 
     assert last < first - 0.5
 
 
+@pytest.mark.long
 def test_what_is_done_is_not_done_again(whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "whole"
     shutil.copytree(whole, output)

@@ -152,6 +152,7 @@ def test_a_run_tightens_and_relaxes_and_says_so(
     assert_same_run(tmp_path, limited_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [2, 3, 4, 5])
 def test_a_run_that_is_resumed_has_the_same_levels(
     step: int, corpus: Corpus, limited_run: Path, tmp_path: Path
@@ -163,6 +164,7 @@ def test_a_run_that_is_resumed_has_the_same_levels(
     assert_same_run(tmp_path, limited_run)
 
 
+@pytest.mark.long
 def test_a_limit_that_is_not_reached_changes_nothing(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     train(corpus, override(SMALL, ["error_limit=0.02"]), tmp_path, on_note=pytest.fail)
     assert losses(tmp_path) == losses(whole_run)

@@ -37,6 +37,7 @@ def poison(output: Path, step: int) -> None:
     checkpoints.save(folder, step, checkpoint.about, tensors)
 
 
+@pytest.mark.long
 def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     train(corpus, RECIPE, whole)
@@ -59,6 +60,7 @@ def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, tmp_path: Path) ->
     assert not (tmp_path / FILE).exists()
 
 
+@pytest.mark.long
 def test_a_run_that_fails_behind_its_fallback_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(corpus, RECIPE, tmp_path, on_step=stop_at(5))

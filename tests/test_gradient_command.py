@@ -62,6 +62,7 @@ def tasks_of(*attentions: str, kind: str = "single") -> list[NeedleTask]:
 # The numbers
 
 
+@pytest.mark.long
 def test_retrieving_all_keys_keeps_all_of_the_gradient(
     tokenizer: Tokenizer, samples: NeedleSamples, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_loss_or_a_gradient_that_is_no_number_is_refused(tokenizer: Tokenizer,
         differentiate(model, sample, "exact")
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_to_the_same_results(
     tokenizer: Tokenizer, samples: NeedleSamples, tmp_path: Path
 ) -> None:
@@ -206,6 +208,7 @@ def measured(folder: Path, options: list[object]) -> Path:
     return folder / "out"
 
 
+@pytest.mark.long
 def test_the_command_writes_tables_and_a_page(measured: Path) -> None:
     assert {file.name for file in measured.iterdir()} == {
         f"tiny-gradients.{end}" for end in ("json", "md", "csv", "html")

@@ -112,6 +112,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(
     assert math.isfinite(second["loss"])
 
 
+@pytest.mark.long
 def test_an_outlier_is_skipped_if_asked_for(
     corpus: Corpus, tmp_path: Path, poison: Poison, monkeypatch: pytest.MonkeyPatch
 ) -> None:

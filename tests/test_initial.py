@@ -58,6 +58,7 @@ def test_it_goes_on_from_what_was_learnt(corpus: Corpus, model: Path, tmp_path: 
     assert after.config.max_position_embeddings == 96
 
 
+@pytest.mark.long
 def test_it_is_resumed_without_the_other_model(corpus: Corpus, model: Path, tmp_path: Path) -> None:
     recipe = longer(model)
     train(corpus, recipe, tmp_path / "whole")

@@ -71,6 +71,7 @@ def tasks_of(*attentions: str) -> list[NeedleTask]:
     return [task for task in plan({LENGTH: attentions}, {LENGTH: ["single"]}, 1) if task.bucket in (1, 6)]
 
 
+@pytest.mark.long
 def test_the_numbers_are_those_of_the_captured_layers(
     tokenizer: Tokenizer, samples: NeedleSamples, tmp_path: Path
 ) -> None:
@@ -216,6 +217,7 @@ def test_the_command_writes_tables_and_a_page(measured: Path) -> None:
     assert document["attentions"][0]["config"]["block_size"] == 64
 
 
+@pytest.mark.long
 def test_results_are_extended(measured: Path, options: list[object], tmp_path: Path) -> None:
     shutil.copytree(measured, tmp_path / "out")
     path = tmp_path / "out" / "tiny-lookups.json"

@@ -120,6 +120,7 @@ def test_a_part_of_the_heads_is_probed_by_each_rank(alone: Alone, together: Toge
     assert last["evaluation"] == pytest.approx(of_one["evaluation"], rel=ROUNDING)
 
 
+@pytest.mark.long
 def test_documents_have_the_boundaries_of_the_whole_row(alone: Alone, together: Together) -> None:
     run = together(2, "separate") / "separate-1x2"
     close_to(run, alone("separate"))
@@ -147,11 +148,13 @@ def test_needles_are_learnt_and_asked_for(alone: Alone, together: Together) -> N
     assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=ROUNDING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", ["answers_across_edges", "logits", "refusals"])
 def test_a_model_that_shares_sequences(check: str, together: Together) -> None:
     together(2, check)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_on_another_mesh(alone: Alone, together: Together) -> None:
     """On the same one, bit for bit."""
     folder = together(2, "another_mesh")
@@ -159,6 +162,7 @@ def test_a_run_goes_on_on_another_mesh(alone: Alone, together: Together) -> None
     assert_same_run(folder / "again", folder / "exact-1x2")
 
 
+@pytest.mark.long
 def test_a_request_to_one_rank_stops_all(together: Together) -> None:
     assert len(losses(together(2, "stopped") / "stopped")) == STOPPED_AFTER
 

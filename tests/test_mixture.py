@@ -42,6 +42,7 @@ from muse_attention.pretraining.run_folder import run_recipe
 from muse_attention.pretraining.training import make_batches, train
 from tests.needle_models import DEFINITION, QUESTION, needle_corpus, needle_tokenizer
 from tests.patience import PATIENCE
+from tests.ranks import CONTEXT
 from tests.test_prepare import make
 from tests.training_runs import assert_same_run, stop_at
 
@@ -105,6 +106,7 @@ def test_needles_fill_two_thirds_of_a_document(corpus: Corpus, tokenizer: Tokeni
         assert is_asked_at_the_end(decode(tokens)) or 0.55 < filled <= 2 / 3
 
 
+@pytest.mark.long
 def test_the_questions_of_a_quarter_of_the_documents_are_in_their_last_tenth(corpus: Corpus, decode: Any) -> None:
     documents = NeedleDocuments(corpus, 2047, share=1.0)
     at_the_end, depths = 0, []
@@ -121,6 +123,7 @@ def test_the_questions_of_a_quarter_of_the_documents_are_in_their_last_tenth(cor
     assert 0.35 < sum(depths) / len(depths) < 0.55, "anywhere before"
 
 
+@pytest.mark.long
 def test_distances_are_even_on_a_logarithmic_scale(corpus: Corpus, decode: Any) -> None:
     """Of 8k tokens, from 64 on: seven doublings, each with as many questions as the others, about."""
     documents = NeedleDocuments(corpus, 8191, share=1.0)
@@ -255,12 +258,14 @@ def test_what_is_read_ahead_is_what_would_be_read(corpus: Corpus, rank: int, ran
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long
 def test_a_process_that_may_have_no_children_reads_by_itself(corpus: Corpus, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(
+    # (Not forked from this process, whose threads of PyTorch a fork would lack.)
+    process = CONTEXT.Process(
         target=train, args=(corpus, override(RECIPE, ["steps=1", "warmup=1"]), tmp_path), daemon=True
     )
     process.start()
-    process.join(60)
+    process.join(PATIENCE)
     assert process.exitcode == 0
     assert (tmp_path / "model").exists()
 
@@ -383,6 +388,7 @@ def test_an_answer_is_as_far_back_as_its_definition(corpus: Corpus) -> None:
         assert re.search(rf"def \w+{uid}\(", "\n".join(text.splitlines()[:3]))
 
 
+@pytest.mark.long
 def test_a_run_measures_what_it_has_learnt_of_answers(corpus: Corpus, tmp_path: Path) -> None:
     train(corpus, override(RECIPE, ["probe_every=2"]), tmp_path / "out")
     steps = read_metrics(tmp_path / "out")
@@ -395,6 +401,7 @@ def test_a_run_measures_what_it_has_learnt_of_answers(corpus: Corpus, tmp_path: 
     assert [answers.tokens for answers in curves.answers] == [2048, 4096]
 
 
+@pytest.mark.long
 def test_the_loss_of_answers_is_their_mean(corpus: Corpus) -> None:
     model = make_model(corpus, RECIPE)
     probes = NeedleDocuments(corpus, 2048, share=1.0).make_probes()

@@ -163,6 +163,7 @@ def test_what_was_requested_is_renamed_in_files_from_before_alone(requested: str
     assert found["requested"] == read
 
 
+@pytest.mark.long
 def test_a_run_from_before_names_were_full_goes_on_as_it_ran(
     corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

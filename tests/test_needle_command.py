@@ -111,6 +111,7 @@ def test_results_are_continued_and_extended(
     assert NeedleResults.read(path) == after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["version", "haystack"])
 def test_results_of_other_samples_are_not_continued(
     change: str, folder: Path, measured: Path, options: list[object], tmp_path: Path

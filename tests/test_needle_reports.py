@@ -372,6 +372,7 @@ def test_the_report_of_a_folder_compares_its_models(tmp_path: Path) -> None:
     assert run_report(tmp_path)[0] == 0, "its own files are no results"
 
 
+@pytest.mark.long
 def test_two_groups_of_models_have_a_comparison_each(tmp_path: Path) -> None:
     for name in ("a", "b", "c", "d"):
         settings = dataclasses.replace(SETTINGS, seed="ac".count(name))

@@ -67,6 +67,7 @@ def _whole(inputs: list[Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
 
+@pytest.mark.long
 def test_what_listens_to_operators_hears_of_them() -> None:
     inputs = SHAPE.tensors(torch.float32)
     expected = _whole(inputs)

@@ -232,6 +232,7 @@ def test_one_graph_serves_every_batch(form: Any) -> None:
         compiled(*row(60), form([30, 30]), 29)
 
 
+@pytest.mark.long
 def test_a_batch_of_one_length_compiles_into_one_graph() -> None:
     batch = [tensor.unflatten(0, (2, 40)) for tensor in row(80)]
     torch.compiler.reset()

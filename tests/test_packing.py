@@ -343,6 +343,7 @@ def test_documents_are_read_once_and_not_in_every_layer(arguments: dict[str, Any
     assert counts[0] == counts[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention", [f"muse:{EVERYTHING}", "exact"])
 def test_a_compiled_model_refuses_them_where_it_runs(attention: str) -> None:
     model, ids = tiny_llama(num_hidden_layers=1), token_ids(LENGTH)

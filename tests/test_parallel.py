@@ -184,6 +184,7 @@ def test_two_processes_learn_the_same_with_all_that_saves_time_and_memory(
     assert losses(tmp_path / "out") == pytest.approx(losses(whole_run), rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mine", "theirs"), [(8, 6), (6, 8)])
 def test_ranks_that_find_other_checkpoints_do_not_go_on(
     mine: int, theirs: int, corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

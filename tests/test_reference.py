@@ -46,6 +46,7 @@ class TestReference(Conformance):
         return result.out.to(query.dtype), result.lse, result.clusters, result.selection
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradcheck_with_clusters_and_selection_held_fixed(variant: str, is_causal: bool) -> None:

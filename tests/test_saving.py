@@ -64,6 +64,7 @@ def test_checkpoints_are_also_made_by_time(corpus: Corpus, tmp_path: Path, monke
     ]
 
 
+@pytest.mark.long
 def test_what_is_saved_by_time_is_as_good(corpus: Corpus, quick_run: Path, tmp_path: Path) -> None:
     recipe = override(QUICK, ["checkpoint_every=1000", "checkpoint_minutes=1e-9"])
 
@@ -87,6 +88,7 @@ def wait_for_writes() -> None:
             thread.join()
 
 
+@pytest.mark.long
 def test_training_goes_on_while_a_checkpoint_is_written(
     corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_kills_at_ten_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_
     assert_close_runs(tmp_path / "one", two_ranks)
 
 
+@pytest.mark.long
 def test_a_wrong_restore_would_be_noticed(corpus: Corpus, two_ranks: Path, tmp_path: Path) -> None:
     """The test above can fail: without the moments of one rank the run is another."""
     go_back(tmp_path / "out", LAST - 1, two_ranks)
@@ -105,6 +106,7 @@ def test_a_wrong_restore_would_be_noticed(corpus: Corpus, two_ranks: Path, tmp_p
         assert_close_runs(tmp_path / "out", two_ranks)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_write_stops_all(corpus: Corpus, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with ranks_of(words_of(corpus, RECIPE), output, mishap=Mishap(1, "fill_disk", 3)) as processes:
@@ -228,6 +230,7 @@ def test_a_damaged_checkpoint_of_two_ranks_is_refused_in_one_line(
     assert not Path("executed").exists()
 
 
+@pytest.mark.long
 def test_ranks_refuse_together_what_one_of_them_finds_damaged(corpus: Corpus, two_ranks: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(two_ranks, output)

@@ -140,6 +140,7 @@ def test_other_threads_have_no_handlers() -> None:
     assert found == [signal.getsignal(signal.SIGTERM)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("together", "is_at_once"), [(60.0, False), (0.01, True)])
 def test_a_second_signal_stops_at_once(
     together: float, is_at_once: bool, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +201,7 @@ def test_a_second_signal_ends_a_process_that_hangs() -> None:
         process.join()
 
 
+@pytest.mark.long
 def test_a_time_limit_stops_a_run(
     corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_run_that_would_take_days_on_a_cpu_is_announced(
     )
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     asked: list[object], corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

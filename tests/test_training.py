@@ -74,6 +74,7 @@ def test_metrics_have_a_line_for_every_step(whole_run: Path) -> None:
     assert means["error_p999"] >= means["error_p99"] > 0
 
 
+@pytest.mark.long
 def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the layers call, as the weights of so small a run are about the same under any attention."""
     called = attentions_called(monkeypatch)
@@ -89,6 +90,7 @@ def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, m
     assert updates == exact + [[SMALL.attention] * calls] * 5 + exact * 2
 
 
+@pytest.mark.long
 def test_a_run_that_starts_with_exact_attention_is_exact_training_until_then(corpus: Corpus, tmp_path: Path) -> None:
     changes = ["exact_tail=0", "probe_every=0"]
     train(corpus, override(SMALL, [*changes, "attention=exact"]), tmp_path / "exact")
@@ -122,11 +124,13 @@ def test_the_speed_is_that_of_the_update_without_its_probe(
     assert first["tokens_per_second"] == second["tokens_per_second"] > 1
 
 
+@pytest.mark.long
 def test_the_probe_changes_nothing(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     train(corpus, override(SMALL, ["probe_every=0"]), tmp_path)
     assert losses(tmp_path) == losses(whole_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["micro_batch=1", "micro_batch=4", "recompute=true"])
 def test_memory_is_saved_without_changing_what_is_learnt(
     change: str, corpus: Corpus, whole_run: Path, tmp_path: Path
@@ -147,6 +151,7 @@ def test_bfloat16_is_close(corpus: Corpus, tmp_path: Path) -> None:
     assert all(tensor.dtype == torch.float32 for tensor in learnt(tmp_path / "bfloat16").values())
 
 
+@pytest.mark.long
 def test_frozen_aggregation_needs_no_tail(corpus: Corpus, tmp_path: Path) -> None:
     name = "muse:Q4K4R1SP1B16,differentiable_aggregation=false,clustering=lloyd"
     train(corpus, override(SMALL, [f"attention={name}", "exact_tail=0"]), tmp_path)
@@ -222,6 +227,7 @@ def test_an_error_that_is_not_finite_is_no_number_of_json(tmp_path: Path) -> Non
     assert (second["step"], second["loss"]) == (2, 2.0)
 
 
+@pytest.mark.long
 def test_tensorboard_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, float, int]] = []
     opened: list[int] = []
@@ -300,6 +306,7 @@ def test_a_deterministic_run_lets_no_compiler_choose_by_time(
 # Mishaps
 
 
+@pytest.mark.long
 def test_weights_that_are_not_finite_stop_the_run(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +326,7 @@ def test_weights_that_are_not_finite_stop_the_run(
     assert learnt(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spoilt", ["weight", "exp_avg", "exp_avg_sq"])
 def test_weights_that_are_not_finite_are_not_kept(
     spoilt: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -391,6 +399,7 @@ def test_a_corpus_that_is_written_again_stops_the_run(tmp_path: Path, change: st
         train(make(corpus.folder), SMALL, tmp_path / "out", resume=True)
 
 
+@pytest.mark.long
 def test_the_model_has_the_tokenizer_that_it_was_trained_with(tmp_path: Path) -> None:
     """Though the corpus is gone before the model is written."""
     corpus = make(tmp_path / "corpus")

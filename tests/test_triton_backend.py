@@ -99,6 +99,7 @@ class TestTritonBackend(OperatorConformance):
         )
         self._check_against_reference(shape, torch.float64)
 
+    @pytest.mark.long
     def test_keys_with_a_large_common_offset(self) -> None:
         shape = Shape("", "Q3K5R1T0.003B32", length=100, heads=1, key_heads=1, key_offset=10.0)
         assert_at_most_twice_the_error_of_torch(shape, torch.float16)
@@ -121,14 +122,17 @@ class TestTritonBackend(OperatorConformance):
     def test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(self, variant: str, is_causal: bool) -> None:
         super().test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(variant, is_causal)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("variant", ["Q4K5R9T0.01B32"])
     def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
         super().test_property_6_nothing_after_a_query_changes_its_output(variant)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("wanted", [(1,)], ids=str)
     def test_only_some_inputs_require_grad(self, wanted: tuple[int, ...]) -> None:
         super().test_only_some_inputs_require_grad(wanted)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
     @pytest.mark.parametrize(
         ("case", "config"),
@@ -143,6 +147,7 @@ class TestTritonBackend(OperatorConformance):
     def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
         super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("config", ["Q2K64R8T0.003B16"])
     @pytest.mark.parametrize("length", [20])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
@@ -152,6 +157,7 @@ class TestTritonBackend(OperatorConformance):
     def test_a_scale_below_zero_or_too_small(self, scale: float, is_causal: bool) -> None:
         super().test_a_scale_below_zero_or_too_small(scale, is_causal)
 
+    @pytest.mark.long
     def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
         shape = Shape("", "", length=40, heads=4, key_heads=2)
         query, key, value = (tensor.detach() for tensor in shape.tensors(torch.float32))
@@ -245,6 +251,7 @@ def small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_MOST_LOGITS", 1024)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_chip")
 @pytest.mark.parametrize("variant", ["Q2K20R3SP2B32", "Q2K20R3B32,second_order=true"])
 def test_more_clusters_than_the_chip_holds(variant: str) -> None:
@@ -281,6 +288,7 @@ def test_of_equally_near_centroids_the_first_with_room_counts(dtype: torch.dtype
     assert found.key_assignment.flatten().tolist() == 2 * list(range(20))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1T0.001B32,caution=2")])
 def test_an_assignment_out_of_range_stays_in_memory(wrong: int, config: str) -> None:
     assert_out_of_range_is_clamped(wrong, config)

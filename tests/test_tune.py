@@ -410,6 +410,7 @@ def test_beyond_the_context_captures_are_laid_end_to_end(folder: Path, tmp_path:
     assert "2 captures of 1024 tokens" in TuningResults.read(tmp_path / "out" / "tiny.json").settings.laid
 
 
+@pytest.mark.long
 def test_needles_are_looked_up(tmp_path: Path) -> None:
     folder, texts = tmp_path / "model", tmp_path / "texts"
     folder.mkdir()
