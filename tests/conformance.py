@@ -299,6 +299,7 @@ class Conformance:
 
     # --- inputs as users have them -----------------------------------------------------------------------------------
 
+    @pytest.mark.long
     def test_non_contiguous_inputs_give_the_same_result(self) -> None:
         inputs = Shape("", "", length=self.length, batch=self.batch, heads=self.heads).tensors(torch.float32)
         strided = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
@@ -312,6 +313,7 @@ class Conformance:
         for plain, other in zip(*results, strict=True):
             assert torch.equal(plain, other)
 
+    @pytest.mark.long
     def test_gradient_strides_may_be_anything(self) -> None:
         shape = Shape("", "", self.short, batch=self.batch, heads=self.few_heads, key_heads=self.few_heads)
         inputs = shape.tensors(torch.float32)

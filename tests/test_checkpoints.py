@@ -565,6 +565,7 @@ def test_no_half_of_a_model_is_left(
     assert contents(output / "model") == contents(whole_run / "model")
 
 
+@pytest.mark.long
 def test_what_is_half_written_or_half_removed_is_no_checkpoint(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(corpus, SMALL, tmp_path, on_step=stop_at(5))

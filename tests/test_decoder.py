@@ -427,6 +427,7 @@ def test_bfloat16_rotates_in_float32() -> None:
     assert (found - exact).square().mean() < 4 * (near - exact).square().mean()
 
 
+@pytest.mark.long
 def test_learns() -> None:
     """The same few tokens, over and over: from a uniform guess to certainty."""
     model = DecoderForCausalLM(DecoderConfig.tiny(vocab_size=VOCABULARY, attention="muse:QK4R1B16", sliding_window=8))

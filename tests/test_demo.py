@@ -68,6 +68,7 @@ def whole(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.long
 def test_the_demo_says_how_long_it_takes_before_it_begins(whole: Path) -> None:
     lines = (whole / "stdout").read_text().splitlines()
     assert lines[1] == "This takes about 5 minutes on two idle CPU cores, and longer on a busy machine."

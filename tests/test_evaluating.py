@@ -119,6 +119,7 @@ def test_needles_are_asked_for_in_held_out_files(needles: Corpus, monkeypatch: p
     assert 0.2 < share < 1
 
 
+@pytest.mark.long
 def test_ranks_share_what_is_asked(needles: Corpus) -> None:
     """Each as often as the others, and together as one process."""
 

@@ -294,6 +294,7 @@ def test_only_layers_without_a_window_run_muse() -> None:
     assert (outputs["muse"][1] - outputs["sdpa"][1]).abs().max() > 1e-3
 
 
+@pytest.mark.long
 def test_compiled_models_honour_padding() -> None:
     model, ids = tiny_llama(num_hidden_layers=1), token_ids(200, batch=2)
     real = torch.ones_like(ids)

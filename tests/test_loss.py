@@ -321,6 +321,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
         assert str(tmp_path).encode() not in file.read_bytes()
 
 
+@pytest.mark.long
 def test_the_command_continues_what_is_the_same_and_refuses_what_differs(
     asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

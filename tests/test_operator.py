@@ -19,6 +19,7 @@ SHAPE = Shape("", CONFIG, length=150, batch=2, heads=4, key_heads=2)
 ATTENTIONS = [f"muse:{CONFIG}", "muse:Q4K5R2T0.01B32", "exact", "block_diagonal:32", "moba:L32B8R2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "backend"),
     [

@@ -91,6 +91,7 @@ def test_grouped_heads_and_other_configurations(config: Any) -> None:
         assert_equal_to_rounding(ours, theirs)
 
 
+@pytest.mark.long
 def test_kernels_give_the_bits_of_the_loop_and_change_no_other_document() -> None:
     """Documents of 20 tokens share their launches. The last one changes."""
     pytest.importorskip("triton")
