@@ -20,10 +20,10 @@ help:  ## list the targets
 demo: $(READY)  ## see what MuSe is for, then train a tiny model with and without it (about 5 minutes on two idle cores; goes on if stopped)
 	$(BIN)/muse demo
 
-check: $(READY)  ## one case of each quick test, from every part (under 3 minutes on two quiet cores)
+check: $(READY)  ## one case of each quick test, from every part (3 minutes on two quiet ARM cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q --quick
 
-test: $(READY)  ## the tests that need no GPU (under 12 minutes on two quiet cores)
+test: $(READY)  ## the tests that need no GPU (15 minutes on two quiet ARM cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
