@@ -41,13 +41,13 @@ from muse_attention.pretraining.recipes import Recipe, differences, tiny
 from muse_attention.pretraining.schedule import EXACT
 from muse_attention.sizes import format_size
 
-_MINUTES = 5
+_MINUTES = 6
 """On two idle cores."""
 _LENGTH = 32 * 1024
 _HEADS = {"cpu": 2, "cuda": 8}
 """On a CPU, exact attention has no use for a second core if there is one head."""
 _REPEATS = 3
-_STEPS = 96
+_STEPS = 72
 _CHECKPOINTS = 3
 _SAMPLES = 8
 _CORPUS = CorpusSettings(vocabulary=4096, buckets=Buckets(1024, 2**18), held_out=0.1, sample_bytes=2**22)
@@ -64,7 +64,7 @@ def demo(
 ) -> None:
     """See what MuSe is for: one long attention call, exact, by MuSe and by MoBA; then a tiny model trained both ways.
 
-    Takes about five minutes on two idle CPU cores. What is done already is not done again: after an interruption, run
+    Takes about six minutes on two idle CPU cores. What is done already is not done again: after an interruption, run
     it again.
     """
     with user_errors():
