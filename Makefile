@@ -34,10 +34,10 @@ test-newest: $(READY_NEWEST)  ## the tests of torch.compile, with the newest tor
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -q -k compil
 
 test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks and of Parquet files, which need lm-eval: 620 MB
-	$(BIN)/python -m pytest -q tests/test_harness.py tests/test_paper_data.py tests/test_options.py tests/test_tasks.py
+	$(BIN)/python -m pytest -q tests/lab/test_harness.py tests/lab/test_paper_data.py tests/lab/test_options.py tests/lab/test_tasks.py
 
 test-integrations: $(READY_TRAINERS)  ## the tests of MuSe in torchtitan, OLMo-core, Megatron-core and the Trainer of transformers, which `make test` skips without them
-	$(TRAINERS)/bin/python -m pytest -q tests/test_torchtitan.py tests/test_olmo_core.py tests/test_megatron.py tests/test_trainer_example.py
+	$(TRAINERS)/bin/python -m pytest -q tests/library/test_torchtitan.py tests/library/test_olmo_core.py tests/library/test_megatron.py tests/library/test_trainer_example.py
 
 docs: $(READY_DOCS)  ## the documentation site, in out/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

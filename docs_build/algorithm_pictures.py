@@ -1,7 +1,7 @@
 """The pictures of docs/explanation/algorithm.md, computed from seeded data: `python -m docs_build.algorithm_pictures`.
 
 One head of dimension 2, so that queries and keys can be drawn as they are. Everything shown is what
-`muse_attention.reference` computes.
+`muse_attention.backends.reference` computes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, save
 from muse_attention import MuSeConfig
-from muse_attention.reference import Reference, reference_attention
-from muse_attention.retrieved import opened_clusters, retrieved_buckets
-from muse_attention.synthetic import clustered_qkv
+from muse_attention.backends.reference import Reference, reference_attention
+from muse_attention.fidelity.retrieved import opened_clusters, retrieved_buckets
+from muse_lab.synthetic import clustered_qkv
 
 LENGTH, QUERY = 512, 488
 CONFIG = MuSeConfig.parse("QK6R2SP1B64")

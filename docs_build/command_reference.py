@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 def describe_commands() -> str:
     """The page of the documentation, in Markdown."""
-    command = [sys.executable, "-m", "typer", "muse_attention.cli.commands", "utils", "docs"]
+    command = [sys.executable, "-m", "typer", "muse_lab.cli.commands", "utils", "docs"]
     done = subprocess.run(
         [*command, "--name", "muse", "--title", "Commands"],
         capture_output=True,

@@ -20,11 +20,11 @@ from torch import Tensor
 from docs_build.records import RECORDS
 from docs_build.style import BLUE, GREEN, save
 from muse_attention import exact_attention
-from muse_attention.by_name import full_name, get_attention
-from muse_attention.capture import visit_layers
 from muse_attention.fidelity import position_error
-from muse_attention.machine import describe_machine
-from muse_attention.pretrained import load_model
+from muse_attention.huggingface.capture import visit_layers
+from muse_attention.registry import full_name, get_attention
+from muse_lab.models import load_model
+from muse_lab.records.machine import describe_machine
 
 RECORD = RECORDS / "error-control" / "error-map.json"
 LENGTH, BINS = 4096, 64

@@ -9,12 +9,12 @@ from torch import Tensor
 from docs_build.records import RECORDS, classify
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, save
 from muse_attention import get_attention, muse_attention
-from muse_attention.benchmark.tuning.candidates import TuningResults
+from muse_attention.core.recording import recorded_calls
 from muse_attention.fidelity import measure
-from muse_attention.recording import recorded_calls
-from muse_attention.retrieved import retrieved_buckets
+from muse_attention.fidelity.retrieved import retrieved_buckets
 from muse_attention.sizes import format_size
-from muse_attention.synthetic import clustered_qkv
+from muse_lab.benchmark.tuning.candidates import TuningResults
+from muse_lab.synthetic import clustered_qkv
 
 LENGTH = 4096
 SIZES = "QK32{}B256"

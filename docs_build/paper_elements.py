@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SRC = "src/muse_attention"
-REFERENCE = f"{SRC}/reference.py"
+LAB = "src/muse_lab"
+REFERENCE = f"{SRC}/backends/reference.py"
 TRAINED = "out/muse/model"
 """A model that the commands are written for: any folder of a causal language model will do."""
 
@@ -61,10 +62,10 @@ def _bench(words: str) -> str:
     return f"muse bench --length 64k {words}"
 
 
-FIDELITY = (f"{SRC}/fidelity.py", f"{SRC}/evaluation/fidelity/presets.py", f"{SRC}/evaluation/fidelity/paper.py")
-FITS = f"{SRC}/evaluation/fits.py"
-BENCH = (f"{SRC}/benchmark/suite.py", f"{SRC}/benchmark/sweeps.py")
-COMPARE = (f"{SRC}/pretraining/recipes.py", f"{SRC}/evaluation/comparison/report.py")
+FIDELITY = (f"{SRC}/fidelity/error.py", f"{LAB}/evaluation/fidelity/presets.py", f"{LAB}/evaluation/fidelity/paper.py")
+FITS = f"{LAB}/evaluation/fits.py"
+BENCH = (f"{LAB}/benchmark/suite.py", f"{LAB}/benchmark/sweeps.py")
+COMPARE = (f"{LAB}/pretraining/recipes.py", f"{LAB}/evaluation/comparison/report.py")
 RUNS_64K = ("benchmarks/pretraining/64k/compare.md",)
 CODE = "muse prepare ids/ --kind stack --contents mirror/ --output out/code"
 PDF = "muse prepare longmino/ --kind dolma --topic science_tech --length-bucket 2e16 --output out/pdf"
@@ -82,7 +83,7 @@ def _errors(
     differs: str = "",
 ) -> Element:
     """A table of errors: presets of `muse fidelity`, and a sweep of `muse bench` for its times."""
-    files = (*FIDELITY, f"{SRC}/evaluation/fidelity/report.py", FITS) if "joint" in presets else FIDELITY
+    files = (*FIDELITY, f"{LAB}/evaluation/fidelity/report.py", FITS) if "joint" in presets else FIDELITY
     commands = (_fidelity(",".join(presets)), *([_bench(bench)] if bench else []))
     return Element(name, title, files, commands, records, recorded, differs, presets)
 
@@ -95,45 +96,45 @@ EQUATIONS = (
     Equation(
         3,
         "exp(q . k) without the product of two residuals",
-        (REFERENCE, f"{SRC}/stages/summaries.py"),
-        ("tests/conformance.py", "tests/test_dipole_order.py"),
+        (REFERENCE, f"{SRC}/backends/torch/summaries.py"),
+        ("tests/conformance.py", "tests/library/test_dipole_order.py"),
         "Exact where a residual is zero, never above exact attention's mass, an error of first order: each is a test.",
     ),
     Equation(
         4,
         "tilted mean of keys",
-        (REFERENCE, f"{SRC}/stages/summaries.py", f"{SRC}/kernels/summaries.py"),
+        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
         ("tests/conformance.py",),
     ),
     Equation(
         5,
         "tilted mean of values",
-        (REFERENCE, f"{SRC}/stages/summaries.py", f"{SRC}/kernels/summaries.py"),
+        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
         ("tests/conformance.py",),
     ),
     Equation(
         6,
         "log-mass of a bucket",
-        (REFERENCE, f"{SRC}/stages/summaries.py", f"{SRC}/kernels/summaries.py"),
+        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
         ("tests/conformance.py",),
     ),
     Equation(
         7,
         "score of a cluster",
-        (REFERENCE, f"{SRC}/stages/selection.py", f"{SRC}/kernels/selection.py"),
+        (REFERENCE, f"{SRC}/backends/torch/selection.py", f"{SRC}/backends/triton/selection.py"),
         ("tests/conformance.py",),
     ),
     Equation(
         8,
         "value of a cluster, expanded in the residual",
-        (f"{SRC}/stages/dipole.py",),
-        ("tests/test_dipole_order.py",),
+        (f"{SRC}/backends/torch/dipole.py",),
+        ("tests/library/test_dipole_order.py",),
         "Up to the linear term; the skewness is not computed.",
     ),
     Equation(
         9,
         "mass of a cluster, expanded in the residual",
-        (f"{SRC}/stages/summaries.py", f"{SRC}/stages/error_control.py"),
+        (f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/torch/error_control.py"),
         ("tests/conformance.py",),
         "The paper keeps the first order. `second_order` adds an isotropic estimate of the next one: ours, and "
         "the default.",
@@ -142,7 +143,7 @@ EQUATIONS = (
         10,
         "error of the monopole",
         (),
-        ("tests/test_dipole_order.py",),
+        ("tests/library/test_dipole_order.py",),
         "Mathematics; the test measures its order, which is one.",
     ),
     Equation(
@@ -155,27 +156,27 @@ EQUATIONS = (
     Equation(
         12,
         "between-cluster part of the response",
-        (REFERENCE, f"{SRC}/stages/far_field.py"),
-        ("tests/test_dipole_order.py",),
+        (REFERENCE, f"{SRC}/backends/torch/far_field.py"),
+        ("tests/library/test_dipole_order.py",),
         "It is the softmax over scores; a dipole of second order needs it to be right.",
     ),
     Equation(
         13,
         "dipole: the linear term of the value",
-        (REFERENCE, f"{SRC}/stages/dipole.py"),
-        ("tests/test_dipole_order.py", "tests/conformance.py"),
+        (REFERENCE, f"{SRC}/backends/torch/dipole.py"),
+        ("tests/library/test_dipole_order.py", "tests/conformance.py"),
     ),
     Equation(
         14,
         "covariances merged by the weights of the centroid",
-        (REFERENCE, f"{SRC}/stages/dipole.py"),
-        ("tests/test_dipole_order.py", "tests/conformance.py"),
+        (REFERENCE, f"{SRC}/backends/torch/dipole.py"),
+        ("tests/library/test_dipole_order.py", "tests/conformance.py"),
     ),
     Equation(
         15,
         "covariance of another tilt",
-        (REFERENCE, f"{SRC}/stages/dipole.py"),
-        ("tests/test_dipole_order.py",),
+        (REFERENCE, f"{SRC}/backends/torch/dipole.py"),
+        ("tests/library/test_dipole_order.py",),
         "`dipole=shared` (untilted) and `dipole=centred` (one tilt at the mean centroid); their error is of first "
         "order.",
     ),
@@ -215,7 +216,7 @@ FIGURES = (
     Element(
         "Figure 4",
         "scaling law from 96M to 1B",
-        (f"{SRC}/evaluation/comparison/findings.py", f"{SRC}/evaluation/fits.py"),
+        (f"{LAB}/evaluation/comparison/findings.py", f"{LAB}/evaluation/fits.py"),
         (
             "muse compare out/s3 out/s4 out/s5 out/s6 out/s8 --corpus out/code --attention exact",
             *(_train(f"s{scale}", "", f"s{scale}") for scale in (1, 2, 3)),
@@ -233,7 +234,7 @@ FIGURES = (
     Element(
         "Figure 5",
         "cumulative loss against context, Llama 3.2-1B and 3.1-8B",
-        (f"{SRC}/evaluation/loss/curves.py", f"{SRC}/evaluation/loss/report.py"),
+        (f"{LAB}/evaluation/loss/curves.py", f"{LAB}/evaluation/loss/report.py"),
         ("muse loss meta-llama/Llama-3.2-1B --download --text pg19/ --length 64k --samples 100 --inside-files",),
         ("benchmarks/pretrained/smollm2-loss.md", "benchmarks/pretrained/smollm2-loss.png"),
         "SmolLM2-135M, two samples of 8k tokens of Python: the gap shrinks by 2.7 per doubling of clusters, and "
@@ -244,7 +245,7 @@ FIGURES = (
     Element(
         "Figure 6",
         "loss by position during training, both attentions",
-        (f"{SRC}/evaluation/comparison/positions.py",),
+        (f"{LAB}/evaluation/comparison/positions.py",),
         (
             _train("paper-s8", "keep=50 checkpoint_every=4000", "muse"),
             "muse compare out/exact out/muse --corpus out/code --checkpoints 5",
@@ -286,7 +287,7 @@ TABLES = (
     Element(
         "Table 4",
         "headline: loss by training and test attention, code and PDF, 1B",
-        (*COMPARE, f"{SRC}/pretraining/continuing.py"),
+        (*COMPARE, f"{LAB}/pretraining/continuing.py"),
         (
             _train("paper-s8", "", "muse"),
             _train("paper-s8", "attention=exact", "exact"),
@@ -307,7 +308,7 @@ TABLES = (
     Element(
         "Table 5",
         "runtime by component",
-        (f"{SRC}/benchmark/stages.py",),
+        (f"{LAB}/benchmark/stages.py",),
         (_bench("--attention muse:paper,muse:Q128K128R8SP1B8k"),),
         ("benchmarks/speed/cuda-paper-sizes.md",),
         "The record has the share of each stage of our kernels at the paper's sizes.",
@@ -352,7 +353,7 @@ TABLES = (
     Element(
         "Table 8",
         "head dimension 128, 185M",
-        (f"{SRC}/pretraining/recipes.py", f"{SRC}/pretraining/model/configuration.py"),
+        (f"{LAB}/pretraining/recipes.py", f"{LAB}/pretraining/model/configuration.py"),
         (
             _train("paper-s4", "head_dim=128", "muse-128"),
             _train("paper-s4", "head_dim=128 attention=exact", "exact-128"),
@@ -365,9 +366,9 @@ TABLES = (
         "Table 9",
         "needles in code, by kind",
         (
-            f"{SRC}/pretraining/needles/samples.py",
-            f"{SRC}/evaluation/needles/comparison.py",
-            f"{SRC}/pretraining/needles/writer.py",
+            f"{LAB}/pretraining/needles/samples.py",
+            f"{LAB}/evaluation/needles/comparison.py",
+            f"{LAB}/pretraining/needles/writer.py",
         ),
         ("muse eval needles out/muse/model --corpus out/code --length 64k --samples-per-depth 280",),
         (
@@ -386,7 +387,7 @@ TABLES = (
     Element(
         "Table 10",
         "LongBench code completion",
-        (f"{SRC}/evaluation/tasks/benchmarks.py", f"{SRC}/evaluation/tasks/edit_similarity.py"),
+        (f"{LAB}/evaluation/tasks/benchmarks.py", f"{LAB}/evaluation/tasks/edit_similarity.py"),
         ("muse eval tasks out/muse/model --task repobench-p,lcc --data data/",),
         (),
         "No record: the data set is a download that was not at hand.",
@@ -394,7 +395,7 @@ TABLES = (
     Element(
         "Table 11",
         "frozen aggregation weights, 1B",
-        (f"{SRC}/config.py", f"{SRC}/stages/summaries.py", f"{SRC}/kernels/summaries.py"),
+        (f"{SRC}/config.py", f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
         (
             _train("paper-s8", "attention=muse:paper,differentiable_aggregation=false", "frozen"),
             "muse compare out/exact out/muse out/frozen --corpus out/code",
@@ -506,7 +507,7 @@ TABLES = (
     Element(
         "Table 30",
         "ARC-Easy and SciQ",
-        (f"{SRC}/evaluation/tasks/benchmarks.py",),
+        (f"{LAB}/evaluation/tasks/benchmarks.py",),
         ("muse eval tasks out/muse/model --task arc_easy,sciq --data data/",),
         (),
         "No record: the data sets are downloads that were not at hand.",
@@ -514,7 +515,7 @@ TABLES = (
     Element(
         "Table 31",
         "RULER",
-        (f"{SRC}/evaluation/tasks/harness.py",),
+        (f"{LAB}/evaluation/tasks/harness.py",),
         ("muse eval tasks out/muse/model --task ruler --length 64k --samples 500",),
         ("benchmarks/pretrained/smollm2-tasks.md",),
         "SmolLM2, five samples of each of three tasks at 2k: those whose data need no download.",
@@ -524,7 +525,7 @@ TABLES = (
     Element(
         "Table 32",
         "needles in code, by depth",
-        (f"{SRC}/evaluation/needles/report.py", f"{SRC}/evaluation/needles/panels.py"),
+        (f"{LAB}/evaluation/needles/report.py", f"{LAB}/evaluation/needles/panels.py"),
         (
             "muse eval needles out/muse/model --corpus out/code --length 64k --kind "
             "single,multi-key-2,multi-key-4 --samples-per-depth 280",
@@ -535,7 +536,7 @@ TABLES = (
     Element(
         "Table 33",
         "fine-tuning with exact attention",
-        (f"{SRC}/pretraining/continuing.py", f"{SRC}/evaluation/comparison/further.py"),
+        (f"{LAB}/pretraining/continuing.py", f"{LAB}/evaluation/comparison/further.py"),
         (
             f"{CONTINUE} steps=200 --output out/muse-26M",
             "muse train out/code --continue-from out/muse-26M steps=1400 --output out/muse-210M",
@@ -554,28 +555,37 @@ TABLES = (
 PASSAGES = (
     Passage(
         "Algorithm 1",
-        (REFERENCE, f"{SRC}/pipeline.py", f"{SRC}/stages/far_field.py", f"{SRC}/kernels/far_field.py"),
+        (
+            REFERENCE,
+            f"{SRC}/backends/pipeline.py",
+            f"{SRC}/backends/torch/far_field.py",
+            f"{SRC}/backends/triton/far_field.py",
+        ),
         "the whole of it, line by line in the reference",
     ),
     Passage(
         "Causal accumulation (3.1)",
-        (f"{SRC}/stages/summaries.py", f"{SRC}/kernels/summaries.py"),
+        (f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
         "exclusive, over the blocks before",
     ),
     Passage(
         "Two-level retrieval (3.2)",
-        (f"{SRC}/stages/selection.py", f"{SRC}/stages/retrieval.py", f"{SRC}/kernels/retrieval.py"),
+        (
+            f"{SRC}/backends/torch/selection.py",
+            f"{SRC}/backends/torch/retrieval.py",
+            f"{SRC}/backends/triton/retrieval.py",
+        ),
         "clusters by accumulated summaries, blocks by their own",
         "By default a tolerance decides how much is retrieved, which is ours; `muse:paper` has the paper's rule.",
     ),
     Passage(
         "Output merging (3.3)",
-        (f"{SRC}/stages/merging.py", f"{SRC}/kernels/merging.py"),
+        (f"{SRC}/backends/torch/merging.py", f"{SRC}/backends/triton/merging.py"),
         "one softmax; parts merge by logsumexp",
     ),
     Passage(
         "Dipoles against retrieval (B)",
-        (f"{SRC}/stages/dipole.py", "benchmarks/pretrained/smollm2-2k-dipole.md"),
+        (f"{SRC}/backends/torch/dipole.py", "benchmarks/pretrained/smollm2-2k-dipole.md"),
         "`muse fidelity out/muse/model --length 64k --samples 2 --preset dipole`",
         "On SmolLM2 at 2k, 64 clusters, without a limit on clusters of queries: RSE 0.0138 with summaries alone, "
         "0.0119 with tilted dipoles, 0.71 with the paper's shared ones, 0.00325 with retrieval. The paper's own model "
@@ -583,13 +593,13 @@ PASSAGES = (
     ),
     Passage(
         "Streaming K-means (C)",
-        (f"{SRC}/stages/clustering.py", f"{SRC}/kernels/clustering.py"),
+        (f"{SRC}/backends/torch/clustering.py", f"{SRC}/backends/triton/clustering.py"),
         "shuffle, every N/K-th vector, minibatches of 64, decay 0.9",
         "`auto` is Lloyd on a sample, which is parallel; on SmolLM2 neither is clearly better.",
     ),
     Passage(
         "Balanced assignment (C)",
-        (f"{SRC}/stages/clustering.py", f"{SRC}/kernels/grouping.py"),
+        (f"{SRC}/backends/torch/clustering.py", f"{SRC}/backends/triton/grouping.py"),
         "at most 4 B / K vectors of a cluster in a block",
         "Where the paper says nothing, overflow goes to the next-nearest centroid that has room, lowest position "
         "first. Queries have no limit unless `muse:paper` is asked for: it has up to twice the error on a "
@@ -597,28 +607,28 @@ PASSAGES = (
     ),
     Passage(
         "Gradient flow (C)",
-        (f"{SRC}/stages/summaries.py", f"{SRC}/stages/far_field.py"),
+        (f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/torch/far_field.py"),
         "none through centroids; through aggregation weights by choice (`differentiable_aggregation`)",
     ),
     Passage(
         "Model (D)",
-        (f"{SRC}/pretraining/model/decoder.py", f"{SRC}/pretraining/model/configuration.py"),
+        (f"{LAB}/pretraining/model/decoder.py", f"{LAB}/pretraining/model/configuration.py"),
         "sizes, RoPE base, window, norms",
         "Neither biases nor initialisation are given: no biases, GPT-2's initialisation.",
     ),
     Passage(
         "Optimiser (D)",
-        (f"{SRC}/pretraining/optimiser.py", f"{SRC}/pretraining/schedule.py"),
+        (f"{LAB}/pretraining/optimiser.py", f"{LAB}/pretraining/schedule.py"),
         "AdamW, clipping, warm-up and cosine",
         "All weights decay, as the paper names none that do not.",
     ),
     Passage(
         "Data (D)",
         (
-            f"{SRC}/pretraining/data/datasets.py",
-            f"{SRC}/pretraining/data/parquet_rows.py",
-            f"{SRC}/pretraining/data/documents.py",
-            f"{SRC}/pretraining/data/prepare.py",
+            f"{LAB}/pretraining/data/datasets.py",
+            f"{LAB}/pretraining/data/parquet_rows.py",
+            f"{LAB}/pretraining/data/documents.py",
+            f"{LAB}/pretraining/data/prepare.py",
         ),
         f"The Stack v2 by `{CODE}`, LongMino by `{PDF}`; what is too large is left out of both",
         f"Both are downloads: the recorded runs learned from 382 packages of the Python index. `{STAND_IN}` takes the "
@@ -627,20 +637,20 @@ PASSAGES = (
     ),
     Passage(
         "Hardware (D)",
-        (f"{SRC}/pretraining/mesh_shape.py", f"{SRC}/pretraining/parallel.py"),
+        (f"{LAB}/pretraining/mesh_shape.py", f"{LAB}/pretraining/parallel.py"),
         "`mesh=2x4`, data x sequence: groups of processes share the sequences of an update, the processes of a group "
         "the tokens of each, and all of them the weights (FSDP2)",
         "Tested with gloo on a CPU, on up to eight processes.",
     ),
     Passage(
         "Quality metric (D)",
-        (f"{SRC}/fidelity.py",),
+        (f"{SRC}/fidelity/error.py",),
         "RSE, averaged over queries, then over heads and samples",
         "The paper does not say how it pools, or which correlation it prints: the cosine is taken.",
     ),
     Passage(
         "Distributed training (H)",
-        (f"{SRC}/pretraining/parallel.py", f"{SRC}/distributed/ulysses_attention.py", f"{SRC}/distributed/remote.py"),
+        (f"{LAB}/pretraining/parallel.py", f"{SRC}/distributed/ulysses_attention.py", f"{SRC}/distributed/remote.py"),
         "the trainer splits sequences, and in attention heads, by `ulysses`, which serves one call as well; "
         "`remote_attention` splits keys",
         "Ring attention is future work in the paper; here it is an example.",

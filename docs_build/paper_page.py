@@ -10,12 +10,12 @@ from pathlib import Path
 
 from docs_build.paper_elements import EQUATIONS, FIGURES, PASSAGES, SRC, TABLES, Element
 from docs_build.records import BLOCK_DIAGONAL, MOBA, PAPER, RECORDS, SYNTHETIC, read_timings
-from muse_attention.by_name import full_name
-from muse_attention.evaluation.comparison.findings import difference, speedup
-from muse_attention.evaluation.comparison.results import ComparisonResults
-from muse_attention.evaluation.fidelity.presets import find_presets
-from muse_attention.evaluation.means import Mean
-from muse_attention.pretraining.schedule import EXACT
+from muse_attention.registry import full_name
+from muse_lab.evaluation.comparison.findings import difference, speedup
+from muse_lab.evaluation.comparison.results import ComparisonResults
+from muse_lab.evaluation.fidelity.presets import find_presets
+from muse_lab.evaluation.means import Mean
+from muse_lab.pretraining.schedule import EXACT
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "paper.md"

@@ -21,12 +21,12 @@ from matplotlib.ticker import FuncFormatter
 from docs_build.needle_records import read_difference, read_mean_over_trainings
 from docs_build.records import BLOCK_DIAGONAL, DEFAULT, GPU, MOBA, RECORDS, read_comparison
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, RED, save
-from muse_attention.by_name import full_name
 from muse_attention.config import MuSeConfig
-from muse_attention.evaluation.comparison.seeds import seeds_of
-from muse_attention.evaluation.means import Mean
-from muse_attention.pretraining.schedule import EXACT
+from muse_attention.registry import full_name
 from muse_attention.sizes import format_size
+from muse_lab.evaluation.comparison.seeds import seeds_of
+from muse_lab.evaluation.means import Mean
+from muse_lab.pretraining.schedule import EXACT
 
 LOSSES, NEEDLES = "quality.svg", "quality-needles.svg"
 PAPERS_METHOD = "MuSe, the paper's method"

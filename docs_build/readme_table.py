@@ -16,11 +16,11 @@ from docs_build.records import (
     read_speed_alone,
     read_timings,
 )
-from muse_attention.by_name import full_name
-from muse_attention.evaluation.comparison.seeds import seeds_of
-from muse_attention.evaluation.comparison.training_curves import Speed
-from muse_attention.pretraining.schedule import EXACT
+from muse_attention.registry import full_name
 from muse_attention.sizes import format_size
+from muse_lab.evaluation.comparison.seeds import seeds_of
+from muse_lab.evaluation.comparison.training_curves import Speed
+from muse_lab.pretraining.schedule import EXACT
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- table: python -m docs_build.readme_table -->", "<!-- end of table -->"

@@ -13,10 +13,10 @@ from matplotlib import pyplot
 
 from docs_build.records import DEFAULT, GPU, read_comparison, read_speed_alone
 from docs_build.style import GREEN, GREY, save
-from muse_attention.by_name import full_name
-from muse_attention.evaluation.comparison.seeds import Seeds, seeds_of
-from muse_attention.pretraining.schedule import EXACT
+from muse_attention.registry import full_name
 from muse_attention.sizes import format_size
+from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
+from muse_lab.pretraining.schedule import EXACT
 
 PICTURE = "loss-against-seconds.svg"
 RECORD = "32k"

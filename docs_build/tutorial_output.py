@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muse_attention.machine import describe_machine
+from muse_lab.records.machine import describe_machine
 
 ROOT = Path(__file__).parent.parent
 SCRIPT, PAGE = ROOT / "examples" / "tutorial.py", ROOT / "docs" / "start" / "tutorial.md"

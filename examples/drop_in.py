@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from muse_attention.evaluation.texts import read_samples
 from muse_attention.huggingface import use_attention
-from muse_attention.pretrained import load_model
+from muse_lab.evaluation.texts import read_samples
+from muse_lab.models import load_model
 
 model, tokenizer = load_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 tokens = read_samples(tokenizer, [], length=4096, number=1).tokens  # of Python's standard library

@@ -3,7 +3,7 @@
 import torch
 
 from muse_attention import find_clusters, muse_attention
-from muse_attention.synthetic import clustered_qkv
+from muse_lab.synthetic import clustered_qkv
 
 query, key, value = clustered_qkv(batch=1, heads=2, length=4096, head_dim=64)
 clusters = find_clusters(query, key, config="QK32R2B512")

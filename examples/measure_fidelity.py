@@ -2,7 +2,7 @@
 
 from muse_attention import get_attention
 from muse_attention.fidelity import measure
-from muse_attention.synthetic import clustered_qkv
+from muse_lab.synthetic import clustered_qkv
 
 query, key, value = clustered_qkv(batch=1, heads=2, length=8192, head_dim=64)
 

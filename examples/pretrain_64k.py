@@ -18,7 +18,7 @@ FAST = ("recompute=false",)  # for some 20 GiB of memory
 
 
 def muse(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "muse_attention.cli", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "muse_lab.cli", *arguments], check=True)
 
 
 if not Path("out/corpus/manifest.json").exists():

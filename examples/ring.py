@@ -15,7 +15,7 @@ from torch import Tensor
 from muse_attention import get_attention
 from muse_attention.distributed import merge_partials, remote_attention
 from muse_attention.fidelity import position_error
-from muse_attention.synthetic import clustered_qkv
+from muse_lab.synthetic import clustered_qkv
 
 RANKS = 2
 

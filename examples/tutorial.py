@@ -13,7 +13,7 @@ import time
 import torch
 
 from muse_attention import exact_attention, muse_attention
-from muse_attention.synthetic import clustered_qkv
+from muse_lab.synthetic import clustered_qkv
 
 length = 32768
 query, key, value = (tensor.requires_grad_() for tensor in clustered_qkv(1, 2, length, 64, lookups=0.02))

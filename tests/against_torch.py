@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from muse_attention import MuSeConfig, operator
-from muse_attention.reference import reference_attention
+from muse_attention import MuSeConfig, ops
+from muse_attention.backends.reference import reference_attention
 from tests.shapes import Shape
 
 
@@ -20,14 +20,14 @@ def assert_at_most_twice_the_error_of_torch(
     config = MuSeConfig.parse(shape.config)
     inputs = shape.tensors(dtype)
     scale = shape.head_dim**-0.5
-    clusters = operator.cluster(*inputs[:2], config, scale=scale, backend="triton")
+    clusters = ops.cluster(*inputs[:2], config, scale=scale, backend="triton")
     arguments = {"is_causal": shape.is_causal, "scale": scale}
     poison_memory()
-    merged, selection = operator.attend(*inputs, clusters, config, **arguments, backend="triton")
+    merged, selection = ops.attend(*inputs, clusters, config, **arguments, backend="triton")
     weights = [torch.randn_like(merged.out), torch.randn_like(merged.lse)]
     poison_memory()
     found = [merged.out, merged.lse, *torch.autograd.grad(list(vars(merged).values()), inputs, weights)]
-    other, _ = operator.attend(*inputs, clusters, config, **arguments, backend="torch", selection=selection)
+    other, _ = ops.attend(*inputs, clusters, config, **arguments, backend="torch", selection=selection)
     theirs = [other.out, other.lse, *torch.autograd.grad(list(vars(other).values()), inputs, weights)]
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = reference_attention(

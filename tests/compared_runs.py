@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from muse_attention.by_name import full_name
-from muse_attention.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
-from muse_attention.evaluation.comparison.training_curves import TrainingCurves
-from muse_attention.machine import describe_machine
-from muse_attention.pretraining.recipes import override, tiny
+from muse_attention.registry import full_name
+from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
+from muse_lab.evaluation.comparison.training_curves import TrainingCurves
+from muse_lab.pretraining.recipes import override, tiny
+from muse_lab.records.machine import describe_machine
 
 MUSE = full_name("muse:QK8R2B128", 64)
 

@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from muse_attention import backends, muse_attention
+from muse_attention import muse_attention
+from muse_attention.backends import choice
 
 
 class _Hopper:
@@ -41,7 +42,7 @@ def main(dtype: str, *cases: str) -> None:
         shared[self.__name__] = max(compiled.metadata.shared, shared.get(self.__name__, 0))
 
     JITFunction.run = compile_only
-    backends._why_not_triton = lambda *_: None
+    choice._why_not_triton = lambda *_: None
     for case in cases:
         config, head_dim = case.split(":")
         query, key, value = (

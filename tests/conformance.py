@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import Clusters, MuSeConfig, exact_attention, find_clusters, muse_attention, operator
+from muse_attention import Clusters, MuSeConfig, exact_attention, find_clusters, muse_attention, ops
+from muse_attention.backends.reference import reference_attention
+from muse_attention.core.structures import Selection
 from muse_attention.fidelity import compare
-from muse_attention.reference import reference_attention
-from muse_attention.structures import Selection
-from muse_attention.synthetic import clustered_qkv
+from muse_lab.synthetic import clustered_qkv
 from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
 from tests.shapes import SHAPES, VARIANTS, Shape
 
@@ -474,8 +474,8 @@ class OperatorConformance(Conformance):
         self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool
     ) -> tuple[Tensor, Tensor, Clusters, Selection]:
         scale = query.shape[-1] ** -0.5
-        clusters = operator.cluster(query, key, config, scale=scale, backend=self.backend)
-        merged, selection = operator.attend(
+        clusters = ops.cluster(query, key, config, scale=scale, backend=self.backend)
+        merged, selection = ops.attend(
             query, key, value, clusters, config, is_causal=is_causal, scale=scale, backend=self.backend
         )
         return merged.out, merged.lse, clusters, selection
@@ -498,7 +498,7 @@ def assert_out_of_range_is_clamped(wrong: int, config: str) -> None:
     )
     results = []
     for given in (outside, clamped):
-        merged, _ = operator.attend(*inputs, given, parsed, is_causal=True, scale=0.25, backend="triton")
+        merged, _ = ops.attend(*inputs, given, parsed, is_causal=True, scale=0.25, backend="triton")
         results.append([merged.out, *torch.autograd.grad(merged.out.square().sum(), inputs)])
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)

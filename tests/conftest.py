@@ -14,7 +14,7 @@ import torch
 from tests.interpreter import hasten_interpreter
 
 if TYPE_CHECKING:
-    from muse_attention.pretraining.data.corpus import Corpus
+    from muse_lab.pretraining.data.corpus import Corpus
 
 torch.set_num_threads(1)
 # How long an example takes says how busy the machine is.
@@ -23,9 +23,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("busy")
 if importlib.util.find_spec("typer") and importlib.util.find_spec("rich"):
-    import muse_attention.cli.app
+    import muse_lab.cli.app
 
-    muse_attention.cli.app.SECONDS_BEFORE_FIRST_LINE = 3600.0  # or what a command prints says how busy the machine is
+    muse_lab.cli.app.SECONDS_BEFORE_FIRST_LINE = 3600.0  # or what a command prints says how busy the machine is
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
     if importlib.util.find_spec("triton"):
@@ -56,7 +56,7 @@ def _seeded() -> None:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """A small one, which nobody may change."""
-    from tests.test_prepare import make
+    from tests.lab.test_prepare import make
 
     return make(tmp_path_factory.mktemp("corpus"))
 
@@ -64,7 +64,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture(scope="session")
 def whole_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of `tests.training_runs.SMALL` that nothing has disturbed, and nobody may."""
-    from muse_attention.pretraining.training import train
+    from muse_lab.pretraining.training import train
     from tests.training_runs import SMALL
 
     output = tmp_path_factory.mktemp("whole")

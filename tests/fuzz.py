@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from muse_attention import MuSeConfig, find_clusters, get_attention, operator
-from muse_attention.large_logits import LARGEST_LSE
-from muse_attention.reference import Reference, reference_attention
-from muse_attention.signature import check_arguments
-from muse_attention.structures import Clusters, Selection
+from muse_attention import MuSeConfig, find_clusters, get_attention, ops
+from muse_attention.backends.reference import Reference, reference_attention
+from muse_attention.backends.torch.large_logits import LARGEST_LSE
+from muse_attention.core.arguments import check_arguments
+from muse_attention.core.structures import Clusters, Selection
 from tests.closeness import ROUNDING
 from tests.fuzz_cases import FLOATS, Case, draw, make_inputs, make_weights
 
@@ -218,7 +218,7 @@ def _definition(case: Case, dense: list[Tensor]) -> tuple[Callable[[list[Tensor]
     if name == "muse":
         config = MuSeConfig.parse(settings)
         clusters = find_clusters(folded, dense[1], config=config, scale=scale, backend=case.backend)
-        _, selection = operator.attend(
+        _, selection = ops.attend(
             folded, *dense[1:], clusters, config, is_causal=case.is_causal, scale=scale, backend=case.backend
         )
         return (

@@ -19,18 +19,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention.pretraining import evaluating
-from muse_attention.pretraining.data.corpus import Corpus, read_corpus
-from muse_attention.pretraining.evaluating import Evaluation
-from muse_attention.pretraining.initial_model import make_model
-from muse_attention.pretraining.mesh_shape import read_mesh
-from muse_attention.pretraining.model.configuration import DecoderConfig
-from muse_attention.pretraining.model.decoder import DecoderForCausalLM
-from muse_attention.pretraining.model.sequence_parts import own_part
-from muse_attention.pretraining.parallel import World, open_world, share_sequences
-from muse_attention.pretraining.recipes import Recipe, override
-from muse_attention.pretraining.stopping import Request, Stopped, Stopping
-from muse_attention.pretraining.training import train
+from muse_lab.pretraining import evaluating
+from muse_lab.pretraining.data.corpus import Corpus, read_corpus
+from muse_lab.pretraining.evaluating import Evaluation
+from muse_lab.pretraining.initial_model import make_model
+from muse_lab.pretraining.mesh_shape import read_mesh
+from muse_lab.pretraining.model.configuration import DecoderConfig
+from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from muse_lab.pretraining.model.sequence_parts import own_part
+from muse_lab.pretraining.parallel import World, open_world, share_sequences
+from muse_lab.pretraining.recipes import Recipe, override
+from muse_lab.pretraining.stopping import Request, Stopped, Stopping
+from muse_lab.pretraining.training import train
 from tests.training_runs import SMALL
 
 UPDATES = 20

@@ -12,14 +12,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from muse_attention.pretraining.data.corpus import Corpus
-from muse_attention.pretraining.data.documents import Buckets
-from muse_attention.pretraining.data.prepare import CorpusSettings
-from muse_attention.pretraining.data.tokenizer import tokenizer_files, train_tokenizer
-from muse_attention.pretraining.needles.haystacks import TextHaystack
-from muse_attention.pretraining.needles.writer import EVALUATION, TRAINING, NeedleWriter
+from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.prepare import CorpusSettings
+from muse_lab.pretraining.data.tokenizer import tokenizer_files, train_tokenizer
+from muse_lab.pretraining.needles.haystacks import TextHaystack
+from muse_lab.pretraining.needles.writer import EVALUATION, TRAINING, NeedleWriter
+from tests.lab.test_prepare import make, sources
 from tests.models import tiny_llama
-from tests.test_prepare import make, sources
 
 DEFINITION = re.compile(r"<filename>toolbox/(\w+)\.py\ndef (\w+?)(\d{8})\(\):\n")
 QUESTION = re.compile(r"from toolbox\.(\w+) import (\w+?)(\d{8})")
@@ -84,7 +84,7 @@ def eval_needles(*arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the command."""
     from typer.testing import CliRunner  # here: models and haystacks are for tests without the command, too
 
-    from muse_attention.cli import commands
+    from muse_lab.cli import commands
 
     result = CliRunner().invoke(commands.app, ["eval", "needles", *map(str, arguments)])
     return result.exit_code, result.stdout, result.stderr

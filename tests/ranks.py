@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-import muse_attention.cli.app
-import muse_attention.cli.train
-import muse_attention.pretraining.checkpointing.together
-import muse_attention.pretraining.training  # imported once, for all ranks
-from muse_attention.cli import main
-from muse_attention.pretraining import checkpoints, optimiser
-from muse_attention.pretraining.checkpointing import together
-from muse_attention.pretraining.data.corpus import Corpus
-from muse_attention.pretraining.model.decoder import DecoderForCausalLM
-from muse_attention.pretraining.recipes import Recipe
+import muse_lab.cli.app
+import muse_lab.cli.train
+import muse_lab.pretraining.checkpointing.together
+import muse_lab.pretraining.training  # imported once, for all ranks
+from muse_lab.cli import main
+from muse_lab.pretraining import checkpoints, optimiser
+from muse_lab.pretraining.checkpointing import together
+from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from muse_lab.pretraining.recipes import Recipe
 from tests.patience import PATIENCE
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -80,7 +80,7 @@ def run_command(
     """`muse` with some arguments; what it says on stderr goes to a file."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    muse_attention.cli.app.SECONDS_BEFORE_FIRST_LINE = 3600.0  # as in conftest.py
+    muse_lab.cli.app.SECONDS_BEFORE_FIRST_LINE = 3600.0  # as in conftest.py
     if mishap is not None and mishap.rank == int(environment["RANK"]):
         {
             "poison": poison,

@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from muse_attention import huggingface
-from muse_attention.pretraining import checkpoints
-from muse_attention.pretraining.metrics import read_metrics
-from muse_attention.pretraining.recipes import override, tiny
-from tests.test_prepare import contents
+from muse_attention.huggingface import interface
+from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.recipes import override, tiny
+from tests.lab.test_prepare import contents
 
 STEPS = 8
 SMALL = override(
@@ -40,7 +40,7 @@ QUICK = override(SMALL, ["attention=exact", "batch=2", "probe_every=0"])
 def attentions_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The attention of every call of a global layer, from now on."""
     called: list[str] = []
-    muse, exact = huggingface.muse_attention, huggingface.sdpa_attention_forward
+    muse, exact = interface.muse_attention, interface.sdpa_attention_forward
 
     def spy_on_muse(*arguments: Any, config: str, **others: Any) -> Any:
         called.append(f"muse:{config}")
@@ -50,8 +50,8 @@ def attentions_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append("exact")
         return exact(*arguments, **others)
 
-    monkeypatch.setattr(huggingface, "muse_attention", spy_on_muse)
-    monkeypatch.setattr(huggingface, "sdpa_attention_forward", spy_on_exact)
+    monkeypatch.setattr(interface, "muse_attention", spy_on_muse)
+    monkeypatch.setattr(interface, "sdpa_attention_forward", spy_on_exact)
     return called
 
 

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from muse_attention import huggingface as huggingface
     from muse_attention.attention import find_clusters, muse_attention
     from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
-    from muse_attention.by_name import Attention, get_attention
     from muse_attention.config import MuSeConfig
-    from muse_attention.documents import DocumentBoundaries
-    from muse_attention.packed import muse_attn_func, muse_attn_varlen_func
-    from muse_attention.structures import Clusters
+    from muse_attention.core.structures import Clusters
+    from muse_attention.documents.boundaries import DocumentBoundaries
+    from muse_attention.documents.varlen import muse_attn_func, muse_attn_varlen_func
+    from muse_attention.registry import Attention, get_attention
 
 __version__ = "0.3.0.dev0"
 
@@ -63,18 +63,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Attention": "by_name",
-    "Clusters": "structures",
-    "DocumentBoundaries": "documents",
+    "Attention": "registry",
+    "Clusters": "core.structures",
+    "DocumentBoundaries": "documents.boundaries",
     "MuSeConfig": "config",
     "block_diagonal_attention": "baselines",
     "exact_attention": "baselines",
     "find_clusters": "attention",
-    "get_attention": "by_name",
+    "get_attention": "registry",
     "moba_attention": "baselines",
     "muse_attention": "attention",
-    "muse_attn_func": "packed",
-    "muse_attn_varlen_func": "packed",
+    "muse_attn_func": "documents.varlen",
+    "muse_attn_varlen_func": "documents.varlen",
 }
 """The module of each public name: imported when the name is used first, and PyTorch with it."""
 

@@ -7,12 +7,13 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from muse_attention import operator, reference
-from muse_attention.backends import resolve_backend
+from muse_attention import ops
+from muse_attention.backends import reference
+from muse_attention.backends.choice import resolve_backend
 from muse_attention.config import MuSeConfig
-from muse_attention.precision import compute_dtype
-from muse_attention.signature import check_arguments
-from muse_attention.structures import Clusters
+from muse_attention.core.arguments import check_arguments
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.structures import Clusters
 
 Backend = Literal["auto", "torch", "triton", "reference"]
 
@@ -97,7 +98,7 @@ def muse_attention(
     if clusters is not None:
         _check_clusters(clusters, query, key, settings)
     if chosen == "reference":
-        query, key, value = operator.cast_for_autocast(query, key, value)
+        query, key, value = ops.cast_for_autocast(query, key, value)
         wide = compute_dtype(query.dtype)
         with torch.autocast(query.device.type, enabled=False):
             result = reference.reference_attention(
@@ -111,14 +112,12 @@ def muse_attention(
             )
         out, lse = result.out.to(query.dtype), result.lse
     else:
-        query, key, value = operator.as_contiguous(query, key, value)
+        query, key, value = ops.as_contiguous(query, key, value)
         if query.shape[2] <= settings.block_size:
-            clusters = operator.single_cluster(query, key)
+            clusters = ops.single_cluster(query, key)
         elif clusters is None:
-            clusters = operator.cluster(query, key, settings, scale=factor, backend=chosen)
-        merged, _ = operator.attend(
-            query, key, value, clusters, settings, is_causal=is_causal, scale=factor, backend=chosen
-        )
+            clusters = ops.cluster(query, key, settings, scale=factor, backend=chosen)
+        merged, _ = ops.attend(query, key, value, clusters, settings, is_causal=is_causal, scale=factor, backend=chosen)
         out, lse = merged.out, merged.lse
     return (out, lse) if return_lse else out
 
@@ -136,11 +135,11 @@ def find_clusters(
     settings = resolve_config(config, query.shape[2])
     chosen = resolve_backend(backend, query, key, settings)
     if chosen == "reference":
-        query, key = operator.cast_for_autocast(query.detach(), key.detach())
+        query, key = ops.cast_for_autocast(query.detach(), key.detach())
         wide = compute_dtype(query.dtype)
         with torch.autocast(query.device.type, enabled=False):
             return reference.find_clusters(query.to(wide) * factor, key.to(wide), settings)
-    return operator.cluster(query, key, settings, scale=factor, backend=chosen)
+    return ops.cluster(query, key, settings, scale=factor, backend=chosen)
 
 
 def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from muse_attention import operator
+from muse_attention import ops
 from muse_attention.config import MuSeConfig
-from muse_attention.signature import check_arguments
+from muse_attention.core.arguments import check_arguments
 
 
 def block_diagonal_attention(
@@ -25,11 +25,11 @@ def block_diagonal_attention(
     """MuSe attention with neither summaries nor retrieval is block-diagonal attention."""
     query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     config = MuSeConfig(query_clusters=1, key_clusters=1, retrieved_clusters=0, monopole=False, block_size=block_size)
-    merged, _ = operator.attend(
+    merged, _ = ops.attend(
         query,
         key,
         value,
-        operator.single_cluster(query, key),
+        ops.single_cluster(query, key),
         config,
         is_causal=is_causal,
         scale=factor,

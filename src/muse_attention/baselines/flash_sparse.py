@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from muse_attention.signature import check_arguments
+from muse_attention.core.arguments import check_arguments
 
 
 def flash_sparse_attention(

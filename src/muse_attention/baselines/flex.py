@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from muse_attention.signature import check_arguments
+from muse_attention.core.arguments import check_arguments
 
 Pattern = Literal["window", "blocks"]
 

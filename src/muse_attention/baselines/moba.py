@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from muse_attention import operator
-from muse_attention.backends import resolve_backend
+from muse_attention import ops
+from muse_attention.backends.choice import resolve_backend
 from muse_attention.config import MuSeConfig
-from muse_attention.precision import compute_dtype
-from muse_attention.signature import check_arguments
-from muse_attention.structures import Clusters, Selection
+from muse_attention.core.arguments import check_arguments
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.structures import Clusters, Selection
 
 _QUERY_CHUNK = 4096
 """Queries scored at a time."""
@@ -64,7 +64,7 @@ def moba_attention(
         block_size=local_block_size,
         monopole=False,
     )
-    query, key, value = operator.cast_for_autocast(query, key, value)
+    query, key, value = ops.cast_for_autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
         chosen = _choose_blocks(
             query.detach(),
@@ -78,13 +78,13 @@ def moba_attention(
         opened=torch.where(chosen < 0, -1, chosen % blocks_per_local).int(),
         retrieved=torch.where(chosen < 0, -1, chosen // blocks_per_local).int()[..., None],
     )
-    no_tilt = operator.single_cluster(query, key)
+    no_tilt = ops.single_cluster(query, key)
     position = torch.arange(key.shape[2], device=key.device)
     place = (position % local_block_size // retrieval_block_size).int()
     clusters = Clusters(
         no_tilt.query_centroids, no_tilt.query_assignment, no_tilt.key_centroids, place.expand(key.shape[:3])
     )
-    merged, _ = operator.attend(
+    merged, _ = ops.attend(
         query,
         key,
         value,

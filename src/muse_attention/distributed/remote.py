@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muse_attention.by_name import Attention, get_attention
-from muse_attention.precision import compute_dtype
-from muse_attention.stages.merging import merge
-from muse_attention.structures import Partial
+from muse_attention.backends.torch.merging import merge
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.structures import Partial
+from muse_attention.registry import Attention, get_attention
 
 
 def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

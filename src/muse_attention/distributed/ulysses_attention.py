@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from muse_attention.by_name import Attention, get_attention
 from muse_attention.distributed.agreement import check_agreement
 from muse_attention.distributed.all_to_all import check_heads, heads_to_sequence, mesh_ranks, sequence_to_heads
+from muse_attention.registry import Attention, get_attention
 
 
 def ulysses(

@@ -25,9 +25,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
-from muse_attention.documents import DocumentBoundaries, refuse_capture
+from muse_attention.documents.arguments import are_whole_rows, documents_in_rows
+from muse_attention.documents.boundaries import DocumentBoundaries, refuse_capture
 from muse_attention.integrations.rows import attend_to_rows, check_config
-from muse_attention.packing import are_whole_rows, documents_in_rows
 
 
 def use_muse(spec: Any, config: MuSeConfig | str | None = None) -> Any:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from muse_attention.config import MuSeConfig
+from muse_attention.core.sinks import with_sinks
 from muse_attention.distributed import ulysses
 from muse_attention.integrations.rows import attend_to_rows, check_config
-from muse_attention.sinks import with_sinks
 
 NO_WINDOW = (-1, -1)
 """`window_size` of a layer that attends to all of the past."""

@@ -10,8 +10,8 @@ from torch._compile import _disable_dynamo
 
 from muse_attention.attention import resolve_config
 from muse_attention.config import MuSeConfig
-from muse_attention.documents import DocumentBoundaries
-from muse_attention.packed import muse_attn_func, muse_attn_varlen_func
+from muse_attention.documents.boundaries import DocumentBoundaries
+from muse_attention.documents.varlen import muse_attn_func, muse_attn_varlen_func
 
 
 def attend_to_rows(

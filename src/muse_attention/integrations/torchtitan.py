@@ -32,7 +32,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.attention import BaseAttention, FlexAttention, VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
 
-from muse_attention import operator
+from muse_attention import ops
 from muse_attention.integrations.rows import attend_to_rows, check_config
 
 CAUSAL = (-1, 0)
@@ -124,7 +124,7 @@ class SelectiveACWithMuSe(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set[Any]:
-        return {*super().get_save_ops(), operator.CLUSTER, operator.FORWARD}
+        return {*super().get_save_ops(), ops.CLUSTER, ops.FORWARD}
 
 
 @override(target=SelectiveAC.Config, exact=True, description="selective checkpointing that keeps what MuSe computed")

@@ -1,0 +1,121 @@
+"""Stage 1: centroids over the whole sequence, then capped assignment inside each block."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from muse_attention.backends.torch.grouping import group_rows, rank_in_group
+from muse_attention.config import MuSeConfig
+from muse_attention.core.shuffle import seeded_shuffle
+
+MINIBATCH = 64
+DECAY = 0.9
+
+
+def cluster(vectors: Tensor, caps: list[int | None], clusters: int, config: MuSeConfig) -> tuple[Tensor, Tensor]:
+    """Cluster (heads, N, D) vectors: centroids (heads, clusters, D) and assignment (heads, N) int32.
+
+    Each head has its own cap: the most vectors of a block that one of its clusters may hold.
+    """
+    # A vector that is not finite must poison what attends to it, not the clustering of everything else.
+    vectors = torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
+    centroids = find_centroids(vectors, clusters, config)
+    return centroids, assign(vectors, centroids, caps, config)
+
+
+def find_centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor:
+    length = vectors.shape[1]
+    order = seeded_shuffle(length, config.seed, vectors.device)
+    start = order[(torch.arange(clusters, device=order.device) * max(1, length // clusters)) % length]
+    if config.clustering == "lloyd":
+        sample = vectors[:, :: config.lloyd_stride(length, clusters)]
+        return _lloyd(sample, vectors[:, start], config.lloyd_iterations)
+    return _streaming(vectors[:, order], vectors[:, start])
+
+
+def _lloyd(vectors: Tensor, centroids: Tensor, iterations: int) -> Tensor:
+    for _ in range(iterations):
+        number = torch.arange(centroids.shape[1], device=vectors.device)
+        members = (_nearest(_affinity(vectors, centroids))[..., None] == number).to(vectors.dtype)
+        sizes = members.sum(1)[..., None]
+        centroids = torch.where(sizes > 0, members.mT @ vectors / sizes.clamp(min=1), centroids)
+    return centroids
+
+
+def _streaming(shuffled: Tensor, centroids: Tensor) -> Tensor:
+    """One pass in minibatches. A centroid that receives `x_1 .. x_m` in a minibatch ends it with the total
+    `DECAY^m t + sum_r DECAY^(m-r) x_r`: the closed form of updating it with one vector after another."""
+    heads, clusters, _ = centroids.shape
+    powers = DECAY ** torch.arange(MINIBATCH, device=shuffled.device, dtype=shuffled.dtype)
+    after = torch.ones(MINIBATCH, MINIBATCH, dtype=torch.bool, device=shuffled.device).triu(1)
+    members = shuffled.new_empty(heads, MINIBATCH, clusters)
+    # A column of ones makes the count one more total.
+    shuffled = torch.cat([shuffled, torch.ones_like(shuffled[..., :1])], dim=-1)
+    totals = torch.cat([centroids, torch.ones_like(centroids[..., :1])], dim=-1)
+    for minibatch in shuffled.split(MINIBATCH, dim=1):
+        size = minibatch.shape[1]
+        nearest = _nearest(_affinity(minibatch[..., :-1], centroids))
+        followers = ((nearest[..., None] == nearest[:, None]) & after[:size, :size]).sum(-1)
+        member = members[:, :size].zero_().scatter_(2, nearest[..., None], 1)
+        received = torch.bmm(member.mT, minibatch * powers[followers][..., None])
+        # The last column is now 1 + DECAY + .. + DECAY^(m-1), which tells DECAY^m.
+        totals = torch.addcmul(received, totals, 1 - (1 - DECAY) * received[..., -1:])
+        centroids = totals[..., :-1] / totals[..., -1:]
+    return centroids
+
+
+def spread_of(vectors: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
+    """(D,): variance of one head's (N, D) vectors about their centroids in each dimension, scaled to a mean of 1."""
+    residuals = (
+        torch.nan_to_num(vectors.to(centroids.dtype), nan=0.0, posinf=0.0, neginf=0.0) - centroids[assignment.long()]
+    )
+    residuals /= residuals.abs().amax().clamp(min=1e-30)  # squares of large ones would overflow
+    variance = residuals.square().mean(0)
+    mean = variance.mean()
+    return torch.where(mean > 0, variance / mean.clamp(min=1e-30), 1)
+
+
+def assign(vectors: Tensor, centroids: Tensor, caps: list[int | None], config: MuSeConfig) -> Tensor:
+    """Nearest centroid, at most so many vectors of a block each as the head's cap says. It proceeds in rounds.
+
+    In each round every unassigned vector proposes to the nearest centroid that has room, and each centroid accepts
+    proposals, lowest position first, until it is full.
+    """
+    heads, length, _ = vectors.shape
+    clusters = centroids.shape[1]
+    affinity = _affinity(vectors, centroids).nan_to_num_()
+    assignment = _nearest(affinity).flatten()  # (heads * N,)
+    if all(cap is None for cap in caps):
+        return assignment.view(heads, length).int()
+
+    affinity = affinity.flatten(0, 1)
+    position = torch.arange(length, device=vectors.device)
+    blocks = config.number_of_blocks(length)
+    head = torch.arange(heads, device=vectors.device)[:, None]
+    block = (head * blocks + position // config.block_size).flatten()  # (heads * N,)
+    rooms = torch.tensor([config.block_size if cap is None else cap for cap in caps], device=vectors.device)
+    room = rooms.repeat_interleave(blocks * clusters)
+    waiting = torch.arange(heads * length, device=vectors.device)
+    while waiting.numel():
+        if waiting.numel() < assignment.numel():
+            full = (room == 0).view(-1, clusters)[block[waiting]]
+            assignment[waiting] = _nearest(affinity[waiting].masked_fill(full, -math.inf))
+        proposals = group_rows(block[waiting] * clusters + assignment[waiting], room.shape[0])
+        rejected = rank_in_group(proposals) >= torch.repeat_interleave(room, proposals.sizes)
+        room = (room - proposals.sizes).clamp(min=0)
+        waiting = waiting[proposals.order[rejected].sort().values]
+    return assignment.view(heads, length).int()
+
+
+def _affinity(vectors: Tensor, centroids: Tensor) -> Tensor:
+    """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
+    norms = (centroids * centroids).sum(-1)[:, None]
+    return torch.baddbmm(norms, vectors, centroids.mT, beta=-0.5)
+
+
+def _nearest(affinity: Tensor) -> Tensor:
+    """The first index of the largest affinity: `argmax`, by the operator that is faster for it."""
+    return affinity.max(-1).indices

@@ -1,0 +1,180 @@
+"""Stage 5: exact attention to the retrieved buckets, bucket by bucket.
+
+Pairs (query, retrieved bucket) are sorted by bucket. A tile is some queries of one bucket together with all its keys,
+so its softmax is complete and each pair yields one partial.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.backends.torch.exponential import exp_
+from muse_attention.backends.torch.grouping import Groups, Tiles, group_rows, join, take_rows, tiles
+from muse_attention.core.structures import Partial
+
+LONGEST_TILE = 512
+"""Queries of one bucket that attend to it at once."""
+PARTIAL_ELEMENTS = 1 << 26
+"""Numbers in the partial outputs, one for each pair, kept at a time: queries go in groups that need about as many."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which queries attend to which buckets, in the order of the queries."""
+
+    query: Tensor
+    """(pairs,) int64: rows of queries, ascending"""
+    bucket: Tensor
+    """(pairs,) int64; -1 for none"""
+    per_query: int | None
+    """as many for each query, if that is so"""
+
+    @classmethod
+    def of_picks(cls, picks: Tensor) -> Pairs:
+        """(rows, picks) int64: numbers of buckets, or -1."""
+        query = torch.arange(picks.shape[0], device=picks.device).repeat_interleave(picks.shape[1])
+        return cls(query, picks.flatten(), picks.shape[1])
+
+    def of_something(self, buckets: Groups) -> Pairs:
+        """Without those of empty buckets, which only a query that is not finite can make."""
+        bucket = torch.where(buckets.sizes[self.bucket.clamp(min=0)] > 0, self.bucket, -1)
+        return Pairs(self.query, bucket, self.per_query)
+
+    def split(self, rows: int, pairs_at_once: int) -> Iterator[tuple[slice, Pairs]]:
+        """Some of the `rows` of queries at a time, with not many more pairs than that at once; rows count from 0."""
+        starts = torch.searchsorted(self.query, torch.arange(rows + 1, device=self.query.device)).tolist()
+        begin = 0
+        while begin < rows:
+            end = max(begin + 1, bisect.bisect_right(starts, starts[begin] + pairs_at_once) - 1)
+            some = slice(starts[begin], starts[end])
+            yield slice(begin, end), Pairs(self.query[some] - begin, self.bucket[some], self.per_query)
+            begin = end
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups) -> Partial:
+    """Attention of (rows, D) queries to the buckets each of them picked.
+
+    `keys` and `values` are the rows that `buckets` groups.
+    """
+    pairs = pairs.of_something(buckets)
+    values = _with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
+    partials = [
+        _attend(queries[rows], keys, values, some_pairs, buckets)
+        for rows, some_pairs in pairs.split(queries.shape[0], max(1, PARTIAL_ELEMENTS // values.shape[1]))
+    ]
+    return Partial(join([partial.out for partial in partials]), join([partial.lse for partial in partials]))
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups) -> Partial:
+    """`values` has a column of ones, which makes the normaliser one more weighted sum, and a zero row at the end."""
+    value_dim = values.shape[-1] - 1
+    number = pairs.bucket.shape[0]
+    out = values.new_empty(number + 1, value_dim)
+    out[torch.nonzero(pairs.bucket < 0)[:, 0]] = 0
+    lse = values.new_full((number + 1,), -torch.inf)
+    for tile in _pair_tiles(pairs, buckets, queries.shape[-1]):
+        logits = torch.bmm(take_rows(queries, tile.query_rows), take_rows(keys, tile.key_rows).mT)  # (T, m, s)
+        # Padding repeats a key of the bucket, so the maximum is right; its value is the zero row, out of the sums.
+        shift = logits.amax(-1, keepdim=True)
+        sums = torch.bmm(exp_(logits.sub_(shift)), take_rows(values, tile.key_places))
+        total = sums[..., value_dim:]
+        tile.pairs.scatter(out, sums[..., :value_dim] / total)
+        tile.pairs.scatter(lse, (total.log() + shift)[..., 0])
+    return _merge(Partial(out[:-1], lse[:-1]), pairs, queries.shape[0])
+
+
+def _merge(partial: Partial, pairs: Pairs, rows: int) -> Partial:
+    """The pairs of each query into one."""
+    if pairs.per_query is not None:
+        lse = partial.lse.view(rows, pairs.per_query)
+        merged = lse.logsumexp(-1)
+        shares = exp_(lse - torch.where(merged == -torch.inf, 0, merged)[:, None])
+        return Partial(torch.bmm(shares[:, None], partial.out.view(*lse.shape, -1))[:, 0], merged)
+    lengths = torch.bincount(pairs.query, minlength=rows)
+    largest = torch.segment_reduce(partial.lse, "max", lengths=lengths, unsafe=True)
+    largest = torch.where(largest == -torch.inf, 0, largest)
+    shares = exp_(partial.lse - largest[pairs.query])
+    total = torch.segment_reduce(shares, "sum", lengths=lengths, unsafe=True)
+    out = torch.segment_reduce(shares[:, None] * partial.out, "sum", lengths=lengths, unsafe=True)
+    return Partial(out / torch.where(total == 0, 1, total)[:, None], total.log() + largest)
+
+
+def attend_backward(
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pairs: Pairs,
+    buckets: Groups,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
+    # Padded keys are the zero row: they give nothing to the queries, and what they receive falls into a spare row.
+    keys, values = _with_zero_row(keys), _with_zero_row(values)
+    grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
+    for tile in _pair_tiles(pairs.of_something(buckets), buckets, queries.shape[-1]):
+        tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
+        tile_keys, tile_values = take_rows(keys, tile.key_places), take_rows(values, tile.key_places)
+        # Padded queries get an infinite lse, and so no weight.
+        tile_lse = torch.where(tile.pairs.valid, take_rows(lse, tile.query_rows), torch.inf)[..., None]
+        weights = exp_(torch.bmm(tile_queries, tile_keys.mT).sub_(tile_lse).clamp_(max=0))
+        d_logits = torch.bmm(tile_grad_out, tile_values.mT).sub_(take_rows(delta, tile.query_rows)[..., None])
+        d_logits.mul_(weights)
+        _add_rows(grad_queries, tile.query_rows, d_logits @ tile_keys)
+        _add_rows(grad_keys, tile.key_places, d_logits.mT @ tile_queries)
+        _add_rows(grad_values, tile.key_places, weights.mT @ tile_grad_out)
+    return grad_queries, grad_keys[:-1], grad_values[:-1]
+
+
+@dataclass(frozen=True)
+class _PairTiles:
+    """A batch of `T` tiles: `m` queries of one bucket each, and the bucket's keys padded to `s`."""
+
+    pairs: Tiles
+    query_rows: Tensor
+    """(T, m)"""
+    key_rows: Tensor
+    """(T, s); a padded place repeats the bucket's last key"""
+    key_places: Tensor
+    """(T, s); a padded place is the row after all keys"""
+
+
+def _pair_tiles(pairs: Pairs, buckets: Groups, head_dim: int) -> Iterator[_PairTiles]:
+    """Walk over all pairs, buckets of similar size together."""
+    by_bucket = group_rows(pairs.bucket, buckets.sizes.shape[0])
+    for among, longest in _buckets_by_size(buckets, by_bucket):
+        for tile in tiles(by_bucket, longest + 3 * head_dim, among=among, most_rows=LONGEST_TILE):
+            place = torch.arange(longest, device=pairs.bucket.device)
+            size = buckets.sizes[tile.group][:, None]
+            key_rows = buckets.order[buckets.starts[tile.group][:, None] + torch.minimum(place, size - 1)]
+            key_places = torch.where(place < size, key_rows, buckets.order.shape[0])
+            yield _PairTiles(tile, pairs.query[tile.rows], key_rows, key_places)
+
+
+def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, int]]:
+    """The buckets that anyone picked, in batches of similar size: their numbers and the largest size."""
+    wanted = torch.nonzero(pairs.sizes)[:, 0]
+    sizes, by_size = torch.sort(buckets.sizes[wanted], stable=True)
+    wanted, lengths = wanted[by_size], sizes.tolist()
+    begin = 0
+    while begin < len(lengths):
+        end = begin
+        # Sizes within a quarter, or within 16, of the smallest.
+        while end < len(lengths) and lengths[end] <= max(lengths[begin] + 16, lengths[begin] * 5 // 4):
+            end += 1
+        yield wanted[begin:end], lengths[end - 1]
+        begin = end
+
+
+def _with_zero_row(table: Tensor) -> Tensor:
+    return torch.nn.functional.pad(table, (0, 0, 0, 1))
+
+
+def _add_rows(table: Tensor, rows: Tensor, gradients: Tensor) -> None:
+    table.index_add_(0, rows.flatten(), gradients.flatten(0, 1))

@@ -1,0 +1,117 @@
+"""Stage 4, by the paper's rule: open as many clusters for every query, and retrieve as many blocks of each.
+
+Work goes segment by segment: the queries of one query cluster in one block read the same summaries, so their scores
+are one matrix product. They also open much the same clusters, so the blocks of all clusters that any of them opens are
+scored for each: a matrix product of a few columns more, instead of a gather for every query.
+
+`error_control` has the rule by tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.backends.torch.segments import Columns, Gradients, Scored, Segments, attend_to_terms
+from muse_attention.core.structures import Partial, Selection
+
+
+def select_and_attend(
+    scored: Scored, selection: Selection, partial: Partial, *, is_causal: bool, select: bool, attend: bool
+) -> None:
+    """Fill in rows: if `select`, of `selection`; if `attend`, of `partial`.
+
+    `partial` is attention to the summary terms that `selection` leaves. What is filled in has a spare last row.
+    """
+    for tile, where in scored.walk(is_causal=is_causal):
+        clusters, cluster_logits, _ = scored.clusters(tile, where)
+        logits, values = [cluster_logits], [clusters.values]
+        if selection.opened.shape[-1] > 0:
+            if select:
+                opened = _top(cluster_logits, selection.opened.shape[-1])
+                tile.scatter(selection.opened, opened.int())
+            else:
+                opened = tile.gather(selection.opened).long()
+            some = _OpenedBlocks.of(where, opened, cluster_logits.shape[-1])
+            blocks, block_logits, _ = scored.blocks(tile, some.columns)
+            logits.append(block_logits)
+            values.append(blocks.values)
+            if select:
+                retrieved = some.retrieve(block_logits, selection.retrieved.shape[-1])
+                tile.scatter(selection.retrieved, retrieved.int())
+            else:
+                retrieved = tile.gather(selection.retrieved).long()
+            _close_opened(cluster_logits, opened)
+            some.keep_only_terms(block_logits, retrieved)
+        if attend:
+            attend_to_terms(tile, logits, values, partial)
+
+
+def attend_backward(
+    scored: Scored, selection: Selection, gradients: Gradients, *, is_causal: bool, fill_in: Tensor
+) -> None:
+    """Add to the `gradients` of the summaries; those of the residuals go to `fill_in`, (rows + 1, D)."""
+    for tile, where in scored.walk(is_causal=is_causal):
+        clusters, logits, _ = scored.clusters(tile, where)
+        if selection.opened.shape[-1] > 0:
+            opened = tile.gather(selection.opened).long()
+            _close_opened(logits, opened)
+        to_residuals = gradients.add_clusters(tile, where, clusters, logits)
+        if selection.opened.shape[-1] > 0:
+            some = _OpenedBlocks.of(where, opened, clusters.keys.shape[1])
+            blocks, logits, _ = scored.blocks(tile, some.columns)
+            some.keep_only_terms(logits, tile.gather(selection.retrieved).long())
+            to_residuals += gradients.add_blocks(tile, some.columns, blocks, logits)
+        tile.scatter(fill_in, to_residuals)
+
+
+@dataclass(frozen=True)
+class _OpenedBlocks:
+    """The blocks of the `U` clusters that any query of a tile opens."""
+
+    columns: Columns
+    place: Tensor
+    """(T, m, clusters): where among the U clusters are those that a query opened; -1 for none"""
+
+    @classmethod
+    def of(cls, where: Segments, opened: Tensor, key_clusters: int) -> _OpenedBlocks:
+        """`opened` is (T, m, clusters)."""
+        used = torch.zeros(opened.shape[0], key_clusters + 1, dtype=torch.bool, device=opened.device)
+        used = used.scatter_(1, (opened + 1).flatten(1), True)[:, 1:]
+        place = (used.cumsum(1) - 1).gather(1, opened.clamp(min=0).flatten(1)).view_as(opened)
+        return cls(where.columns(used), torch.where(opened < 0, -1, place))
+
+    def retrieve(self, logits: Tensor, blocks: int) -> Tensor:
+        """(T, m, clusters, blocks): the blocks to retrieve from each opened cluster."""
+        logits = logits.unflatten(-1, (-1, self.columns.width))  # (T, m, seen, U)
+        columns = self.place.clamp(min=0)[..., None, :].expand(-1, -1, logits.shape[2], -1)
+        return torch.where(self.place[..., None] < 0, -1, _top(logits.gather(-1, columns).mT, blocks))
+
+    def keep_only_terms(self, logits: Tensor, retrieved: Tensor) -> None:
+        """Set to -inf, in place, blocks that were retrieved and blocks of clusters the query did not open."""
+        width = self.columns.width
+        place = _repeat_first(self.place)
+        closed = logits.new_full((*logits.shape[:2], width), -torch.inf).scatter_(-1, place, 0)
+        logits.unflatten(-1, (-1, width)).add_(closed[:, :, None])
+        term = torch.where(retrieved < 0, -1, retrieved * width + place[..., None]).flatten(2)
+        logits.scatter_(-1, _repeat_first(term), -torch.inf)
+
+
+def _close_opened(cluster_logits: Tensor, opened: Tensor) -> None:
+    """Set to -inf, in place, the clusters that were opened."""
+    cluster_logits.scatter_(-1, _repeat_first(opened), -torch.inf)
+
+
+def _repeat_first(chosen: Tensor) -> Tensor:
+    """Places without a choice (-1) repeat the first one. Where there is no first one, nothing exists to be chosen."""
+    return torch.where(chosen < 0, chosen[..., :1], chosen).clamp(min=0)
+
+
+def _top(logits: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest along the last axis; -1 for absent terms, whose logit is -inf."""
+    available = min(count, logits.shape[-1])
+    top = logits.max(-1, keepdim=True) if available == 1 else logits.topk(available, dim=-1)
+    indices = torch.where(top[0] == -torch.inf, -1, top[1])
+    return torch.nn.functional.pad(indices, (0, count - available), value=-1)

@@ -1,0 +1,85 @@
+"""What the keys of a head have in common: the point from which the means of keys are stored.
+
+Keys of trained models often share an offset many times as large as what tells them apart. A mean stored in bfloat16 is
+rounded by up to 2^-9 of its size, offset included, and so would be every logit of a summary. Less the offset it is
+rounded by 2^-9 of what tells it apart. What the offset adds to the logits of a query, `r . offset`, is the same for all
+summaries: one number, kept in float32.
+
+Results do not depend on the point other than by rounding, so it is a constant for the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.numbers import arithmetic, cdiv
+from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.core.precision import compute_dtype
+
+_SAMPLE = 64
+"""Keys that are looked at, at equal distances in the sequence."""
+_DIMS = 4
+"""Dimensions that one program works on."""
+
+
+@dataclass(frozen=True)
+class QueryGradients:
+    """Gradients of queries: each is `centred + of_offset * offset`."""
+
+    centred: Tensor
+    """(..., D): what they are if keys are taken less the offset"""
+    of_offset: Tensor
+    """(...,)"""
+
+
+def find_key_offset(keys: Tensor) -> Tensor:
+    """(G, D): in each dimension, halfway between the quartiles of a sample of (G, N, D) keys.
+
+    A few gigantic keys move it no further than any others do. (They would move the mean.) It is 0 where the quartiles
+    lie on both sides of 0: there is little to gain, and a mean of one key is exact as it is. It is a number of the
+    keys' dtype: less such a number, a key not far from it needs no rounding.
+    """
+    heads, length, head_dim = keys.shape
+    offset = keys.new_empty(heads, head_dim, dtype=compute_dtype(keys.dtype))
+    # (What is further away than that could not be stored less the offset.)
+    largest = torch.finfo(keys.dtype).max / 4
+    _find_middle[(cdiv(head_dim, _DIMS), heads)](
+        keys, offset, length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, LARGEST=largest,
+        ACC=arithmetic(keys.dtype)["ACC"],
+    )  # fmt: skip
+    return offset
+
+
+@triton.jit
+def _load_finite(at, mask, ACC: tl.constexpr):
+    """A key that is not finite must poison what attends to it, not the offset of all."""
+    loaded = tl.load(at, mask=mask, other=0.0).to(ACC)
+    return tl.where(tl.abs(loaded) < float("inf"), loaded, 0.0)
+
+
+@kernel(do_not_specialize=["length"])
+def _find_middle(
+    keys, offset, length, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, LARGEST: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    number, dim = tl.arange(0, SAMPLE), tl.program_id(0) * DIMS + tl.arange(0, DIMS)
+    is_dim = dim < D
+    # (Of fewer keys than that, each is there several times.)
+    row = head * length + number.to(tl.int64) * length // SAMPLE
+    inside = is_dim[None, :] & (number >= 0)[:, None]
+    sample = _load_finite(keys + row[:, None] * D + dim[None, :], inside, ACC)
+    # How many of the sample come before each, in each dimension.
+    own, other = sample[:, None, :], sample[None, :, :]
+    comes_first = (other < own) | ((other == own) & (number[None, :] < number[:, None])[:, :, None])
+    rank = tl.sum(comes_first.to(tl.int32), 1)
+    lower = tl.sum(tl.where(rank == SAMPLE // 4, sample, 0.0), 0)
+    upper = tl.sum(tl.where(rank == SAMPLE - 1 - SAMPLE // 4, sample, 0.0), 0)
+    middle = (0.5 * lower + 0.5 * upper).to(keys.dtype.element_ty).to(ACC)
+    is_common = ((lower > 0) | (upper < 0)) & (tl.abs(middle) < LARGEST)
+    tl.store(offset + head * D + dim, tl.where(is_common, middle, 0.0), mask=is_dim)

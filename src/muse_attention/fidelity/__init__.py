@@ -1,0 +1,7 @@
+"""How far an attention is from exact attention: the error of outputs and gradients, what was retrieved, and lookups."""
+
+from __future__ import annotations
+
+from muse_attention.fidelity.error import Fidelity, compare, future_influence, measure, position_error
+
+__all__ = ["Fidelity", "compare", "future_influence", "measure", "position_error"]

@@ -1,0 +1,357 @@
+"""Masks of transformers, and what stands in their place.
+
+transformers asks a registered function for a mask once for each batch, and hands it to all layers. A mask of 64k tokens
+has 4 GiB, and MuSe reads none. So where a mask would be plainly causal, or where it would only keep documents and
+padding apart, a tensor without keys stands for it, which costs nothing:
+
+- (batch, 1, queries, 0): each query sees its past;
+- (batch, 2, queries, 0): as its attribute tells, the documents of each row.
+
+A layer that reads such a mask itself fails.
+
+Documents in `position_ids` are read where the mask is made, once for all layers, and every mask keeps the tensor that
+it was made from: a layer that is handed the same one does not read it again. To read a tensor on a GPU waits for it.
+As in transformers, a mask says what `position_ids` said when it was made.
+
+Where queries continue a KV cache, or padding lies inside a document, the mask is made, marked as one that expresses no
+more than that, and read by exact attention. Any other mask is general: MuSe refuses it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, masking_utils
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sdpa_mask,
+)
+
+from muse_attention.documents.arguments import (
+    REFUSAL,
+    are_whole_rows,
+    documents_in_rows,
+    find_documents,
+    refuse_packed_documents,
+    starts_by_positions,
+)
+from muse_attention.documents.boundaries import DocumentBoundaries
+
+_ATTRIBUTE = "muse_documents"
+_MADE = "muse_is_plain"
+"""Of a mask that was made here: whether it expresses no more than padding and a KV cache."""
+_POSITIONS = "muse_position_ids"
+"""Of a mask that was made here: the `position_ids` whose documents it keeps apart; None if there were none."""
+GENERAL = (
+    "MuSe reads no general attention_mask: tell padding by a 2D mask and documents by position_ids or cu_seq_lens_q, "
+    "or set attn_implementation='eager' or 'sdpa' (huggingface.use_attention(model, 'exact'))"
+)
+
+
+class Visible(NamedTuple):
+    """What queries see."""
+
+    mask: Tensor | None
+    """(batch, heads or 1, queries, keys), boolean or added to the logits; None where the rest says all"""
+    is_causal: bool
+    documents: DocumentBoundaries | None = None
+    """in all rows one after another; None if each row is one"""
+
+    def as_mask(self, batch: int, device: torch.device) -> Tensor | None:
+        """The same as a mask, for an attention that knows no documents."""
+        return self.mask if self.documents is None else self.documents.mask(batch, self.is_causal, device)[:, None]
+
+
+def visible(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    others: dict[str, Any],
+    *,
+    has_window: bool = False,
+) -> Visible:
+    """What queries see by the arguments of an attention function. A ValueError if documents would see each other.
+
+    A mask need not tell of all documents: gpt-oss hands its positions to the attention function alone.
+    """
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    others = _unread(attention_mask, others)
+    if attention_mask is not None and stands_for_documents(attention_mask):
+        told = told_documents(attention_mask)
+        return told._replace(documents=_cut(told.documents, find_documents(batch, queries, others)))
+    if stands_for_causal(attention_mask):
+        attention_mask, is_causal = None, True
+    if attention_mask is None and (queries == keys or (is_causal and queries < keys)) and not _is_unreadable(others):
+        documents = find_documents(batch, queries, others) if queries > 1 else None
+        if documents is not None and others.get("cu_seq_lens_q") is None:
+            _refuse_state(getattr(module, "config", None))
+        return Visible(None, is_causal, documents)
+    if has_window and attention_mask is not None and attention_mask.dtype == torch.bool and not _is_unreadable(others):
+        documents = find_documents(batch, queries, others) if queries == keys > 1 else None
+        if documents is not None:
+            attention_mask = attention_mask & documents.mask(batch, is_causal, query.device)[:, None]
+    refuse_packed_documents(batch, queries, attention_mask, others)
+    return Visible(attention_mask, is_causal)
+
+
+@functools.lru_cache(maxsize=64)
+def _cut(by_mask: DocumentBoundaries | None, by_arguments: DocumentBoundaries | None) -> DocumentBoundaries | None:
+    """Documents that are told of in two ways; all layers of a batch ask for the same."""
+    return by_mask if by_mask is None or by_arguments is None else by_mask.cut_at(by_arguments.begins)
+
+
+def _unread(attention_mask: Tensor | None, others: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without the `position_ids` that the mask was made from. The compiler does not see marks."""
+    if attention_mask is None or torch.compiler.is_compiling():
+        return others
+    read = getattr(attention_mask, _POSITIONS, None)
+    return {**others, "position_ids": None} if read is not None and others.get("position_ids") is read else others
+
+
+def told_documents(attention_mask: Tensor) -> Visible:
+    """What a mask that stands for documents tells of them."""
+    told = getattr(attention_mask, _ATTRIBUTE, None)
+    if told is None:
+        raise ValueError(
+            "the layer copied its mask, and with it the documents of the batch are lost: hand it to the attention "
+            "function as it is, or put one document into a row"
+        )
+    documents, is_causal = told
+    return Visible(None, is_causal, documents)
+
+
+def is_general(attention_mask: Tensor) -> bool:
+    """Whether a mask may express more than padding and a KV cache: it was not made here, or not from these alone.
+
+    The compiler does not see marks. There, `guard_masks` refuses the masks that users pass.
+    """
+    return not torch.compiler.is_compiling() and not getattr(attention_mask, _MADE, False)
+
+
+def stands_for_causal(attention_mask: Tensor | None) -> bool:
+    """Whether it is what a registered attention gets in place of a plain causal mask."""
+    return attention_mask is not None and attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 1
+
+
+def stands_for_documents(attention_mask: Tensor | None) -> bool:
+    """Whether it is what a registered attention gets in place of a mask that keeps documents and padding apart."""
+    return attention_mask is not None and attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 2
+
+
+_ATTENTION_LAYERS = (
+    "attention",
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "moe",
+    "mlp",
+)
+"""Kinds of layers that carry nothing from token to token but by attention."""
+
+
+def _refuse_state(config: PreTrainedConfig | None) -> None:
+    """Linear attention, convolutions and recurrent layers go on from one document to the next."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    if any(kind not in _ATTENTION_LAYERS for kind in kinds):
+        raise ValueError(REFUSAL)
+
+
+def _is_unreadable(others: dict[str, Any]) -> bool:
+    told = [others.get(name) for name in ("position_ids", "cu_seq_lens_q")]
+    return torch.compiler.is_compiling() or (
+        torch.cuda.is_available()
+        and any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in told)
+        and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def make_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    reads_masks: bool,
+    **others: Any,
+) -> Tensor | None:
+    """transformers' mask for SDPA, (batch, 1, queries, keys), or what stands for it; None if nothing is masked.
+
+    Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
+    there is none if no padding mask was given, and the compiled graph checks that nothing was packed. A general mask is
+    refused here then, unless the attention `reads_masks`; elsewhere the attention function refuses it.
+    """
+    compiling = torch.compiler.is_compiling()
+    is_usual = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    may_be_general = compiling and not reads_masks and local_size is None and q_length > 1
+    if may_be_general and (use_vmap or (attention_mask is not None and not is_usual)):
+        raise ValueError(GENERAL)
+    documents, positions = (None, None) if compiling else _take_documents(batch_size, q_length)
+    causal = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
+    if compiling and attention_mask is None and local_size is None and not use_vmap:
+        if allow_is_bidirectional_skip:
+            return None
+        if q_length == kv_length and (allow_is_causal_skip or mask_function is not causal_mask_function):
+            if not allow_is_causal_skip:
+                _assert_one_sequence(mask_function, batch_size, q_length, device)
+            return causal
+    if documents is not None:
+        is_causal = allow_is_causal_skip and mask_function is causal_mask_function
+        is_full = allow_is_bidirectional_skip and mask_function is bidirectional_mask_function
+        if (is_causal or is_full) and local_size is None and not use_vmap:
+            mark = torch.empty(batch_size, 2, q_length, 0, dtype=torch.bool, device=device)
+            setattr(mark, _ATTRIBUTE, (documents, is_causal))
+            setattr(mark, _POSITIONS, positions)
+            return mark
+        if len(documents.lengths) > batch_size:
+            if q_length != kv_length:
+                raise ValueError(REFUSAL)
+            of_documents = packed_sequence_mask_function(documents.numbers().view(batch_size, -1).to(device))
+            mask_function, allow_is_causal_skip = and_masks(mask_function, of_documents), False
+    mask = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **others,
+    )
+    if mask is not None and not compiling:
+        setattr(mask, _MADE, is_usual and local_size is None and not use_vmap)
+    # One query sees every key, whoever reads the mask.
+    if mask is None and allow_is_causal_skip and q_length > 1:
+        mask = causal
+    if mask is not None and not compiling:
+        setattr(mask, _POSITIONS, positions)
+    return mask
+
+
+def _assert_one_sequence(
+    mask_function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device | str
+) -> None:
+    """Every token sees the first one, and none sees the next: true of a causal mask, false of packed or blockwise."""
+    batch = torch.arange(batch_size, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=device)
+    position = torch.arange(length, device=device)[None]
+    sees_first = mask_function(batch, head, position, torch.zeros_like(position))
+    sees_next = mask_function(batch, head, position[:, :-1], position[:, 1:])
+    torch._assert_async(
+        sees_first.all() & ~sees_next.any(),
+        "packed position_ids in a compiled model: compile its layers instead",
+    )
+
+
+_asked = threading.local()
+"""Between the preparation of a mask and its making: the documents of the batch, and the `position_ids` read."""
+
+
+def _take_documents(batch: int, queries: int) -> tuple[DocumentBoundaries | None, Tensor | None]:
+    found: DocumentBoundaries | None
+    found, positions = getattr(_asked, "told", (None, None))
+    _asked.told = (None, None)
+    return found if found is not None and found.tokens == batch * queries else None, positions
+
+
+def guard_masks(is_registered: Callable[[str | None], bool], reads_masks: Callable[[str | None], bool]) -> None:
+    """Look for documents wherever transformers is about to make a mask for one of our implementations.
+
+    Some models pass their `position_ids` to the makers of masks alone, and only they see a padding mask. A mask that
+    the user made is refused here, unless the implementation `reads_masks`.
+    """
+    prepare = masking_utils._preprocess_mask_arguments
+
+    @functools.wraps(prepare)
+    def guarded_prepare(
+        config: PreTrainedConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        found = prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
+        if not is_registered(config._attn_implementation):
+            return found
+        padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+        batch, queries = inputs_embeds.shape[:2]
+        if queries > 1 and _is_from_user(attention_mask) and not reads_masks(config._attn_implementation):
+            raise ValueError(GENERAL)
+        if torch.compiler.is_compiling():
+            if padding is not None or (attention_mask is None and past_key_values is not None):
+                _refuse_under(padding, batch, queries, position_ids)
+            return found
+        _asked.told = (None, None)
+        does_exit, _, packed, *_ = found
+        if does_exit or queries == 1 or (attention_mask is not None and padding is None):
+            return found
+        # (Of another sequence, the states of an encoder are handed in.)
+        attends_to_itself = not any(isinstance(argument, Tensor) for argument in (*args, *kwargs.values()))
+        is_own = attends_to_itself and (past_key_values is None or not int(past_key_values.get_seq_length()))
+        if is_own and (padding is None or padding.shape[1] == queries):
+            documents = _documents(batch, queries, padding, position_ids, packed)
+            if documents is not None:
+                if packed is None and len(documents.lengths) > batch:
+                    _refuse_state(config)
+                _asked.told = (None if are_whole_rows(documents, batch) else documents, position_ids)
+                return (*found[:2], None, *found[3:])
+        _refuse_under(padding, batch, queries, position_ids)
+        _asked.told = (None, position_ids)
+        return found
+
+    masking_utils._preprocess_mask_arguments = guarded_prepare
+
+
+def _is_from_user(attention_mask: Any) -> bool:
+    """A mask with all axes. (`generate` passes those that were made here.)"""
+    if attention_mask is None or len(attention_mask.shape) != 4 or attention_mask.shape[-1] == 0:
+        return False
+    return not hasattr(attention_mask, _MADE)
+
+
+def _refuse_under(padding: Tensor | None, batch: int, queries: int, position_ids: Tensor | None) -> None:
+    mask = None if padding is None else padding[:, None, None].bool()
+    refuse_packed_documents(batch, queries, mask, {"position_ids": position_ids})
+
+
+def _documents(
+    batch: int, queries: int, padding: Tensor | None, position_ids: Tensor | None, packed: Tensor | None
+) -> DocumentBoundaries | None:
+    """By a padding mask, (batch, queries), and by `position_ids` or what transformers made of them (`packed`).
+
+    None if a document has padding inside: only a mask can express that.
+    """
+    if padding is None and packed is None:
+        whole = DocumentBoundaries.from_lengths([queries] * batch)
+        return find_documents(batch, queries, {"position_ids": position_ids}) or whole
+    device = packed.device if padding is None else padding.device  # type: ignore[union-attr]
+    starts, positions = torch.zeros(batch, queries - 1, dtype=torch.bool, device=device), None
+    if packed is not None:
+        starts = packed[:, 1:] != packed[:, :-1]
+    elif isinstance(position_ids, Tensor) and position_ids.shape[-1] == queries:
+        told = position_ids.to(device)
+        starts = starts_by_positions(told).expand(batch, -1)
+        positions = (told[0] if told.dim() == 3 else told).expand(batch, -1)
+    found: DocumentBoundaries | None = documents_in_rows(starts, None if padding is None else padding.bool(), positions)
+    return found

@@ -1,0 +1,79 @@
+"""Heads of a real model as inputs, from a file that `muse tune --save-captures` wrote."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from muse_lab.benchmark.request import Shape
+from muse_lab.records.captured_heads import Captures, load_captures
+
+
+@dataclass(frozen=True)
+class CapturedData:
+    """Which captures results are of."""
+
+    model: str
+    text: str
+    heads: int
+    """in the file"""
+    fingerprint: str
+    """of the captured numbers"""
+    repeated: bool
+    """whether samples are laid end to end where they are shorter than the length"""
+
+    def __str__(self) -> str:
+        end_to_end = ", laid end to end where they are shorter" if self.repeated else ""
+        return f"{self.model}, {self.text}{end_to_end} (captures {self.fingerprint})"
+
+
+@dataclass(frozen=True)
+class CapturesFile:
+    path: Path
+    repeat: bool = False
+    """lay samples end to end where they are shorter than the length"""
+
+    @functools.cached_property
+    def captures(self) -> Captures:
+        return load_captures(self.path)
+
+    @property
+    def heads(self) -> int:
+        return self.captures.query.shape[1]
+
+    @property
+    def key_heads(self) -> int:
+        return self.captures.key.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.captures.query.shape[3]
+
+    @property
+    def data(self) -> CapturedData:
+        origin = self.captures.origin
+        return CapturedData(origin.model, origin.text, self.heads, self.captures.fingerprint, self.repeat)
+
+    def check(self, shape: Shape) -> None:
+        """Raise ValueError unless there are captures of this shape."""
+        if shape.head_dim != self.head_dim:
+            raise ValueError(f"the captured heads have dimension {self.head_dim}, not {shape.head_dim}")
+        if shape.heads > self.heads:
+            raise ValueError(f"{self.heads} heads were captured, not {shape.heads}; choose fewer --heads")
+        self.captures.choose_heads(shape.heads, shape.key_heads)
+        samples = self.captures.samples_of(shape.length, repeat=self.repeat)
+        if shape.batch > samples:
+            raise ValueError(
+                f"the captures have {samples} of {shape.batch} samples of {shape.length} tokens; choose a smaller "
+                "--batch or --length"
+            )
+
+    def tensors(self, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of some of the heads, evenly spread, and of the first samples."""
+        self.check(shape)
+        found = self.captures.with_heads(shape.heads, shape.key_heads).with_length(shape.length, repeat=self.repeat)
+        query, key, value = (tensor[: shape.batch].contiguous() for tensor in (found.query, found.key, found.value))
+        return query, key, value

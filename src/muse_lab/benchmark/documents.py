@@ -1,0 +1,225 @@
+"""Packed documents: times of packed attentions, and of exact attention over the same documents in the same run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from muse_attention.attention import muse_attention
+from muse_attention.documents.boundaries import DocumentBoundaries
+from muse_attention.documents.rows import EXACT, attend_to_documents
+from muse_attention.documents.varlen import muse_attn_varlen_func
+from muse_attention.sizes import format_size, parse_size
+from muse_lab.benchmark.timing import Times, time_interleaved
+from muse_lab.benchmark.workload import DTYPES, AttentionCall, Workload, check_device
+from muse_lab.records.files import replace_file
+from muse_lab.records.machine import describe_machine
+from muse_lab.records.regular_files import read_regular
+from muse_lab.records.strict_json import parse_json
+from muse_lab.synthetic import clustered_qkv
+
+
+@dataclass(frozen=True)
+class DocumentsSettings:
+    device: str
+    documents: tuple[int, ...]
+    """lengths, in the order in which they lie in the row"""
+    heads: int
+    key_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    repeats: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        for name in ("heads", "key_heads", "head_dim", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.heads % self.key_heads:
+            raise ValueError(f"the {self.key_heads} heads of keys do not divide the {self.heads} heads")
+
+
+@dataclass(frozen=True)
+class PackedCase:
+    attention: str
+    times: Times
+    error: float | None
+    """relative squared error of the output, against the baseline's; None for the baseline"""
+
+
+@dataclass
+class DocumentsResults:
+    machine: dict[str, Any]
+    settings: DocumentsSettings
+    packed: list[PackedCase] = field(default_factory=list)
+    """the baseline first"""
+    commands: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        try:
+            stored = parse_json(read_regular(path))
+            settings = stored["settings"]
+            settings["documents"] = tuple(settings["documents"])
+            cases = [
+                PackedCase(case["attention"], Times(*map(tuple, case["times"].values())), case["error"])
+                for case in stored["packed"]
+            ]
+            return cls(stored["machine"], DocumentsSettings(**settings), cases, stored["commands"])
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path} has no results of packed documents; measure them again") from None
+
+    def write(self, path: Path) -> None:
+        replace_file(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    def speedup(self, case: PackedCase) -> float:
+        """Forward and backward, over the baseline."""
+        return self.packed[0].times.forward_backward_median / case.times.forward_backward_median
+
+
+def parse_documents(text: str) -> tuple[int, ...]:
+    """`"32k,2k,2k"`, or `"32k,2kx4"`."""
+    lengths: list[int] = []
+    for part in text.split(","):
+        size, times, count = part.strip().partition("x")
+        if times and not (count.isdecimal() and int(count) > 0):
+            raise ValueError(f"cannot read the documents {part.strip()!r}: write them like 32k,2k,2k or 1kx64")
+        lengths += [parse_size(size)] * (int(count) if times else 1)
+    return tuple(lengths)
+
+
+def format_documents(lengths: tuple[int, ...]) -> str:
+    """As `parse_documents` reads it."""
+    runs: list[tuple[int, int]] = []
+    for length in lengths:
+        if runs and runs[-1][0] == length:
+            runs[-1] = (length, runs[-1][1] + 1)
+        else:
+            runs.append((length, 1))
+    return ",".join(format_size(length) + (f"x{count}" if count > 1 else "") for length, count in runs)
+
+
+def measure_documents(
+    settings: DocumentsSettings, configs: list[str], on_round: Callable[[int], None] = lambda number: None
+) -> DocumentsResults:
+    """Times of the baseline, of each configuration (`""` is the default), and of `muse_attention` for one document."""
+    boundaries = DocumentBoundaries.from_lengths(settings.documents)
+    workload = _workload(settings)
+    attentions: dict[str, AttentionCall] = {_baseline_name(settings): _baseline(settings, boundaries)}
+    for config in configs:
+        name = f"muse:{config}" if config else "muse"
+        attentions[f"{name}, packed"] = functools.partial(_packed, boundaries, config or None)
+        if len(settings.documents) == 1:
+            attentions[f"{name}, muse_attention"] = functools.partial(_one, config or None)
+    times = time_interleaved(list(attentions.values()), workload, settings.repeats, on_round)
+    with torch.no_grad():
+        exact = workload.forward(next(iter(attentions.values())))
+        errors = [_error(workload.forward(attention), exact) for attention in attentions.values()]
+    cases = [
+        PackedCase(name, some, None if place == 0 else error)
+        for place, (name, some, error) in enumerate(zip(attentions, times, errors, strict=True))
+    ]
+    return DocumentsResults(describe_machine(), settings, cases)
+
+
+def _workload(settings: DocumentsSettings) -> Workload:
+    """Clustered synthetic data for each document, (tokens, heads, head_dim)."""
+    documents = [
+        clustered_qkv(
+            1, settings.heads, length, settings.head_dim, key_heads=settings.key_heads, seed=settings.seed + place
+        )
+        for place, length in enumerate(settings.documents)
+    ]
+    query, key, value = (
+        torch.cat([tensor[0].transpose(0, 1) for tensor in tensors])
+        .to(settings.device, DTYPES[settings.dtype])
+        .requires_grad_()
+        for tensors in zip(*documents, strict=True)
+    )
+    generator = torch.Generator().manual_seed(settings.seed + 1)
+    grad_out = torch.randn(*query.shape[:2], value.shape[2], generator=generator).to(value)
+    return Workload(query, key, value, grad_out, settings.causal)
+
+
+def _packed(
+    boundaries: DocumentBoundaries, config: str | None, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    longest = boundaries.longest
+    return muse_attn_varlen_func(
+        query, key, value, boundaries, boundaries, longest, longest, causal=is_causal, config=config
+    )
+
+
+def _one(config: str | None, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """`muse_attention` of the same tensors."""
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    out = muse_attention(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa, config=config)
+    return out[0].transpose(0, 1)
+
+
+def _baseline_name(settings: DocumentsSettings) -> str:
+    if settings.device == "cpu":
+        return "scaled_dot_product_attention of each document"
+    return "varlen_attn" if _has_varlen_attn() else "FlashAttention's operator"
+
+
+def _baseline(settings: DocumentsSettings, boundaries: DocumentBoundaries) -> AttentionCall:
+    if settings.device == "cpu":
+        return functools.partial(_each_by_sdpa, list(boundaries.lengths))
+    if not _has_varlen_attn():
+        return functools.partial(_by_flash_attention, boundaries)
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = torch.tensor([0, *boundaries.ends], dtype=torch.int32, device=settings.device)
+    known = inspect.signature(varlen_attn).parameters
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+        options: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
+        if "is_causal" in known:
+            options["is_causal"] = is_causal
+        elif is_causal:
+            options["window_size"] = (-1, 0)
+        found: Any = varlen_attn(query, key, value, ends, ends, boundaries.longest, boundaries.longest, **options)
+        return found
+
+    return attend
+
+
+def _has_varlen_attn() -> bool:
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+
+
+def _by_flash_attention(
+    boundaries: DocumentBoundaries, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool
+) -> Tensor:
+    scale = query.shape[2] ** -0.5
+    return attend_to_documents(query, key, value, boundaries, EXACT, is_causal=is_causal, scale=scale)[0]
+
+
+def _each_by_sdpa(
+    lengths: list[int], query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool
+) -> Tensor:
+    documents = zip(*(tensor.transpose(0, 1)[None].split(lengths, 2) for tensor in (query, key, value)), strict=True)
+    attend = functools.partial(scaled_dot_product_attention, is_causal=is_causal, enable_gqa=enable_gqa)
+    outs = [attend(*document) for document in documents]
+    return torch.cat([out[0].transpose(0, 1) for out in outs])
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    difference = (found.double() - exact.double()).square().sum(-1)
+    return float((difference / exact.double().square().sum(-1)).mean())

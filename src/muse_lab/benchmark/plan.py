@@ -1,0 +1,96 @@
+"""Which cases are to be run, and which of them are still to do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from muse_attention.registry import get_attention
+from muse_lab.benchmark.captured import CapturesFile
+from muse_lab.benchmark.peers import check_peer
+from muse_lab.benchmark.request import BenchmarkRequest, Shape
+from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
+from muse_lab.benchmark.sweeps import sweep_requests
+from muse_lab.benchmark.workload import DTYPES, check_device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cases to run under the same settings; those of one shape are next to each other."""
+
+    settings: BenchmarkSettings
+    requests: tuple[BenchmarkRequest, ...]
+    captures: CapturesFile | None = None
+    """what the settings say all is measured on"""
+
+    @classmethod
+    def at_lengths(
+        cls,
+        settings: BenchmarkSettings,
+        lengths: Sequence[int],
+        attentions: Sequence[str],
+        captures: CapturesFile | None = None,
+    ) -> Self:
+        """Every attention at every length."""
+        shapes = [settings.shape(length) for length in lengths]
+        requests = tuple(BenchmarkRequest(attention, shape) for shape in shapes for attention in attentions)
+        return cls(settings, requests, captures)
+
+    @classmethod
+    def of_sweep(cls, settings: BenchmarkSettings, length: int, captures: CapturesFile | None = None) -> Self:
+        """MuSe at one length, at every value of the sweep that the settings name."""
+        return cls(settings, sweep_requests(settings, length), captures)
+
+    def __post_init__(self) -> None:
+        """Refuse what could not run, before anything does."""
+        settings = self.settings
+        check_device(settings.device)
+        if settings.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {settings.dtype!r}; use one of {', '.join(DTYPES)}")
+        for name in ("batch", "heads", "key_heads", "head_dim", "repeats"):
+            if getattr(settings, name) < 1:
+                raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
+        if settings.heads % settings.key_heads:
+            raise ValueError(
+                f"{settings.heads} heads cannot share {settings.key_heads} key heads evenly; choose a --key-heads that "
+                f"divides {settings.heads}"
+            )
+        if not self.requests:
+            raise ValueError("there is nothing to measure; name at least one length and one attention")
+        for request in self.requests:
+            get_attention(request.full_name)
+            check_peer(request, settings.device, is_causal=settings.causal)
+            if self.captures is not None:
+                self.captures.check(request.shape)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(request.shape.length for request in self.requests))
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(request.attention for request in self.requests))
+
+    def missing(self, results: BenchmarkResults) -> list[BenchmarkRequest]:
+        """The cases that `results` does not have yet."""
+        done = {case.request for case in results.cases}
+        return [request for request in self.requests if request not in done]
+
+    def without_stages(self, results: BenchmarkResults) -> list[BenchmarkRequest]:
+        """The cases whose stages `results` does not have yet; on a CPU they are not measured."""
+        if self.settings.device != "cuda":
+            return []
+        done = {case.request for case in results.cases if case.stage_milliseconds is not None}
+        return [request for request in self.requests if request not in done]
+
+    def steps(self, results: BenchmarkResults) -> int:
+        """What is still to do: for each case warm-up, repeats, fidelity and memory, and for each case its stages."""
+        steps_per_case = 1 + self.settings.repeats + 1 + int(self.settings.memory)
+        return len(self.missing(results)) * steps_per_case + len(self.without_stages(results))
+
+
+def by_shape(requests: Sequence[BenchmarkRequest]) -> itertools.groupby[Shape, BenchmarkRequest]:
+    """Requests in their order, those of one shape together."""
+    return itertools.groupby(requests, key=lambda request: request.shape)

@@ -1,0 +1,102 @@
+"""Times of attentions that take turns, so that a slow moment of the machine meets all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from muse_lab.benchmark.workload import AttentionCall, Workload
+
+LONG_RUN_SECONDS = 5.0
+"""From here on, what a first run spends on starting up is small beside the run itself."""
+NOISY = 0.1
+"""A spread above this: something else was at work on the machine, and ratios of times are uncertain."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each repeat. The forward pass is recorded by autograd, and is the first part of the whole."""
+
+    forward: tuple[float, ...]
+    forward_backward: tuple[float, ...]
+
+    @property
+    def forward_median(self) -> float:
+        return statistics.median(self.forward)
+
+    @property
+    def forward_backward_median(self) -> float:
+        return statistics.median(self.forward_backward)
+
+    @property
+    def spread(self) -> float | None:
+        """Between the quartiles of the forward and backward pass, as a share of the median; None of one repeat."""
+        if len(self.forward_backward) < 2:
+            return None
+        lower, middle, upper = statistics.quantiles(self.forward_backward, n=4, method="inclusive")
+        return (upper - lower) / middle
+
+
+def time_interleaved(
+    attentions: Sequence[AttentionCall],
+    workload: Workload,
+    repeats: int,
+    on_round: Callable[[int], None] = lambda round_number: None,
+    on_turn: Callable[[int, int], None] = lambda round_number, attention: None,
+) -> list[Times]:
+    """`Times` of each attention, run in turn: A B C, A B C, ..., `repeats` + 1 rounds.
+
+    `on_round` is told the number of each round, `on_turn` that and the number of the attention whose turn it is.
+    Round 0 is a warm-up and is not counted. On a CPU, an attention that takes more than `LONG_RUN_SECONDS` has its
+    warm-up counted as its first repeat, and sits out the last round.
+    """
+    runs: list[list[tuple[float, float]]] = [[] for _ in attentions]
+    for round_number in range(repeats + 1):
+        on_round(round_number)
+        for turn, (attention, finished) in enumerate(zip(attentions, runs, strict=True)):
+            on_turn(round_number, turn)
+            if len(finished) == repeats:
+                continue
+            seconds = time_once(attention, workload)
+            if round_number > 0 or (workload.device.type == "cpu" and seconds[1] > LONG_RUN_SECONDS):
+                finished.append(seconds)
+    return [
+        Times(tuple(forward for forward, _ in finished), tuple(whole for _, whole in finished)) for finished in runs
+    ]
+
+
+def time_once(attention: AttentionCall, workload: Workload) -> tuple[float, float]:
+    """Seconds of the forward pass, and of forward and backward together."""
+    workload.clear_gradients()
+    seconds = _cuda_seconds if workload.device.type == "cuda" else _cpu_seconds
+    measured = seconds(attention, workload)
+    workload.clear_gradients()
+    return measured
+
+
+def _cpu_seconds(attention: AttentionCall, workload: Workload) -> tuple[float, float]:
+    begin = time.perf_counter()
+    out = workload.forward(attention)
+    middle = time.perf_counter()
+    workload.backward(out)
+    end = time.perf_counter()
+    return middle - begin, end - begin
+
+
+def _cuda_seconds(attention: AttentionCall, workload: Workload) -> tuple[float, float]:
+    """As in training, the host is ahead of the GPU: a run that is not timed is still going on when the timed one is
+    issued. Otherwise the GPU would wait for the first launches of every run."""
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    workload.backward(workload.forward(attention))
+    workload.clear_gradients()
+    begin.record()
+    out = workload.forward(attention)
+    middle.record()
+    workload.backward(out)
+    end.record()
+    torch.cuda.synchronize(workload.device)
+    return begin.elapsed_time(middle) / 1000, begin.elapsed_time(end) / 1000

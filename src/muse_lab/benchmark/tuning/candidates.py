@@ -1,0 +1,304 @@
+"""Time against error of many configurations on captured heads: which are worth having, and which is the fastest below
+an error.
+
+The results are one JSON file, replaced after every configuration, so that an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muse_attention.baselines import exact_attention
+from muse_attention.config import MuSeConfig
+from muse_attention.fidelity.error import future_influence, position_error
+from muse_attention.fidelity.error import measure as measure_fidelity
+from muse_attention.fidelity.lookups import look_up
+from muse_attention.registry import full_name, get_attention
+from muse_lab.benchmark.timing import Times, time_interleaved
+from muse_lab.benchmark.workload import Workload, sdpa
+from muse_lab.records.attention_names import EXACT, settings_of
+from muse_lab.records.captured_heads import Captures
+from muse_lab.records.stored_results import OnStep, StoredResults
+
+RULES = ((0.03, 0), (0.01, 0), (0.1, 2), (0.03, 2), (0.01, 2))
+"""Tolerance and caution."""
+CLUSTERS = ((32, 64), (64, 64), (16, 128), (32, 128), (64, 128), (128, 128), (16, 256), (32, 256))
+"""Of queries and of keys."""
+BLOCKS = (32, 16, 8)
+"""In which the length is cut."""
+SMALLEST_BLOCK = 256
+BUDGET = 8
+ERROR = "relative_squared_error"
+"""The measure that a configuration is chosen by."""
+
+
+@dataclass(frozen=True)
+class TuningSettings:
+    """What all numbers of a file have in common."""
+
+    model: str
+    text: str
+    heads: tuple[str, ...]
+    laid: str
+    """how shorter captures were laid end to end, if they were"""
+    length: int
+    samples: int
+    lookups: int
+    head_dim: int
+    device: str
+    dtype: str
+    repeats: int
+    """timed runs of each pass, after one that is not counted"""
+    fingerprint: str
+    """of the captured numbers"""
+
+    @classmethod
+    def of(cls, captures: Captures, *, device: str, dtype: str, repeats: int) -> TuningSettings:
+        if repeats < 1:
+            raise ValueError(f"cannot measure a time with {repeats} repeats; use at least 1")
+        origin = captures.origin
+        return cls(
+            model=origin.model,
+            text=origin.text,
+            heads=origin.heads,
+            laid=origin.laid,
+            length=captures.length,
+            samples=captures.samples,
+            lookups=len(captures.lookups),
+            head_dim=captures.query.shape[3],
+            device=device,
+            dtype=dtype,
+            repeats=repeats,
+            fingerprint=captures.fingerprint,
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of the queries that must look something up."""
+
+    weight: float
+    """exact attention's on what they look up, summed over queries and heads"""
+    found: float
+    """the part of it in their own block or in buckets that they retrieve"""
+    exact: float
+    """that, and keys that are the only one of their summary"""
+
+    @property
+    def share(self) -> float:
+        return self.found / self.weight
+
+    @property
+    def exact_share(self) -> float:
+        return self.exact / self.weight
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One attention, measured."""
+
+    attention: str
+    """by its full name"""
+    seconds: Times | None
+    """None if there was too little memory"""
+    fidelity: dict[str, float] = field(default_factory=dict)
+    """measures of `fidelity.Fidelity` and, of several samples, those of `fidelity_columns.LEAK`, averaged over samples
+    and heads"""
+    lookup: Found | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        return self.seconds is not None
+
+    @property
+    def time(self) -> float:
+        """Seconds of forward and backward, the median."""
+        assert self.seconds is not None
+        return self.seconds.forward_backward_median
+
+    @property
+    def error(self) -> float:
+        return self.fidelity[ERROR]
+
+
+@dataclass
+class TuningResults(StoredResults):
+    command = "muse tune"
+
+    settings: TuningSettings
+    error: float = 0.005
+    """that a configuration may have"""
+    exact: Times | None = None
+    tuned: list[Candidate] = field(default_factory=list)
+
+    @property
+    def named(self) -> list[str]:
+        return [candidate.attention for candidate in self.tuned]
+
+    def check(self) -> None:
+        for candidate in self.tuned:
+            if candidate.is_measured and ERROR not in candidate.fidelity:
+                raise ValueError("a time without an error")
+            if candidate.lookup is not None and not candidate.lookup.weight > 0:
+                raise ValueError("nothing was looked up")
+        for seconds in (self.exact, *(candidate.seconds for candidate in self.tuned)):
+            if seconds is not None and (not seconds.forward_backward or min(seconds.forward_backward) <= 0):
+                raise ValueError("no time")
+
+    @property
+    def measured(self) -> list[Candidate]:
+        return [candidate for candidate in self.tuned if candidate.is_measured]
+
+    def missing(self, attentions: Sequence[str]) -> list[str]:
+        done = {candidate.attention for candidate in self.tuned}
+        return [attention for attention in attentions if attention not in done]
+
+
+Clock = Callable[[str], Times]
+"""The time of an attention by name, on the captured heads."""
+
+
+def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = ()) -> list[str]:
+    """The full names of what is measured: the paper's method, the default, and a grid around them; or `only` some."""
+    if only:
+        return _each_once([*only, *added], length)
+    blocks = [max(SMALLEST_BLOCK, length // number) for number in BLOCKS]
+    if blocks[0] >= length:
+        raise ValueError(
+            f"{length} tokens fit into one block of {SMALLEST_BLOCK}, which is exact attention; choose more by --length"
+        )
+    grid = [
+        MuSeConfig(
+            query_clusters=queries,
+            key_clusters=keys,
+            retrieved_clusters=BUDGET,
+            block_size=block,
+            tolerance=tolerance,
+            caution=caution,
+            cap_factor=None,
+        )
+        for block, (queries, keys), (tolerance, caution) in itertools.product(dict.fromkeys(blocks), CLUSTERS, RULES)
+        if block < length
+    ]
+    configs = [MuSeConfig.paper(length), MuSeConfig.paper_sizes(length), MuSeConfig.for_length(length), *grid]
+    return _each_once([*(f"muse:{config}" for config in configs), *added], length)
+
+
+def _each_once(attentions: Sequence[str], length: int) -> list[str]:
+    names = [full_name(attention, length) for attention in attentions]
+    return [name for name in dict.fromkeys(names) if name != EXACT]
+
+
+def front(measured: Sequence[Candidate]) -> list[Candidate]:
+    """The Pareto front of time and error, from the fastest on: no other is both as fast and more accurate."""
+    best: list[Candidate] = []
+    for candidate in sorted(measured, key=lambda candidate: (candidate.time, candidate.error)):
+        if not best or candidate.error < best[-1].error:
+            best.append(candidate)
+    return best
+
+
+def choose(measured: Sequence[Candidate], error: float) -> Candidate | None:
+    """The fastest with at most this error; None if there is none."""
+    allowed = [candidate for candidate in measured if candidate.error <= error]
+    return min(allowed, key=lambda candidate: candidate.time, default=None)
+
+
+def clock_on(captures: Captures, repeats: int) -> Clock:
+    """Times of forward and backward, as `muse bench` has them, over all samples and heads together."""
+    workload = Workload.of(captures.query, captures.key, captures.value, is_causal=True)
+
+    def clock(attention: str) -> Times:
+        function = sdpa if attention == EXACT else get_attention(attention)
+        (times,) = time_interleaved([function], workload, repeats)
+        return times
+
+    return clock
+
+
+def measure(
+    captures: Captures,
+    attentions: Sequence[str],
+    results: TuningResults,
+    path: Path,
+    clock: Clock,
+    *,
+    on_step: OnStep = lambda description, finished: None,
+) -> None:
+    """Fill `results` with the time of exact attention, and with what is missing of `attentions`, by their full names.
+
+    The file is written after each. An attention that there is too little memory for is kept as such.
+    """
+    steps = itertools.count()
+    if results.exact is None:
+        on_step(f"measuring {EXACT}", next(steps))
+        results.exact = clock(EXACT)
+        results.write(path)
+    exact: list[tuple[Tensor, Tensor]] = []
+    for attention in results.missing(attentions):
+        on_step(f"measuring {attention}", next(steps))
+        exact = exact or _exact_outputs(captures)
+        results.tuned.append(_measure_one(captures, attention, exact, clock))
+        results.write(path)
+
+
+def _measure_one(captures: Captures, attention: str, exact: list[tuple[Tensor, Tensor]], clock: Clock) -> Candidate:
+    try:
+        seconds = clock(attention)
+        fidelity = [
+            measure_fidelity(get_attention(attention), *sample, exact=of_sample, is_causal=True).pooled()
+            for sample, of_sample in zip(_samples(captures), exact, strict=True)
+        ]
+        if captures.samples > 1:
+            fidelity = [one | leak for one, leak in zip(fidelity, _leaks(captures, attention, exact), strict=True)]
+        means = {name: statistics.fmean(one[name] for one in fidelity) for name in fidelity[0]}
+        return Candidate(attention, seconds, means, _look_up(captures, attention))
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return Candidate(attention, None)
+
+
+def _leaks(captures: Captures, attention: str, exact: list[tuple[Tensor, Tensor]]) -> list[dict[str, float]]:
+    """Of each sample, whose second half is replaced by that of the next; and the error of the queries before it."""
+    samples, half, function = _samples(captures), captures.length // 2, get_attention(attention)
+    leaks = []
+    for sample, other, (exact_out, _) in zip(samples, [*samples[1:], samples[0]], exact, strict=True):
+        leak = future_influence(function, *sample, half, replacement=other)
+        with torch.no_grad():
+            out = function(*sample, is_causal=True)
+        error = float(position_error(out[:, :, :half], exact_out[:, :, :half]).mean())
+        leaks.append({"future_influence": leak, "first_half_error": error})
+    return leaks
+
+
+def _exact_outputs(captures: Captures) -> list[tuple[Tensor, Tensor]]:
+    with torch.no_grad():
+        found: list[Any] = [exact_attention(*sample, is_causal=True, return_lse=True) for sample in _samples(captures)]
+    return found
+
+
+def _samples(captures: Captures) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """One at a time: (1, heads, length, head_dim) each."""
+    return list(zip(captures.query.split(1), captures.key.split(1), captures.value.split(1), strict=True))
+
+
+def _look_up(captures: Captures, attention: str) -> Found | None:
+    """None for attentions without a selection, and for captures without lookups."""
+    if settings_of(attention) is None:
+        return None
+    weight, found, exact = 0.0, 0.0, 0.0
+    for number, sample in enumerate(_samples(captures)):
+        places = [(lookup.position, lookup.needle) for lookup in captures.lookups if lookup.sample == number]
+        for one in look_up(get_attention(attention), *sample, places) if places else ():
+            weight += float(one.weight.sum())
+            found += float(one.found.sum())
+            exact += float(one.exact.sum())
+    return Found(weight, found, exact) if weight else None

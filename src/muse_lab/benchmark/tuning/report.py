@@ -1,0 +1,184 @@
+"""The report of `muse tune`: which configuration to take, and what else was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from muse_attention.config import MuSeConfig
+from muse_attention.sizes import format_size
+from muse_lab.benchmark.tuning.candidates import Candidate, TuningResults, choose, front
+from muse_lab.records.attention_names import short_names
+from muse_lab.report.fidelity_columns import ERROR, LEAK, RETRIEVAL, TAIL
+from muse_lab.report.figures import line_figure
+from muse_lab.report.markup import csv_text
+from muse_lab.report.measures import measure_columns
+from muse_lab.report.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule
+from muse_lab.report.provenance import count, names_table, provenance_of
+from muse_lab.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
+
+_TIME = (
+    "Milliseconds of forward and backward of the whole operator, clustering included, over all samples and heads "
+    "together, the median of the repeats."
+)
+_LOOKUP = (
+    "Of exact attention's weight on what a query must look up, the share that lies in its own block or in buckets that "
+    "it retrieves. The pooled error does not see it."
+)
+_LOOKUP_EXACT = "The same with keys that are the only one of their summary, which is as good."
+_LOOKUPS: tuple[tuple[Column, Callable[[Candidate], str]], ...] = (
+    (number("lookup", _LOOKUP), lambda one: _looked_up(one, "share")),
+    (number("lookup, exact", _LOOKUP_EXACT), lambda one: _looked_up(one, "exact_share")),
+)
+_COLUMNS = (ERROR[0], *TAIL, *RETRIEVAL, *LEAK)
+
+
+def tuning_report(results: TuningResults, file_name: str) -> Report:
+    if not results.measured:
+        raise ValueError("no configuration has been measured yet; run the command again to continue")
+    settings = results.settings
+    laid = f": {settings.laid}, which is harder than a text of that length" if settings.laid else ""
+    chosen = choose(results.measured, results.error)
+    failed = [candidate.attention for candidate in results.tuned if not candidate.is_measured]
+    notes = ["The front: nothing measured is both as fast and more accurate."]
+    if any(candidate.lookup is not None for candidate in results.measured):
+        notes.append(f"Lookups: {settings.lookups}.")
+    if failed:
+        notes.append(f"Too little memory for: {', '.join(failed)}.")
+    facts = [
+        f"Heads: {len(settings.heads)} of {settings.model}, head dim {settings.head_dim}, {settings.dtype}, on "
+        f"{settings.device}: {'; '.join(settings.heads)}",
+        f"Text: {settings.text}; {count(settings.samples, 'sample')} of {format_size(settings.length)} tokens{laid}",
+    ]
+    if results.exact is not None:
+        facts.append(f"Exact attention: {_milliseconds(results.exact.forward_backward_median)} ms")
+    return Report(
+        f"Time against error: {file_name}",
+        verdict=verdict(results),
+        cards=[] if chosen is None else [
+            Card("speed-up", _speedup(results, chosen), "over exact attention"),
+            Card("RSE", f"{chosen.error:.3g}", f"at most {results.error:g} was asked for"),
+            Card("forward + backward", f"{_milliseconds(chosen.time)} ms"),
+            *([Card("lookup", _looked_up(chosen, "share"))] if chosen.lookup is not None else []),
+        ],
+        sections=[
+            Section.of("The front", _figure(results), table_of(results, shown(results)), *map(Note, notes)),
+            Section.of("Everything", table_of(results, _by_time(results))),
+        ],
+        names=names_table(candidate.attention for candidate in results.measured),
+        provenance=provenance_of(results, *facts),
+        csv=as_csv(results),
+    )  # fmt: skip
+
+
+def verdict(results: TuningResults) -> list[str]:
+    """What to take, and what to know about it, a line each."""
+    measured = results.measured
+    if not measured or results.exact is None:
+        return ["Nothing has been measured yet; run the command again to continue"]
+    chosen = choose(measured, results.error)
+    if chosen is None:
+        best = min(measured, key=lambda candidate: candidate.error)
+        return [
+            f"Nothing measured has an RSE of at most {results.error:g}; the lowest is {best.error:.3g}, "
+            f"of {best.attention}, in {_milliseconds(best.time)} ms"
+        ]
+    speedup = results.exact.forward_backward_median / chosen.time
+    lines = [
+        f"The fastest with an RSE of at most {results.error:g} is {chosen.attention}: "
+        f"RSE {chosen.error:.3g}, {_milliseconds(chosen.time)} ms, {speedup:.2f}x as fast as exact attention"
+    ]
+    if speedup <= 1:
+        lines.append(
+            f"Exact attention is faster here, {_milliseconds(results.exact.forward_backward_median)} ms: use that"
+        )
+    paper = _papers(results)
+    if paper is not None and paper is not chosen:
+        lines.append(
+            f"The paper's method has RSE {paper.error:.3g} in {_milliseconds(paper.time)} ms ({paper.attention})"
+        )
+    if chosen.fidelity.get("at_budget", 0) > 0:
+        share = f"{100 * chosen.fidelity['at_budget']:.0f}%"
+        lines.append(f"{share} of the heads are at their budget: a larger R may lower the error")
+    return lines
+
+
+def shown(results: TuningResults) -> list[Candidate]:
+    """The front, what was chosen and the paper's method, from the fastest on."""
+    others = [choose(results.measured, results.error), _papers(results)]
+    found = [*front(results.measured), *(one for one in others if one is not None)]
+    return sorted({candidate.attention: candidate for candidate in found}.values(), key=lambda one: one.time)
+
+
+def table_of(results: TuningResults, candidates: Sequence[Candidate]) -> Table:
+    """The first column is the attention, the others are numbers."""
+    names = short_names(candidate.attention for candidate in results.measured)
+    has_lookups = any(candidate.lookup is not None for candidate in results.measured)
+    return Table.of(
+        candidates,
+        (text("attention"), lambda one: names[one.attention]),
+        (number("ms", _TIME), lambda one: _milliseconds(one.time)),
+        (number("speed-up", "Over exact attention."), lambda one: _speedup(results, one)),
+        *measure_columns(_COLUMNS, results.measured, lambda one: one.fidelity),
+        *_LOOKUPS * has_lookups,
+    )
+
+
+def as_csv(results: TuningResults) -> str:
+    """A line for every attention; exact attention is the first."""
+    measures = list(dict.fromkeys(name for candidate in results.measured for name in candidate.fidelity))
+    on_front = {candidate.attention for candidate in front(results.measured)}
+    chosen = choose(results.measured, results.error)
+    rows: list[list[object]] = []
+    if results.exact is not None:
+        rows.append(
+            ["exact", f"{results.exact.forward_backward_median:.6g}", False, False, "", "", *[""] * len(measures)]
+        )
+    for one in _by_time(results):
+        lookup = [_looked_up(one, share, ".6g") for share in ("share", "exact_share")]
+        numbers = [f"{one.fidelity[name]:.6g}" if name in one.fidelity else "" for name in measures]
+        is_chosen = chosen is not None and one.attention == chosen.attention
+        rows.append([one.attention, f"{one.time:.6g}", one.attention in on_front, is_chosen, *lookup, *numbers])
+    return csv_text(["attention", "seconds", "is_on_front", "is_chosen", "lookup", "lookup_exact", *measures], rows)
+
+
+def _figure(results: TuningResults) -> Figure:
+    chosen = choose(results.measured, results.error)
+    lines = [
+        Line("measured", _points(results.measured), GREY, "o", "", marker_size=3.5),
+        Line("front", _points(front(results.measured)), PALETTE[0], "o"),
+    ]
+    if chosen is not None and chosen.error > ROUNDING:
+        name = chosen.attention.removeprefix("muse:").partition(",")[0]
+        lines.append(Line(name, _points([chosen]), PALETTE[1], "*", "", marker_size=11))
+    rules = [Rule(f"error {results.error:g}", results.error, GREY)] if results.error > 0 else []
+    if results.exact is not None:
+        rules.append(Rule("exact attention", 1000 * results.exact.forward_backward_median, BLACK, is_vertical=True))
+    x, y = Axis("forward + backward (ms)", log=10), Axis("relative squared error", log=10)
+    return line_figure("", "Error against time, with the front as a line", lines, x, y, above=ROUNDING, rules=rules)
+
+
+def _points(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
+    """(milliseconds, error)"""
+    return [(1000 * candidate.time, candidate.error) for candidate in candidates]
+
+
+def _by_time(results: TuningResults) -> list[Candidate]:
+    return sorted(results.measured, key=lambda candidate: candidate.time)
+
+
+def _papers(results: TuningResults) -> Candidate | None:
+    name = f"muse:{MuSeConfig.paper(results.settings.length)}"
+    return next((candidate for candidate in results.measured if candidate.attention == name), None)
+
+
+def _speedup(results: TuningResults, candidate: Candidate) -> str:
+    return "" if results.exact is None else f"{results.exact.forward_backward_median / candidate.time:.2f}x"
+
+
+def _looked_up(candidate: Candidate, share: str, form: str = ".1%") -> str:
+    """Empty where nothing had to be looked up."""
+    return "" if candidate.lookup is None else f"{getattr(candidate.lookup, share):{form}}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"

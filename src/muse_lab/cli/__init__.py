@@ -1,0 +1,25 @@
+"""The entry point of `muse`. The commands are in `commands.py`, and need the packages of the `cli` extra."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+from muse_attention.core.extras import how_to_install
+
+
+def main() -> None:
+    # A thread that waits leaves its core to others: on a busy machine, threads that spin are in each other's way.
+    # OpenMP reads it once, when PyTorch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        from muse_lab.cli.commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.stderr.write(f"muse: {error.name} is not installed: {how_to_install('cli')}\n")
+        raise SystemExit(1) from None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name that it cannot show ends no command
+    app(prog_name="muse")

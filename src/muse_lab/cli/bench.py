@@ -1,0 +1,253 @@
+"""`muse bench`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from muse_attention.registry import get_attention
+from muse_attention.sizes import format_size, parse_size_list
+from muse_lab.benchmark import tables
+from muse_lab.benchmark.captured import CapturesFile
+from muse_lab.benchmark.documents import DocumentsSettings, parse_documents
+from muse_lab.benchmark.matched import MATCHED_KINDS
+from muse_lab.benchmark.plan import Plan
+from muse_lab.benchmark.report import bench_report, retrieval_table
+from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
+from muse_lab.benchmark.suite import run_plan, start_results
+from muse_lab.benchmark.sweeps import SWEEPS, find_sweep, format_shape
+from muse_lab.cli import bench_documents
+from muse_lab.cli.app import (
+    Device,
+    Overwrite,
+    RepeatCaptures,
+    Resume,
+    app,
+    busy,
+    console,
+    file_stem,
+    make_folder,
+    new_table,
+    progress_bar,
+    run_errors,
+    say,
+    user_errors,
+)
+from muse_lab.cli.language_model import Dtype, Place
+from muse_lab.cli.measuring import Output, add_command, show, spell, write
+from muse_lab.cli.options import Words, attentions, listed, option
+from muse_lab.records.machine import machine_lines
+from muse_lab.report.fidelity_columns import meaning
+
+_LENGTHS = "32k,64k"
+_SWEEP = f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}."
+
+_DOCUMENTS = (
+    "Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against varlen_attn in the same "
+    "run."
+)
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    device: Device = None,
+    length: Annotated[Words, listed("Sequence lengths; k means 1024.", _LENGTHS, "--length", "--lengths")] = None,
+    heads: Annotated[
+        int | None,
+        option(
+            "Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
+            "1 on cpu, 8 on cuda, or all that were captured",
+        ),
+    ] = None,
+    key_heads: Annotated[
+        int | None,
+        option("Heads of keys and values, shared by equal groups of heads (GQA).", "as many as heads, or as captured"),
+    ] = None,
+    batch: Annotated[int, option("Batch size.")] = 1,
+    head_dim: Annotated[int | None, option("Dimension of a head.", "64, or that of the captured heads")] = None,
+    dtype: Dtype = None,
+    attention: Annotated[
+        Words,
+        attentions(
+            "Attention to measure (muse is MuSeConfig.for_length, muse:paper the paper's method at each length; "
+            "block_diagonal, moba and flex_attention without settings have the paper's sparsity; flex_attention, "
+            "nsa and flash_sparse_attn need cuda)",
+            ", ".join(MATCHED_KINDS),
+        ),
+    ] = None,
+    sweep: Annotated[str | None, option(_SWEEP, "no sweep")] = None,
+    documents: Annotated[str | None, option(_DOCUMENTS, "no packing")] = None,
+    captures: Annotated[
+        Path | None,
+        option("Measure on heads of a model that muse tune --save-captures wrote.", "synthetic data"),
+    ] = None,
+    repeat_captures: RepeatCaptures = False,
+    repeats: Annotated[int, option("Timed runs of each pass; medians are reported.")] = 3,
+    causal: Annotated[bool, option("Causal attention.")] = True,
+    memory: Annotated[bool, option("Measure peak memory; on a CPU, with one head.")] = True,
+    output: Output = Path("out/bench"),
+    name: Annotated[str | None, option("File name, without ending.", "the device, the captures and the sweep")] = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+) -> None:
+    """Measure time, memory and error of attentions, and of scaled_dot_product_attention beside them.
+
+    All attentions of one length take turns, so that ratios compare the same moments. Before the timed runs there is
+    one warm-up, which is not counted; on a CPU a warm-up of more than a few seconds counts as the first repeat. On
+    CUDA the share of each stage is measured too, when all times are known.
+
+    With --documents it measures packed documents instead, laid out as (tokens, heads, head_dim), and muse_attention
+    too if there is one document.
+
+    Writes NAME.json on the way, and NAME.md, NAME.csv, NAME.html and pictures at the end. Run again, it adds what is
+    missing.
+    """
+    with user_errors(), busy("looking for a GPU" if captures is None else f"reading {captures}"):
+        place = Place.choose(device, dtype)
+        if repeat_captures and captures is None:
+            raise ValueError("--repeat-captures needs --captures FILE")
+        file = None if captures is None else CapturesFile(captures, repeat_captures)
+        if heads is None and file is not None:
+            heads, key_heads = file.heads, file.key_heads if key_heads is None else key_heads
+        heads = heads if heads is not None else 8 if place.device == "cuda" else 1
+        key_heads = heads if key_heads is None else key_heads
+        head_dim = head_dim if head_dim is not None else 64 if file is None else file.head_dim
+        if documents is not None:
+            if length or sweep or captures or batch != 1:
+                raise ValueError("--documents has lengths and data of its own; leave out --length, --sweep, --captures")
+            packed = DocumentsSettings(
+                place.device, parse_documents(documents), heads, key_heads, head_dim, place.dtype, causal, repeats
+            )
+            configs = _configs(attention or ["muse"])
+            make_folder(output)
+            stem = file_stem(name if name is not None else f"{place.device}-documents")
+            path = output / f"{stem}.json"
+            if path.exists() and not overwrite:
+                raise ValueError(f"{path} exists; choose another --name, or --overwrite it")
+    if documents is not None:
+        settled = {name: getattr(packed, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")}
+        command = spell(context, {**settled, "name": stem}, is_recorded=True)
+        with run_errors(lambda: "nothing was written"):
+            bench_documents.run(packed, configs, path, command)
+        return
+    with user_errors():
+        settings = BenchmarkSettings(
+            device=place.device,
+            batch=batch,
+            heads=heads,
+            key_heads=key_heads,
+            head_dim=head_dim,
+            dtype=place.dtype,
+            causal=causal,
+            repeats=repeats,
+            memory=memory,
+            sweep=sweep,
+            captures=None if file is None else file.data,
+        )
+        plan = _plan(settings, length, attention, file)
+        stem = file_stem(name if name is not None else _default_name(plan))
+        make_folder(output)
+        path = output / f"{stem}.json"
+        results = start_results(plan, path, overwrite=overwrite)
+    settled = {
+        **{name: getattr(settings, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")},
+        "length": None if _has_own_lengths(settings) else ",".join(map(format_size, plan.lengths)),
+        "attention": plan.attentions if sweep is None else None,
+        "name": stem,
+    }
+    if plan.steps(results):
+        add_command(results, spell(context, settled, is_recorded=True))
+    with run_errors(lambda: _how_to_continue(results, path, spell(context, settled))):
+        with progress_bar(plan.steps(results), "warming up exact attention") as on_step:
+            run_plan(plan, results, path, on_step=on_step)
+        console.print(_bench_table(results))
+        if tables.retrieval_columns(results.cases):
+            retrieved = retrieval_table(results)
+            show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
+        for line in tables.noise_lines(results):
+            say(line)
+        write(bench_report(results, stem), path, path)
+
+
+def _configs(attentions: Sequence[str]) -> list[str]:
+    """The settings of names like `muse` and `muse:QK32R2`."""
+    for name in attentions:
+        if name.partition(":")[0] != "muse":
+            raise ValueError(f"--documents measures muse and muse:SETTINGS, not {name!r}")
+        get_attention(name)  # refuses what cannot be read
+    return [name.partition(":")[2] for name in attentions]
+
+
+def _plan(
+    settings: BenchmarkSettings,
+    asked_lengths: Sequence[str] | None,
+    asked_for: Sequence[str] | None,
+    captures: CapturesFile | None,
+) -> Plan:
+    lengths = parse_size_list(asked_lengths or [_LENGTHS])
+    if settings.sweep is None:
+        return Plan.at_lengths(settings, lengths, tuple(asked_for or MATCHED_KINDS), captures)
+    if asked_for:
+        raise ValueError("--sweep has attentions of its own; leave out --attention")
+    if asked_lengths and _has_own_lengths(settings):
+        raise ValueError(f"--sweep {settings.sweep} has lengths of its own; leave out --length")
+    return Plan.of_sweep(settings, lengths[0], captures)
+
+
+def _has_own_lengths(settings: BenchmarkSettings) -> bool:
+    return settings.sweep is not None and "length" in find_sweep(settings.sweep).fields
+
+
+def _default_name(plan: Plan) -> str:
+    parts = [plan.settings.device]
+    if plan.captures is not None:
+        parts.append(plan.captures.path.stem)
+    if plan.settings.sweep is not None:
+        parts += ["sweep", plan.settings.sweep]
+    return "-".join(parts)
+
+
+def _how_to_continue(results: BenchmarkResults, path: Path, command: str) -> str:
+    if not results.cases:
+        return "no case was finished, and nothing was written"
+    return f"finished cases are in {path} ({len(results.cases)}); continue with: {command}"
+
+
+def _bench_table(results: BenchmarkResults) -> Table:
+    hardware, versions = machine_lines(results.machine)
+    columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
+    table = new_table(f"{hardware}\n{versions}", *columns)
+    table.caption = tables.caption(results)
+    for (shape, sdpa), cases in itertools.groupby(
+        tables.sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
+    ):
+        together = list(cases)
+        table.add_section()
+        table.add_row(
+            f"SDPA at {format_shape(shape, results.settings.sweep)}",
+            _time_cell(sdpa.forward_median),
+            _time_cell(sdpa.forward_backward_median),
+            tables.format_spread(sdpa.spread),
+            "",
+            tables.format_memory(together[0].sdpa_extra_memory_bytes),
+        )
+        for case in together:
+            table.add_row(
+                case.attention,
+                _time_cell(case.times.forward_median, case.speedup_forward),
+                _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
+                tables.format_spread(case.spread),
+                tables.format_error(case.fidelity["relative_squared_error"]),
+                tables.format_memory(case.extra_memory_bytes),
+            )
+    return table
+
+
+def _time_cell(seconds: float, speedup: float | None = None) -> str:
+    return f"{tables.format_seconds(seconds)} {'' if speedup is None else tables.format_ratio(speedup):>5}"

@@ -1,0 +1,217 @@
+"""`muse compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from muse_attention.sizes import format_size, parse_size
+from muse_lab.cli.app import (
+    Device,
+    Overwrite,
+    app,
+    busy,
+    console,
+    make_folder,
+    new_table,
+    progress_bar,
+    say,
+    user_errors,
+)
+from muse_lab.cli.language_model import Place, silence_transformers
+from muse_lab.cli.measuring import Output, add_command, measuring, spell, write
+from muse_lab.cli.options import Words, attentions, flag, option, with_option_groups
+from muse_lab.evaluation.comparison.report import comparison_report, matrix_table
+from muse_lab.evaluation.comparison.results import ComparisonResults, ComparisonSettings
+from muse_lab.evaluation.loss.curves import SHORTEST
+from muse_lab.pretraining.data.corpus import Corpus, read_corpus
+from muse_lab.pretraining.recipes import PRECISIONS
+from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import forward_name
+
+if TYPE_CHECKING:
+    from muse_lab.evaluation.comparison.runs import StoredRun
+
+RESULTS = "compare.json"
+_CORPUS = Path("out/corpus")
+
+
+@dataclass(frozen=True)
+class ComparisonRequest:
+    """How runs are to be compared."""
+
+    corpus: Annotated[Path, option("Folder that muse prepare wrote, and that the runs learnt from.")] = _CORPUS
+    attention: Annotated[
+        Words, attentions("Attention to test with, beside exact attention", "those that the runs were trained with")
+    ] = None
+    samples: Annotated[
+        int,
+        option(
+            "Held-out windows, evenly spaced; all, if there are fewer. 0: nothing is measured, the report has what the "
+            "runs recorded while they trained, and of a run only run.json and metrics.jsonl are needed."
+        ),
+    ] = 16
+    length: Annotated[str | None, option("Tokens of a window; k means 1024.", "that of the runs")] = None
+    checkpoints: Annotated[
+        int, option("Earlier checkpoints of each run, at most, whose loss against position is measured.")
+    ] = 3
+    device: Device = None
+    dtype: Annotated[
+        str | None,
+        option("float32 or bfloat16.", "float32 on cpu, bfloat16 on cuda", "--dtype", "--precision"),
+    ] = None
+    shared_gpu: Annotated[
+        bool, flag("--shared-gpu", "The GPU was shared with other programs: leave the speeds of the runs out.")
+    ] = False
+    output: Output = Path("out/compare")
+    overwrite: Overwrite = False
+
+    @cached_property
+    def place(self) -> Place:
+        return Place.choose(self.device, self.dtype)
+
+    @property
+    def path(self) -> Path:
+        return self.output / RESULTS
+
+    def check(self) -> None:
+        if self.place.dtype not in PRECISIONS:
+            raise ValueError(f"--dtype {self.place.dtype} must be one of {', '.join(PRECISIONS)}")
+        if self.samples < 0 or self.checkpoints < 0:
+            raise ValueError("--samples and --checkpoints must be at least 0")
+        if not self.samples and (self.attention or self.length):
+            raise ValueError("--samples 0 measures nothing: leave --attention and --length out, or ask for samples")
+
+
+_REQUEST = ComparisonRequest()
+
+
+@app.command()
+@with_option_groups
+def compare(
+    context: typer.Context,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders that muse train wrote.")],
+    request: ComparisonRequest = _REQUEST,
+) -> None:
+    """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.
+
+    Writes compare.json after every sample that is measured, goes on from it where it was interrupted, and writes
+    reports at the end.
+    """
+    with user_errors():
+        request.check()
+        place = {"device": request.place.device, "dtype": request.place.dtype}
+    with measuring(request.path, spell(context, place), overwrite=request.overwrite):
+        compare_runs(runs, request, lambda names: spell(context, {**place, "runs": names}, is_recorded=True))
+
+
+def compare_runs(
+    folders: Sequence[Path], request: ComparisonRequest, command: Callable[[Sequence[str]], str]
+) -> ComparisonResults:
+    """Measure what is missing, with a bar, show it and write the report; a ValueError if something cannot be.
+
+    Args:
+        command: what was called to compare runs of these names, for the file of the results
+    """
+    asked_length = None if request.length is None else parse_size(request.length)
+    with busy(f"importing transformers, and reading the corpus {request.corpus} and the runs"):
+        import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
+        from muse_lab.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
+        from muse_lab.evaluation.comparison.recorded import take_records
+        from muse_lab.evaluation.comparison.runs import open_runs
+        from muse_lab.pretraining.run_folder import run_recipe
+
+        silence_transformers()
+        for folder in folders:
+            run_recipe(folder)  # a run that is missing is said before a corpus that is
+        corpus = read_corpus(request.corpus)
+        needs_weights = request.samples > 0
+        runs = open_runs(folders, corpus, device=request.place.device, needs_weights=needs_weights, on_refused=say)
+    if not request.samples:
+        results = _start(request, corpus, length=0, windows=0)
+        add_command(results, command([run.name for run in runs]))
+        take_records(runs, corpus, results, request.path)
+        return _report(results, request)
+    length = _length(runs, asked_length)
+    windows = open_windows(corpus, length)
+    asked_for = request.attention or [run.recipe.attention for run in runs]
+    tested = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
+    if request.samples > len(windows):
+        say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
+    results = _start(request, corpus, length, len(windows))
+    missing = sum(
+        len(results.missing(run.name, step, attentions_of(run, step, tested)))
+        for run in runs
+        for step in weights_to_measure(run, request.checkpoints)
+    )
+    if missing:
+        add_command(results, command([run.name for run in runs]))
+    with progress_bar(missing) as on_step:
+        measure(
+            *(runs, corpus, tested, results, request.path),
+            checkpoints=request.checkpoints,
+            on_step=on_step,
+            on_refused=say,
+        )
+    return _report(results, request)
+
+
+def _start(request: ComparisonRequest, corpus: Corpus, length: int, windows: int) -> ComparisonResults:
+    """Earlier results under the same settings, or none yet. Without samples there are no windows and no length."""
+    settings = ComparisonSettings(
+        corpus=corpus.manifest.source,
+        fingerprint=corpus.fingerprint,
+        length=length,
+        samples=min(request.samples, windows),
+        windows=windows,
+        device=request.place.device,
+        precision=request.place.dtype,
+    )
+    make_folder(request.output)
+    results = ComparisonResults.start(settings, request.path, overwrite=request.overwrite)
+    if request.shared_gpu:
+        results.settings = replace(results.settings, shared_gpu=True)
+    return results
+
+
+def _report(results: ComparisonResults, request: ComparisonRequest) -> ComparisonResults:
+    """On the terminal and in files."""
+    if results.settings.samples:
+        _show_matrix(results)
+    report = comparison_report(results)
+    for line in report.verdict:
+        typer.echo(line)
+    write(report, request.path, request.path)
+    return results
+
+
+def _show_matrix(results: ComparisonResults) -> None:
+    """With an attention in each row, as their names are long."""
+    settings, matrix = results.settings, matrix_table(results)
+    title = f"held-out loss, {settings.samples} x {format_size(settings.length)} tokens"
+    table = new_table(f"{title}; rows: tested with, columns: run", *results.runs)
+    for place, name in enumerate(results.attentions, start=2):
+        table.add_row(name, *matrix.column(matrix.titles[place]))
+    console.print(table)
+
+
+def _length(runs: Sequence[StoredRun], asked_for: int | None) -> int:
+    lengths = sorted({run.recipe.length for run in runs})
+    if asked_for is None and len(lengths) > 1:
+        raise ValueError(
+            f"the runs were trained on {' and '.join(map(format_size, lengths))} tokens; choose one length by --length"
+        )
+    length = asked_for or lengths[0]
+    if length > lengths[0]:
+        raise ValueError(
+            f"the runs were trained on {' and '.join(map(format_size, lengths))} tokens; --length {length} is more, "
+            f"choose at most {format_size(lengths[0])}"
+        )
+    if length < SHORTEST:
+        raise ValueError(f"--length {length} is too short for a curve; choose at least {SHORTEST}")
+    return length

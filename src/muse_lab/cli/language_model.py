@@ -1,0 +1,132 @@
+"""What commands that measure a language model share: the model, its texts, and their options."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from torch import Tensor
+
+from muse_lab.benchmark.workload import DTYPES, check_device
+from muse_lab.cli.app import busy, default_device, say
+from muse_lab.cli.options import flag, option
+from muse_lab.evaluation.settings import TextSettings, check_context, describe_model, take_fingerprint
+from muse_lab.evaluation.texts import describe_texts, read_samples, read_samples_inside
+from muse_lab.models import DEFAULT_MODEL, load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help=f"Folder of a causal language model, {DEFAULT_MODEL}, or with --download a name of the Hugging Face hub.",
+        show_default=DEFAULT_MODEL,
+    ),
+]
+Download = Annotated[bool, flag("--download", "Get a model that is named like org/model from the Hugging Face hub.")]
+Text = Annotated[
+    list[Path] | None,
+    option(
+        "Text file, or folder of .py, .txt and .md files; may be repeated.", "the source of Python's standard library"
+    ),
+]
+Length = Annotated[str, option("Tokens of a sample; k means 1024.")]
+Dtype = Annotated[str | None, option("float32, bfloat16 or float16.", "float32 on cpu, bfloat16 on cuda")]
+_STACK = "\nException raised from "
+"""Begins the stack of C++ calls that some warnings of PyTorch end with."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs, and in which precision."""
+
+    device: str
+    dtype: str
+
+    @classmethod
+    def choose(cls, device: str | None, dtype: str | None) -> Place:
+        """What was asked for, or what suits this machine; a ValueError if there is no such thing."""
+        device = device or default_device()
+        check_device(device)
+        dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+        return cls(device, dtype)
+
+
+def name_of(path: str | Path) -> str:
+    """The last part of a path; of the model in the folder of a run, the name of the run."""
+    folder = Path(path).expanduser().resolve()
+    is_in_a_run = folder.name == "model" and (folder.parent / "run.json").is_file()
+    return folder.parent.name if is_in_a_run else folder.name
+
+
+def load_quietly(
+    model: str, place: Place, *, download: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Without the progress bars and warnings of transformers; raises ValueError or ImportError."""
+    with busy(f"loading {name_of(model)}"):
+        silence_transformers()
+        return load_model(model, dtype=DTYPES[place.dtype], device=place.device, download=download)
+
+
+def silence_transformers() -> None:
+    """Switch off the progress bars and warnings of transformers, if it is installed."""
+    with contextlib.suppress(ImportError):
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured."""
+
+    model: PreTrainedModel
+    tokens: Tensor
+    """(samples, length)"""
+    settings: TextSettings
+
+
+def open_subject(
+    model: str,
+    texts: Sequence[Path],
+    length: int,
+    samples: int,
+    place: Place,
+    *,
+    download: bool = False,
+    inside_files: bool = False,
+) -> Subject:
+    """Load a model and read its text; a ValueError or ImportError of one line if that is not possible."""
+    loaded, tokenizer = load_quietly(model, place, download=download)
+    check_context(loaded, length)
+    with busy(f"reading {describe_texts(texts)}"):
+        read = (read_samples_inside if inside_files else read_samples)(tokenizer, texts, length, samples)
+        about = settings_of_model(model, loaded, place, read.tokens)
+    return Subject(loaded, read.tokens, TextSettings(text=read.source, length=length, samples=samples, **about))
+
+
+def settings_of_model(name: str, model: PreTrainedModel, place: Place, tokens: Tensor) -> dict[str, Any]:
+    """What the settings of every measurement say of the model; `tokens` are part of its fingerprint."""
+    return {
+        "model": describe_model(name_of(name), model),
+        "device": place.device,
+        "dtype": place.dtype,
+        "fingerprint": take_fingerprint(model, tokens),
+    }
+
+
+@contextlib.contextmanager
+def short_warnings() -> Iterator[None]:
+    """A warning is one line, without the code that it came from and without PyTorch's stack of C++ calls."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *where: say(str(message).partition(_STACK)[0])
+        yield

@@ -1,0 +1,192 @@
+"""What commands that measure share: where results go, how a run goes on, tables on the terminal, and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Generic, Protocol, TypeVar
+
+import typer
+
+from muse_lab.cli.app import (
+    Device,
+    Overwrite,
+    Resume,
+    busy,
+    console,
+    file_stem,
+    make_folder,
+    new_table,
+    nonempty_path,
+    progress_bar,
+    run_errors,
+    say,
+    user_errors,
+)
+from muse_lab.cli.language_model import Download, Dtype, Place, name_of, short_warnings
+from muse_lab.cli.options import option
+from muse_lab.records.stored_results import StoredResults
+from muse_lab.report.files import write_report
+from muse_lab.report.tree import Report, Table
+
+Samples = Annotated[int, option("Samples, one after another in the text.")]
+Output = Annotated[Path, typer.Option(help="Folder of the results.", parser=nonempty_path)]
+_NOT_SPELLED = ("overwrite", "resume")
+_PATHS = ("model", "text", "corpus", "data", "captures", "saved")
+"""Options whose folders are in no file of results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRun:
+    """Options of every command that measures a language model."""
+
+    device: Device = None
+    dtype: Dtype = None
+    download: Download = False
+    name: Annotated[str | None, option("File name, without ending.", "the name of the model")] = None
+    output: Output
+    overwrite: Overwrite = False
+    resume: Resume = False
+
+    @cached_property
+    def place(self) -> Place:
+        return Place.choose(self.device, self.dtype)
+
+    def name_for(self, model: str) -> str:
+        """Of the files."""
+        return name_of(model) if self.name is None else self.name
+
+
+Results = TypeVar("Results", bound=StoredResults)
+
+
+class Measurement(Generic[Results]):
+    """One call of a command: the file of its results, and the command that continues it."""
+
+    def __init__(
+        self,
+        context: typer.Context,
+        kind: type[Results],
+        options: ModelRun,
+        name: str,
+        *,
+        ending: str = "",
+        settled: Mapping[str, object] | None = None,
+    ) -> None:
+        """Raises ValueError, before a model is loaded, if results cannot go there, or if what is there is broken.
+
+        Args:
+            name: of the files
+            ending: that they have after it, before that of a file
+            settled: values of options that the command was called without, or with in another form
+        """
+        self.path = options.output / f"{file_stem(name)}{ending}.json"
+        self._kind = kind
+        self._overwrite = options.overwrite
+        kind.check_readable(self.path, overwrite=options.overwrite)
+        place = {"device": options.place.device, "dtype": options.place.dtype}
+        self.again = spell(context, {**place, "name": name, **(settled or {})})
+        self._recorded = spell(context, {**place, "name": name, **(settled or {})}, is_recorded=True)
+
+    def start(self, settings: Any) -> Results:
+        """The results so far; a ValueError if those in the file are of something else."""
+        make_folder(self.path.parent)
+        return self._kind.start(settings, self.path, overwrite=self._overwrite)
+
+    def record(self, results: Results) -> None:
+        add_command(results, self._recorded)
+
+    def progress(self, results: Results, steps: int) -> contextlib.AbstractContextManager[Callable[[str, int], None]]:
+        """A bar for the steps that are missing. If there are any, the results record the command."""
+        if steps:
+            self.record(results)
+        return progress_bar(steps)
+
+    def errors(self) -> contextlib.AbstractContextManager[Callable[[], str]]:
+        return measuring(self.path, self.again, overwrite=self._overwrite)
+
+    def write(self, report: Report) -> None:
+        write(report, self.path, self.path)
+
+
+@contextlib.contextmanager
+def measuring(path: Path, again: str, *, overwrite: bool = False) -> Iterator[Callable[[], str]]:
+    """Errors and warnings are one line each; what ends a run says how to go on. Gives the function that says it.
+
+    Args:
+        again: the command that continues the run, so without --overwrite
+    """
+    replaced = _file_number(path) if overwrite else None
+
+    def how_to_continue() -> str:
+        if not path.exists():
+            return f"nothing was written; continue with: {again}"
+        if _file_number(path) == replaced:
+            return f"the earlier results in {path} were not replaced; start again with: {again} --overwrite"
+        return f"what is finished is in {path}; continue with: {again}"
+
+    with run_errors(how_to_continue), user_errors(), short_warnings():
+        yield how_to_continue
+
+
+def _file_number(path: Path) -> tuple[int, int] | None:
+    """Changes when the file is replaced; None if there is no file."""
+    if not path.exists():
+        return None
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def spell(context: typer.Context, settled: Mapping[str, object], *, is_recorded: bool = False) -> str:
+    """The command that was called, with every option that has a value, in order.
+
+    Args:
+        settled: values in place of those it was called with; None leaves an option out
+        is_recorded: for the file of the results: without their folder, and with the last part of each path alone
+    """
+    words = ["muse", *context.command_path.split()[1:]]
+    parameter: Any
+    for parameter in context.command.params:
+        name = parameter.name
+        value: Any = settled.get(name, context.params.get(name))
+        if value is None or name in _NOT_SPELLED or (is_recorded and name == "output"):
+            continue
+        if isinstance(value, bool):
+            words += (parameter.opts if value else parameter.secondary_opts)[:1]
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += parameter.opts[:1] if parameter.param_type_name == "option" else []
+            is_short = is_recorded and name in _PATHS and name not in settled
+            words.append(name_of(one) if is_short else str(one))
+    return shlex.join(words)
+
+
+class _Recorded(Protocol):
+    commands: list[str]
+
+
+def add_command(results: _Recorded, command: str) -> None:
+    if command not in results.commands:
+        results.commands.append(command)
+
+
+def show(table: Table, title: str, columns: Mapping[str, str] | Iterable[str], caption: str = "") -> None:
+    """On the terminal: the first column, and those of these titles, by what they are called there."""
+    called = dict(columns) if isinstance(columns, Mapping) else {name: name.replace(" ", "\n", 1) for name in columns}
+    shown = {name: short for name, short in called.items() if name in table.titles}
+    printed = new_table(title, *shown.values())
+    printed.caption = caption or None
+    for first, *cells in zip(table.column(table.titles[0]), *map(table.column, shown), strict=True):
+        printed.add_row(first, *cells)
+    console.print(printed)
+
+
+def write(report: Report, path: Path, *others: Path) -> None:
+    """The files of a report beside those of its results, and a line that names them."""
+    with busy(f"writing the report {path.with_suffix('.html')}"):
+        written = write_report(report, path, say)
+    typer.echo(f"wrote {', '.join(map(str, [*others, *written]))}")

@@ -1,0 +1,96 @@
+"""The pages of `muse report` that compare models on the same needles: those of a folder, and over several folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from muse_lab.cli.app import say
+from muse_lab.cli.measuring import write
+from muse_lab.evaluation.needles.comparison import Models, have_same_questions, needle_comparison, reference_first
+from muse_lab.evaluation.needles.results import NeedleResults
+from muse_lab.evaluation.needles.trainings import is_answered, needles_over_trainings
+from muse_lab.report.tree import Report
+
+COMPARED = "needles-compared"
+"""Name of the files that compare the models in a folder."""
+OVER_TRAININGS = "needles-over-trainings"
+"""Name of the files that compare models over several folders, one for each training."""
+
+
+def write_needle_comparisons(folders: Mapping[Path, Mapping[str, NeedleResults]]) -> dict[Path, str]:
+    """The pages that compare models, and their headlines.
+
+    Of the models in a folder there is a page for those that had the same questions. Of folders side by side, each a
+    training of the same models, there is one over those whose models had the same questions.
+    """
+    pages: dict[Path, str] = {}
+    trainings: dict[Path, list[tuple[str, Models]]] = {}
+    for folder, found in folders.items():
+        several = [reference_first(group) for group in _same_questions(found.items()) if len(group) > 1]
+        if not several or _is_taken(COMPARED, folder, found):
+            continue
+        compared = {name for group in several for name in group}
+        for name in (name for name in found if name not in compared):
+            say(f"{folder / name}.json is compared with none: no other model in the folder was asked the same")
+        pages |= _write_numbered([needle_comparison(models) for models in several], folder / COMPARED)
+        trainings.setdefault(folder.parent, []).extend((folder.name, models) for models in several)
+    for parent, of_parent in trainings.items():
+        alike = _alike(of_parent)
+        repeated = [group for group in alike if len(group) > 1]
+        if not repeated or _is_taken(OVER_TRAININGS, parent, folders.get(parent, {})):
+            continue
+        for training in (training for group in alike if len(group) == 1 for training in group):
+            say(f"{parent / training} is in no comparison over folders: no other has such models, asked the same")
+        pages |= _write_numbered([*map(needles_over_trainings, repeated)], parent / OVER_TRAININGS)
+    return pages
+
+
+def _is_taken(page: str, folder: Path, found: Mapping[str, NeedleResults]) -> bool:
+    """Whether a model has the name of a page, which would overwrite its report."""
+    if page in found:
+        say(f"{folder / page}.json has the name of a comparison; rename it, and the models are compared")
+    return page in found
+
+
+def _same_questions(found: Iterable[tuple[str, NeedleResults]]) -> list[dict[str, NeedleResults]]:
+    """Models that were asked the same, together."""
+    alike: list[dict[str, NeedleResults]] = []
+    for name, results in found:
+        group = next((group for group in alike if have_same_questions(next(iter(group.values())), results)), None)
+        if group is None:
+            alike.append({name: results})
+        else:
+            group[name] = results
+    return alike
+
+
+def _alike(trainings: Iterable[tuple[str, Models]]) -> list[dict[str, Models]]:
+    """Together those whose models are compared with one of the same name and shape, and were asked the same."""
+    alike: list[dict[str, Models]] = []
+    for training, models in trainings:
+        answered = {name: results for name, results in models.items() if is_answered(results)}
+        if len(answered) < 2:
+            continue
+        group = next((group for group in alike if _are_alike(answered, next(iter(group.values())))), None)
+        if group is None:
+            alike.append({training: answered})
+        else:
+            group[training] = answered
+    return alike
+
+
+def _are_alike(models: Models, others: Models) -> bool:
+    (name, results), (other, other_results) = next(iter(models.items())), next(iter(others.items()))
+    is_same_shape = results.settings.shape == other_results.settings.shape
+    return name == other and is_same_shape and have_same_questions(results, other_results)
+
+
+def _write_numbered(reports: Sequence[Report], first: Path) -> dict[Path, str]:
+    """The pages of reports of one kind, and their headlines."""
+    pages: dict[Path, str] = {}
+    for place, report in enumerate(reports, start=1):
+        path = first if place == 1 else first.with_name(f"{first.name}-{place}")
+        write(report, path)
+        pages[path.with_suffix(".html")] = report.headline
+    return pages

@@ -1,0 +1,242 @@
+"""`muse eval needles`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import torch
+import typer
+
+from muse_attention.registry import full_name
+from muse_attention.sizes import format_size, parse_size_list
+from muse_lab.cli.app import busy, say, user_errors
+from muse_lab.cli.evaluate import evaluations
+from muse_lab.cli.language_model import Model, Text, load_quietly, settings_of_model
+from muse_lab.cli.measuring import Measurement, ModelRun, show
+from muse_lab.cli.needle_comparisons import COMPARED, OVER_TRAININGS
+from muse_lab.cli.options import Words, attentions, flag, listed, option, with_option_groups
+from muse_lab.evaluation.gradients import report as gradient_reports
+from muse_lab.evaluation.gradients import results as gradients_found
+from muse_lab.evaluation.gradients.results import GradientResults
+from muse_lab.evaluation.lookups import report as lookup_reports
+from muse_lab.evaluation.lookups import results as lookups_found
+from muse_lab.evaluation.lookups.results import LookupResults
+from muse_lab.evaluation.needles.captures import fast_tokenizer
+from muse_lab.evaluation.needles.report import needle_report, summary_table
+from muse_lab.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
+from muse_lab.evaluation.settings import check_context
+from muse_lab.evaluation.texts import describe_texts, read_texts
+from muse_lab.models import DEFAULT_MODEL
+from muse_lab.pretraining.data.corpus import HELD_OUT, read_corpus
+from muse_lab.pretraining.data.tokenizer import read_tokenizer
+from muse_lab.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
+from muse_lab.pretraining.needles.samples import KINDS, NeedleSamples, check_kind
+from muse_lab.pretraining.needles.writer import VERSION
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_TEXT_TOKENS = 2**20
+"""Of a haystack of texts, unless four times the longest context is more."""
+_LOOKUPS = (
+    "Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in every head. "
+    "Writes NAME-lookups.json, .md, .csv and .html."
+)
+_GRADIENTS = (
+    "Ask nothing: measure how much of exact attention's gradient for the answers each attention keeps, in the weights. "
+    "Writes NAME-gradients.json, .md, .csv and .html."
+)
+_RUN = ModelRun(output=Path("out/needles"))
+_LENGTHS = "2k,4k,8k"
+
+
+@evaluations.command()
+@with_option_groups
+def needles(
+    context: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    corpus: Annotated[
+        Path | None, option("Folder that muse prepare wrote: its held-out repositories are the haystack.")
+    ] = None,
+    text: Text = None,
+    length: Annotated[Words, listed("Tokens of a sample; k means 1024.", _LENGTHS)] = None,
+    kind: Annotated[Words, listed("Kinds of samples.", ",".join(KINDS))] = None,
+    attention: Annotated[
+        Words, attentions("Attention that reads the prompt, beside exact attention", "MuSeConfig.for_length")
+    ] = None,
+    samples_per_depth: Annotated[int, option("Of each kind and length, in each of nine depths.")] = 2,
+    lookups: Annotated[bool, flag("--lookups", _LOOKUPS)] = False,
+    gradients: Annotated[bool, flag("--gradients", _GRADIENTS)] = False,
+    seed: Annotated[int, option("Of the samples.")] = 0,
+    run: ModelRun = _RUN,
+) -> None:
+    """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.
+
+    Writes NAME.json on the way, and NAME.md, NAME.csv, pictures and NAME.html at the end. Run again, it adds what is
+    missing, and tries failed samples again.
+    """
+    texts, asked_for, kinds = text or [], attention or ["muse"], kind or list(KINDS)
+    with user_errors():
+        lengths = parse_size_list(length or [_LENGTHS])
+        for one in kinds:
+            check_kind(one)
+        if lookups and gradients:
+            raise ValueError("--lookups and --gradients measure different things; ask for one, then for the other")
+        others = [] if lookups or gradients else ["exact"]  # first, as the others are compared with it
+        names = {
+            tokens: list(dict.fromkeys([*others, *(full_name(one, tokens) for one in asked_for)])) for tokens in lengths
+        }
+        if samples_per_depth < 1:
+            raise ValueError(f"--samples-per-depth {samples_per_depth} measures nothing; choose at least 1")
+        if corpus is not None and texts:
+            raise ValueError("a haystack is either a corpus or texts; leave out --corpus or --text")
+        stem = run.name_for(model)
+        if stem in (COMPARED, OVER_TRAININGS):
+            raise ValueError(f"--name {stem} is that of the comparison of several models; choose another")
+        kind_of_results: type[NeedleResults | LookupResults | GradientResults] = NeedleResults
+        if lookups or gradients:
+            kind_of_results = LookupResults if lookups else GradientResults
+        measurement = Measurement(
+            *(context, kind_of_results, run, stem),
+            ending="-lookups" if lookups else "-gradients" if gradients else "",
+            settled={"length": ",".join(map(format_size, lengths)), "kind": ",".join(kinds), "attention": asked_for},
+        )
+    with measurement.errors():
+        subject = _open(model, corpus, texts, lengths, kinds, seed, run)
+        results = measurement.start(subject.settings)
+        tasks = plan(names, subject.kinds, samples_per_depth)
+        with measurement.progress(results, len(results.missing(tasks))) as on_step:
+            if isinstance(results, LookupResults):
+                lookups_found.measure(subject.model, subject.samples, tasks, results, measurement.path, on_step=on_step)
+            elif isinstance(results, GradientResults):
+                differentiated = (subject.model, subject.samples, tasks)
+                gradients_found.measure(*differentiated, results, measurement.path, on_step=on_step)
+            else:
+                asked = (subject.model, subject.tokenizer, subject.samples, tasks)
+                measure(*asked, results, measurement.path, on_step=on_step)
+        if isinstance(results, LookupResults):
+            _show_lookups(results)
+            measurement.write(lookup_reports.lookup_report(results, measurement.path.stem))
+            return
+        if isinstance(results, GradientResults):
+            _show_gradients(results)
+            measurement.write(gradient_reports.gradient_report(results, measurement.path.stem))
+            return
+        failed = _tell_failures(results, tasks, measurement.again)
+        if any(not outcome.error for outcome in results.outcomes.values()):
+            _show_needles(results)
+            measurement.write(needle_report(results, measurement.path.stem))
+        if failed:
+            raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is measured."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    samples: NeedleSamples
+    kinds: dict[int, list[str]]
+    """that have room, by length"""
+    settings: NeedleSettings
+
+
+def _open(
+    model: str,
+    corpus: Path | None,
+    texts: Sequence[Path],
+    lengths: Sequence[int],
+    kinds: Sequence[str],
+    seed: int,
+    run: ModelRun,
+) -> _Subject:
+    """Load a model and its haystack; a ValueError or ImportError of one line if samples cannot be made of them."""
+    loaded, tokenizer = load_quietly(model, run.place, download=run.download)
+    check_context(loaded, max(lengths))
+    backend = fast_tokenizer(tokenizer)
+    haystack: Haystack
+    if corpus is None:
+        enough = max(_TEXT_TOKENS, 4 * max(lengths))
+        source = f"the first {enough:,} tokens, or all, of {describe_texts(texts)}"
+        with busy(f"encoding {source}"):
+            haystack = TextHaystack.encode(backend, read_texts(texts), enough=enough, source=source)
+    else:
+        with busy(f"reading {corpus}"):
+            haystack = _corpus_haystack(backend, corpus)
+    check_enough(haystack, max(lengths))
+    samples = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids, seed=seed)
+    # The words for a corpus have its fingerprint; those for texts do not say what is in them.
+    looked_at = np.concatenate(haystack.files) if isinstance(haystack, TextHaystack) else np.empty(0, np.int64)
+    about = settings_of_model(model, loaded, run.place, torch.from_numpy(looked_at))
+    settings = NeedleSettings(haystack=haystack.source, seed=seed, version=VERSION, **about)
+    return _Subject(loaded, tokenizer, samples, _with_room(samples, lengths, kinds), settings)
+
+
+def _with_room(samples: NeedleSamples, lengths: Sequence[int], kinds: Sequence[str]) -> dict[int, list[str]]:
+    """The kinds that fit into each length; a line names those that do not. Raises ValueError if none fits."""
+    shortest = {kind: samples.shortest(kind) for kind in kinds}
+    found = {length: [kind for kind in kinds if shortest[kind] <= length] for length in lengths}
+    if not any(found.values()):
+        samples.make(min(kinds, key=shortest.__getitem__), max(lengths), 0, 0)  # raises, and says what it needs
+    left_out = [
+        f"{kind} at {format_size(length)}, which needs {shortest[kind]} tokens"
+        for length in lengths
+        for kind in kinds
+        if kind not in found[length]
+    ]
+    if left_out:
+        say(f"left out: {'; '.join(left_out)}")
+    return found
+
+
+def _corpus_haystack(tokenizer: Tokenizer, folder: Path) -> Haystack:
+    corpus = read_corpus(folder)
+    if read_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"the model has another tokenizer than the corpus in {folder}; leave out --corpus, or use --text"
+        )
+    return CorpusHaystack(corpus, HELD_OUT)
+
+
+def _show_needles(results: NeedleResults) -> None:
+    title = f"{results.settings.model}\n{results.settings.haystack}"
+    columns = {name: name for name in ("length", "kind", "n")}
+    columns |= {
+        "exact match": "exact\nmatch",
+        "exact match: against exact": "against\nexact",
+        "right of 8": "right\nof 8",
+    }
+    caption = "In parentheses: 95% Wilson interval; against exact attention on the same samples, ± standard error."
+    show(summary_table(results), title, columns, caption)
+
+
+def _show_lookups(results: LookupResults) -> None:
+    title = f"{results.settings.model}\n{results.settings.haystack}"
+    columns = ("length", "kind", "samples", "found", "exact", "pairs", "strong heads", "found, strong")
+    caption = "Share of exact attention's weight on the needle that is retrieved, or in the query's own block."
+    show(lookup_reports.summary_table(results), title, columns, caption)
+
+
+def _show_gradients(results: GradientResults) -> None:
+    title = f"{results.settings.model}\n{results.settings.haystack}"
+    columns = ("length", "samples", "kept", "cosine", "kept, q and k", "cosine, q and k")
+    caption = "Of the answers' gradient: the component along exact attention's, as a share of it; q and k: projections."
+    show(gradient_reports.summary_table(results), title, columns, caption)
+
+
+def _tell_failures(results: NeedleResults, tasks: Sequence[NeedleTask], again: str) -> bool:
+    """Report failures among the requested samples; whether there are any."""
+    failed = [task for task in tasks if results.outcomes[task].error]
+    if failed:
+        task, error = failed[0], results.outcomes[failed[0]].error
+        say(
+            f"{len(failed)} samples failed, one of {task.length} tokens under {task.attention} among them: {error}; "
+            f"ask them again with: {again}"
+        )
+    return bool(failed)

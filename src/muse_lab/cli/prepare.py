@@ -1,0 +1,223 @@
+"""`muse prepare`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from muse_attention.sizes import format_size, parse_size
+from muse_lab.cli.app import Overwrite, app, console, nonempty_path, phases_bar, run_errors, say, user_errors
+from muse_lab.pretraining.data.contents import open_contents
+from muse_lab.pretraining.data.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest, read_corpus
+from muse_lab.pretraining.data.datasets import dolma_documents, stack_repositories
+from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT
+from muse_lab.pretraining.data.prepare import CorpusSettings, recorded_settings
+from muse_lab.pretraining.data.prepare import prepare as prepare_corpus
+from muse_lab.pretraining.data.repositories import Repository, printable
+from muse_lab.pretraining.data.sources import python_libraries, repositories_in, texts_in
+from muse_lab.records.earlier_results import find_earlier
+
+KINDS = ("python", "repositories", "stack", "dolma", "text")
+CODE, PROSE = "code", "prose"
+_OF_THE_PAPER = ("stack", "dolma")
+"""Kinds of the paper's data, of which it leaves out what is too large."""
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Files and folders of one kind.", show_default="Python's standard library and installed packages"
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="repositories: folders and .tar.gz, .zip, .whl archives; stack: rows of The Stack v2, .parquet or "
+            ".jsonl; dolma: .jsonl.zst; text: plain texts; python: what is installed.",
+            show_default="repositories, or python without a source",
+        ),
+    ] = None,
+    content: Annotated[
+        str,
+        typer.Option(help="Of repositories: code, or prose for the documentation and texts inside of them."),
+    ] = CODE,
+    topic: Annotated[
+        str | None, typer.Option(help="Of LongMino, by name, like science_tech.", show_default="all")
+    ] = None,
+    length_bucket: Annotated[
+        str | None, typer.Option(help="Of LongMino, by name, like 2e16 for 64k tokens.", show_default="all")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder of the corpus.", parser=nonempty_path)] = Path("out/corpus"),
+    vocabulary: Annotated[str, typer.Option(help="Tokens of the tokenizer; k means 1024.")] = "32k",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or its folder; without it one is trained.")
+    ] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the repositories that is not for training.")] = 0.01,
+    smallest: Annotated[
+        str | None,
+        typer.Option(help="Fewest tokens of a document, at 3.5 bytes each.", show_default="16k, or 1 with --pack"),
+    ] = None,
+    largest: Annotated[str, typer.Option(help="Every document has fewer tokens than this.")] = "256k",
+    skip_large: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip-large/--cut-large",
+            help="Leave out what is too large, or cut it.",
+            show_default="left out of stack and dolma, as in the paper, else cut",
+        ),
+    ] = None,
+    pack: Annotated[
+        str | None,
+        typer.Option(
+            help="Put whole documents into rows of so many tokens, for muse train document_mask=true length=THE SAME.",
+            show_default="no rows: documents follow one another",
+        ),
+    ] = None,
+    largest_file: Annotated[
+        str | None, typer.Option(help="Bytes of the largest file that is read.", show_default="1024k, 16384k of text")
+    ] = None,
+    contents: Annotated[
+        str | None, typer.Option(help="Folder or URL with content/ID, gzip, for the ids of The Stack v2.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the split and of the order of documents.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Prepare texts for pretraining: filter, join, split and tokenize them.
+
+    Writes shards of tokens, an index of documents, the tokenizer, and manifest.json when all of that is whole. A
+    corpus that is there already is kept if it was made from the same sources with the same settings, by their names.
+    """
+    paths = source or []
+    with user_errors():
+        kind = _kind(kind, paths)
+        largest_bytes = None if largest_file is None else parse_size(largest_file)
+        settings = CorpusSettings(
+            vocabulary=parse_size(vocabulary),
+            tokenizer=tokenizer,
+            buckets=Buckets(parse_size(smallest or ("16k" if pack is None else "1")), parse_size(largest)),
+            skip_large=kind in _OF_THE_PAPER if skip_large is None else skip_large,
+            held_out=held_out,
+            seed=seed,
+            pack=None if pack is None else parse_size(pack),
+            largest_code=largest_bytes or LARGEST_CODE,
+            largest_text=largest_bytes or LARGEST_TEXT,
+        )
+        part = _Part(content, topic, length_bucket)
+        part.check(kind)
+        repositories = _repositories(kind, paths, contents, settings, part)
+        words = _in_words(kind, paths, part)
+        earlier = find_earlier(
+            output / MANIFEST,
+            lambda path: read_corpus(path.parent, hashes=False),
+            lambda corpus: {"source": corpus.manifest.source, **corpus.manifest.settings},
+            {"source": printable(words), **recorded_settings(settings)},
+            overwrite=overwrite,
+        )
+    if earlier is not None:
+        _show(earlier.manifest)
+        typer.echo(f"{output} is there already; --overwrite prepares it again, if the sources have changed")
+        return
+    with run_errors(lambda: "no new corpus was written; run the same command again"), user_errors():
+        with phases_bar() as on_step:
+            corpus = prepare_corpus(
+                repositories,
+                output,
+                settings,
+                source=words,
+                overwrite=overwrite,
+                on_step=on_step,
+            )
+        _show(corpus.manifest)
+        typer.echo(f"wrote {output}")
+
+
+def _kind(kind: str | None, paths: Sequence[Path]) -> str:
+    kind = kind or ("repositories" if paths else "python")
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; use one of {', '.join(KINDS)}")
+    if (kind == "python") == bool(paths):
+        raise ValueError(
+            "the kind python is what is installed: leave out SOURCE" if paths else f"the kind {kind} needs a SOURCE"
+        )
+    return kind
+
+
+class _Part(NamedTuple):
+    """What is taken of the sources."""
+
+    content: str
+    topic: str | None
+    length_bucket: str | None
+
+    def check(self, kind: str) -> None:
+        if self.content not in (CODE, PROSE):
+            raise ValueError(f"unknown content {self.content!r}; use {CODE} or {PROSE}")
+        if self.content == PROSE and kind != "repositories":
+            raise ValueError(f"--content {PROSE} is taken out of repositories; leave it out for the kind {kind}")
+        if (self.topic or self.length_bucket) and kind != "dolma":
+            raise ValueError(f"--topic and --length-bucket are of LongMino, the kind dolma, not {kind}; leave them out")
+
+    def in_words(self) -> str:
+        """Empty for all of it."""
+        named = [*([self.content] if self.content != CODE else []), *filter(None, (self.topic, self.length_bucket))]
+        return f" ({', '.join(named)})" if named else ""
+
+
+def _repositories(
+    kind: str,
+    paths: Sequence[Path],
+    contents: str | None,
+    settings: CorpusSettings,
+    part: _Part,
+) -> Iterable[Repository]:
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise ValueError(f"there is no source {str(missing[0])!r}; give files or folders that exist")
+    if kind == "python":
+        return python_libraries()
+    if kind == "repositories":
+        return repositories_in(paths, largest=settings.largest_code, prose=part.content == PROSE)
+    if kind == "text":
+        return texts_in(paths)
+    if kind == "dolma":
+        return dolma_documents(paths, topic=part.topic, length_bucket=part.length_bucket)
+    if contents is None:
+        raise ValueError("The Stack v2 has ids alone: give the folder or URL of the contents by --contents")
+    return stack_repositories(paths, open_contents(contents, largest=settings.largest_code))
+
+
+def _in_words(kind: str, paths: Sequence[Path], part: _Part) -> str:
+    if kind == "python":
+        return f"Python {sys.version_info.major}.{sys.version_info.minor}'s standard library and installed packages"
+    return f"{kind}: {', '.join(path.resolve().name for path in paths)}{part.in_words()}"
+
+
+def _show(manifest: Manifest) -> None:
+    table = Table(box=SIMPLE, title=manifest.source, title_style="", title_justify="left", pad_edge=False)
+    table.add_column("split")
+    for header in ("bucket", "documents", "tokens"):
+        table.add_column(header, justify="right")
+    for stream in manifest.streams:
+        table.add_row(stream.split, format_size(stream.bucket), f"{stream.documents:,}", f"{stream.tokens:,}")
+    console.print(table)
+    counts = manifest.counts
+    typer.echo(
+        f"{manifest.tokens(TRAIN):,} tokens to train on, {manifest.tokens(HELD_OUT):,} held out; "
+        f"{counts['documents']:,} documents, {counts['files']:,} files, {counts['repositories']:,} repositories; "
+        f"{manifest.vocabulary:,} tokens in the vocabulary"
+    )
+    for what, skipped in (("documents", manifest.skipped_documents), ("files", manifest.skipped_files)):
+        if skipped:
+            reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
+            typer.echo(f"left out, {what}: {reasons}")
+    for name, reason in manifest.broken.items():
+        say(f"left out {name}: {reason}")

@@ -1,0 +1,204 @@
+"""`muse report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from muse_lab.benchmark.documents import DocumentsResults
+from muse_lab.benchmark.documents_report import documents_report
+from muse_lab.benchmark.errors_report import errors_report
+from muse_lab.benchmark.report import bench_report
+from muse_lab.benchmark.results import BenchmarkResults
+from muse_lab.benchmark.synthetic_errors import Errors
+from muse_lab.benchmark.tuning.candidates import TuningResults
+from muse_lab.benchmark.tuning.report import tuning_report
+from muse_lab.cli.app import CONTENTS, app, nonempty_path, run_errors, say, user_errors
+from muse_lab.cli.measuring import write
+from muse_lab.cli.needle_comparisons import write_needle_comparisons
+from muse_lab.cli.result_files import find_json
+from muse_lab.evaluation.comparison.report import comparison_report
+from muse_lab.evaluation.comparison.results import ComparisonResults
+from muse_lab.evaluation.fidelity.layers import FidelityResults
+from muse_lab.evaluation.fidelity.report import fidelity_report
+from muse_lab.evaluation.gradients.report import gradient_report
+from muse_lab.evaluation.gradients.results import GradientResults
+from muse_lab.evaluation.lookups.report import lookup_report
+from muse_lab.evaluation.lookups.results import LookupResults
+from muse_lab.evaluation.loss.positions import LossResults
+from muse_lab.evaluation.loss.report import loss_report
+from muse_lab.evaluation.needles.report import needle_report
+from muse_lab.evaluation.needles.results import NeedleResults
+from muse_lab.evaluation.tasks.answers import TaskResults
+from muse_lab.evaluation.tasks.report import tasks_report
+from muse_lab.records.files import replace_file
+from muse_lab.records.machine import machine_lines
+from muse_lab.records.regular_files import read_regular
+from muse_lab.records.strict_json import parse_json
+from muse_lab.report.files import check_replaceable
+from muse_lab.report.html import as_html
+from muse_lab.report.tree import Link, Provenance, Report, Section
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Of results: how their files are known, read and reported."""
+
+    title: str
+    key: str
+    """that no other kind has"""
+    read: Callable[[Path], Any]
+    report: Callable[[Any, str], Report]
+
+
+_NEEDLES = _Kind("Needles", "needles", NeedleResults.read, needle_report)
+_KINDS = (
+    _Kind("Fidelity", "measured", FidelityResults.read, fidelity_report),
+    _Kind("Loss", "losses", LossResults.read, loss_report),
+    _Kind("Training runs", "runs", ComparisonResults.read, comparison_report),
+    _NEEDLES,
+    _Kind("Lookups", "lookups", LookupResults.read, lookup_report),
+    _Kind("Gradients of lookups", "gradients", GradientResults.read, gradient_report),
+    _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
+    _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
+    _Kind("Benchmarks", "cases", BenchmarkResults.read, bench_report),
+    _Kind("Packed documents", "packed", DocumentsResults.read, documents_report),
+    _Kind("Errors on synthetic data", "bin_centres", Errors.read, errors_report),
+)
+
+
+_COMMANDS = "muse bench, errors, fidelity, loss, compare, eval or tune"
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """Results that have their reports beside them."""
+
+    kind: _Kind
+    path: Path
+    results: Any
+    headline: str
+
+
+@app.command()
+def report(
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(help=f"Result files of {_COMMANDS}, or their folder.", parser=nonempty_path),
+    ] = None,
+) -> None:
+    """Write the reports of results anew, without measuring anything, and for a folder index.html, which leads to them.
+
+    Models in one folder that were asked for the same needles are compared there, with the one named exact or else the
+    first by name. Folders side by side in a given one that hold such models of one shape, one folder for each training,
+    are compared over folders.
+    Of an interrupted run, what was measured to its end is reported. Results that cannot be are named with the reason,
+    and the exit code is 1; it is 2 if nothing is reported. No file is replaced but those of earlier reports.
+    """
+    with user_errors(), run_errors(lambda: "the results themselves are as they were"):
+        if not results:
+            raise ValueError(f"give result files of {_COMMANDS}, or their folder")
+        reported: list[_Reported] = []
+        are_left_out = False
+        for path in list(_files(results)):  # one that is not there is known before anything is written
+            try:
+                kind = _find_kind(path)
+                if kind is not None:
+                    found = kind.read(path)
+                    described = kind.report(found, path.stem)
+                    write(described, path, path)
+                    reported.append(_Reported(kind, path, found, described.headline))
+                elif path in results:
+                    raise ValueError(f"it holds no results of {_COMMANDS}")
+            except ValueError as error:
+                say(f"{path} is left out: {_reason(error)}")
+                are_left_out = True
+            except FileExistsError as error:
+                say(f"{path} is left out: {error.filename}: {error.strerror}")
+                are_left_out = True
+            except ArithmeticError as error:
+                say(f"{path} is left out: it has numbers that no measurement gives: {error}")
+                are_left_out = True
+        for folder in filter(Path.is_dir, results):
+            inside = [done for done in reported if done.path.is_relative_to(folder)]
+            if inside:
+                try:
+                    _write_contents(folder, inside)
+                except FileExistsError as error:
+                    say(f"{error.filename} is not written: {error.strerror}")
+                    are_left_out = True
+        if not reported and not are_left_out:
+            raise ValueError(f"none of these are results of {_COMMANDS}; give their .json files")
+    if are_left_out:
+        raise typer.Exit(1 if reported else 2)
+
+
+def _files(paths: list[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from find_json(path)
+        elif path.exists():
+            yield path
+        else:
+            raise ValueError(f"there is no file or folder {str(path)!r}")
+
+
+def _find_kind(path: Path) -> _Kind | None:
+    """None for other JSON files, such as data and recipes; raises ValueError for what cannot be read to its end."""
+    try:
+        text = read_regular(path).decode(errors="replace")
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    try:
+        document = parse_json(text, finite=False)
+    except ValueError:
+        if '"machine"' in text:  # with which all results begin
+            raise ValueError("it is not whole; copy it again") from None
+        return None
+    if not isinstance(document, dict) or not {"machine", "settings"} <= document.keys():
+        return None
+    return next((kind for kind in _KINDS if kind.key in document), None)
+
+
+def _reason(error: ValueError) -> str:
+    """The message without its advice, which is for the command that measures."""
+    return str(error).partition(";")[0]
+
+
+def _write_contents(folder: Path, inside: list[_Reported]) -> None:
+    comparisons = _compare_needles(inside)
+    check_replaceable([folder / CONTENTS])
+    replace_file(folder / CONTENTS, _contents(folder, inside, comparisons))
+    typer.echo(f"wrote {folder / CONTENTS}")
+
+
+def _compare_needles(reported: list[_Reported]) -> dict[Path, str]:
+    """The pages that compare the models of each folder, or of folders side by side, and their headlines."""
+    folders: dict[Path, dict[str, Any]] = {}
+    for done in reported:
+        if done.kind is _NEEDLES:
+            folders.setdefault(done.path.parent, {})[done.path.stem] = done.results
+    return write_needle_comparisons(folders)
+
+
+def _contents(folder: Path, reported: list[_Reported], comparisons: dict[Path, str]) -> str:
+    """Links to the reports of a folder, by kind, with the headline of each."""
+    sections = []
+    for kind in _KINDS:
+        of_kind = {done.path.with_suffix(".html"): done.headline for done in reported if done.kind is kind}
+        if of_kind:
+            pages = (comparisons if kind is _NEEDLES else {}) | of_kind
+            sections.append(Section(kind.title, links=[_link(page, folder, line) for page, line in pages.items()]))
+    machines = dict.fromkeys("; ".join(machine_lines(done.results.machine)) for done in reported)
+    commands = dict.fromkeys(command for done in reported for command in done.results.commands)
+    provenance = Provenance(list(machines), list(commands))
+    return as_html(Report(f"Reports in {folder.resolve().name}", sections=sections, provenance=provenance))
+
+
+def _link(page: Path, folder: Path, headline: str) -> Link:
+    address = page.relative_to(folder)
+    return Link(str(address.with_suffix("")), address.as_posix(), headline)

@@ -1,0 +1,150 @@
+"""`muse tune`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from muse_attention.registry import get_attention
+from muse_attention.sizes import format_size, parse_size
+from muse_lab.benchmark.tuning.candidates import TuningResults, TuningSettings, candidates, clock_on, measure
+from muse_lab.benchmark.tuning.report import shown, table_of, tuning_report, verdict
+from muse_lab.benchmark.workload import DTYPES
+from muse_lab.cli.app import RepeatCaptures, app, busy, user_errors
+from muse_lab.cli.language_model import Model, Text, load_quietly, name_of
+from muse_lab.cli.measuring import Measurement, ModelRun, show
+from muse_lab.cli.options import Words, attentions, flag, option, with_option_groups
+from muse_lab.evaluation.settings import check_context, describe_model, longest_context
+from muse_lab.evaluation.texts import describe_texts, read_samples
+from muse_lab.models import DEFAULT_MODEL
+from muse_lab.records.captured_heads import Captures, LookupAt, capture_heads, load_captures, save_captures
+from muse_lab.report.provenance import count
+
+_RUN = ModelRun(output=Path("out/tune"))
+_DEFAULT_LENGTH = 8192
+_GROUPS = "With --save-captures: whole groups of heads that share their keys, for muse bench."
+_NEEDLES = "Bury a needle in each sample, and tell how much of the weight on it is attended to."
+_SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "leak", "lookup")
+"""Columns that fit a terminal; the reports have all."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is to be measured, and on what."""
+
+    model: Model = DEFAULT_MODEL
+    text: Text = None
+    length: Annotated[str | None, option("Tokens of a sample; k means 1024.", "8k, or that of the captures")] = None
+    error: Annotated[float, option("Largest relative squared error, pooled over heads.")] = 0.005
+    heads: Annotated[int, option("Heads to measure on, spread over the layers.")] = 12
+    samples: Annotated[int, option("Samples to capture, one after another in the text.")] = 1
+    attention: Annotated[Words, attentions("Attention to measure too", "none")] = None
+    only: Annotated[Words, attentions("Attention to measure in place of the grid", "none")] = None
+    repeats: Annotated[int, option("Timed runs of each; medians are reported.")] = 3
+    captures: Annotated[
+        Path | None, option("Measure on what --save-captures wrote, without the model and its text.")
+    ] = None
+    saved: Annotated[
+        Path | None, flag("--save-captures", "Write the captured heads, .safetensors or .pt, and measure nothing.")
+    ] = None
+    groups: Annotated[bool, flag("--groups", _GROUPS)] = False
+    needles: Annotated[bool, flag("--needles", _NEEDLES)] = False
+    repeat: RepeatCaptures = False
+
+    def check(self) -> None:
+        if self.captures is not None and self.saved is not None:
+            raise ValueError("--captures and --save-captures exclude each other: captures are saved once")
+        if self.groups and self.saved is None:
+            raise ValueError("--groups needs --save-captures FILE: muse tune measures heads with keys of their own")
+        if not self.error >= 0:
+            raise ValueError(f"--error {self.error} must be a number of at least 0")
+        for named in [*(self.attention or []), *(self.only or [])]:
+            get_attention(named)
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a sample, if that was said."""
+        return None if self.length is None else parse_size(self.length)
+
+
+_OPTIONS = _Options()
+
+
+@app.command()
+@with_option_groups
+def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _RUN) -> None:
+    """Find the fastest configuration below an error, on a model's own queries, keys and values and on this device.
+
+    Measures time (forward and backward) and error of a grid of configurations. Writes NAME.json after each, and
+    NAME.md, NAME.csv, NAME.html and NAME.png at the end. Run again, it adds what is missing.
+    """
+    with user_errors():
+        options.check()
+        captures, saved = options.captures, options.saved
+        unused = () if captures is None else ("model", "text", "samples", "needles")
+        writes = replace(run, overwrite=run.overwrite or saved is not None)
+        name = captures.stem if captures is not None and run.name is None else run.name_for(options.model)
+        measurement = Measurement(context, TuningResults, writes, name, settled=dict.fromkeys(unused))
+    with measurement.errors():
+        if saved is not None:
+            captured = _capture(options, run)
+            with busy(f"writing {saved}"):
+                save_captures(captured, saved)
+            typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
+            return
+        found = _open(options, run)
+        chosen = candidates(found.length, added=options.attention or (), only=options.only or ())
+        settings = TuningSettings.of(found, device=run.place.device, dtype=run.place.dtype, repeats=options.repeats)
+        results = measurement.start(settings)
+        results.error = options.error
+        steps = len(results.missing(chosen)) + (results.exact is None)
+        with measurement.progress(results, steps) as on_step:
+            measure(found, chosen, results, measurement.path, clock_on(found, options.repeats), on_step=on_step)
+        _show(results)
+        for line in verdict(results):
+            typer.echo(line)
+        measurement.write(tuning_report(results, measurement.path.stem))
+
+
+def _open(options: _Options, run: ModelRun) -> Captures:
+    """What is measured on, on its device."""
+    captures, tokens = options.captures, options.tokens
+    if captures is None:
+        found = _capture(options, run)
+    else:
+        with busy(f"reading {captures}"):
+            found = load_captures(captures).with_heads(options.heads)
+    found = found.to(run.place.device, DTYPES[run.place.dtype])
+    return found if tokens is None else found.with_length(tokens, repeat=options.repeat)
+
+
+def _capture(options: _Options, run: ModelRun) -> Captures:
+    """Samples of the length, or of the model's context where that is shorter and they may be repeated."""
+    texts, length = options.text or [], options.tokens or _DEFAULT_LENGTH
+    model, tokenizer = load_quietly(options.model, run.place, download=run.download)
+    if options.repeat:
+        length = min(length, longest_context(model) or length)
+    check_context(model, length)
+    lookups: tuple[LookupAt, ...] = ()
+    with busy(f"reading {describe_texts(texts)}"):
+        if options.needles:
+            from muse_lab.evaluation.needles.captures import read_needle_samples  # here: it needs tokenizers
+
+            read, lookups = read_needle_samples(tokenizer, texts, length, options.samples)
+        else:
+            read = read_samples(tokenizer, texts, length, options.samples)
+    named = {"model_name": describe_model(name_of(options.model), model), "text": read.source}
+    what = f"{options.heads} heads of {name_of(options.model)}"
+    with busy(f"capturing {what} on {count(options.samples, 'sample')} of {format_size(length)} tokens"):
+        found = capture_heads(model, read.tokens, options.heads, grouped=options.groups, **named)
+    return replace(found, lookups=lookups)
+
+
+def _show(results: TuningResults) -> None:
+    settings = results.settings
+    title = f"{len(settings.heads)} heads of {settings.model}\n{settings.text}, {format_size(settings.length)} tokens"
+    show(table_of(results, shown(results)), title, _SHOWN)

@@ -1,0 +1,158 @@
+"""What the losses of several runs say together: differences to exact training, speed-ups, scaling laws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from muse_attention.registry import full_name
+from muse_lab.evaluation.comparison.results import ComparisonResults, Run
+from muse_lab.evaluation.fits import PowerLaw
+from muse_lab.evaluation.means import Mean
+from muse_lab.pretraining.recipes import differences
+from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import short_names
+
+SIZES_OF_A_LAW = 3
+"""Models of so many sizes are needed: a power law goes through any two points."""
+_OF_THE_ATTENTION = ("attention", "exact_start", "exact_tail", "further_attention", "further_steps")
+"""Fields of a recipe in which runs may differ that differ by their attention alone; the tokens are compared too."""
+_OF_THE_SPEED = ("length", "batch", "micro_batch", "precision", "compile", "recompute", "deterministic")
+"""Fields that change the tokens per second, whatever the attention."""
+
+
+class Difference(NamedTuple):
+    """Of the loss of a run to that of its reference, both under exact attention, on the same samples."""
+
+    reference: str
+    nats: Mean
+    percent: Mean
+    """of the reference's loss"""
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """`loss = factor * parameters ** exponent`, as the paper fits it."""
+
+    law: PowerLaw
+    r_squared: float
+    points: tuple[tuple[float, float], ...]
+    """parameters and loss"""
+
+    @classmethod
+    def fit(cls, points: Sequence[tuple[float, float]]) -> ScalingLaw:
+        law = PowerLaw.fit(points)
+        return cls(law, law.r_squared(points), tuple(points))
+
+    def curve(self, number: int) -> list[tuple[float, float]]:
+        """So many points of it, from the smallest model to the largest."""
+        sizes = np.geomspace(self.points[0][0], self.points[-1][0], number)
+        return [(float(size), self.law(float(size))) for size in sizes]
+
+
+def reference_of(results: ComparisonResults, run: Run) -> Run:
+    """The first run of the same size that was trained with exact attention, or else the first of that size.
+
+    Of several such runs it is the first with the same seed, so an exact run of another seed is a reference itself; of
+    these the first that begins with the same weights; and of these the first that saw as many tokens.
+    """
+    alike = [other for other in results.runs.values() if other.parameters == run.parameters]
+    exact = [other for other in alike if other.attention == EXACT]
+    of_seed = [other for other in exact if other.recipe.seed == run.recipe.seed]
+    same_start = [other for other in of_seed if other.recipe.initial == run.recipe.initial]
+    as_long = [other for other in same_start if other.tokens == run.tokens]
+    return next(iter([*as_long, *same_start, *of_seed, *exact, *alike]))
+
+
+def difference(results: ComparisonResults, run: Run) -> Difference | None:
+    """None for a reference, and where something is not measured yet."""
+    reference = reference_of(results, run)
+    own, other = results.whole(run, EXACT), results.whole(reference, EXACT)
+    if reference is run or own is None or other is None:
+        return None
+    nats = Mean.of_differences(own.means, other.means)
+    one_percent = Mean.of(other.means).mean / 100
+    error = None if nats.standard_error is None else nats.standard_error / one_percent
+    return Difference(reference.name, nats, Mean(nats.mean / one_percent, error))
+
+
+def switching(results: ComparisonResults, run: Run, attention: str) -> Mean | None:
+    """The loss of a run's model under an attention less that of the same model under exact attention."""
+    own, exact = results.whole(run, attention), results.whole(run, EXACT)
+    return None if own is None or exact is None else Mean.of_differences(own.means, exact.means)
+
+
+def speedup(results: ComparisonResults, run: Run) -> float | None:
+    """Of the median tokens per second over those of the exact run of the same size; None where one is not known."""
+    if results.settings.shared_gpu:
+        return None
+    reference = reference_of(results, run)
+    own, other = (found.curves.speeds.get(found.recipe.attention) for found in (run, reference))
+    if reference is run or reference.attention != EXACT or own is None or other is None:
+        return None
+    return own.tokens_per_second / other.tokens_per_second
+
+
+def unlike(results: ComparisonResults, run: Run) -> list[str]:
+    """In what, besides its attention, a run differs from its reference."""
+    reference = reference_of(results, run)
+    names = [name for name in differences(run.recipe, reference.recipe) if name not in _OF_THE_ATTENTION]
+    return names if run.tokens == reference.tokens else ["tokens", *names]
+
+
+def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
+    """Those of them that change the speed, and the mesh, which changes nothing else."""
+    names = [name for name in unlike(results, run) if name in _OF_THE_SPEED]
+    return names if run.recipe.mesh == reference_of(results, run).recipe.mesh else [*names, "mesh"]
+
+
+def handicapped(results: ComparisonResults, run: Run) -> list[Run]:
+    """Those of a run and its reference that were kept from their fastest kernels.
+
+    On a GPU a deterministic run leaves out cuDNN's attention, which computes in bfloat16 and not in float32.
+    """
+    return [
+        one
+        for one in (reference_of(results, run), run)
+        if one.recipe.deterministic and one.recipe.precision == "bfloat16" and one.device != "cpu"
+    ]
+
+
+def besides(run: Run) -> str:
+    """What else a run attended with, in words: exactly at its beginning or its end, and in further updates."""
+    recipe = run.recipe
+    shares = {"first": recipe.exact_start, "last": recipe.exact_tail} if run.attention != EXACT else {}
+    parts = "".join(f", exact for the {which} {100 * share:g}%" for which, share in shares.items() if share)
+    if not recipe.further_steps:
+        return parts
+    (name,) = short_names([full_name(recipe.attention_at(recipe.steps), recipe.length)]).values()
+    return f"{parts}, then {name} for {recipe.further_steps:,} further updates"
+
+
+def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
+    """Parameters and loss under exact attention of all runs, by training attention, the smallest first.
+
+    A run that was continued counts where the run that it continues is not among them, as in the paper's Figure 4.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    plain = {(run.parameters, run.attention) for run in results.runs.values() if not run.recipe.further_steps}
+    for run in sorted(results.runs.values(), key=lambda run: run.parameters):
+        cell = results.whole(run, EXACT)
+        if cell is not None and not (run.recipe.further_steps and (run.parameters, run.attention) in plain):
+            found.setdefault(run.attention, []).append((run.parameters, Mean.of(cell.means).mean))
+    return found
+
+
+def scaling_laws(results: ComparisonResults) -> dict[str, ScalingLaw]:
+    """By training attention; none where the sizes are too few."""
+    return {
+        attention: ScalingLaw.fit(points) for attention, points in sizes(results).items() if missing_sizes(points) == 0
+    }
+
+
+def missing_sizes(points: Sequence[tuple[float, float]]) -> int:
+    """For a scaling law."""
+    return max(0, SIZES_OF_A_LAW - len({parameters for parameters, _ in points}))

@@ -1,0 +1,402 @@
+"""The report of `muse compare`, with the paper's numbers beside."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Sequence
+
+from muse_attention.registry import full_name
+from muse_attention.sizes import format_size
+from muse_lab.evaluation.comparison import findings
+from muse_lab.evaluation.comparison.answers import answers_by_attention, answers_sections
+from muse_lab.evaluation.comparison.evaluations import evaluations_sections
+from muse_lab.evaluation.comparison.further import further_sections
+from muse_lab.evaluation.comparison.positions import positions_section
+from muse_lab.evaluation.comparison.results import ComparisonResults, Run
+from muse_lab.evaluation.comparison.seeds import in_percent, seeds_differences, seeds_headline, seeds_sections
+from muse_lab.evaluation.comparison.training_curves import UNSETTLED
+from muse_lab.evaluation.loss.report import LEAK
+from muse_lab.evaluation.means import Mean
+from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import in_words, short_names
+from muse_lab.report.figures import line_figure
+from muse_lab.report.markup import csv_text
+from muse_lab.report.plots import PALETTE, ROUNDING, Axis, Curve, Line, colours, shades
+from muse_lab.report.provenance import count, names_table, provenance_of
+from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, text
+
+_LOSS = (
+    "Cross-entropy of the next token on held-out repositories, in nats, ± its standard error over samples, most of "
+    "which is what the texts differ by."
+)
+_DIFFERENCE = (
+    "Loss minus that of the reference on the same samples, ± the standard error of the difference over samples. What "
+    "another seed would change is not in it."
+)
+_SWITCHING = (
+    "The loss of one and the same model under an attention, minus its loss under exact attention: what is gained or "
+    "lost by training with one and deploying with the other."
+)
+_TOKENS = Note(
+    "The paper trains on 20 tokens for each parameter. Differences between runs that saw far fewer say how models "
+    "begin to learn, not where they end."
+)
+_SPEED = f"Median of the updates without a probe; the first {UNSETTLED} after a change of the attention are left out."
+_SECONDS = (
+    "Time of the updates alone, without checkpoints and pauses, on whatever machine trained the run; probes of the "
+    "attention's error may count in runs from before 0.2.0."
+)
+_PAPER_SPEED = Note(
+    "The paper's: 88.9k tokens/s with MuSe and 65.3k with cuDNN's exact attention, 1.36x, for the 1B model at 64k on "
+    "8 A100."
+)
+_PROBE = (
+    "The relative squared error of the training attention to exact attention, measured on the current batch while the "
+    "model attends exactly, in every global layer."
+)
+_SHARED_GPU = Note("The GPU was shared with other programs, so the speeds of these runs are left out.")
+_MEASURED_BY = "The machine below measured these losses; the runs may have been trained on another."
+_WRITTEN_BY = "The machine below wrote this report; the runs may have been trained on another."
+_RECORDED = (
+    "No loss was measured for this report: it has what the runs recorded while they trained. Their weights may be gone."
+)
+_PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
+_RUN = (text("run"), lambda run: run.name)
+_TOKENS_AXIS = Axis("tokens (millions)")
+_POINTS_OF_A_LAW = 50
+
+
+def comparison_report(results: ComparisonResults, file_name: str = "") -> Report:
+    settings = results.settings
+    if settings.samples and not results.attentions:
+        raise ValueError("no model has seen all samples yet; run the comparison again, and it goes on")
+    smoothing = " or ".join(f"{averaged:,}" for averaged in sorted({run.curves.averaged for run in _runs(results)}))
+    averages = Note(
+        f"Each point is the mean of {smoothing} consecutive updates, and none is in two points. This is the loss on "
+        "the training batches, under the attention of the update."
+    )
+    runs: list[Table | Note] = [runs_table(results), _TOKENS, *_beginnings(results)]
+    recorded = [
+        _training_section(results, averages),
+        Section.optional("The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)),
+        *answers_sections(results, short_names(_named(results))),
+        *evaluations_sections(results),
+    ]
+    windows = (
+        f"{settings.samples} windows of {format_size(settings.length)} tokens, evenly spaced among "
+        f"{settings.windows:,}; {settings.precision}, on {settings.device}"
+    )
+    facts = (
+        [f"Held-out text: {settings.corpus}; {windows}", _MEASURED_BY]
+        if settings.samples
+        else [f"Corpus: {settings.corpus}", _WRITTEN_BY]
+    )
+    return Report(
+        f"Training runs compared: {', '.join(results.runs)}",
+        verdict=[
+            *([] if settings.samples else [_RECORDED]),
+            *seeds_headline(results),
+            *headline(results),
+            *warnings(results),
+        ],
+        cards=_cards(results),
+        sections=(
+            [*_by_attention(results, runs), *recorded, *_by_position_and_size(results)]
+            if settings.samples
+            else [Section.of("Runs", *runs), *recorded]
+        ),
+        names=names_table(_named(results)),
+        provenance=provenance_of(results, *facts),
+        csv=as_csv(results),
+    )
+
+
+def _by_attention(results: ComparisonResults, runs: Sequence[Table | Note]) -> Iterable[Section]:
+    yield from seeds_sections(results)
+    yield Section.of("Training attention against test attention", matrix_table(results))
+    yield Section.of("Runs", *runs)
+    if any(name != EXACT for name in results.attentions):
+        yield Section.of("Switching the attention", _SWITCHING, switching_table(results), LEAK)
+
+
+def _by_position_and_size(results: ComparisonResults) -> Iterable[Section]:
+    laws = [scaling_table(results)] if findings.scaling_laws(results) else []
+    yield from further_sections(results)
+    yield positions_section(results)
+    yield Section.of("Scaling law", *_scaling_figures(results), *laws, *_missing_sizes(results), _PAPER_LAW)
+
+
+def _training_section(results: ComparisonResults, averages: Note) -> Section:
+    figures = _training_figures(results)
+    if results.settings.shared_gpu:
+        return Section.of("Training", *figures, averages, _SHARED_GPU)
+    return Section.of("Training and its speed", *figures, speed_table(results), averages, _PAPER_SPEED)
+
+
+def runs_table(results: ComparisonResults) -> Table:
+    names = short_names(_named(results))
+    return Table.of(
+        _runs(results),
+        _RUN,
+        (text("trained with"), lambda run: f"{names[run.attention]}{findings.besides(run)}"),
+        (number("parameters"), lambda run: f"{run.parameters / 1e6:,.1f}M"),
+        (number("updates"), lambda run: f"{run.step:,}"),
+        (number("tokens"), lambda run: f"{run.tokens:,}"),
+        (number("tokens per parameter"), lambda run: f"{run.tokens / run.parameters:.2g}"),
+        *([(text("weights"), _weights)] if results.settings.samples else []),
+    )
+
+
+def _weights(run: Run) -> str:
+    return "the finished model" if run.is_finished else f"its newest checkpoint, of {run.recipe.updates:,} updates"
+
+
+def matrix_table(results: ComparisonResults) -> Table:
+    """Training attention against test attention, and the difference under exact attention."""
+    names, found = short_names(_named(results)), {run.name: findings.difference(results, run) for run in _runs(results)}
+
+    def loss(attention: str) -> Callable[[Run], Mean | None]:
+        return lambda run: Mean.of(cell.means) if (cell := results.whole(run, attention)) else None
+
+    return Table.of(
+        _runs(results),
+        _RUN,
+        (text("trained with"), lambda run: names[run.attention]),
+        *((number(f"tested: {names[name]}", _LOSS), loss(name)) for name in results.attentions),
+        (number("difference, tested: exact", _DIFFERENCE), lambda run: (gap := found[run.name]) and gap.nats.signed()),
+        (number("percent", _DIFFERENCE), lambda run: (gap := found[run.name]) and _percent(gap)),
+    )
+
+
+def switching_table(results: ComparisonResults) -> Table:
+    names = short_names(_named(results))
+
+    def change(attention: str) -> Callable[[Run], str | None]:
+        return lambda run: gap.signed() if (gap := findings.switching(results, run, attention)) else None
+
+    others = (name for name in results.attentions if name != EXACT)
+    return Table.of(_runs(results), _RUN, *((number(names[name], in_words(name)), change(name)) for name in others))
+
+
+def speed_table(results: ComparisonResults) -> Table:
+    names = short_names(_named(results))
+    rows = [
+        (run, attention, speed, attention == run.recipe.attention)
+        for run in _runs(results)
+        for attention, speed in run.curves.speeds.items()
+    ]
+    return Table.of(
+        rows,
+        (text("run"), lambda row: row[0].name),
+        (text("attention of the update"), lambda row: names[full_name(row[1], row[0].recipe.length)]),
+        (number("tokens/s", _SPEED), lambda row: f"{row[2].tokens_per_second:,.0f}"),
+        (number("updates"), lambda row: f"{row[2].updates:,}"),
+        (number("speed-up over exact training"), lambda row: _speedup(results, row[0]) if row[3] else None),
+        (number("all updates", _SECONDS), lambda row: _duration(row[0].curves.seconds) if row[3] else None),
+    )
+
+
+def probe_table(results: ComparisonResults) -> Table:
+    """The first and the last measurement of each run, and the mean of all."""
+    names = short_names(_named(results))
+    return Table.of(
+        [(run, run.curves.probes) for run in _runs(results) if run.curves.probes],
+        (text("run"), lambda row: row[0].name),
+        (text("attention"), lambda row: names[row[0].attention]),
+        (number("measurements"), lambda row: len(row[1])),
+        (number("first"), lambda row: f"{row[1][0].mean:.2g}"),
+        (number("last"), lambda row: f"{row[1][-1].mean:.2g}"),
+        (number("mean"), lambda row: f"{sum(probe.mean for probe in row[1]) / len(row[1]):.2g}"),
+        (number("worst layer, last"), lambda row: "{1:.2g} (layer {0})".format(*row[1][-1].worst)),
+    )
+
+
+def scaling_table(results: ComparisonResults) -> Table:
+    names = short_names(_named(results))
+    return Table.of(
+        findings.scaling_laws(results).items(),
+        (text("trained with"), lambda law: names[law[0]]),
+        (text("parameters"), lambda law: ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in law[1].points)),
+        (number("exponent"), lambda law: f"{law[1].law.exponent:.3f}"),
+        (number("R²"), lambda law: f"{law[1].r_squared:.4f}"),
+    )
+
+
+def headline(results: ComparisonResults) -> list[str]:
+    """For every run but the references: its held-out loss under exact attention, and its speed, in words."""
+    lines = []
+    for run in _runs(results):
+        if found := findings.difference(results, run):
+            ratio = _speedup(results, run, " its tokens per second")
+            gap = f"{abs(found.percent.mean):.2f}% of {found.reference} ({_percent(found)})"
+            lines.append(
+                f"{run.name}, trained with {run.attention}{findings.besides(run)}: held-out loss under exact attention "
+                f"within {gap}{ratio and f', {ratio}'}"
+            )
+    return lines
+
+
+def warnings(results: ComparisonResults) -> list[str]:
+    """What stands between these runs and a fair comparison."""
+    what = "is not finished: its weights are those of" if results.settings.samples else "has metrics that end with"
+    lines = [
+        f"{run.name} {what} update {run.step:,} of {run.recipe.updates:,}."
+        for run in _runs(results)
+        if not run.is_finished
+    ]
+    for run in _runs(results):
+        if names := findings.unlike(results, run):
+            reference = findings.reference_of(results, run).name
+            lines.append(f"{run.name} differs from {reference} by more than its attention: {', '.join(names)}.")
+    compared = [run for run in _runs(results) if findings.speedup(results, run) is not None]
+    slowed = {one.name: one for run in compared for one in findings.handicapped(results, run)}
+    if slowed:
+        lines.append(
+            f"Speed-ups are not those of the fastest kernels: {_are_deterministic([*slowed.values()])}, which leaves "
+            "out cuDNN's attention. Train with deterministic=false to compare speeds."
+        )
+    return lines
+
+
+def as_csv(results: ComparisonResults) -> str:
+    """A line for every model and attention that has seen all samples, earlier checkpoints included."""
+    header = ["run", "trained_with", "parameters", "updates", "tested_with", "samples", "loss", "standard_error"]
+    rows = []
+    for run in _runs(results):
+        for cell in results.cells:
+            if cell.run == run.name and len(cell.bins) == results.settings.samples:
+                numbers = ("" if one is None else f"{one:.6g}" for one in Mean.of(cell.means))
+                about = [run.name, run.attention, run.parameters, cell.step, cell.attention, len(cell.bins)]
+                rows.append([*about, *numbers])
+    return csv_text(header, rows)
+
+
+def _beginnings(results: ComparisonResults) -> list[Note]:
+    """Of runs whose first weights are those of another."""
+    by_weights: dict[str, list[str]] = {}
+    for run in _runs(results):
+        if run.recipe.initial:
+            by_weights.setdefault(run.recipe.initial, []).append(run.name)
+    if not by_weights:
+        return []
+    begun = "; ".join(f"{', '.join(names)} with those of {initial}" for initial, names in by_weights.items())
+    return [Note(f"Runs that began with the weights of a model, whose tokens are not counted: {begun}.")]
+
+
+def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:
+    """Over exact training, and what else makes the speeds differ; empty where it is not known."""
+    ratio, remarks = findings.speedup(results, run), _of_the_speedup(results, run)
+    return "" if ratio is None else f"{ratio:.2f}x{of_what}{remarks and f' ({remarks})'}"
+
+
+def _of_the_speedup(results: ComparisonResults, run: Run) -> str:
+    """What else than the attention has a share in it; empty if nothing has."""
+    names, slowed = findings.unlike_in_speed(results, run), findings.handicapped(results, run)
+    remarks = [f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"] if names else []
+    return "; ".join([*remarks, *([f"not the fastest kernels: {_are_deterministic(slowed)}"] if slowed else [])])
+
+
+def _are_deterministic(runs: Sequence[Run]) -> str:
+    return f"{' and '.join(run.name for run in runs)} {'is' if len(runs) == 1 else 'are'} deterministic"
+
+
+def _duration(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=round(seconds))
+
+
+def _percent(found: findings.Difference) -> str:
+    return in_percent(found.percent)
+
+
+def _runs(results: ComparisonResults) -> Iterable[Run]:
+    return results.runs.values()
+
+
+def _named(results: ComparisonResults) -> list[str]:
+    """All attentions of the report, by their full names."""
+    trained = [run.attention for run in _runs(results)]
+    updates = [full_name(name, run.recipe.length) for run in _runs(results) for name in run.curves.speeds]
+    answered = [name for run in _runs(results) for name in answers_by_attention(run)]
+    return [*trained, *results.named, *updates, *answered]
+
+
+def _cards(results: ComparisonResults) -> list[Card]:
+    """Of the first run that is compared with another, and of all its seeds where there are several."""
+    over_seeds = {
+        run.name: Card(
+            "held-out loss", in_percent(gap), f"{len(group.runs)} seeds, against exact training with the same"
+        )
+        for group, gap in seeds_differences(results)
+        for run in group.runs
+    }
+    for run in _runs(results):
+        found, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
+        if found is not None:
+            about = "; ".join(filter(None, (run.name, _of_the_speedup(results, run))))
+            return [
+                *([Card("speed-up in training", f"{ratio:.2f}x", about)] if ratio is not None else []),
+                over_seeds.get(run.name)
+                or Card("held-out loss", _percent(found), f"{run.name} against {found.reference}"),
+                *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),
+                Card("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:.2g} per parameter"),
+            ]
+    return []
+
+
+def _missing_sizes(results: ComparisonResults) -> list[Note]:
+    lines = []
+    for attention, points in findings.sizes(results).items():
+        if missing := findings.missing_sizes(points):
+            there_are = count(findings.SIZES_OF_A_LAW - missing, "size")
+            lines.append(Note(f"{attention}: {there_are} of model, {missing} fewer than a power law needs."))
+    return lines
+
+
+def _figure(name: str, title: str, lines: Iterable[Line], x: Axis, y: Axis, above: float | None = None) -> list[Figure]:
+    """None if there is no line with a point."""
+    drawn = [line for line in lines if line.points]
+    return [line_figure(name, title, drawn, x, y, above=above)] if drawn else []
+
+
+def _coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:
+    return [Line(name, curve, colour, marker) for (name, curve), colour in zip(curves, colours(), strict=False)]
+
+
+def _training_figures(results: ComparisonResults) -> list[Figure]:
+    loss, points = Axis("training loss (nats)"), {run.name: run.curves.points for run in _runs(results)}
+    by_tokens = _coloured((name, [(point.tokens / 1e6, point.loss) for point in of]) for name, of in points.items())
+    by_seconds = _coloured((name, [(point.seconds, point.loss) for point in of]) for name, of in points.items())
+    return [
+        *_figure("training", "Training loss against tokens", by_tokens, _TOKENS_AXIS, loss),
+        *(
+            _figure("training-seconds", "Training loss against time", by_seconds, Axis("seconds of updates"), loss)
+            if not results.settings.shared_gpu
+            else []
+        ),
+    ]
+
+
+def _error_figures(results: ComparisonResults) -> list[Figure]:
+    """One for each run: a line for every layer, and their mean."""
+    figures, y = [], Axis("relative squared error", log=10)
+    for place, run in enumerate(_runs(results), start=1):
+        probes = run.curves.probes
+        layers = list(probes[0].errors) if probes else []
+        lines = [
+            Line(f"layer {layer}", [(probe.tokens / 1e6, probe.errors[layer]) for probe in probes], colour, ".")
+            for layer, colour in zip(layers, shades(len(layers)), strict=True)
+        ]
+        lines.append(Line("mean", [(probe.tokens / 1e6, probe.mean) for probe in probes], PALETTE[1], ".", width=2))
+        figures += _figure(f"errors-{place}", f"Error in training: {run.name}", lines, _TOKENS_AXIS, y, ROUNDING)
+    return figures
+
+
+def _scaling_figures(results: ComparisonResults) -> list[Figure]:
+    """A mark for each model, and a line for the law of each attention."""
+    laws, names, lines = findings.scaling_laws(results), short_names(_named(results)), []
+    for (name, points), colour in zip(findings.sizes(results).items() if laws else [], colours(), strict=False):
+        lines.append(Line(names[name], points, colour, "o", ""))
+        if name in laws:
+            lines.append(Line(f"law of {names[name]}", laws[name].curve(_POINTS_OF_A_LAW), colour, width=1))
+    x, y = Axis("parameters", log=10), Axis("held-out loss (nats)", log=10)
+    return _figure("scaling", "Loss against parameters", lines, x, y)

@@ -1,0 +1,163 @@
+"""The results of `muse compare`: what was measured of several training runs, as one file.
+
+It is all that a report needs: the runs themselves may be gone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from muse_attention.registry import full_name
+from muse_lab.evaluation.comparison.training_curves import TrainingCurves
+from muse_lab.evaluation.means import Mean
+from muse_lab.pretraining.recipes import Recipe, read_recipe
+from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import forward_name
+from muse_lab.records.earlier_results import WAY_OUT
+from muse_lab.records.recorded_names import recorded_name
+from muse_lab.records.stored_results import StoredResults, entries
+
+
+@dataclass(frozen=True)
+class ComparisonSettings:
+    """What all losses of a file have in common."""
+
+    corpus: str
+    """in words"""
+    fingerprint: str
+    """of the corpus"""
+    length: int
+    """tokens of a window; 0 where there are no samples"""
+    samples: int
+    """0 where nothing is measured, and runs are compared by what they recorded"""
+    windows: int
+    """of the held-out split, among which the samples are"""
+    device: str
+    precision: str
+    """of products, by autocast"""
+    shared_gpu: bool = False
+    """whether runs were trained while other programs used their GPU, so that speeds mean nothing"""
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    recipe: Recipe
+    parameters: int
+    step: int
+    """updates that the weights have seen which are compared"""
+    curves: TrainingCurves
+    device: str | None = None
+    """cpu or cuda, where it was trained; None if it is from before that was recorded"""
+
+    @property
+    def attention(self) -> str:
+        """That it was trained with, by its full name."""
+        return full_name(self.recipe.attention, self.recipe.length)
+
+    @property
+    def tested_attention(self) -> str:
+        """The same by the name that losses are measured under, which leaves out what only gradients depend on."""
+        return forward_name(self.recipe.attention, self.recipe.length)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step == self.recipe.updates
+
+    @property
+    def tokens(self) -> int:
+        return self.step * self.recipe.tokens_per_step
+
+
+@dataclass
+class Cell:
+    """The losses of a model under an attention, in nats."""
+
+    run: str
+    step: int
+    """updates that the model has seen"""
+    fingerprint: str
+    """of its weights and of the samples"""
+    attention: str
+    sizes: list[int]
+    """positions of a sample between powers of two, from position 1 on"""
+    bins: list[list[float]] = field(default_factory=list)
+    """of each sample: the mean loss of these positions"""
+
+    @property
+    def means(self) -> list[float]:
+        """Of each sample, over all positions."""
+        return [
+            sum(size * loss for size, loss in zip(self.sizes, losses, strict=True)) / sum(self.sizes)
+            for losses in self.bins
+        ]
+
+    @property
+    def by_position(self) -> list[Mean]:
+        """Of each bin, over samples."""
+        return [Mean.of(losses) for losses in zip(*self.bins, strict=True)]
+
+
+@dataclass
+class ComparisonResults(StoredResults):
+    command = "muse compare"
+    way_out = WAY_OUT
+    is_finite = True
+    readers: ClassVar[Mapping[type, Callable[[Any], Any]]] = {Recipe: read_recipe}
+
+    settings: ComparisonSettings
+    runs: dict[str, Run] = field(default_factory=dict, metadata=entries("name"))
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def named(self) -> list[str]:
+        return [cell.attention for cell in self.cells]
+
+    def check(self) -> None:
+        """And attentions of training curves, which stand in no file beside their settings, by their full names."""
+        for name, run in self.runs.items():
+            if run.parameters < 1:
+                raise ValueError("a model without parameters")
+            rename = functools.partial(recorded_name, length=run.recipe.length, device=self.settings.device)
+            self.runs[name] = replace(run, curves=run.curves.with_names(rename))
+        for cell in self.cells:
+            if len(cell.bins) > self.settings.samples or sum(cell.sizes) != self.settings.length:
+                raise ValueError("the numbers are not those of the settings")
+            if any(len(losses) != len(cell.sizes) for losses in cell.bins):
+                raise ValueError("the bins are not those of a sample")
+
+    def conditions(self) -> dict[str, Any]:
+        """Whether a GPU was shared changes no loss, and where nothing is measured, neither does the precision."""
+        without = {"shared_gpu"} if self.settings.samples else {"shared_gpu", "device", "precision"}
+        return {name: value for name, value in super().conditions().items() if name not in without}
+
+    def find(self, run: str, step: int, attention: str) -> Cell | None:
+        key = (run, step, attention)
+        return next((cell for cell in self.cells if (cell.run, cell.step, cell.attention) == key), None)
+
+    def whole(self, run: Run, attention: str, step: int | None = None) -> Cell | None:
+        """The cell of a run's newest weights, or of others, if it has seen every sample."""
+        cell = self.find(run.name, run.step if step is None else step, attention)
+        return cell if cell is not None and len(cell.bins) == self.settings.samples else None
+
+    def missing(self, run: str, step: int, attentions: Sequence[str]) -> list[tuple[int, str]]:
+        """What is still to do: all attentions on one sample before the next."""
+        cells = {name: self.find(run, step, name) for name in attentions}
+        done = {name: 0 if cell is None else len(cell.bins) for name, cell in cells.items()}
+        return [
+            (sample, name) for sample in range(self.settings.samples) for name in attentions if done[name] <= sample
+        ]
+
+    @property
+    def attentions(self) -> list[str]:
+        """Those that the newest weights of some run were measured under to the end, exact attention first."""
+        ordered = dict.fromkeys([EXACT, *(cell.attention for cell in self.cells)])
+        return [name for name in ordered if any(self.whole(run, name) for run in self.runs.values())]
+
+    def steps(self, run: Run) -> list[int]:
+        """The weights of a run that were measured under exact attention to the end, in order."""
+        steps = {cell.step for cell in self.cells if cell.run == run.name}
+        return sorted(step for step in steps if self.whole(run, EXACT, step))

@@ -1,0 +1,148 @@
+"""Training runs on disk: their recipes and metrics, and the weights that they have kept.
+
+The newest weights are those of the finished model, or of the newest checkpoint that is whole. Checkpoints are verified
+before anything is read from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muse_lab.evaluation.comparison.training_curves import TrainingCurves
+from muse_lab.models import load_model
+from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.initial_model import make_config
+from muse_lab.pretraining.metrics import FILE, read_metrics
+from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from muse_lab.pretraining.optimiser import restore_weights
+from muse_lab.pretraining.recipes import Recipe
+from muse_lab.pretraining.run_folder import (
+    CHECKPOINTS,
+    MODEL,
+    latest_checkpoint,
+    open_checkpoint,
+    run_corpus,
+    run_device,
+    run_recipe,
+)
+from muse_lab.records.recorded_names import recorded_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    folder: Path
+    name: str
+    recipe: Recipe
+    curves: TrainingCurves
+    newest: int
+    """updates that its newest weights have seen"""
+    is_finished: bool
+    """whether its newest weights are those of the model, and not of a checkpoint"""
+    earlier: tuple[int, ...]
+    """updates that its checkpoints before that have seen"""
+    device: str | None
+    """that it was trained on, if that was recorded"""
+
+
+def open_runs(
+    folders: Sequence[Path],
+    corpus: Corpus,
+    *,
+    device: str = "cpu",
+    needs_weights: bool = True,
+    on_refused: Callable[[str], None] = lambda message: None,
+) -> list[StoredRun]:
+    """What there is in each folder; a ValueError if it is no run of this corpus, or lacks the weights that it needs.
+
+    Where it needs none, its newest are those of the last update that was recorded, wherever they may be.
+    A run from before recorded names were full is taken for one that ran on `device`.
+    `on_refused` hears of each checkpoint of an unfinished run that is not whole, and of broken lines of metrics.
+    """
+    return [
+        _open_run(folder, name, corpus, device, needs_weights, on_refused)
+        for folder, name in zip(folders, _names([folder.expanduser().resolve() for folder in folders]), strict=True)
+    ]
+
+
+def load_weights(run: StoredRun, step: int, corpus: Corpus, device: str) -> PreTrainedModel:
+    """The model after so many updates, in float32, in evaluation mode; a ValueError if it is damaged."""
+    if run.is_finished and step == run.newest:
+        model, _ = load_model(run.folder / MODEL, device=device)
+        return model
+    checkpoint = open_checkpoint(run.folder, step, run.recipe, corpus)
+    with torch.random.fork_rng(devices=[]):
+        trained: PreTrainedModel = DecoderForCausalLM(make_config(corpus, run.recipe)).eval()
+    restore_weights(trained, checkpoint)
+    return trained.to(device)
+
+
+def choose_evenly(steps: Sequence[int], number: int) -> list[int]:
+    """At most so many, from the first to the last; of one alone, the first."""
+    if number >= len(steps):
+        return list(steps)
+    if number <= 1:
+        return list(steps[:number])
+    return [steps[round(index * (len(steps) - 1) / (number - 1))] for index in range(number)]
+
+
+def _open_run(
+    folder: Path, name: str, corpus: Corpus, device: str, needs_weights: bool, on_refused: Callable[[str], None]
+) -> StoredRun:
+    recorded = run_recipe(folder)
+    rename = functools.partial(recorded_name, length=recorded.length, device=device)
+    recipe = dataclasses.replace(recorded, attention=rename(recorded.attention))
+    if run_corpus(folder) != corpus.fingerprint:
+        raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
+    steps = read_metrics(folder, on_refused)
+    curves = _curves_of(steps, folder).with_names(rename)
+    if not needs_weights:
+        if not steps:
+            raise ValueError(
+                f"{folder / FILE} has no update; leave the run out, or give --samples to compare its weights"
+            )
+        newest = steps[-1]["step"]
+        return StoredRun(folder, name, recipe, curves, newest, False, earlier=(), device=run_device(folder))
+    newest, is_finished = recipe.updates, (folder / MODEL).is_dir()
+    if not is_finished:
+        found = latest_checkpoint(folder, recipe, corpus, on_refused)
+        if found is None:
+            raise ValueError(f"the run in {folder} has neither a model nor a checkpoint yet; train it on with --resume")
+        newest = found.step
+    earlier = tuple(step for step in checkpoints.steps_in(folder / CHECKPOINTS) if step < newest)
+    return StoredRun(folder, name, recipe, curves, newest, is_finished, earlier, run_device(folder))
+
+
+def _curves_of(steps: Sequence[Mapping[str, Any]], folder: Path) -> TrainingCurves:
+    try:
+        return TrainingCurves.of(steps)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{folder / FILE} is not of this version of muse train; move it away") from None
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, with the one before it where that does not tell them apart."""
+    last = [_as_text(folder) for folder in folders]
+    names = [
+        name if last.count(name) == 1 else f"{_as_text(folder.parent)}/{name}"
+        for folder, name in zip(folders, last, strict=True)
+    ]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two of the runs are called {name}; give each once, and rename one of two")
+    return names
+
+
+def _as_text(folder: Path) -> str:
+    """Its name; bytes of it that are no text, which no report could be written with, as \\udcff."""
+    return folder.name.encode("utf-8", "backslashreplace").decode()

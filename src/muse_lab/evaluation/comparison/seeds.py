@@ -1,0 +1,163 @@
+"""Runs that differ by their seed alone, taken together: how much of a difference is more than chance."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from muse_lab.evaluation.comparison.findings import besides, reference_of, speedup
+from muse_lab.evaluation.comparison.results import ComparisonResults, Run
+from muse_lab.evaluation.means import Mean
+from muse_lab.pretraining.recipes import FREE, Recipe
+from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.attention_names import short_names
+from muse_lab.report.tree import Section, Table, number, text
+
+_ABOUT = (
+    "Runs that differ by their seed alone: other initial weights, and another order of the samples. ± is the standard "
+    "error over seeds, of one number for each: its mean over all held-out samples."
+)
+_PAIRED = "Of each seed the loss under exact attention less that of exact training with the same seed, then their mean."
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """All runs of one recipe but for the seed."""
+
+    attention: str
+    """by its full name"""
+    runs: tuple[Run, ...]
+
+    def named(self, names: Mapping[str, str]) -> str:
+        """With what they were trained, by the names of a report."""
+        return f"{names[self.attention]}{besides(self.runs[0])}"
+
+    def loss(self, results: ComparisonResults, attention: str) -> Mean | None:
+        losses = [_loss(results, run, attention) for run in self.runs]
+        return _mean(losses)
+
+    def spread(self, results: ComparisonResults) -> float | None:
+        """The standard deviation over seeds, under exact attention."""
+        losses = [loss for run in self.runs if (loss := _loss(results, run, EXACT)) is not None]
+        return statistics.stdev(losses) if len(losses) > 1 else None
+
+    def difference(self, results: ComparisonResults, *, is_percent: bool = False) -> Mean | None:
+        """To exact training with the same seeds; None where a seed has no such run, and of exact training itself."""
+        return _mean(self.differences(results, is_percent=is_percent))
+
+    def differences(self, results: ComparisonResults, *, is_percent: bool = False) -> list[float | None]:
+        """Of each seed, to exact training with the same; None where there is no such run, or one is not measured."""
+        found: list[float | None] = []
+        for run in self.runs:
+            reference = reference_of(results, run)
+            own, other = _loss(results, run, EXACT), _loss(results, reference, EXACT)
+            is_pair = (
+                reference is not run and reference.attention == EXACT and _begin_alike(run.recipe, reference.recipe)
+            )
+            if not is_pair or own is None or other is None:
+                found.append(None)
+            else:
+                found.append(100 * (own - other) / other if is_percent else own - other)
+        return found
+
+    def speedup(self, results: ComparisonResults) -> float | None:
+        """The median over seeds."""
+        ratios = [ratio for run in self.runs if (ratio := speedup(results, run)) is not None]
+        return statistics.median(ratios) if len(ratios) == len(self.runs) else None
+
+
+def seeds_of(results: ComparisonResults) -> list[Seeds]:
+    """None where every recipe has one seed. Of several runs with the same seed the first counts."""
+    groups: dict[tuple[Recipe, int], dict[int, Run]] = {}
+    for run in results.runs.values():
+        groups.setdefault((_without_seed(run.recipe), run.parameters), {}).setdefault(run.recipe.seed, run)
+    by_seed = [tuple(runs[seed] for seed in sorted(runs)) for runs in groups.values()]
+    found = [Seeds(runs[0].attention, runs) for runs in by_seed]
+    return found if any(len(group.runs) > 1 for group in found) else []
+
+
+def seeds_table(results: ComparisonResults) -> Table:
+    groups = seeds_of(results)
+    names = short_names([group.attention for group in groups])
+
+    def percent(group: Seeds) -> str | None:
+        gap = group.difference(results, is_percent=True)
+        return gap and in_percent(gap)
+
+    def nats(group: Seeds) -> str | None:
+        gap = group.difference(results)
+        return gap and gap.signed()
+
+    speed = (number("speed-up", "Of training, the median over seeds."), lambda group: _times(group.speedup(results)))
+    return Table.of(
+        groups,
+        (text("trained with"), lambda group: group.named(names)),
+        (number("parameters"), lambda group: f"{group.runs[0].parameters / 1e6:,.1f}M"),
+        (text("seeds"), lambda group: ", ".join(str(run.recipe.seed) for run in group.runs)),
+        (number("loss, tested: exact"), lambda group: group.loss(results, EXACT)),
+        (number("tested: as trained"), lambda group: group.loss(results, group.runs[0].tested_attention)),
+        (number("spread of seeds"), lambda group: _four_digits(group.spread(results))),
+        (number("less exact training", _PAIRED), nats),
+        (number("percent", _PAIRED), percent),
+        *([] if results.settings.shared_gpu else [speed]),
+    )
+
+
+def seeds_sections(results: ComparisonResults) -> Iterable[Section]:
+    table = seeds_table(results)
+    return [Section("Over seeds", [_ABOUT], tables=[table])] if table.rows else []
+
+
+def seeds_differences(results: ComparisonResults) -> Iterable[tuple[Seeds, Mean]]:
+    """In percent, of every recipe with several seeds that is compared with exact training."""
+    for group in seeds_of(results):
+        gap = group.difference(results, is_percent=True)
+        if len(group.runs) > 1 and gap is not None:
+            yield group, gap
+
+
+def seeds_headline(results: ComparisonResults) -> list[str]:
+    """Each of these differences, in words."""
+    lines = []
+    for group, gap in seeds_differences(results):
+        ratio = group.speedup(results)
+        speed = "" if ratio is None else f", {_times(ratio)} its tokens per second"
+        lines.append(
+            f"{group.attention}{besides(group.runs[0])}, {len(group.runs)} seeds: held-out loss under "
+            f"exact attention {in_percent(gap)} against exact training with the same seeds{speed}"
+        )
+    return lines
+
+
+def in_percent(gap: Mean) -> str:
+    return f"{gap.mean:+.2f}%" if gap.standard_error is None else f"{gap.mean:+.2f} ± {gap.standard_error:.2f}%"
+
+
+def _without_seed(recipe: Recipe) -> Recipe:
+    """The recipe without its seed and without the name of the model it begins with: each seed may have its own."""
+    initial = recipe.initial and "another model"
+    return dataclasses.replace(recipe, seed=0, initial=initial, **{name: getattr(Recipe, name) for name in FREE})
+
+
+def _begin_alike(one: Recipe, other: Recipe) -> bool:
+    return (one.seed, one.initial) == (other.seed, other.initial)
+
+
+def _loss(results: ComparisonResults, run: Run, attention: str) -> float | None:
+    cell = results.whole(run, attention)
+    return None if cell is None else Mean.of(cell.means).mean
+
+
+def _mean(values: Sequence[float | None]) -> Mean | None:
+    known = [value for value in values if value is not None]
+    return Mean.of(known) if len(known) == len(values) else None
+
+
+def _four_digits(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4f}"
+
+
+def _times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{ratio:.2f}x"

@@ -1,0 +1,201 @@
+"""How far attentions are from exact attention on what the layers of a model attend with: every head of every layer.
+
+The results are one JSON file, replaced every few seconds, so that an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muse_attention.baselines import exact_attention
+from muse_attention.fidelity.error import measure as measure_fidelity
+from muse_attention.fidelity.gradients import ExactGradients, measure_gradients
+from muse_attention.registry import get_attention
+from muse_lab.evaluation.settings import TextSettings
+from muse_lab.records.stored_results import OnStep, StoredResults, entries, rounded
+from muse_lab.report.markup import csv_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GRADIENTS = ("query_gradient_error", "key_gradient_error", "value_gradient_error")
+"""Those of `gradient_fidelity.GradientErrors`, a number for every head of queries, or of keys. Only where asked for."""
+MEASURES = (
+    *("relative_squared_error", "cosine", "energy_error", "lse_gap", "error_p99", "error_p999", "share_far_off"),
+    *("pairs_per_query", "keys_per_query", "share_retrieving", "at_budget"),
+    *GRADIENTS,
+)
+"""Those of `fidelity.Fidelity`, each a number for every head, and of gradients. Earlier files have the first four, and
+an attention that retrieves nothing has nothing to tell of it."""
+
+_DIGITS = 6
+
+Heads = dict[str, list[float]]
+"""Some of `MEASURES`, of every head of a layer."""
+
+
+class FidelityRequest(NamedTuple):
+    attention: str
+    length: int
+
+
+@dataclass
+class FidelityResults(StoredResults):
+    command = "muse fidelity"
+
+    settings: TextSettings
+    layers: list[int] = field(default_factory=list)
+    """the layers that were measured, by number"""
+    has_all_layers: bool = False
+    """whether these are all: known when a sample was finished"""
+    measured: dict[FidelityRequest, list[list[Heads]]] = field(
+        default_factory=dict, metadata=entries("attention", "length", value="samples")
+    )
+    """what was found in each sample, layer by layer"""
+
+    @property
+    def named(self) -> list[str]:
+        return [request.attention for request in self.measured]
+
+    def is_whole(self, request: FidelityRequest, *, gradients: bool = False) -> bool:
+        """Whether all samples and layers were measured; if `gradients`, those too."""
+        return all(self.has_sample(request, sample, gradients=gradients) for sample in range(self.settings.samples))
+
+    def has_sample(self, request: FidelityRequest, sample: int, *, gradients: bool = False) -> bool:
+        found = self.measured.get(request, [])
+        if not (self.has_all_layers and sample < len(found) and len(found[sample]) == len(self.layers)):
+            return False
+        return not gradients or all(_has_gradients(heads) for heads in found[sample])
+
+    def measures(self, request: FidelityRequest) -> list[str]:
+        """What is known of all samples and layers."""
+        heads = [layer for sample in self.measured[request] for layer in sample]
+        return [measure for measure in MEASURES if all(measure in layer for layer in heads)]
+
+    def by_head(self, request: FidelityRequest, measure: str) -> Tensor:
+        """(layers, heads), averaged over samples."""
+        return torch.tensor(
+            [[layer[measure] for layer in sample] for sample in self.measured[request]], dtype=torch.float64
+        ).mean(0)
+
+    def pooled(self, request: FidelityRequest) -> dict[str, float]:
+        """Each measure that is known, averaged over all samples, layers and heads."""
+        return {measure: float(self.by_head(request, measure).mean()) for measure in self.measures(request)}
+
+    @property
+    def heads(self) -> int:
+        """Heads of all layers."""
+        first = next((request for request in self.measured if self.is_whole(request)), None)
+        return 0 if first is None else self.by_head(first, MEASURES[0]).numel()
+
+    def as_csv(self) -> str:
+        """A line for every attention, length, sample, layer and head."""
+        known = {name for samples in self.measured.values() for layers in samples for heads in layers for name in heads}
+        names = [name for name in MEASURES if name in known]
+        rows = []
+        for request, samples in self.measured.items():
+            for sample, layers in enumerate(samples):
+                for layer, heads in zip(self.layers, layers, strict=False):
+                    number = len(heads[MEASURES[0]])
+                    for head in range(number):
+                        cells = [_csv_cell(heads.get(name), head, number) for name in names]
+                        rows.append([*request, sample, layer, head, *cells])
+        return csv_text(["attention", "length", "sample", "layer", "head", *names], rows)
+
+
+def steps(model: PreTrainedModel, requests: Sequence[FidelityRequest], samples: int) -> int:
+    """Layers that `measure` visits, if nothing is there yet."""
+    return len({request.length for request in requests}) * samples * number_of_layers(model)
+
+
+def number_of_layers(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def measure(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    requests: Sequence[FidelityRequest],
+    results: FidelityResults,
+    path: Path,
+    *,
+    gradients: bool = False,
+    on_step: OnStep = lambda description, finished: None,
+) -> None:
+    """Fill `results` with what is missing of `requests`, on (samples, length) tokens, and write it every few seconds.
+
+    Shorter requests are measured on the beginning of each sample. If `gradients`, their errors are measured too.
+    """
+    from muse_attention.huggingface.capture import (  # here: only commands with a model need transformers
+        NO_LAYERS,
+        visit_layers,
+    )
+
+    finished = 0
+    with results.saving(path) as save:
+        for length in sorted({request.length for request in requests}, reverse=True):
+            wanted = [request for request in dict.fromkeys(requests) if request.length == length]
+            for sample, ids in enumerate(tokens):
+                on_step(f"{length} tokens", finished)
+                if not all(results.has_sample(request, sample, gradients=gradients) for request in wanted):
+                    on_layer = functools.partial(_measure_layer, results, wanted, sample, gradients, save)
+
+                    def visit(layer: int, *inputs: Any, on_layer: Any = on_layer, before: int = finished) -> None:
+                        on_step(f"{inputs[0].shape[2]} tokens, layer {layer}", before + layer)
+                        on_layer(layer, *inputs)
+
+                    visit_layers(model, ids[None, :length], visit)
+                    if not results.layers:
+                        raise ValueError(NO_LAYERS)
+                    results.has_all_layers = True
+                finished += number_of_layers(model)
+
+
+def _measure_layer(
+    results: FidelityResults,
+    requests: Sequence[FidelityRequest],
+    sample: int,
+    gradients: bool,
+    save: Callable[[], None],
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+) -> None:
+    if layer not in results.layers:
+        results.layers.append(layer)
+    place = results.layers.index(layer)
+    call: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True}
+    exact: Any = None
+    exact_gradients: ExactGradients | None = None
+    for request in requests:
+        attention = get_attention(request.attention)
+        found = results.measured.setdefault(request, [])
+        while len(found) <= sample:
+            found.append([])
+        if len(found[sample]) <= place:
+            exact = exact or exact_attention(query, key, value, return_lse=True, **call)
+            fidelity = measure_fidelity(attention, query, key, value, exact=exact, **call)
+            found[sample].append({name: rounded(tensor[0], _DIGITS) for name, tensor in fidelity.by_head().items()})
+        if gradients and not _has_gradients(found[sample][place]):
+            exact_gradients = exact_gradients or ExactGradients.of(query, key, value, **call)
+            errors = measure_gradients(attention, query, key, value, exact=exact_gradients, **call)
+            found[sample][place].update({name: rounded(tensor[0], _DIGITS) for name, tensor in vars(errors).items()})
+        save()
+
+
+def _has_gradients(heads: Heads) -> bool:
+    return all(name in heads for name in GRADIENTS)
+
+
+def _csv_cell(numbers: list[float] | None, head: int, heads: int) -> str:
+    """Of a head of queries; what is measured for heads of keys stands beside each that shares one."""
+    return "" if numbers is None else f"{numbers[head * len(numbers) // heads]:.6g}"

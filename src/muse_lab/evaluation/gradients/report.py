@@ -1,0 +1,201 @@
+"""The report of `muse eval needles --gradients`, by attention and by depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muse_attention.sizes import format_size
+from muse_lab.evaluation.gradients.results import GradientResults, Gradients, Products
+from muse_lab.evaluation.means import Mean
+from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
+from muse_lab.records.attention_names import short_names
+from muse_lab.report.markup import csv_text
+from muse_lab.report.provenance import names_table, provenance_of
+from muse_lab.report.tree import Card, Report, Section, Table, number, text
+
+_ABOUT = (
+    "The gradient of the loss of the uids that a sample asks for, each token given the right ones before it, in the "
+    "weights of the model: under an attention that reads the whole sample, and under exact attention. No weight is "
+    "changed."
+)
+_KEPT = (
+    "The component along exact attention's gradient, as a share of it: the sum of products over the sum of squared "
+    "norms, over samples, ± the standard error of that ratio. 1 for exact attention."
+)
+_COSINE = "The same sum of products over the root of both sums of squared norms: 1 where the gradient is scaled alone."
+_NORM = "Root mean square over samples of the gradient's norm, as a share of exact attention's."
+_SHARE = (
+    "Of the squared norms of exact attention's gradients. Where it is small, needles are found already, and what is "
+    "kept of so little is noise."
+)
+_LOSS = "Nats for each token of a uid, the mean over samples, ± its standard error."
+_PROJECTIONS = "The same for the projections that make queries and keys (q_proj and k_proj) alone."
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Samples under one attention."""
+
+    samples: Sequence[Gradients]
+
+    @property
+    def losses(self) -> Mean:
+        return Mean.of([sample.loss for sample in self.samples])
+
+    @property
+    def exact_losses(self) -> Mean:
+        return Mean.of([sample.exact_loss for sample in self.samples])
+
+    @property
+    def all_weights(self) -> Compared:
+        return Compared([sample.all_weights for sample in self.samples])
+
+    @property
+    def queries_and_keys(self) -> Compared:
+        return Compared([sample.queries_and_keys for sample in self.samples])
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Gradients of the same weights in several samples; None where exact attention's are all zero."""
+
+    products: Sequence[Products]
+
+    @property
+    def kept(self) -> Mean | None:
+        squares = [one.exact_square for one in self.products]
+        return Mean.of_ratio([one.product for one in self.products], squares) if self._exact_squares > 0 else None
+
+    @property
+    def cosine(self) -> float | None:
+        squares = sum(one.square for one in self.products) * self._exact_squares
+        return sum(one.product for one in self.products) / math.sqrt(squares) if squares > 0 else None
+
+    @property
+    def norm(self) -> float | None:
+        squares = self._exact_squares
+        return math.sqrt(sum(one.square for one in self.products) / squares) if squares > 0 else None
+
+    @property
+    def _exact_squares(self) -> float:
+        return sum(one.exact_square for one in self.products)
+
+
+def pool(results: GradientResults, length: int, attention: str, bucket: int | None = None) -> Pool:
+    """Of one depth, or of all for None."""
+    return Pool(
+        [
+            found
+            for task, found in results.gradients.items()
+            if (task.length, task.attention) == (length, attention) and bucket in (None, task.bucket)
+        ]
+    )
+
+
+def gradient_report(results: GradientResults, file_name: str) -> Report:
+    if not results.gradients:
+        raise ValueError("no sample has been differentiated yet; run the command again to continue")
+    settings, names = results.settings, short_names(results.named)
+    lengths = _lengths(results)
+    longest = {name: pool(results, lengths[-1], name) for name in _attentions(results, lengths[-1])}
+    return Report(
+        f"Gradients of lookups: {file_name}",
+        verdict=[
+            *(_in_words(names[name], lengths[-1], of_name) for name, of_name in longest.items()),
+            f"{settings.model}, in {settings.haystack}.",
+        ],
+        cards=[
+            Card(f"kept, {names[name]}", _with_error(of_name.all_weights.kept), "of the gradient of answers")
+            for name, of_name in longest.items()
+        ][:6],
+        sections=[
+            Section.of("Attentions", _ABOUT, summary_table(results)),
+            *(Section.of(f"Kept by depth, {format_size(length)}", depth_table(results, length)) for length in lengths),
+        ],
+        names=names_table(results.named),
+        provenance=provenance_of(results, *settings.facts),
+        csv=as_csv(results),
+    )
+
+
+def summary_table(results: GradientResults) -> Table:
+    """Of every length and attention, all kinds together."""
+    names = short_names(results.named)
+    rows = [
+        (length, names[attention], pool(results, length, attention))
+        for length in _lengths(results)
+        for attention in _attentions(results, length)
+    ]
+    return Table.of(
+        rows,
+        (text("attention"), lambda row: row[1]),
+        (number("length"), lambda row: format_size(row[0])),
+        (number("samples"), lambda row: len(row[2].samples)),
+        (number("loss", _LOSS), lambda row: row[2].losses),
+        (number("loss, exact", _LOSS), lambda row: row[2].exact_losses),
+        (number("kept", _KEPT), lambda row: _with_error(row[2].all_weights.kept)),
+        (number("cosine", _COSINE), lambda row: _number(row[2].all_weights.cosine)),
+        (number("norm", _NORM), lambda row: _number(row[2].all_weights.norm)),
+        (number("kept, q and k", f"{_PROJECTIONS} {_KEPT}"), lambda row: _with_error(row[2].queries_and_keys.kept)),
+        (number("cosine, q and k", f"{_PROJECTIONS} {_COSINE}"), lambda row: _number(row[2].queries_and_keys.cosine)),
+        (number("norm, q and k", f"{_PROJECTIONS} {_NORM}"), lambda row: _number(row[2].queries_and_keys.norm)),
+    )
+
+
+def depth_table(results: GradientResults, length: int) -> Table:
+    """What is kept of the gradient of all weights, by the depth of a needle that is asked for."""
+    names, attentions = short_names(results.named), _attentions(results, length)
+    squares = [0.0] * BUCKETS
+    for task, found in results.gradients.items():
+        if (task.length, task.attention) == (length, attentions[0]):
+            squares[task.bucket] += found.all_weights.exact_square
+    rows = []
+    for bucket in sorted({task.bucket for task in results.gradients if task.length == length}):
+        pools = (pool(results, length, attention, bucket) for attention in attentions)
+        share = f"{100 * squares[bucket] / (sum(squares) or 1):.0f}%"
+        rows.append((f"{depth_of(bucket):.2f}", share, *(_with_error(of.all_weights.kept) for of in pools)))
+    columns = (number(names[name], _KEPT) for name in attentions)
+    return Table((number("depth"), number("share", _SHARE), *columns), rows)
+
+
+def as_csv(results: GradientResults) -> str:
+    """A line for every sample and attention."""
+    parts = ("square", "exact_square", "product")
+    header = ["attention", "length", "kind", "bucket", "number", "loss", "exact_loss"]
+    header += [f"{weights}_{part}" for weights in ("all_weights", "queries_and_keys") for part in parts]
+    rows: list[Sequence[object]] = []
+    for task, found in results.gradients.items():
+        products = (getattr(of, part) for of in (found.all_weights, found.queries_and_keys) for part in parts)
+        place = (task.attention, task.length, task.kind, task.bucket, task.number)
+        rows.append([*place, found.loss, found.exact_loss, *products])
+    return csv_text(header, rows)
+
+
+def _lengths(results: GradientResults) -> list[int]:
+    return sorted({task.length for task in results.gradients})
+
+
+def _attentions(results: GradientResults, length: int) -> list[str]:
+    """In the order they were measured in."""
+    return list(dict.fromkeys(task.attention for task in results.gradients if task.length == length))
+
+
+def _in_words(name: str, length: int, of_name: Pool) -> str:
+    projections = of_name.queries_and_keys.kept
+    also = "" if projections is None else f", and {projections.mean:.3f} of that of queries' and keys' projections"
+    kept = of_name.all_weights.kept
+    if kept is None:
+        return f"At {format_size(length)}, exact attention has no gradient for the answers that {name} could keep."
+    return f"At {format_size(length)}, {name} keeps {_with_error(kept)} of the gradient of answers{also}."
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _with_error(kept: Mean | None) -> str:
+    if kept is None:
+        return ""
+    return f"{kept.mean:.3f}" if kept.standard_error is None else f"{kept.mean:.3f} ± {kept.standard_error:.3f}"

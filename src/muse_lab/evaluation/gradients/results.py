@@ -1,0 +1,138 @@
+"""The gradient of a model's weights for the answers of needle samples, under an attention and under exact attention.
+
+The loss is the mean cross-entropy of all tokens of the uids that a sample asks for, each given the right ones before
+it, as in training. The results are one JSON file, from which an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_sample
+from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
+from muse_lab.pretraining.schedule import EXACT
+from muse_lab.records.stored_results import OnStep, entries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_QUERIES_AND_KEYS = ("q_proj", "k_proj")
+"""Parts of the names of weights that make queries and keys; models that name them otherwise have none."""
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Products:
+    """Of two gradients of the same weights, an attention's and exact attention's."""
+
+    square: float
+    """the squared norm of the attention's"""
+    exact_square: float
+    product: float
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of one sample under one attention."""
+
+    loss: float
+    """in nats for each token of a uid"""
+    exact_loss: float
+    all_weights: Products
+    queries_and_keys: Products
+    """the projections that make them, all zeros where no weights are named so"""
+
+
+@dataclass
+class GradientResults(MeasuredSamples):
+    command = "muse eval needles --gradients"
+    is_finite = True
+
+    gradients: dict[NeedleTask, Gradients] = field(
+        default_factory=dict, metadata=entries("number", "length", "kind", "bucket", "attention")
+    )
+
+    @property
+    def measured(self) -> Mapping[NeedleTask, Gradients]:
+        return self.gradients
+
+
+def measure(
+    model: PreTrainedModel,
+    samples: NeedleSamples,
+    tasks: Sequence[NeedleTask],
+    results: GradientResults,
+    path: Path,
+    *,
+    on_step: OnStep = lambda description, finished: None,
+) -> None:
+    """Fill `results` with what is missing of `tasks`; exact attention is differentiated once for each sample.
+
+    The file is written on the way.
+    """
+    finished = 0
+    with results.saving(path) as save:
+        for sample, of_sample in by_sample(samples, results.missing(tasks)):
+            what = f"{sample.kind} of {len(sample.tokens)} tokens"
+            on_step(f"{EXACT}, {what}", finished)
+            exact = differentiate(model, sample, EXACT)
+            for task in of_sample:
+                on_step(f"{task.attention}, {what}", finished)
+                results.gradients[task] = _compare(differentiate(model, sample, task.attention), exact)
+                finished += 1
+                save()
+            del exact  # before the next is computed: it is as large as the model
+
+
+def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tuple[float, dict[str, Tensor]]:
+    """The loss of the answers of a sample, and its gradient, by the name of the weights.
+
+    A ValueError if one of them is not a finite number.
+    """
+    from muse_attention.huggingface.interface import use_attention
+
+    tokens = torch.from_numpy(sample.tokens).to(model.device)
+    answered = torch.tensor([place for question in sample.questions for place in question.answer], device=model.device)
+    model.zero_grad(set_to_none=True)
+    with use_attention(model, attention), torch.enable_grad():
+        logits = model(tokens[None], use_cache=False, logits_to_keep=answered - 1).logits[0]
+        loss = cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens[answered])
+        loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad(set_to_none=True)
+    if not math.isfinite(loss.item()) or not all(gradient.isfinite().all() for gradient in gradients.values()):
+        raise ValueError(
+            f"the loss under {attention}, or its gradient, is not a finite number in {model.dtype}; use another dtype"
+        )
+    return loss.item(), gradients
+
+
+def _compare(own: tuple[float, Mapping[str, Tensor]], exact: tuple[float, Mapping[str, Tensor]]) -> Gradients:
+    (loss, of_own), (exact_loss, of_exact) = own, exact
+    projections = ({name: one for name, one in of.items() if _is_projection(name)} for of in (of_own, of_exact))
+    return Gradients(_rounded(loss), _rounded(exact_loss), _products(of_own, of_exact), _products(*projections))
+
+
+def _is_projection(name: str) -> bool:
+    return any(part in name.split(".") for part in _QUERIES_AND_KEYS)
+
+
+def _products(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Products:
+    return Products(_product(own, own), _product(exact, exact), _product(own, exact))
+
+
+def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Of all weights that both have."""
+    return _rounded(sum(float((one[name].double() * other[name].double()).sum()) for name in one if name in other))
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")

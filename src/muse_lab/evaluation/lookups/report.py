@@ -1,0 +1,217 @@
+"""The report of `muse eval needles --lookups`, by layer and by head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.sizes import format_size
+from muse_lab.evaluation.lookups.results import LookupResults
+from muse_lab.records.attention_names import short_names
+from muse_lab.report.markup import csv_text
+from muse_lab.report.provenance import names_table, provenance_of
+from muse_lab.report.tree import Card, Report, Section, Table, number, text
+
+STRONG = 0.1
+"""A head that puts at least this much of its weight on the needle looks it up."""
+_SHOWN_HEADS = 40
+_QUERY = (
+    "The model reads each prompt with exact attention. In every head, the query is the last token of the prompt, that "
+    "before the first digit of the uid that is asked for, and the needle is the file that defines it."
+)
+_SUMS = "A sum over all heads, layers and samples over the sum of the weight."
+_FOUND = (
+    "Share of exact attention's weight on the needle that lies in buckets that the query retrieves or in its own "
+    f"block. {_SUMS}"
+)
+_EXACT = (
+    "The same with keys that are the only one of their summary, which is then that key; the rest is approximated by "
+    f"summaries. {_SUMS}"
+)
+_STRONG = f"Heads of a sample with a weight of at least {STRONG:g} on the needle, the mean over samples."
+_STRONG_FOUND = "Strong heads of which more than half of the weight is found."
+_STRONG_PAIRS = "Buckets that the query retrieves in a strong head."
+_WEIGHT = "Exact attention's weight on the needle, the mean over samples."
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All samples of some kind under one attention, (samples, layers, heads) each."""
+
+    weight: Tensor
+    found: Tensor
+    exact: Tensor
+    pairs: Tensor
+
+    @property
+    def samples(self) -> int:
+        return len(self.weight)
+
+    @property
+    def is_strong(self) -> Tensor:
+        return self.weight >= STRONG
+
+    @property
+    def strong_heads(self) -> float:
+        """In a sample, on average."""
+        return float(self.is_strong.sum()) / self.samples
+
+    @property
+    def strong_heads_found(self) -> float:
+        """More than half of whose weight is found; in a sample, on average."""
+        return float((self.is_strong & (self.found > self.weight / 2)).sum()) / self.samples
+
+    @property
+    def strong(self) -> Pool:
+        """Heads that look the needle up alone, in a row."""
+        return Pool(*(tensor[self.is_strong] for tensor in vars(self).values()))
+
+    @property
+    def share(self) -> float | None:
+        """Of the weight that is found; None if there is none."""
+        return _share(self.weight, self.found)
+
+    @property
+    def exact_share(self) -> float | None:
+        return _share(self.weight, self.exact)
+
+    @property
+    def mean_pairs(self) -> float | None:
+        return float(self.pairs.mean()) if len(self.pairs) else None
+
+    def in_layer(self, place: int) -> Pool:
+        return Pool(*(tensor[:, [place]] for tensor in vars(self).values()))
+
+    def in_head(self, place: int, head: int) -> Pool:
+        return Pool(*(tensor[:, [place]][..., [head]] for tensor in vars(self).values()))
+
+
+def pool(results: LookupResults, length: int, kind: str | None, attention: str) -> Pool:
+    """Of one kind of samples, or of all for None."""
+    chosen = [
+        found
+        for task, found in results.lookups.items()
+        if (task.length, task.attention) == (length, attention) and kind in (None, task.kind)
+    ]
+    names = [field.name for field in dataclasses.fields(Pool)]
+    return Pool(*(torch.tensor([getattr(sample, name) for sample in chosen], dtype=torch.float64) for name in names))
+
+
+def lookup_report(results: LookupResults, file_name: str) -> Report:
+    if not results.lookups:
+        raise ValueError("no sample has been read yet; run the command again to continue")
+    settings, names = results.settings, short_names(results.named)
+    lengths = sorted({task.length for task in results.lookups})
+    longest = _pools(results, lengths[-1])
+    best, found = max(longest.items(), key=lambda item: item[1].share or 0)
+    most = "Heads with most weight on the needle"
+    among = "" if len(longest) == 1 else f", most of {len(longest)} attentions"
+    return Report(
+        f"Lookups: {file_name}",
+        verdict=[
+            f"At {format_size(lengths[-1])}, {names[best]} attends token by token to {_percent(found.share) or 'none'} "
+            f"of exact attention's weight on the needle{among}.",
+            f"{settings.model}, in {settings.haystack}.",
+        ],
+        cards=[
+            Card(f"found, {names[name]}", _percent(of_name.share), f"strong heads: {_percent(of_name.strong.share)}")
+            for name, of_name in longest.items()
+        ][:6],
+        sections=[
+            Section.of("Attentions", _QUERY, summary_table(results)),
+            *(Section.of(f"By layer, {format_size(length)}", layer_table(results, length)) for length in lengths),
+            *(Section.of(f"{most}, {format_size(length)}", head_table(results, length)) for length in lengths),
+        ],
+        names=names_table(results.named),
+        provenance=provenance_of(results, *settings.facts),
+        csv=as_csv(results),
+    )
+
+
+def summary_table(results: LookupResults) -> Table:
+    """Of every length, kind and attention."""
+    names = short_names(results.named)
+    return Table.of(
+        [(length, kind, names[name], pool(results, length, kind, name)) for length, kind, name in _groups(results)],
+        (text("attention"), lambda row: row[2]),
+        (number("length"), lambda row: format_size(row[0])),
+        (text("kind"), lambda row: row[1]),
+        (number("samples"), lambda row: row[3].samples),
+        (number("found", _FOUND), lambda row: _percent(row[3].share)),
+        (number("exact", _EXACT), lambda row: _percent(row[3].exact_share)),
+        (number("pairs", "Buckets that the query retrieves, the mean over heads."), lambda row: _pairs(row[3])),
+        (number("strong heads", _STRONG), lambda row: f"{row[3].strong_heads:.1f}"),
+        (number("of them found", _STRONG_FOUND), lambda row: f"{row[3].strong_heads_found:.1f}"),
+        (number("found, strong", f"In strong heads. {_FOUND}"), lambda row: _percent(row[3].strong.share)),
+        (number("exact, strong", f"In strong heads. {_EXACT}"), lambda row: _percent(row[3].strong.exact_share)),
+        (number("pairs, strong", _STRONG_PAIRS), lambda row: _pairs(row[3].strong)),
+    )
+
+
+def layer_table(results: LookupResults, length: int) -> Table:
+    """The mean weight of a head on the needle, and what share of it each attention finds, by layer."""
+    pools, names = _pools(results, length), short_names(results.named)
+    first = next(iter(pools.values()))
+    rows = []
+    for place, layer in enumerate(results.layers):
+        of_layer = first.in_layer(place)
+        shares = (_percent(found.in_layer(place).share) for found in pools.values())
+        rows.append((str(layer), f"{float(of_layer.weight.mean()):.3f}", f"{of_layer.strong_heads:.1f}", *shares))
+    found = (number(names[name], _FOUND) for name in pools)
+    return Table((number("layer"), number("weight", _WEIGHT), number("strong", _STRONG), *found), rows)
+
+
+def head_table(results: LookupResults, length: int) -> Table:
+    """Likewise by head, those with most weight on the needle first."""
+    pools, names = _pools(results, length), short_names(results.named)
+    weight = next(iter(pools.values())).weight.mean(0)
+    order = weight.flatten().argsort(descending=True)[:_SHOWN_HEADS].tolist()
+    rows = []
+    for place, head in (divmod(index, weight.shape[1]) for index in order):
+        shares = (_percent(found.in_head(place, head).share) for found in pools.values())
+        rows.append((str(results.layers[place]), str(head), f"{float(weight[place, head]):.3f}", *shares))
+    columns = (number("layer"), number("head"), number("weight", _WEIGHT))
+    return Table((*columns, *(number(names[name], _FOUND) for name in pools)), rows)
+
+
+def as_csv(results: LookupResults) -> str:
+    """A line for every attention, length, kind, layer and head, with means over samples."""
+    header = ("attention", "length", "kind", "layer", "head", "samples", "weight", "found", "exact", "pairs")
+    rows: list[Sequence[object]] = []
+    for length, kind, attention in _groups(results):
+        of_group = pool(results, length, kind, attention)
+        means = [tensor.mean(0) for tensor in vars(of_group).values()]
+        for place, layer in enumerate(results.layers):
+            for head, numbers in enumerate(zip(*(mean[place].tolist() for mean in means), strict=True)):
+                cells = [f"{number:.4g}" for number in numbers]
+                rows.append([attention, length, kind, layer, head, of_group.samples, *cells])
+    return csv_text(header, rows)
+
+
+def _groups(results: LookupResults) -> list[tuple[int, str, str]]:
+    """The (length, kind, attention) there are, by length and kind; attentions in the order they were measured in."""
+    found = dict.fromkeys((task.length, task.kind, task.attention) for task in results.lookups)
+    return sorted(found, key=lambda group: group[:2])
+
+
+def _pools(results: LookupResults, length: int) -> dict[str, Pool]:
+    """All kinds together, by attention."""
+    attentions = dict.fromkeys(task.attention for task in results.lookups if task.length == length)
+    return {attention: pool(results, length, None, attention) for attention in attentions}
+
+
+def _share(weight: Tensor, found: Tensor) -> float | None:
+    total = float(weight.sum())
+    return float(found.sum()) / total if total > 0 else None
+
+
+def _pairs(found: Pool) -> str:
+    return "" if found.mean_pairs is None else f"{found.mean_pairs:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

@@ -1,0 +1,106 @@
+"""What the losses of attentions say: curves against the context, the loss no context removes, and gaps to exact."""
+
+from __future__ import annotations
+
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muse_lab.evaluation.fits import Decay
+from muse_lab.evaluation.loss.positions import LossResults
+from muse_lab.evaluation.means import Mean
+from muse_lab.records.attention_names import muse_config
+
+SHORTEST = 64
+"""Tokens of a sample, for there to be a curve to fit."""
+_FIRST_POSITION = 32
+"""Of a curve: earlier ones are ruled by how a text begins."""
+_POINTS = 200
+"""Of a curve, at most; evenly spaced on a log axis."""
+
+
+class Bin(NamedTuple):
+    """The mean loss between two positions, both included."""
+
+    first: int
+    last: int
+    loss: float
+
+
+class Doubling(NamedTuple):
+    """Two attentions, alike but for twice the query clusters, key clusters and retrieved clusters of the second."""
+
+    attention: str
+    doubled: str
+    ratio: float | None
+    """of the first gap to the second; None unless both are positive"""
+
+
+def cumulative_mean(results: LossResults, attention: str) -> Tensor:
+    """(length - 1): the mean loss of all positions up to each; position n, at index n - 1, has seen n tokens."""
+    by_position = results.losses[attention].by_position
+    return by_position.cumsum(0) / torch.arange(1, len(by_position) + 1)
+
+
+def gap(results: LossResults, attention: str) -> Mean:
+    """Mean loss of whole samples less that of exact attention, in nats."""
+    return Mean.of_differences(results.losses[attention].means, results.losses["exact"].means)
+
+
+def binned(results: LossResults, attention: str) -> list[Bin]:
+    """The loss itself, not its cumulative mean, between powers of two of the position."""
+    return bins_of(results.losses[attention].by_position)
+
+
+def bins_of(by_position: Tensor) -> list[Bin]:
+    """The same of losses by position. Where the last position is a power of two, it is in the bin before."""
+    firsts = [2**power for power in range(max(1, (len(by_position) - 1).bit_length()))]
+    lasts = [*(first - 1 for first in firsts[1:]), len(by_position)]
+    return [
+        Bin(first, last, float(by_position[first - 1 : last].mean())) for first, last in zip(firsts, lasts, strict=True)
+    ]
+
+
+def fit_exact(results: LossResults) -> Decay:
+    """How exact attention's cumulative mean falls from position 32 on. Its irreducible loss is that of all curves."""
+    curve = cumulative_mean(results, "exact")
+    return Decay.fit([(position, float(curve[position - 1])) for position in _spaced(len(curve))])
+
+
+def reducible_curve(results: LossResults, attention: str, irreducible: float) -> list[tuple[float, float]]:
+    """(position, cumulative mean less the irreducible loss), from position 32 on."""
+    curve = cumulative_mean(results, attention)
+    return [(position, float(curve[position - 1]) - irreducible) for position in _spaced(len(curve))]
+
+
+def doublings(results: LossResults) -> list[Doubling]:
+    """Every pair there is, by clusters."""
+    configs = {config: name for name in results.whole if (config := muse_config(name)) is not None}
+    found = []
+    for config in sorted(configs, key=lambda config: config.key_clusters):
+        doubled = configs.get(
+            config.replace(
+                query_clusters=2 * config.query_clusters,
+                key_clusters=2 * config.key_clusters,
+                retrieved_clusters=2 * config.retrieved_clusters,
+            )
+        )
+        if doubled is not None:
+            before, after = gap(results, configs[config]).mean, gap(results, doubled).mean
+            found.append(Doubling(configs[config], doubled, before / after if min(before, after) > 0 else None))
+    return found
+
+
+def ratio_per_doubling(results: LossResults) -> float | None:
+    """By how much the gap shrinks: the geometric mean of all `doublings`; None unless each has a ratio."""
+    ratios = [doubling.ratio for doubling in doublings(results)]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return statistics.geometric_mean(known) if known and len(known) == len(ratios) else None
+
+
+def _spaced(last: int) -> list[int]:
+    positions = np.geomspace(_FIRST_POSITION, last, _POINTS).round().astype(int)
+    return [int(position) for position in np.unique(positions)]

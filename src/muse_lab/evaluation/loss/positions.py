@@ -1,0 +1,162 @@
+"""The loss of a model at every position of long texts, under one attention after another.
+
+The results are one JSON file, replaced after every sample of every attention, so that an interrupted run goes on where
+it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from muse_lab.evaluation.settings import TextSettings
+from muse_lab.records.stored_results import OnStep, StoredResults, entries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_POSITIONS_AT_ONCE = 512
+"""Whose logits are in memory at the same time."""
+_TOKENS_CHECKED = 16
+
+
+@dataclass
+class Losses:
+    """Of one attention, in nats, over the samples so far."""
+
+    means: list[float] = field(default_factory=list)
+    """of each sample, over positions"""
+    sums: list[float] = field(default_factory=list)
+    """of the token that follows each position, summed over samples"""
+
+    def add(self, losses: Tensor) -> None:
+        """Another sample, (length - 1), float64."""
+        self.sums = (
+            losses.tolist() if not self.sums else (torch.tensor(self.sums, dtype=torch.float64) + losses).tolist()
+        )
+        self.means.append(float(losses.mean()))
+
+    @property
+    def by_position(self) -> Tensor:
+        """(length - 1), float64, averaged over samples."""
+        return torch.tensor(self.sums, dtype=torch.float64) / len(self.means)
+
+
+@dataclass
+class LossResults(StoredResults):
+    command = "muse loss"
+    is_finite = True
+
+    settings: TextSettings
+    losses: dict[str, Losses] = field(default_factory=dict, metadata=entries("attention"))
+    """by the full name of the attention"""
+
+    @property
+    def named(self) -> list[str]:
+        return list(self.losses)
+
+    def check(self) -> None:
+        for losses in self.losses.values():
+            if len(losses.sums) != self.settings.length - 1 or not 1 <= len(losses.means) <= self.settings.samples:
+                raise ValueError("the numbers are not those of the settings")
+
+    @property
+    def whole(self) -> list[str]:
+        """The attentions that have seen every sample."""
+        return [name for name, losses in self.losses.items() if len(losses.means) == self.settings.samples]
+
+    @property
+    def finished(self) -> int:
+        """Samples, over all attentions."""
+        return sum(len(losses.means) for losses in self.losses.values())
+
+    def missing(self, attentions: Sequence[str]) -> list[tuple[int, str]]:
+        """What is still to do: all attentions on one sample before the next, for any part to be a fair comparison."""
+        done = {name: len(losses.means) for name, losses in self.losses.items()}
+        samples = range(self.settings.samples)
+        return [(sample, name) for sample in samples for name in attentions if done.get(name, 0) <= sample]
+
+
+def measure(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    attentions: Sequence[str],
+    results: LossResults,
+    path: Path,
+    *,
+    on_step: OnStep = lambda description, finished: None,
+) -> None:
+    """Fill `results` with what is missing of `attentions`, by full names, on (samples, length) tokens.
+
+    The file is written after every sample of every attention.
+    """
+    check_model(model, tokens)
+    for finished, (sample, attention) in enumerate(results.missing(attentions)):
+        on_step(f"{attention}, sample {sample + 1} of {len(tokens)}", finished)
+        losses = position_losses(model, tokens[sample], attention)
+        if not math.isfinite(float(losses.sum())):
+            raise ValueError(f"the loss under {attention} is not a finite number in {model.dtype}; use another dtype")
+        results.losses.setdefault(attention, Losses()).add(losses)
+        results.write(path)
+
+
+def position_losses(
+    model: PreTrainedModel, ids: Tensor, attention: str, *, at_once: int = _POSITIONS_AT_ONCE
+) -> Tensor:
+    """(length - 1) cross-entropies, in nats, of the tokens that follow each position of (length) ids."""
+    return token_losses(model, ids, ids[1:], attention, at_once=at_once)
+
+
+def token_losses(
+    model: PreTrainedModel, ids: Tensor, targets: Tensor, attention: str, *, at_once: int = _POSITIONS_AT_ONCE
+) -> Tensor:
+    """Cross-entropies, in nats, of (targets), each of which follows a position of (length) ids, from the first one on.
+
+    Logits are computed for `at_once` positions at a time, and their softmax in at least float32. The result is float64,
+    on the CPU.
+    """
+    from muse_attention.huggingface.interface import use_attention
+
+    ids, targets = ids.to(model.device), targets.to(model.device)
+    with use_attention(model, attention), torch.no_grad():
+        hidden = _hidden_states(model, ids[None])[0, : len(targets)]
+        parts = [
+            cross_entropy(_at_least_float32(_logits(model, states)), following, reduction="none")
+            for states, following in zip(hidden.split(at_once), targets.split(at_once), strict=True)
+        ]
+    return torch.cat(parts).double().cpu()
+
+
+def check_model(model: PreTrainedModel, tokens: Tensor) -> None:
+    """A ValueError if a model's logits are more than its last layer's output."""
+    few = tokens[:1, :_TOKENS_CHECKED].to(model.device)
+    with torch.no_grad():
+        expected = model(few, use_cache=False).logits
+        found = None if model.get_output_embeddings() is None else _logits(model, _hidden_states(model, few))
+    tolerance = 4 * torch.finfo(expected.dtype).eps * expected.abs().max()
+    if found is None or found.shape != expected.shape or (found - expected).abs().max() > tolerance:
+        raise ValueError(
+            f"{type(model).__name__} does more to its logits than its output embeddings do (a softcap, a scale); "
+            "its loss cannot be measured in parts: use another model"
+        )
+
+
+def _hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    states: Tensor = model.base_model(ids, use_cache=False).last_hidden_state
+    return states
+
+
+def _logits(model: PreTrainedModel, states: Tensor) -> Tensor:
+    logits: Tensor = model.get_output_embeddings()(states)
+    return logits
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,49 @@
+"""Needle samples to capture heads on: the token before each uid that is asked for must look its definition up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from muse_lab.evaluation.texts import Samples, describe_texts, read_texts
+from muse_lab.pretraining.needles.haystacks import TextHaystack
+from muse_lab.pretraining.needles.samples import BUCKETS, NeedleSamples
+from muse_lab.records.captured_heads import LookupAt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+KIND = "single"
+_HAYSTACK = 4
+"""Times the tokens of a sample are read of the texts, at most."""
+
+
+def read_needle_samples(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Path], length: int, number: int
+) -> tuple[Samples, tuple[LookupAt, ...]]:
+    """Samples with one needle each, at one depth after another, and what is looked up in them."""
+    if number < 1:
+        raise ValueError(f"cannot measure {number} samples; use at least 1")
+    backend = fast_tokenizer(tokenizer)
+    source = f"needles in {describe_texts(texts)}"
+    haystack = TextHaystack.encode(backend, read_texts(texts), enough=_HAYSTACK * length, source=source)
+    writer = NeedleSamples(backend, haystack, begin=tokenizer("").input_ids)
+    made = [writer.make(KIND, length, index % BUCKETS, index // BUCKETS) for index in range(number)]
+    lookups = tuple(
+        LookupAt(index, question.answer.start - 1, tuple(question.definition))
+        for index, sample in enumerate(made)
+        for question in sample.questions
+    )
+    return Samples(torch.stack([torch.from_numpy(sample.tokens) for sample in made]), source), lookups
+
+
+def fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """What is behind a tokenizer of transformers; a ValueError if it does not say where in a text its tokens are."""
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are; use a fast tokenizer")
+    return backend

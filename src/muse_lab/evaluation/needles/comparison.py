@@ -1,0 +1,187 @@
+"""The report of several models on the same needles: how many each finds, by kind and by depth, and how they differ.
+
+Models that were trained with different attentions are the rows of the paper's table of needles; here they are columns,
+in a table for each attention that reads the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from muse_lab.evaluation.means import WILSON
+from muse_lab.evaluation.needles import panels
+from muse_lab.evaluation.needles.report import PREFILL, TASK, format_difference, paper_section
+from muse_lab.evaluation.needles.results import NeedleResults
+from muse_lab.evaluation.needles.scores import Answer
+from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, difference, in_order, share
+from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
+from muse_lab.records.attention_names import EXACT, short_names
+from muse_lab.records.machine import machine_lines
+from muse_lab.report.figures import line_figure
+from muse_lab.report.markup import csv_text
+from muse_lab.report.plots import Axis, Curve, Line, colours
+from muse_lab.report.provenance import names_table
+from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, text
+
+Models = Mapping[str, NeedleResults]
+"""Their results by their names. The first one is what the others are compared with."""
+
+_DIFFERENCES = Note(
+    "Differences are in percentage points on the samples that both models have answered, ± their standard error over "
+    "samples. Seed-to-seed variance of training is not included."
+)
+
+
+def have_same_questions(results: NeedleResults, other: NeedleResults) -> bool:
+    """Whether both were asked for the same needles in the same haystack, and both have an answer to one of them."""
+    for name in ("haystack", "seed", "version"):
+        if getattr(results.settings, name) != getattr(other.settings, name):
+            return False
+    own, others = _uids(results), _uids(other)
+    asked = own.keys() & others.keys()
+    return bool(asked) and all(own[sample] == others[sample] for sample in asked)
+
+
+def reference_first(models: Models) -> dict[str, NeedleResults]:
+    """What the others are compared with first: the model named exact, or the first by name."""
+    return dict(sorted(models.items(), key=lambda named: (named[0] != EXACT, named[0])))
+
+
+def needle_comparison(models: Models) -> Report:
+    _, haystack = next(iter(models.values())).settings.facts
+    lines = [haystack]
+    for name, results in models.items():
+        settings = results.settings
+        hardware, versions = machine_lines(results.machine)
+        lines.append(f"{name}: {settings.model}, {settings.dtype}, on {settings.device}; {hardware}; {versions}")
+    short = short_names(_named(models))
+    read_by = next(iter(short))
+    first_read = {name: Asked(results, read_by) for name, results in models.items()}
+    return Report(
+        f"Needles compared: {', '.join(models)}",
+        verdict=[
+            panels.found_in_words(first_read),
+            f"The prompt is read by {short[read_by]}. {WILSON}",
+            *panels.failed_in_words(models),
+        ],
+        cards=panels.cards(first_read),
+        sections=[
+            *(
+                Section.of(name.capitalize(), *summary_tables(models, name), Note(panels.DEFINITIONS[name]), *words)
+                for name, words in zip(panels.MEASURES, ((TASK, _DIFFERENCES, PREFILL), ()), strict=True)
+            ),
+            *(
+                Section.of(f"{name} by depth".capitalize(), *pictures, *tables_by_depth(models, name))
+                for name, pictures in zip(panels.MEASURES, (depth_curves(models), ()), strict=True)
+            ),
+            paper_section(),
+        ],
+        names=names_table(_named(models)),
+        provenance=Provenance(lines, [command for results in models.values() for command in results.commands]),
+        csv=as_csv(models),
+    )
+
+
+def summary_tables(models: Models, name: str) -> Iterator[Table]:
+    """One for each attention that reads the prompt; exact attention, which is deployed, first."""
+    (first, *others), measure = models, panels.MEASURES[name]
+    columns = [text("kind, length"), *map(number, models)]
+    columns += [number(f"{other} less {first}") for other in others]
+    short = short_names(_named(models))
+    for attention in dict.fromkeys(_named(models)):
+        asked = {model: Asked(results, attention) for model, results in models.items()}
+        found, rows = panels.groups_of(asked), []
+        for length in dict.fromkeys(length for length, _ in found):
+            for kind, together in panels.panels_of(asked, [group for group in found if group[0] == length]).items():
+                shares = (panels.with_number(share(one.answers(together), measure)) for one in asked.values())
+                found_by = (difference(asked[one], asked[first], together, measure) for one in others)
+                rows.append((panels.title_of(length, kind), *shares, *map(format_difference, found_by)))
+        yield Table(columns, rows, f"the prompt read by {short[attention]}")
+
+
+def tables_by_depth(models: Models, name: str) -> Iterator[Table]:
+    """One for each length and attention that reads the prompt, all kinds together, as one alone has few at a depth."""
+    measure = panels.MEASURES[name]
+    for title, there, together in _kinds_together(models):
+        (first, *others) = there
+        shares = {model: by_depth(one.answers(together), measure) for model, one in there.items()}
+        rows = [
+            (
+                f"{depth_of(bucket):.2f}",
+                *(panels.with_number(shares[model][bucket]) for model in there),
+                *(
+                    format_difference(difference(there[other], there[first], together, measure, bucket=bucket))
+                    for other in others
+                ),
+            )
+            for bucket in range(BUCKETS)
+        ]
+        columns = [number("depth"), *map(number, there)]
+        yield Table([*columns, *(number(f"{other} less {first}") for other in others)], rows, title)
+
+
+def depth_curves(models: Models) -> Iterator[Figure]:
+    """Exact match against depth, a line for each model; a picture for each length and attention that reads prompts."""
+    for place, (title, there, together) in enumerate(_kinds_together(models), start=1):
+        colour = colours()
+        yield line_figure(
+            f"depth-{place}",
+            title,
+            [Line(model, _by_depth(one.answers(together)), next(colour), "o") for model, one in there.items()],
+            Axis("depth of the definition"),
+            Axis(panels.EXACT_MATCH, from_zero=True),
+            description=f"Exact match against depth: {title}",
+        )
+
+
+def as_csv(models: Models) -> str:
+    """A line for every model, attention, length, kind and depth."""
+    rows = []
+    for length, kind, attention in _cells(models):
+        for name, results in models.items():
+            found = Asked(results, attention).answers([(length, kind)])
+            for measured, measure in panels.MEASURES.items():
+                for bucket, of_depth in enumerate(by_depth(found, measure)):
+                    if of_depth is not None:
+                        numbers = (of_depth.standard_error, *of_depth.interval)
+                        about = [name, attention, length, kind, f"{depth_of(bucket):.2f}", measured]
+                        rows.append([*about, f"{of_depth.value:.5g}", *(f"{number:.3g}" for number in numbers)])
+    header = ["model", "attention", "length", "kind", "depth", "measure", "share", "standard_error", "low", "high"]
+    return csv_text(header, rows)
+
+
+def _kinds_together(models: Models) -> Iterator[tuple[str, dict[str, Asked], list[Group]]]:
+    """For each attention that reads prompts and each length: a title, the models, and what all of them were asked."""
+    short = short_names(_named(models))
+    for attention in dict.fromkeys(_named(models)):
+        asked = {model: Asked(results, attention) for model, results in models.items()}
+        found = panels.groups_of(asked)
+        for length in dict.fromkeys(length for length, _ in found):
+            of_length = [group for group in found if group[0] == length]
+            there = {model: one for model, one in asked.items() if one.answers(of_length)}
+            kinds, together = next(iter(panels.panels_of(there, of_length).items()))
+            yield f"{panels.title_of(length, kinds)}, the prompt read by {short[attention]}", there, together
+
+
+def _by_depth(answers: Sequence[Answer]) -> Curve:
+    shares = enumerate(by_depth(answers, panels.MEASURES[panels.EXACT_MATCH]))
+    return [(depth_of(bucket), of_depth.value) for bucket, of_depth in shares if of_depth is not None]
+
+
+def _named(models: Models) -> list[str]:
+    return [attention for _, _, attention in _cells(models)]
+
+
+def _cells(models: Models) -> list[tuple[int, str, str]]:
+    """Every length, kind and attention that some model has; exact attention first."""
+    tasks = [task for results in models.values() for task in results.outcomes]
+    found = in_order({(task.length, task.kind, task.attention) for task in tasks})
+    return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2]))
+
+
+def _uids(results: NeedleResults) -> dict[tuple[int, str, int, int], list[str]]:
+    return {
+        (task.length, task.kind, task.bucket, task.number): [answer.uid for answer in outcome.answers]
+        for task, outcome in results.outcomes.items()
+        if outcome.answers
+    }

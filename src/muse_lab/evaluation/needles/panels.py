@@ -1,0 +1,135 @@
+"""Shares of right answers by depth, length and kind, beside each other: of attentions of one model, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from muse_attention.sizes import format_size
+from muse_lab.evaluation.means import WILSON, Share
+from muse_lab.evaluation.needles.results import NeedleResults
+from muse_lab.evaluation.needles.statistics import (
+    Asked,
+    Group,
+    Measure,
+    by_depth,
+    failures,
+    groups,
+    in_order,
+    is_exact,
+    is_preferred,
+    share,
+)
+from muse_lab.pretraining.needles.samples import BUCKETS, CANDIDATES, depth_of
+from muse_lab.report.figures import heat_map
+from muse_lab.report.tree import Card, Figure, Table, number
+
+EXACT_MATCH, RIGHT_OF_SOME = "exact match", f"right of {CANDIDATES}"
+MEASURES: dict[str, Measure] = {EXACT_MATCH: is_exact, RIGHT_OF_SOME: is_preferred}
+DEFINITIONS = {
+    EXACT_MATCH: f"Share of questions to which greedy generation gives the uid. {WILSON}",
+    RIGHT_OF_SOME: "Share of questions in which the uid is more probable than each of seven others, those of the "
+    f"prompt and random ones: chance is 12.5%. {WILSON}",
+}
+ALL_KINDS = "all kinds"
+
+
+Columns = Mapping[str, Asked]
+"""By what they are called."""
+
+
+def groups_of(columns: Columns) -> list[Group]:
+    """Every group that some column was asked, in order."""
+    return in_order({group for one in columns.values() for group in groups(one.results) if one.answers([group])})
+
+
+def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
+    """Over all lengths and kinds that every column was asked, if there are several lengths; then by length and kind."""
+    found = groups_of(columns)
+    lengths = sorted({length for length, _ in found})
+    shared = [group for group in found if all(asked.answers([group]) for asked in columns.values())]
+    if len(lengths) > 1 and len(shared) > 1:
+        yield _table(columns, shared, measure, "all lengths and kinds")
+    for length in lengths:
+        of_length = [group for group in found if group[0] == length]
+        there = {name: asked for name, asked in columns.items() if asked.answers(of_length)}
+        for kind, together in panels_of(there, of_length).items():
+            yield _table(there, together, measure, title_of(length, kind))
+
+
+def panels_of(columns: Columns, of_length: list[Group]) -> dict[str, list[Group]]:
+    """All kinds of a length together, which are those that all columns were asked, and each by itself."""
+    shared = [group for group in of_length if all(asked.answers([group]) for asked in columns.values())]
+    together = {ALL_KINDS: shared} if len(shared) > 1 else {}
+    return together | {kind: [(length, kind)] for length, kind in of_length}
+
+
+def _table(columns: Columns, found: list[Group], measure: str, title: str) -> Table:
+    shares = [by_depth(asked.answers(found), MEASURES[measure]) for asked in columns.values()]
+    rows = [
+        (f"{depth_of(bucket):.2f}", *(with_number(column[bucket]) for column in shares)) for bucket in range(BUCKETS)
+    ]
+    return Table(map(number, ("depth", *columns)), rows, title)
+
+
+def heat_maps(columns: Columns, measure: str) -> list[Figure]:
+    """Depth against length, all kinds together; against the kind, where there is but one length."""
+    lengths = sorted({length for length, _ in groups_of(columns)})
+    figures = []
+    answered = {name: asked for name, asked in columns.items() if groups_of({name: asked})}
+    for place, (name, asked) in enumerate(answered.items(), start=1):
+        found = groups_of({name: asked})
+        if len(lengths) > 1:
+            across = {format_size(length): [group for group in found if group[0] == length] for length in lengths}
+        else:
+            across = {kind: [(length, kind)] for length, kind in found}
+        shares = [by_depth(asked.answers(together), MEASURES[measure]) for together in across.values()]
+        title, against = f"{measure.capitalize()}: {name}", "length" if len(lengths) > 1 else "kind"
+        values = [[None if one is None else one.value for one in of_depth] for of_depth in zip(*shares, strict=True)]
+        depths = [f"{depth_of(bucket):.2f}" for bucket in range(BUCKETS)]
+        figures.append(
+            heat_map(
+                *(f"{measure.replace(' ', '-')}-{place}", title, values, depths, list(across)),
+                description=f"{title}, depth against {against}",
+                x=against,
+                y="depth of the definition",
+                label=measure,
+                is_share=True,
+            )
+        )
+    return figures
+
+
+def _found(columns: Columns) -> dict[str, Share]:
+    """Needles that each finds, of all it was asked."""
+    shares = {name: share(asked.answers(groups_of(columns)), is_exact) for name, asked in columns.items()}
+    return {name: found for name, found in shares.items() if found is not None}
+
+
+def found_in_words(columns: Columns) -> str:
+    return "; ".join(f"{name} finds {found}" for name, found in _found(columns).items()) + " of the needles."
+
+
+def failed_in_words(models: Mapping[str, NeedleResults]) -> Iterator[str]:
+    """Of each model of which samples failed, by what it is called."""
+    for name, results in models.items():
+        if failed := failures(results):
+            yield f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
+
+
+def cards(columns: Columns) -> list[Card]:
+    return [
+        Card(f"{EXACT_MATCH}, {name}", f"{100 * found.value:.1f}%", f"{_interval(found)}, n = {found.number}")
+        for name, found in _found(columns).items()
+    ][:6]
+
+
+def _interval(found: Share) -> str:
+    return " to ".join(f"{100 * bound:.1f}" for bound in found.interval)
+
+
+def with_number(found: Share | None) -> str:
+    return "" if found is None else f"{found} of {found.number}"
+
+
+def title_of(length: int, kind: str) -> str:
+    return f"{kind}, {format_size(length)}"

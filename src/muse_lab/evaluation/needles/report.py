@@ -1,0 +1,199 @@
+"""The report of `muse eval needles`, with the paper's numbers beside."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from muse_attention.sizes import format_size
+from muse_lab.evaluation.means import WILSON, Mean
+from muse_lab.evaluation.needles import panels
+from muse_lab.evaluation.needles.results import NeedleResults
+from muse_lab.evaluation.needles.statistics import (
+    Asked,
+    attentions,
+    difference,
+    failures,
+    groups,
+    is_exact,
+    share,
+    token_means,
+)
+from muse_lab.pretraining.needles.samples import depth_of
+from muse_lab.records.attention_names import EXACT, muse_config, short_names
+from muse_lab.report.markup import csv_text
+from muse_lab.report.provenance import names_table, provenance_of
+from muse_lab.report.tree import Note, Report, Section, Table, number, shown, text
+
+TASK = (
+    "Somewhere in a repository a file defines a function whose name ends in a random uid of eight digits; the last "
+    "file imports it, and the model completes the uid. Depth is where the definition is, as a share of the context: "
+    "each of nine buckets is a tenth of it, named by its middle. multi-key has 2 or 4 other definitions; multi-query "
+    "asks for 2 or 4, one after another, each right answer being fed before the next question."
+)
+PREFILL = Note(
+    "The attention reads the prompt, and predicts the first token of the first uid. What follows attends exactly to "
+    "the keys and values that it left."
+)
+_PLACES = Note(
+    "Tokens are those of the uid, each given the right ones before it, and right if no other is more probable. Greedy "
+    "generation breaks a tie its own way."
+)
+_AGAINST = "Difference in percentage points on the same samples, ± its standard error over samples."
+_SUMMARY = (
+    number("n", "Questions."),
+    *(
+        column
+        for name in panels.MEASURES
+        for column in (number(name, panels.DEFINITIONS[name]), number(f"{name}: against exact", _AGAINST))
+    ),
+    number("log-probability", "Of the uid, in nats, the mean over questions."),
+    number("tokens right", "Share of the uid's tokens that are the most probable, each given those before it."),
+    number("rank", "Mean number of tokens that are more probable than that of the uid."),
+    number("failed", "Samples that ended in an error. They count in no share."),
+)
+_PAPER = """\
+single        | 2547 | 97.80 ± 0.29% | 98.35 ± 0.25%
+multi-key-2   | 2475 | 92.73 ± 0.52% | 98.46 ± 0.25%
+multi-key-4   | 2421 | 81.50 ± 0.79% | 97.36 ± 0.33%
+multi-query-2 | 538  | 88.48 ± 1.38% | 98.70 ± 0.49%
+multi-query-4 | 1060 | 83.58 ± 1.14% | 98.77 ± 0.34%"""
+
+
+def needle_report(results: NeedleResults, file_name: str) -> Report:
+    if len(failures(results)) == len(results.outcomes):
+        raise ValueError("no sample has been answered yet; run the command again to continue")
+    settings = results.settings
+    failed = [
+        f"{task.attention}, {panels.title_of(task.length, task.kind)}, depth {depth_of(task.bucket):.2f}, "
+        f"sample {task.number}: {error}"
+        for task, error in failures(results)
+    ]
+    columns = columns_of(results)
+    warnings = [f"Failed: {len(failed)} of {len(results.outcomes)} samples"] if failed else []
+    if same := _exact_in_one_block(results):
+        warnings.append(f"One block is the whole context, so MuSe is exact attention: {'; '.join(same)}")
+    return Report(
+        f"Needles: {file_name}",
+        verdict=[
+            panels.found_in_words(columns),
+            WILSON,
+            f"{settings.model}, in {settings.haystack}.",
+            *warnings,
+        ],
+        cards=panels.cards(columns),
+        sections=[
+            Section.of("Attentions", TASK, summary_table(results), PREFILL),
+            Section.of("Where errors are", places_table(results), _PLACES),
+            *(
+                Section.of(
+                    f"{measure} by depth".capitalize(),
+                    *panels.heat_maps(columns, measure),
+                    *panels.depth_tables(columns, measure),
+                )
+                for measure in panels.MEASURES
+            ),
+            *([Section("Failed", lines=failed)] if failed else []),
+            paper_section(),
+        ],
+        names=names_table(results.named),
+        provenance=provenance_of(results, *settings.facts),
+        csv=as_csv(results),
+    )
+
+
+def columns_of(results: NeedleResults) -> dict[str, Asked]:
+    """Its attentions, by their short names."""
+    return {short: Asked(results, name) for name, short in short_names(results.named).items()}
+
+
+def summary_table(results: NeedleResults) -> Table:
+    """Of every length, kind and attention."""
+    failed = [(task.length, task.kind, task.attention) for task, _ in failures(results)]
+    names, exact = short_names(results.named), Asked(results, EXACT)
+    rows = []
+    for length, kind in groups(results):
+        for attention in attentions(results, (length, kind)):
+            asked = Asked(results, attention)
+            found = asked.answers([(length, kind)])
+            shares = []
+            for measure in panels.MEASURES.values():
+                gap = None if attention == EXACT else difference(asked, exact, [(length, kind)], measure)
+                shares += [shown(share(found, measure)), format_difference(gap)]
+            tokens = token_means(found)
+            rows.append(
+                (
+                    *(names[attention], format_size(length), kind, str(len(found)), *shares),
+                    f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
+                    *(("", "") if tokens is None else (f"{tokens.right:.1%}", f"{tokens.rank:.1f}")),
+                    str(failed.count((length, kind, attention)) or ""),
+                )
+            )
+    return Table((text("attention"), number("length"), text("kind"), *_SUMMARY), rows)
+
+
+def places_table(results: NeedleResults) -> Table:
+    """Where in the answers errors are: the attention itself predicts the first token of the first uid alone."""
+    names, rows = short_names(results.named), []
+    for length, of_length in itertools.groupby(groups(results), key=lambda group: group[0]):
+        found = list(of_length)
+        kinds = {kind: [(length, kind)] for _, kind in found} | ({panels.ALL_KINDS: found} if len(found) > 1 else {})
+        for panel, together in kinds.items():
+            for attention in attentions(results, found[0]):
+                samples = [outcome.answers for outcome in Asked(results, attention).samples(together).values()]
+                firsts = [first for first, *_ in samples]
+                shares = (
+                    share(firsts, is_exact),
+                    share(firsts, lambda answer: answer.ranks[0] == 0),
+                    share(firsts, lambda answer: not any(answer.ranks[1:])),
+                    share([answer for _, *others in samples for answer in others], is_exact),
+                )
+                rows.append((names[attention], panels.title_of(length, panel), *map(panels.with_number, shares)))
+    shares_of = ("first question", "its first token", "its other tokens", "later questions")
+    return Table((text("attention"), text("length, kind"), *map(number, shares_of)), rows)
+
+
+def paper_section() -> Section:
+    rows = [tuple(map(str.strip, line.split("|"))) for line in _PAPER.splitlines()]
+    note = Note(
+        "The paper's are models of 1B parameters at 64k, trained with exact attention or with MuSe, and all evaluated "
+        "with exact attention, ± the binomial standard error. Its prompt is not printed, so these are not the same "
+        "questions."
+    )
+    return Section.of("The paper", Table(("kind", "n", "exact-trained", "MuSe-trained"), rows), note)
+
+
+def as_csv(results: NeedleResults) -> str:
+    """A line for every question, and for every sample that failed."""
+    header = (
+        *("length", "kind", "attention", "bucket", "number", "question", "depth", "uid", "generated"),
+        *("exact", "preferred", "log_probability", "margin", "ranks", "error"),
+    )
+    rows: list[Sequence[object]] = []
+    for task, outcome in results.outcomes.items():
+        sample = [task.length, task.kind, task.attention, task.bucket, task.number]
+        for question, answer in enumerate(outcome.answers):
+            asked = [question, f"{depth_of(answer.bucket):.2f}", answer.uid, answer.generated]
+            scores = [int(answer.is_exact), int(answer.is_preferred), f"{answer.log_probability:.5g}"]
+            rows.append([*sample, *asked, *scores, f"{answer.margin:.5g}", " ".join(map(str, answer.ranks)), ""])
+        if outcome.error:
+            rows.append([*sample, *[""] * 9, outcome.error])
+    return csv_text(header, rows)
+
+
+def format_difference(difference: Mean | None) -> str:
+    if difference is None:
+        return ""
+    error = "" if difference.standard_error is None else f" ± {100 * difference.standard_error:.1f}"
+    return f"{100 * difference.mean:+.1f}{error}"
+
+
+def _exact_in_one_block(results: NeedleResults) -> list[str]:
+    """MuSe and the lengths at which it approximates nothing."""
+    lengths: dict[str, list[int]] = {}
+    for attention, length in sorted({(task.attention, task.length) for task in results.outcomes}):
+        config = muse_config(attention)
+        if config is not None and config.block_size >= length:
+            lengths.setdefault(attention, []).append(length)
+    return [f"{attention} at {', '.join(map(format_size, found))}" for attention, found in lengths.items()]

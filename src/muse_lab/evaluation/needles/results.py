@@ -1,0 +1,175 @@
+"""Needle samples under one attention after another: one JSON file, from which an interrupted run goes on.
+
+A sample that fails is kept with its error, and the others go on; a run that is continued tries it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from muse_lab.evaluation.needles.scores import Answer, answer
+from muse_lab.pretraining.needles.samples import BUCKETS, KINDS, NeedleSamples, Sample, check_kind
+from muse_lab.records.stored_results import OnStep, StoredResults, entries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class NeedleSettings:
+    """What all numbers of a file have in common."""
+
+    model: str
+    """its name, and its shape in words"""
+    haystack: str
+    """in words"""
+    seed: int
+    device: str
+    dtype: str
+    fingerprint: str = ""
+    """of the weights and the haystack: models and texts that words do not tell apart"""
+    version: int = 1
+    """of the texts of needles"""
+
+    @property
+    def shape(self) -> str:
+        """Of the model, in words: without its name."""
+        return self.model.rpartition(" (")[2]
+
+    @property
+    def facts(self) -> tuple[str, str]:
+        """For a report: the model and the haystack."""
+        return (
+            f"Model: {self.model}, {self.dtype}, on {self.device}",
+            f"Haystack: {self.haystack}; seed {self.seed}",
+        )
+
+
+@dataclass(frozen=True, order=True)
+class NeedleTask:
+    """One sample under one attention."""
+
+    number: int
+    length: int
+    kind: str
+    bucket: int
+    attention: str
+    """by its full name"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Answers to all questions of a sample, or why there are none."""
+
+    answers: tuple[Answer, ...] = ()
+    error: str = ""
+
+
+@dataclass
+class MeasuredSamples(StoredResults):
+    """What is measured on needle samples, once under each attention. A subclass declares it, by task."""
+
+    settings: NeedleSettings
+
+    @property
+    def measured(self) -> Mapping[NeedleTask, object]:
+        raise NotImplementedError
+
+    @property
+    def named(self) -> Iterator[str]:
+        return (task.attention for task in self.measured)
+
+    def check(self) -> None:
+        for task in self.measured:
+            check_kind(task.kind)
+
+    def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
+        """What is still to do."""
+        return [task for task in tasks if task not in self.measured]
+
+
+@dataclass
+class NeedleResults(StoredResults):
+    command = "muse eval needles"
+
+    settings: NeedleSettings
+    outcomes: dict[NeedleTask, Outcome] = field(
+        default_factory=dict, metadata=entries("number", "length", "kind", "bucket", "attention", name="needles")
+    )
+
+    @property
+    def named(self) -> Iterator[str]:
+        return (task.attention for task in self.outcomes)
+
+    def check(self) -> None:
+        for task, outcome in self.outcomes.items():
+            if not outcome.error and len(outcome.answers) != KINDS[task.kind].asked:
+                raise ValueError("the answers are not those of the kind")
+
+    def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
+        """What is still to do, what failed included."""
+        return [task for task in tasks if task not in self.outcomes or self.outcomes[task].error]
+
+
+def plan(
+    attentions: Mapping[int, Sequence[str]], kinds: Mapping[int, Sequence[str]], samples_per_depth: int
+) -> list[NeedleTask]:
+    """Every length and depth, in the kinds and under the attentions of that length.
+
+    All of them see a sample before the next, and all depths have one before any has two: any part is a fair comparison.
+    """
+    return [
+        NeedleTask(number, length, kind, bucket, attention)
+        for number in range(samples_per_depth)
+        for length, names in attentions.items()
+        for kind in kinds[length]
+        for bucket in range(BUCKETS)
+        for attention in names
+    ]
+
+
+def by_sample(samples: NeedleSamples, tasks: Iterable[NeedleTask]) -> Iterator[tuple[Sample, list[NeedleTask]]]:
+    """Each sample, and those of its tasks that follow each other."""
+    for (number, length, kind, bucket), group in itertools.groupby(tasks, key=_sample_of):
+        yield samples.make(kind, length, bucket, number), list(group)
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: NeedleSamples,
+    tasks: Sequence[NeedleTask],
+    results: NeedleResults,
+    path: Path,
+    *,
+    on_step: OnStep = lambda description, finished: None,
+) -> None:
+    """Fill `results` with what is missing of `tasks`. The file is written on the way."""
+    with results.saving(path) as save:
+        for finished, task in enumerate(results.missing(tasks)):
+            on_step(f"{task.attention}, {task.kind} of {task.length} tokens", finished)
+            results.outcomes[task] = _attempt(model, tokenizer, samples, task)
+            save()
+
+
+def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
+    return task.number, task.length, task.kind, task.bucket
+
+
+def _attempt(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: NeedleSamples, task: NeedleTask
+) -> Outcome:
+    try:
+        sample = samples.make(task.kind, task.length, task.bucket, task.number)
+        return Outcome(answer(model, tokenizer, sample, task.attention))
+    except Exception as error:  # one sample of many: whatever it is, the others go on
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # too little memory may be what it was
+    return Outcome(error=message)

@@ -1,0 +1,250 @@
+"""The report of models that were trained several times: how many needles each kind of training finds, over trainings.
+
+One training of each kind is a folder, as for one seed; models of the same name in several folders are trained alike.
+The prompt is read with exact attention, with which they are deployed.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from muse_lab.evaluation.means import Mean, Share
+from muse_lab.evaluation.needles import panels
+from muse_lab.evaluation.needles.comparison import Models
+from muse_lab.evaluation.needles.report import TASK, format_difference
+from muse_lab.evaluation.needles.results import NeedleResults
+from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, difference, groups, is_exact, share
+from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
+from muse_lab.records.attention_names import EXACT
+from muse_lab.records.machine import machine_lines
+from muse_lab.report.figures import line_figure
+from muse_lab.report.markup import csv_text
+from muse_lab.report.plots import Axis, Line, colours
+from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, shown, text
+
+Trainings = Mapping[str, Models]
+"""By the folder, the models by their names. The first model, the same in all, is what others are compared with."""
+
+Item = TypeVar("Item")
+
+_SURE = 2
+"""Standard errors from which on a difference counts."""
+_ABOUT = (
+    "A column for each training, a row for each model. ± of one training is the standard error over samples of the "
+    "paired difference; ± of a mean is the standard error over trainings, of one number for each. A model that is "
+    "missing in a training has no mean but that of its differences, which are over the others."
+)
+_OF_DEPTHS = (
+    f"Depths of all trainings at which the difference is more than {_SURE} of its standard errors over samples. Where "
+    "there is no difference, at most about one depth in 44 is so by chance, on either side."
+)
+
+
+@dataclass(frozen=True)
+class _Length:
+    """What all models were asked at one length."""
+
+    title: str
+    groups: list[Group]
+    trainings: dict[str, dict[str, Asked]]
+    models: list[str]
+    """the first is what others are compared with"""
+
+    @property
+    def everywhere(self) -> list[str]:
+        """The models that all trainings have: their means are over the same trainings."""
+        return [model for model in self.models if len(self._that_have(model)) == len(self.trainings)]
+
+    def found(self, model: str) -> dict[str, Share]:
+        """By training, of those that have the model."""
+        shares = {name: share(asked[model].answers(self.groups), is_exact) for name, asked in self._that_have(model)}
+        return {name: of_training for name, of_training in shares.items() if of_training is not None}
+
+    def differences(self, model: str, bucket: int | None = None) -> dict[str, Mean]:
+        """To the first model, by training, of those that have both; of one depth if a bucket is given."""
+        first = self.models[0]
+        gaps = {
+            name: difference(asked[model], asked[first], self.groups, is_exact, bucket=bucket)
+            for name, asked in self._that_have(model)
+            if first in asked
+        }
+        return {name: gap for name, gap in gaps.items() if gap is not None}
+
+    def by_depth(self, model: str, bucket: int) -> float | None:
+        """Exact match, the mean over trainings."""
+        shares = [by_depth(asked[model].answers(self.groups), is_exact)[bucket] for _, asked in self._that_have(model)]
+        values = [one.value for one in shares if one is not None]
+        return statistics.fmean(values) if values else None
+
+    def _that_have(self, model: str) -> list[tuple[str, dict[str, Asked]]]:
+        return [(name, asked) for name, asked in self.trainings.items() if model in asked]
+
+
+def is_answered(results: NeedleResults) -> bool:
+    """Whether the model answered something with exact attention."""
+    return bool(Asked(results, EXACT).answers(groups(results)))
+
+
+def needles_over_trainings(trainings: Trainings) -> Report:
+    """Of models that have each answered something."""
+    trainings = {name: trainings[name] for name in sorted(trainings, key=_with_numbers_in_order)}
+    lengths = list(_lengths(trainings))
+    results = [one for models in trainings.values() for one in models.values()]
+    haystacks = dict.fromkeys(haystack for _, haystack in (one.settings.facts for one in results))
+    machines = dict.fromkeys("; ".join(machine_lines(one.machine)) for one in results)
+    return Report(
+        f"Needles over {len(trainings)} trainings: {', '.join(lengths[0].models)}",
+        verdict=[
+            *(line for length in lengths for line in _in_words(length)),
+            *panels.failed_in_words(_side_by_side(trainings)),
+        ],
+        sections=[
+            section
+            for length in lengths
+            for section in (
+                Section.of(f"Exact match, {length.title}", _ABOUT, found_table(length), Note(TASK)),
+                Section.of(f"Less {length.models[0]}, {length.title}", difference_table(length)),
+                Section.of(f"By depth, {length.title}", depth_curves(length, lengths), depth_table(length)),
+            )
+        ],
+        provenance=Provenance([*haystacks, *machines], [command for one in results for command in one.commands]),
+        csv=as_csv(lengths),
+    )
+
+
+def found_table(length: _Length) -> Table:
+    rows = []
+    for model in length.models:
+        found = length.found(model)
+        if found:
+            mean = _percent(Mean.of([one.value for one in found.values()])) if model in length.everywhere else ""
+            rows.append((model, *(shown(found.get(name)) for name in length.trainings), mean))
+    return Table([text("model"), *map(number, length.trainings), number("mean")], rows)
+
+
+def difference_table(length: _Length) -> Table:
+    """In percentage points."""
+    rows = []
+    for model in length.models[1:]:
+        gaps = length.differences(model)
+        if gaps:
+            behind, ahead, depths = _sure_depths(length, model)
+            rows.append(
+                (
+                    model,
+                    *(format_difference(gaps.get(name)) for name in length.trainings),
+                    format_difference(Mean.of([gap.mean for gap in gaps.values()])),
+                    f"{behind} of {depths}",
+                    f"{ahead} of {depths}",
+                )
+            )
+    columns = [text("model"), *map(number, length.trainings), number("mean")]
+    return Table([*columns, number("depths behind", _OF_DEPTHS), number("depths ahead", _OF_DEPTHS)], rows)
+
+
+def depth_table(length: _Length) -> Table:
+    """Means over trainings."""
+    first, *others = length.models
+    rows = []
+    for bucket in range(BUCKETS):
+        gaps = ([gap.mean for gap in length.differences(model, bucket).values()] for model in others)
+        rows.append(
+            (
+                f"{depth_of(bucket):.2f}",
+                *(_share(length.by_depth(model, bucket)) for model in length.everywhere),
+                *(format_difference(Mean.of(of_model)) if of_model else "" for of_model in gaps),
+            )
+        )
+    columns = [number("depth"), *map(number, length.everywhere)]
+    return Table([*columns, *(number(f"{other} less {first}") for other in others)], rows)
+
+
+def depth_curves(length: _Length, lengths: list[_Length]) -> Figure:
+    colour, title = colours(), f"{length.title}, means over trainings"
+    lines = [
+        Line(
+            model,
+            [(depth_of(bucket), at) for bucket in range(BUCKETS) if (at := length.by_depth(model, bucket)) is not None],
+            next(colour),
+            "o",
+        )
+        for model in length.everywhere
+    ]
+    x, y = Axis("depth of the definition"), Axis(panels.EXACT_MATCH, from_zero=True)
+    place = lengths.index(length) + 1
+    return line_figure(f"depth-{place}", title, lines, x, y, description=f"Exact match against depth: {title}")
+
+
+def as_csv(lengths: list[_Length]) -> str:
+    """A line for every model, training, length and depth."""
+    rows = []
+    for length in lengths:
+        for training, models in length.trainings.items():
+            for model, asked in models.items():
+                for bucket, found in enumerate(by_depth(asked.answers(length.groups), is_exact)):
+                    if found is not None:
+                        about = [model, training, length.title, f"{depth_of(bucket):.2f}"]
+                        rows.append([*about, str(found.right), str(found.number)])
+    return csv_text(["model", "training", "asked", "depth", "right", "questions"], rows)
+
+
+def _lengths(trainings: Trainings) -> Iterator[_Length]:
+    asked = {
+        training: {model: Asked(results, EXACT) for model, results in models.items()}
+        for training, models in trainings.items()
+    }
+    first = next(iter(next(iter(trainings.values()))))
+    found = panels.groups_of(_side_by_side(asked))
+    for length in dict.fromkeys(length for length, _ in found):
+        of_length = [group for group in found if group[0] == length]
+        answered = {
+            training: there
+            for training, models in asked.items()
+            if (there := {model: one for model, one in models.items() if one.answers(of_length)})
+        }
+        kinds, together = next(iter(panels.panels_of(_side_by_side(answered), of_length).items()))
+        others = sorted({model for models in answered.values() for model in models} - {first})
+        yield _Length(panels.title_of(length, kinds), together, answered, [first, *others])
+
+
+def _side_by_side(trainings: Mapping[str, Mapping[str, Item]]) -> dict[str, Item]:
+    """All models of all trainings, by what they are called in a report."""
+    return {f"{training}/{model}": one for training, models in trainings.items() for model, one in models.items()}
+
+
+def _with_numbers_in_order(name: str) -> list[tuple[int, str]]:
+    """A key by which seed-5 is before seed-11."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _in_words(length: _Length) -> Iterator[str]:
+    first, *others = length.models
+    for model in others:
+        gaps = [gap.mean for gap in length.differences(model).values()]
+        if gaps:
+            behind, _, depths = _sure_depths(length, model)
+            yield (
+                f"{length.title}: {model} less {first} {format_difference(Mean.of(gaps))} percentage points over "
+                f"{len(gaps)} trainings ({100 * min(gaps):+.1f} to {100 * max(gaps):+.1f}); behind by more than "
+                f"{_SURE} standard errors at {behind} of {depths} depths"
+            )
+
+
+def _sure_depths(length: _Length, model: str) -> tuple[int, int, int]:
+    """How often it is behind and ahead of the first by more than chance, and of how many depths of all trainings."""
+    gaps = [gap for bucket in range(BUCKETS) for gap in length.differences(model, bucket).values()]
+    sure = [gap.mean for gap in gaps if gap.standard_error is not None and abs(gap.mean) > _SURE * gap.standard_error]
+    return sum(gap < 0 for gap in sure), sum(gap > 0 for gap in sure), len(gaps)
+
+
+def _percent(mean: Mean) -> str:
+    error = "" if mean.standard_error is None else f" ± {100 * mean.standard_error:.1f}"
+    return f"{100 * mean.mean:.1f}{error}%"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"

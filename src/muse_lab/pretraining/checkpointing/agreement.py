@@ -1,0 +1,82 @@
+"""Ranks that share the work of verifying a checkpoint come to the same result, or none of them goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from muse_lab.pretraining.checkpointing.manifest import CheckpointError
+from muse_lab.pretraining.failures import TrainingError
+from muse_lab.pretraining.parallel import World
+
+Result = TypeVar("Result")
+
+
+class _HasSize(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+File = TypeVar("File", bound=_HasSize)
+
+
+def gather(world: World | None, value: Any) -> list[Any]:
+    """Of every rank. Collective: every rank must call it."""
+    if world is None or world.mesh is None:
+        return [value]
+    values: list[Any] = [None] * world.ranks
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(world: World | None, what: str, action: Callable[[], Result], identify: Callable[[Result], object]) -> Result:
+    """What all ranks find. Collective: every rank must call it.
+
+    Raises CheckpointError if all of them refuse it, and TrainingError if they find different things, as where a
+    network's folder is listed before all of it is there.
+
+    Args:
+        what: is looked at, in words
+        identify: what of a result must be the same
+    """
+    result, mishap = None, None
+    try:
+        result = action()
+    except CheckpointError as error:
+        mishap = error
+    first, *others = gather(world, str(mishap) if result is None else identify(result))
+    if any(other != first for other in others):
+        raise TrainingError(f"not all ranks see the same in {what} yet; resume again in a minute")
+    if result is None:
+        raise mishap or AssertionError
+    return result
+
+
+def all_check(world: World | None, action: Callable[[], object]) -> None:
+    """Each rank checks its share, and all of them raise the CheckpointError of the first one that has one."""
+    mishap = None
+    try:
+        action()
+    except CheckpointError as error:
+        mishap = str(error)
+    for found in gather(world, mishap):
+        if found is not None:
+            raise CheckpointError(found)
+
+
+def share_of(world: World | None, files: Sequence[File]) -> list[File]:
+    """Files that this rank verifies: each has one rank, and ranks have about the same number of bytes.
+
+    With one file for each rank, each has its own, which it reads next.
+    """
+    if world is None or world.ranks == 1:
+        return list(files)
+    total, before, share = sum(file.size for file in files), 0, []
+    for file in files:
+        middle = before + file.size / 2
+        if min(world.ranks - 1, int(world.ranks * middle / max(1, total))) == world.rank:
+            share.append(file)
+        before += file.size
+    return share

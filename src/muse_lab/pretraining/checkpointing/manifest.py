@@ -1,0 +1,240 @@
+"""The manifest of a checkpoint: the hash of every file, and of itself, and where each part of each tensor is.
+
+    {"format": 2, "step": 500, "about": {...}, "sha256": "...",
+     "files": [{"name": "rank-00000-00000.safetensors", "size": 1234, "sha256": "..."}, ...],
+     "tensors": {"weight/lm_head.weight": {"dtype": "float32", "shape": [512, 64],
+                                           "chunks": [[0, [0, 0], [256, 64]], [1, [256, 0], [256, 64]]]}}}
+
+A chunk is the number of its file, its offsets and its sizes. Format 1 has no `tensors`: there, shards are joined along
+the first dimension in the order of the files, and shapes are those in the files' headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from muse_lab.records.regular_files import read_regular
+from muse_lab.records.strict_json import parse_json
+
+MANIFEST = "manifest.json"
+_FORMAT, _FORMAT_WITHOUT_TENSORS = 2, 1
+_MOST_DIMENSIONS = 5
+"""Of a tensor: its chunks have 2 to the power of so many corners."""
+LARGEST_MANIFEST = 2**28
+"""Bytes."""
+_FILE_NAME = re.compile(r"rank-[0-9]{5,}-[0-9]{5,}\.safetensors")
+_SHOWN = 200
+"""Characters of a foreign text."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is torn, damaged, or of another run."""
+
+
+class TensorKind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor, and the file that it is in under the tensor's name."""
+
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    kind: TensorKind
+    chunks: tuple[Chunk, ...]
+    """which make up the whole tensor"""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint. Its name is never a path: nothing outside of the checkpoint is read."""
+
+    name: str
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _FILE_NAME.fullmatch(self.name):
+            raise ValueError("no name of a file of tensors")
+        if type(self.size) is not int or not isinstance(self.sha256, str):
+            raise ValueError("no size and hash of a file")
+
+
+class StoredPart(NamedTuple):
+    """What the writer of a file says of one tensor in it."""
+
+    name: str
+    kind: TensorKind
+    """of the whole tensor"""
+    chunk: Chunk
+    file: StoredFile
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    about: dict[str, Any]
+    files: tuple[StoredFile, ...]
+    tensors: dict[str, StoredTensor] | None
+    """None if the files say it themselves"""
+    sha256: str
+
+
+def make_manifest(step: int, about: dict[str, Any], parts: Iterable[StoredPart]) -> str:
+    """The text of a manifest; a ValueError if the parts do not make up whole tensors."""
+    files: dict[str, StoredFile] = {}
+    kinds: dict[str, TensorKind] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for part in parts:
+        files[part.file.name] = part.file
+        kinds[part.name] = part.kind
+        chunks.setdefault(part.name, []).append(part.chunk)
+    tensors = {name: StoredTensor(kind, tuple(sorted(chunks[name], key=_by_offsets))) for name, kind in kinds.items()}
+    return write_manifest(step, about, [files[name] for name in sorted(files)], tensors)
+
+
+def write_manifest(
+    step: int, about: dict[str, Any], files: Iterable[StoredFile], tensors: Mapping[str, StoredTensor]
+) -> str:
+    listed = list(files)
+    numbers = {file.name: number for number, file in enumerate(listed)}
+    document = {
+        "format": _FORMAT,
+        "step": step,
+        "about": about,
+        "files": [asdict(file) for file in listed],
+        "tensors": {
+            name: {
+                "dtype": str(tensor.kind.dtype).removeprefix("torch."),
+                "shape": tensor.kind.shape,
+                "chunks": [(numbers[chunk.file], chunk.offsets, chunk.sizes) for chunk in tensor.chunks],
+            }
+            for name, tensor in tensors.items()
+        },
+    }
+    for name, tensor in tensors.items():
+        check_is_whole(name, tensor)
+    return json.dumps({**document, "sha256": _own_hash(document)}) + "\n"
+
+
+def read_manifest(path: Path, step: int) -> Manifest:
+    """Of the checkpoint in the folder `path`; a CheckpointError if it is not what was written for this step."""
+    try:
+        check_is_inside(path, MANIFEST)
+        document = parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))
+        claimed = document.pop("sha256")
+        files = tuple(StoredFile(**file) for file in document["files"])
+        has_tensors = document["format"] == _FORMAT
+        if _own_hash(document) != claimed or document["format"] not in (_FORMAT, _FORMAT_WITHOUT_TENSORS):
+            raise ValueError
+        if type(document["step"]) is not int or document["step"] != step:
+            raise ValueError
+        if not isinstance(document["about"], dict) or len({file.name for file in files}) != len(files):
+            raise ValueError
+        tensors = _parse_tensors(document["tensors"], files) if has_tensors else None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} is torn: its {MANIFEST}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {path} is damaged: its {MANIFEST} is not what was written") from None
+    return Manifest(step, document["about"], files, tensors, claimed)
+
+
+def check_is_whole(name: str, tensor: StoredTensor) -> None:
+    """A ValueError unless chunks are inside of their tensor, and each of its numbers is in one of them.
+
+    That is so if the corners of all chunks, with their signs, add up to the corners of the tensor: the corners of a box
+    are the differences of its indicator function along all dimensions, which determine the function.
+    """
+    shape = tensor.kind.shape
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(shape)} dimensions")
+    corners = Counter(_corners((0,) * len(shape), shape))
+    for chunk in tensor.chunks:
+        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+            raise ValueError(f"a chunk of {name} has other dimensions")
+        for length, offset, size in zip(shape, chunk.offsets, chunk.sizes, strict=True):
+            if offset < 0 or size < 0 or offset + size > length:
+                raise ValueError(f"a chunk of {name} is outside of it")
+        corners.subtract(_corners(chunk.offsets, chunk.sizes))
+    is_repeated = len({chunk.offsets for chunk in tensor.chunks}) < len(tensor.chunks)
+    if any(corners.values()) or is_repeated or not tensor.chunks:
+        raise ValueError(f"the chunks of {name} do not make it up")
+
+
+def _corners(offsets: Sequence[int], sizes: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """Of a box, with their signs: 1 if an even number of coordinates is at the far end, else -1."""
+    if 0 in sizes:
+        return {}
+    return {
+        tuple(offset + end * size for offset, size, end in zip(offsets, sizes, ends, strict=True)): (-1) ** sum(ends)
+        for ends in itertools.product((0, 1), repeat=len(sizes))
+    }
+
+
+def check_is_inside(folder: Path, name: str) -> None:
+    """Raise CheckpointError for a link out of the folder, and for anything but a regular file: a pipe never ends."""
+    path = os.path.realpath(folder / name, strict=True)
+    if os.path.dirname(path) != os.path.realpath(folder) or not os.path.isfile(path):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not a file of its own")
+
+
+def as_line(text: str) -> str:
+    """Text from a file that may be damaged, as part of a line."""
+    words = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
+
+
+def _parse_tensors(document: object, files: tuple[StoredFile, ...]) -> dict[str, StoredTensor]:
+    if not isinstance(document, dict):
+        raise TypeError
+    tensors = {}
+    for name, values in document.items():
+        dtype = getattr(torch, values["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError
+        chunks = [
+            Chunk(files[_as_size(number)].name, _as_sizes(offsets), _as_sizes(sizes))
+            for number, offsets, sizes in values["chunks"]
+        ]
+        if len({chunk.file for chunk in chunks}) < len(chunks):  # a file has one chunk by a name
+            raise ValueError
+        tensors[name] = StoredTensor(TensorKind(_as_sizes(values["shape"]), dtype), tuple(chunks))
+        check_is_whole(name, tensors[name])
+    return tensors
+
+
+def _as_sizes(values: list[object]) -> tuple[int, ...]:
+    return tuple(_as_size(value) for value in values)
+
+
+def _as_size(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError
+    return value
+
+
+def _by_offsets(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.offsets
+
+
+def _own_hash(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

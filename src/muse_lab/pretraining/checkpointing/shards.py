@@ -1,0 +1,166 @@
+"""Files of tensors, in the format of safetensors: what one rank writes of a checkpoint, and what is read of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muse_lab.pretraining.checkpointing.manifest import (
+    CheckpointError,
+    Chunk,
+    StoredFile,
+    StoredPart,
+    StoredTensor,
+    TensorKind,
+    as_line,
+)
+from muse_lab.records.files import replace_file
+
+BYTES_PER_FILE = 2**30
+
+
+class Piece(NamedTuple):
+    """What a rank has of one tensor, in host memory."""
+
+    name: str
+    kind: TensorKind
+    """of the whole tensor"""
+    offsets: tuple[int, ...]
+    numbers: Tensor
+
+
+def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Copies of tensors that this process has whole."""
+    return [
+        Piece(name, TensorKind(tuple(tensor.shape), tensor.dtype), (0,) * tensor.dim(), copy_to_host(tensor))
+        for name, tensor in tensors.items()
+    ]
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """A copy that stays as it is while training goes on."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> list[StoredPart]:
+    """Write files, durable and hashed, and return what is in them."""
+    from safetensors.torch import save
+
+    parts = []
+    for number, group in enumerate(_groups(pieces)):
+        path = folder / f"rank-{rank:05}-{number:05}.safetensors"
+        content = save({name: piece.numbers for name, piece in group.items()})
+        replace_file(path, content)
+        file = StoredFile(path.name, len(content), hashlib.sha256(content).hexdigest())
+        for name, piece in group.items():
+            chunk = Chunk(file.name, piece.offsets, tuple(piece.numbers.shape))
+            parts.append(StoredPart(name, piece.kind, chunk, file))
+    return parts
+
+
+def contents_by_file(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, TensorKind]]:
+    """What each file has of which tensor."""
+    contents: dict[str, dict[str, TensorKind]] = {}
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            contents.setdefault(chunk.file, {})[name] = TensorKind(chunk.sizes, tensor.kind.dtype)
+    return contents
+
+
+def check_contents(folder: Path, file: str, expected: Mapping[str, TensorKind]) -> None:
+    """A CheckpointError unless a file has the chunks that the manifest says, and all numbers are finite."""
+    from safetensors import safe_open
+
+    with reading(folder, file), safe_open(folder / file, "pt") as opened:
+        # A rank that has nothing of a tensor did write that, in checkpoints of format 1.
+        names = {name for name in opened.keys() if 0 not in opened.get_slice(name).get_shape()}  # noqa: SIM118
+        for name in sorted(names ^ expected.keys()):
+            has = "has no" if name in expected else "has another"
+            raise CheckpointError(f"checkpoint {folder} is damaged: {file} {has} {as_line(name)}")
+        for name, kind in expected.items():
+            numbers = opened.get_tensor(name)
+            if TensorKind(tuple(numbers.shape), numbers.dtype) != kind:
+                raise CheckpointError(f"checkpoint {folder} is damaged: {file} has another {as_line(name)}")
+            if not bool(numbers.isfinite().all()):
+                raise CheckpointError(
+                    f"checkpoint {folder} is damaged: {as_line(name)} has numbers that are not finite"
+                )
+
+
+def read_headers(folder: Path, files: Iterable[str]) -> dict[str, StoredTensor]:
+    """The tensors of files whose manifest does not list them: shards along the first dimension, in order."""
+    from safetensors import safe_open
+
+    kinds: dict[str, TensorKind] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for file in files:
+        with reading(folder, file), safe_open(folder / file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                part = opened.get_slice(name)
+                shape, dtype = tuple(part.get_shape()), part[:0].dtype if part.get_shape() else torch.float32
+                before = kinds.get(name, TensorKind((0, *shape[1:]), dtype))
+                if before.shape[1:] != shape[1:] or before.dtype != dtype or not shape:
+                    raise ValueError(f"its shard of {name} does not fit those of other files")
+                chunks.setdefault(name, []).append(Chunk(file, (before.shape[0], *(0 for _ in shape[1:])), shape))
+                kinds[name] = TensorKind((before.shape[0] + shape[0], *shape[1:]), dtype)
+    return {
+        name: StoredTensor(kind, tuple(chunk for chunk in chunks[name] if chunk.sizes[0]))
+        for name, kind in kinds.items()
+    }
+
+
+def read_tensor(folder: Path, name: str, tensor: StoredTensor) -> Tensor:
+    """Its chunks, joined."""
+    from safetensors import safe_open
+
+    whole = None
+    for chunk in tensor.chunks:
+        with reading(folder, chunk.file), safe_open(folder / chunk.file, "pt") as opened:
+            numbers = opened.get_tensor(name)
+            if len(tensor.chunks) == 1:
+                return numbers
+            if whole is None:
+                whole = torch.empty(tensor.kind.shape, dtype=tensor.kind.dtype)
+            whole[box(chunk.offsets, chunk.sizes)] = numbers
+    assert whole is not None
+    return whole
+
+
+def box(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+@contextlib.contextmanager
+def reading(folder: Path, file: str) -> Iterator[None]:
+    """Turn errors in this block into a CheckpointError that names the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        reason = error.strerror or as_line(str(error))
+        raise CheckpointError(f"checkpoint {folder} is torn: {file}: {reason}") from None
+    except Exception as error:  # safetensors and PyTorch have an error for each way in which a file can be damaged
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: {file} holds no tensors of a run: {as_line(str(error))}"
+        ) from None
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[dict[str, Piece]]:
+    """Those of one file each; no file has two pieces of a tensor."""
+    group: dict[str, Piece] = {}
+    size = 0
+    for piece in pieces:
+        if group and (size + piece.numbers.nbytes > BYTES_PER_FILE or piece.name in group):
+            yield group
+            group, size = {}, 0
+        group[piece.name] = piece
+        size += piece.numbers.nbytes
+    if group:
+        yield group

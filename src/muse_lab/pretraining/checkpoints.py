@@ -1,0 +1,298 @@
+"""Checkpoints that are whole or absent: written aside, hashed, renamed, and verified before anything is read from them.
+
+    checkpoints/step-00000500/
+        manifest.json                    hash of every file, and of itself; which part of which tensor is where
+        rank-00000-00000.safetensors     what the first rank has of the tensors; each rank writes its own
+
+While it is written, a checkpoint is `step-00000500.tmp`, and so is an old one while it is removed: such
+folders are removed by the next run. Nothing is pickled. What any number of ranks wrote is read by any other.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from muse_lab.pretraining.checkpointing.agreement import agree, all_check, gather, share_of
+from muse_lab.pretraining.checkpointing.manifest import (
+    LARGEST_MANIFEST,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    StoredPart,
+    StoredTensor,
+    TensorKind,
+    as_line,
+    check_is_inside,
+    make_manifest,
+    read_manifest,
+    write_manifest,
+)
+from muse_lab.pretraining.checkpointing.shards import (
+    Piece,
+    check_contents,
+    contents_by_file,
+    read_headers,
+    read_tensor,
+    reading,
+    whole_pieces,
+    write_pieces,
+)
+from muse_lab.pretraining.data.shards import hash_file
+from muse_lab.pretraining.failures import TrainingError
+from muse_lab.pretraining.parallel import World
+from muse_lab.records.files import (
+    errors_naming,
+    new_folder,
+    remove_folder,
+    remove_tree,
+    replace_file,
+    replace_folder,
+    sync,
+)
+from muse_lab.records.regular_files import read_regular
+from muse_lab.records.strict_json import parse_json
+
+_NAME = re.compile(r"step-([0-9]{8,})")
+_UNFINISHED_NAME = re.compile(rf"{_NAME.pattern}(\.old)?\.tmp")
+UNTIL_NEXT = "until_next"
+"""What `about` has of a checkpoint that is removed when there is a newer one."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was verified."""
+
+    folder: Path
+    step: int
+    """updates that were made"""
+    about: dict[str, Any]
+    """what its writer noted: the recipe, the corpus"""
+    files: tuple[str, ...]
+    tensors: dict[str, StoredTensor]
+    """by name: shape and dtype of the whole tensor, and its chunks"""
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Of all checkpoints that are finished, whole or not, in order."""
+    if not folder.is_dir():
+        return []
+    found = [(path.name, _NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
+    steps = [(name, int(match[1])) for name, match in found if match]
+    return sorted(step for name, step in steps if folder_of(folder, step).name == name)
+
+
+# Writing
+
+
+def save(folder: Path, step: int, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write a checkpoint of tensors that this process has whole."""
+    begin(folder, step)
+    return finish(folder, step, about, write_shard(folder, step, 0, whole_pieces(tensors)))
+
+
+def begin(folder: Path, step: int) -> None:
+    """Make the folder that a checkpoint is written into."""
+    new_folder(_aside(folder, step))
+
+
+def write_shard(folder: Path, step: int, rank: int, pieces: Iterable[Piece]) -> list[StoredPart]:
+    """Write what one rank has, as files of safetensors; what they hold is for `finish`."""
+    return write_pieces(_aside(folder, step), rank, pieces)
+
+
+def finish(folder: Path, step: int, about: dict[str, Any], parts: Iterable[StoredPart]) -> Path:
+    """Add the manifest to a checkpoint that all ranks have written, and rename it to its final name.
+
+    Args:
+        parts: what all ranks have written
+    """
+    return _finish(folder, step, make_manifest(step, about, parts))
+
+
+def copy_checkpoint(checkpoint: Checkpoint, folder: Path, about: dict[str, Any]) -> Path:
+    """Put one that was verified into another folder, with another note of its writer."""
+    manifest = read_manifest(checkpoint.folder, checkpoint.step)
+    begin(folder, checkpoint.step)
+    unfinished = _aside(folder, checkpoint.step)
+    for file in manifest.files:
+        path = unfinished / file.name
+        with errors_naming(path):
+            shutil.copyfile(checkpoint.folder / file.name, path)
+            sync(path)
+    return _finish(folder, checkpoint.step, write_manifest(checkpoint.step, about, manifest.files, checkpoint.tensors))
+
+
+def _finish(folder: Path, step: int, manifest: str) -> Path:
+    unfinished, finished = _aside(folder, step), folder_of(folder, step)
+    replace_file(unfinished / MANIFEST, manifest)
+    replace_folder(unfinished, finished)
+    return finished
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Remove checkpoints before `step`, which is durable: those until the next one, and others but for the newest.
+
+    `keep` are left, and `step` as one more if it is itself one until the next.
+    """
+    lasting: list[int] = []
+    passing: list[int] = []
+    for found in steps_in(folder):
+        (passing if _is_until_next(folder_of(folder, found)) else lasting).append(found)
+    older = [found for found in lasting if found < step]
+    left = keep - (step in lasting)
+    for found in sorted([*(found for found in passing if found < step), *older[: max(0, len(older) - left)]]):
+        remove_folder(folder_of(folder, found))
+
+
+def clear_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints after `step`, from which a run continues: they were refused and must not be kept."""
+    for found in steps_in(folder):
+        if found > step:
+            remove_folder(folder_of(folder, found))
+
+
+def clear_unfinished(folder: Path) -> None:
+    for path in folder.glob("step-*.tmp"):
+        if _UNFINISHED_NAME.fullmatch(path.name):
+            remove_tree(path)
+
+
+# Reading
+
+
+def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
+    """Raise CheckpointError if a file was changed, or if no run can continue from the checkpoint.
+
+    Args:
+        world: ranks that share the work: each hashes some of the files, and none goes on before all are verified.
+            Collective: every rank must call it.
+    """
+    path = folder_of(folder, step)
+    manifest = agree(world, str(path), lambda: _look_at(path, step), lambda found: found.sha256)
+    share = share_of(world, manifest.files)
+
+    def check_hashes() -> None:
+        for file in share:
+            try:
+                is_same = hash_file(path / file.name) == file.sha256
+            except OSError as error:
+                raise CheckpointError(f"checkpoint {path} is torn: {file.name}: {error.strerror}") from None
+            if not is_same:
+                raise CheckpointError(f"checkpoint {path} is damaged: {file.name} is not what was written")
+
+    all_check(world, check_hashes)
+    tensors = manifest.tensors
+    if tensors is None:
+        names = [file.name for file in manifest.files]
+        tensors = agree(world, str(path), lambda: read_headers(path, names), str)
+    contents = contents_by_file(tensors)
+
+    def check_share() -> None:
+        for file in share:
+            check_contents(path, file.name, contents.get(file.name, {}))
+
+    all_check(world, check_share)
+    return Checkpoint(path, step, manifest.about, tuple(file.name for file in manifest.files), tensors)
+
+
+def _look_at(path: Path, step: int) -> Manifest:
+    """The manifest of a checkpoint whose files are there, and have the sizes that it says."""
+    manifest = read_manifest(path, step)
+    for file in manifest.files:
+        try:
+            check_is_inside(path, file.name)
+            size = (path / file.name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path} is torn: {file.name}: {error.strerror}") from None
+        if size != file.size:
+            raise CheckpointError(f"checkpoint {path} is torn: {file.name} has {size} bytes, not {file.size}")
+    if manifest.tensors is not None:
+        expected = {MANIFEST, *(file.name for file in manifest.files)}
+        with reading(path, "its folder"):
+            unexpected = sorted({found.name for found in path.iterdir()} - expected)
+        for name in unexpected:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {as_line(name)} was not written with it; move it away"
+            )
+    return manifest
+
+
+def latest_good(
+    folder: Path,
+    on_refused: Callable[[str], None],
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    *,
+    before: int | None = None,
+    world: World | None = None,
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole, or None if there is none at all.
+
+    Args:
+        on_refused: told why a checkpoint is not used
+        check: raises a CheckpointError for a checkpoint that is whole, but not to be used
+        before: a step, for one that is older
+        world: ranks that look together and share the work. Collective: every rank must call it.
+    """
+    steps = [step for step in steps_in(folder) if before is None or step < before]
+    _check_same_steps(folder, gather(world, steps))
+    for step in reversed(steps):
+        try:
+            found = verify(folder, step, world)
+            check(found)
+        except CheckpointError as error:
+            on_refused(str(error))
+        else:
+            return found
+    if steps:
+        raise CheckpointError(f"none of the checkpoints in {folder} is whole; start again with another output")
+    return None
+
+
+def _check_same_steps(folder: Path, steps: Sequence[list[int]]) -> None:
+    """Raise TrainingError unless all ranks have found the same: a network's folder may show them one after another."""
+    newest = [max(found, default=0) for found in steps]
+    if any(found != steps[0] for found in steps):
+        raise TrainingError(
+            f"some ranks would continue from step {min(newest)} and some from step {max(newest)}: not all of them see "
+            f"all files in {folder} yet; resume again in a minute"
+        )
+
+
+def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
+    """A CheckpointError unless a checkpoint has tensors of these names, shapes and dtypes, and no others."""
+    for name in [*checkpoint.tensors, *expected]:
+        if name not in checkpoint.tensors:
+            raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has no {name}")
+        tensor = expected.get(name)
+        if tensor is None or checkpoint.tensors[name].kind != TensorKind(tuple(tensor.shape), tensor.dtype):
+            raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has another {as_line(name)}")
+
+
+def read_tensors(checkpoint: Checkpoint, beginning: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor whose name has this prefix, shards joined; a CheckpointError if they cannot be read."""
+    for name, tensor in checkpoint.tensors.items():
+        if name.startswith(beginning):
+            yield name, read_tensor(checkpoint.folder, name, tensor)
+
+
+def _is_until_next(path: Path) -> bool:
+    """Of one that cannot be read: False."""
+    try:
+        return parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))["about"].get(UNTIL_NEXT) is True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _aside(folder: Path, step: int) -> Path:
+    return folder / f"{folder_of(folder, step).name}.tmp"

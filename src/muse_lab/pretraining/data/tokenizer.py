@@ -1,0 +1,188 @@
+"""Byte-level BPE: trained on a sample, kept as the `tokenizer.json` of transformers, and fast on Python sources.
+
+Delimiters are placed by their ids; a text that spells one out, as this file does, is encoded as any other text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muse_attention.core.extras import how_to_install
+from muse_lab.pretraining.data.documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
+from muse_lab.records.regular_files import read_regular
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SMALLEST_VOCABULARY = 256 + len(MARKS)
+_OTHER_END_MARK = "<|endoftext|>"
+"""Of tokenizers that were trained elsewhere."""
+_WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
+"""What the byte-level pre-tokenizer does to ASCII."""
+_LINES = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
+"""No word crosses these: line ends without other white space beside them."""
+_LONGEST_TRAINED_WORD = 256
+"""Bytes; what is longer is cut in training, whose time would grow with the square of them. No token is longer."""
+_LONGEST_KNOWN_WORD = 64
+_KNOWN_WORDS = 2**20
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """The same tokenizer for the same texts; its vocabulary is smaller where they do not yield as many merges."""
+    check_vocabulary(vocabulary)
+    library = import_tokenizers()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    words = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    parts = library.pre_tokenizers.Split(library.Regex(f".{{1,{_LONGEST_TRAINED_WORD}}}"), "isolated")
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([words, parts])
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(MARKS),
+        initial_alphabet=sorted(words.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words  # to encode takes time in proportion to the length of a word, so none is cut
+    return tokenizer
+
+
+def check_vocabulary(vocabulary: int) -> None:
+    if vocabulary < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"a vocabulary of {vocabulary} has no room for all bytes; choose at least {SMALLEST_VOCABULARY}"
+        )
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A `tokenizer.json`, or the one in a folder."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"there is no tokenizer {str(file)!r}; give a tokenizer.json, or the folder of one")
+    library = import_tokenizers()
+    try:
+        return library.Tokenizer.from_buffer(read_regular(file))
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"{file} is no tokenizer of the tokenizers library ({error})") from None
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """The files, by name, from which `AutoTokenizer.from_pretrained` reads it."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _end_mark(tokenizer)}
+    return {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": json.dumps(config, indent=2)}
+
+
+class Encoder:
+    """Documents as tokens, with an end mark behind each.
+
+    The words of ASCII text are looked up, which gives what the tokenizer gives, several times faster; everything else
+    goes through the tokenizer, on all cores.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._tokenizer = import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._ids = {mark: self._id(mark) for mark in (REPOSITORY_MARK, FILE_MARK)}
+        self.end = self._id(_end_mark(tokenizer))
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab().values())
+        self._words = _Words(self._tokenizer) if _is_plain_byte_level(self._tokenizer) else None
+
+    def encode(self, documents: Sequence[Document]) -> list[NDArray[np.uint32]]:
+        parts = [[list(self._segments(text)) for _, text in document.pieces] for document in documents]
+        unknown = [part for pieces in parts for segments in pieces for part in segments if not self._is_known(part)]
+        try:
+            encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
+        except TypeError:  # the library takes such a text for no text
+            raise ValueError("a text has a lone surrogate, which has no UTF-8; replace it before encoding") from None
+        encoded = (np.array(encoding.ids, dtype="<u4").tobytes() for encoding in encodings)
+        tokens = []
+        for document, pieces in zip(documents, parts, strict=True):
+            found = []
+            for (mark, _), segments in zip(document.pieces, pieces, strict=True):
+                found.append(_as_bytes(self._ids[mark]) if mark else b"")
+                found += [self._look_up(part) if self._is_known(part) else next(encoded) for part in segments]
+            found.append(_as_bytes(self.end))
+            tokens.append(np.frombuffer(b"".join(found), dtype="<u4"))
+        return tokens
+
+    def _segments(self, text: str) -> Iterator[str]:
+        if self._words is None or text.isascii():
+            yield text
+        else:
+            yield from _LINES.split(text)
+
+    def _is_known(self, text: str) -> bool:
+        return self._words is not None and text.isascii()
+
+    def _look_up(self, text: str) -> bytes:
+        assert self._words is not None
+        self._words.forget_if_many()
+        return b"".join(map(self._words.__getitem__, _WORDS.findall(text)))
+
+    def _id(self, mark: str) -> int:
+        found: int | None = self._tokenizer.token_to_id(mark)
+        if found is None:
+            raise ValueError(
+                f"the tokenizer has no token {mark}; choose one that has, or train one: leave out --tokenizer"
+            )
+        return found
+
+
+class _Words(dict[str, bytes]):
+    """The tokens of every word that was seen."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, word: str) -> bytes:
+        tokens = np.array(self._tokenizer.encode(word, add_special_tokens=False).ids, dtype="<u4").tobytes()
+        if len(word) <= _LONGEST_KNOWN_WORD:
+            self[word] = tokens
+        return tokens
+
+    def forget_if_many(self) -> None:
+        if len(self) > _KNOWN_WORDS:
+            self.clear()
+
+
+@functools.cache
+def _as_bytes(token: int) -> bytes:
+    return np.array([token], dtype="<u4").tobytes()
+
+
+def _end_mark(tokenizer: Tokenizer) -> str:
+    return _OTHER_END_MARK if tokenizer.token_to_id(END_MARK) is None else END_MARK
+
+
+def _is_plain_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether it splits text as those trained here do, and encodes each word by itself."""
+    state = json.loads(tokenizer.to_str())
+    model = state["model"]
+    splits = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    return (
+        state["normalizer"] is None
+        and splits.items() <= (state["pre_tokenizer"] or {}).items()
+        and (model["type"], model.get("dropout")) == ("BPE", None)
+        and all(token["special"] for token in state["added_tokens"])
+    )
+
+
+def import_tokenizers() -> Any:
+    """The library, or an ImportError that says how to get it."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError(f"tokenizers is not installed: {how_to_install('pretraining')}") from None
+    return tokenizers

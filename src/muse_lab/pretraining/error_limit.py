@@ -1,0 +1,125 @@
+"""A limit on the attention's error while a model trains, layer by layer.
+
+The probe measures the relative squared error of every global layer. A layer above the limit gets a tighter attention
+from the next update on: of MuSe with a tolerance, the loosest of a quarter and a sixteenth of that tolerance, and exact
+attention, that is within the limit; of any other attention, exact attention. It is relaxed again by one level where
+half the limit holds with the looser attention. The levels of the layers are part of the run's state, so a run that goes
+on has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from muse_attention.registry import config_at
+from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from muse_lab.pretraining.probe import visit_measures
+from muse_lab.pretraining.schedule import EXACT
+
+ERROR = "relative_squared_error"
+_TIGHTER = (4, 16)
+"""What the tolerance is divided by, level by level."""
+_RELAXED_BELOW = 0.5
+"""Share of the limit, so that a layer does not go back and forth."""
+
+
+class Change(NamedTuple):
+    """Of a layer's attention."""
+
+    layer: int
+    error: float
+    """with the attention before, or, of a layer that is relaxed, with that after"""
+    before: str
+    after: str
+    is_relaxed: bool
+
+    def describe(self, limit: float) -> str:
+        switches, attention, why = "switches", self.before, f"above error_limit={limit:g}"
+        if self.is_relaxed:
+            switches, attention, why = "switches back", self.after, f"below {_RELAXED_BELOW:g} of error_limit={limit:g}"
+        return (
+            f"layer {self.layer} {switches} from {self.before} to {self.after}: the relative squared error of "
+            f"{attention} is {self.error:.3g}, {why}"
+        )
+
+
+class Probed(NamedTuple):
+    measures: dict[int, dict[str, float]]
+    """by layer, under its attention in the update; none of a layer that attends exactly"""
+    levels: dict[int, int]
+    """from the next update on"""
+    changes: list[Change]
+
+
+@dataclass(frozen=True)
+class ErrorLimit:
+    limit: float
+    attentions: tuple[str, ...]
+    """by level, each tighter than the one before: the recipe's first, exact attention last"""
+
+    @classmethod
+    def of(cls, limit: float, attention: str, length: int) -> ErrorLimit:
+        config = config_at(attention, length)
+        tighter = []
+        if config is not None and config.tolerance is not None:
+            tighter = [f"muse:{config.replace(tolerance=config.tolerance / divisor)}" for divisor in _TIGHTER]
+        return cls(limit, (attention, *tighter, EXACT))
+
+    def apply(self, model: DecoderForCausalLM, levels: dict[int, int]) -> None:
+        """Let layers attend by the attention of their level wherever the model attends by the recipe's."""
+        model.replace_attention(self.attentions[0], self.by_layer(levels))
+
+    def by_layer(self, levels: dict[int, int]) -> dict[int, str]:
+        return {layer: self.attentions[self._known(level)] for layer, level in levels.items()}
+
+    def _known(self, level: int) -> int:
+        """A level that a damaged checkpoint may name is the last one."""
+        return min(level, len(self.attentions) - 1)
+
+    def probe(
+        self,
+        model: DecoderForCausalLM,
+        input_ids: Tensor,
+        levels: dict[int, int],
+        mean: Callable[[dict[str, float]], dict[str, float]],
+        on_layer: Callable[[], None] = lambda: None,
+    ) -> Probed:
+        """Measure every layer under its attention, and under others where these come into question.
+
+        Args:
+            mean: over all ranks, so that all decide the same
+            on_layer: called behind every layer; it may raise
+        """
+        found = Probed({}, dict(levels), [])
+
+        def visit(layer: int, measure: Callable[[str], dict[str, float]]) -> None:
+            def error_at(level: int) -> float:
+                return 0.0 if self.attentions[level] == EXACT else mean(measure(self.attentions[level]))[ERROR]
+
+            level = after = self._known(levels.get(layer, 0))
+            error = 0.0
+            if self.attentions[level] != EXACT:
+                found.measures[layer] = mean(measure(self.attentions[level]))
+                error = found.measures[layer][ERROR]
+            tighter = error
+            while not tighter <= self.limit:  # as of an error that is no number
+                after += 1
+                tighter = error_at(after)
+            if after == level > 0:
+                error = error_at(level - 1)
+                after -= error <= _RELAXED_BELOW * self.limit
+            if after != level:
+                found.changes.append(
+                    Change(layer, error, self.attentions[level], self.attentions[after], after < level)
+                )
+            found.levels.pop(layer, None)
+            if after:
+                found.levels[layer] = after
+            on_layer()
+
+        visit_measures(model, input_ids, visit)
+        return found

@@ -1,0 +1,154 @@
+"""Evaluation while a model trains: its loss on the held-out split, and what it answers when needles are asked for.
+
+Samples are evenly spaced windows of the held-out split. Needle documents are made of held-out files, with names and
+uids that training never draws. Both are read under the attention of the update and under exact attention, and are the
+same at every evaluation of a run, and on any number of ranks, which share them. Where ranks share each sequence, all of
+them ask, and each counts its own part of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.huggingface.interface import use_attention
+from muse_lab.pretraining.batches import Windows
+from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
+from muse_lab.pretraining.document_mask import separate_documents
+from muse_lab.pretraining.metrics import EXACT_END
+from muse_lab.pretraining.model.chunked_loss import IGNORED
+from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from muse_lab.pretraining.model.sequence_parts import own_part
+from muse_lab.pretraining.needles.mixture import NeedleDocuments
+from muse_lab.pretraining.needles.writer import EVALUATION
+from muse_lab.pretraining.parallel import World, gathered
+from muse_lab.pretraining.recipes import Recipe
+from muse_lab.pretraining.schedule import EXACT
+
+
+@dataclass(frozen=True)
+class _Document:
+    """A rank's share of what a model is asked."""
+
+    tokens: Tensor
+    """(length + 1,)"""
+    counts: Tensor
+    """(length + 1,): which tokens count as targets; none where a rank has fewer documents than others"""
+
+
+class Evaluation:
+    def __init__(self, corpus: Corpus, recipe: Recipe, world: World) -> None:
+        """A ValueError if the held-out split has no text for it."""
+        self._world = world
+        self._end = corpus.manifest.end if recipe.document_mask else None
+        self._windows = self._share([_window(tokens) for tokens in _held_out(corpus, recipe)])
+        self._needles = self._share([_Document(*needle) for needle in _needles(corpus, recipe)])
+
+    def run(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
+        """Mean nats for each token, and the share of needles whose every token is the most probable one.
+
+        Where the model's attention is another than exact attention, all of it under exact attention too.
+
+        Collective: every rank must call it. `on_sample` is called behind every sample, and may raise.
+        """
+        with gathered(model):  # sharded again at the end: after a forward pass alone weights would not be
+            found = self._measure(model, on_sample)
+            if model.config.attention != EXACT:
+                with use_attention(model, EXACT):
+                    found |= {f"{name}{EXACT_END}": value for name, value in self._measure(model, on_sample).items()}
+        return found
+
+    def _measure(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
+        """Under the attention that the model has."""
+        found = {"held_out_loss": self._loss(model, on_sample)}
+        return found | self._answers(model, on_sample) if self._needles else found
+
+    def _loss(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> float:
+        total = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        for document in self._windows:
+            total += self._ask(model, document)[:2]
+            on_sample()
+        loss, tokens = self._world.mean(total).tolist()
+        return float(loss / tokens)
+
+    def _answers(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
+        total = torch.zeros(4, dtype=torch.float64, device=self._world.device)
+        for document in self._needles:
+            total += self._ask(model, document, with_answers=True)
+            on_sample()
+        loss, tokens, right, answers = self._world.mean(total).tolist()
+        return {"needles_loss": loss / tokens, "needles_right": right / answers}
+
+    @torch.no_grad()
+    def _ask(self, model: DecoderForCausalLM, document: _Document, *, with_answers: bool = False) -> Tensor:
+        """(4,) float64: summed loss and tokens, of this rank's part; answers that are right, and answers, of all."""
+        tokens, counts = document.tokens.to(model.device), document.counts.to(model.device)
+        ids, positions, labels = tokens[None, :-1], None, tokens[None, 1:]
+        if self._end is not None:
+            ids, positions, labels = separate_documents(tokens[None], self._end)
+        targets = labels[0].masked_fill(~counts[1:], IGNORED)
+        own_targets = own_part(targets, self._world.sequence, 0)
+        places = torch.nonzero(own_targets != IGNORED)[:, 0]
+        out = model(
+            ids,
+            position_ids=positions,
+            shift_labels=targets[None],
+            num_items_in_batch=1,
+            use_cache=False,
+            **({"logits_to_keep": places} if with_answers else {}),
+        )
+        right, answers = 0, 0
+        if with_answers:
+            is_right = torch.zeros_like(own_targets)
+            is_right[places] = (out.logits[0].argmax(-1) == own_targets[places]).long()
+            right, answers = _count_right(self._world.joined(is_right).bool().cpu(), (targets != IGNORED).cpu())
+        counted = torch.tensor([len(places), right, answers], dtype=torch.float64, device=model.device)
+        return torch.cat([out.loss.double()[None], counted])
+
+    def _share(self, documents: list[_Document]) -> list[_Document]:
+        """As many for each group of ranks, as all must call the model together."""
+        ranks, rank = self._world.data_ranks, self._world.data_rank
+        missing = -len(documents) % ranks
+        if documents:
+            empty = _Document(documents[0].tokens, torch.zeros_like(documents[0].counts))
+            documents = documents + [empty] * missing
+        return documents[rank::ranks]
+
+
+def _count_right(is_right: Tensor, counts: Tensor) -> tuple[int, int]:
+    """Answers whose every token is right, and all answers: tokens that count and follow one another are of one."""
+    places = torch.nonzero(counts)[:, 0]
+    if not len(places):
+        return 0, 0
+    answer = torch.cat([torch.zeros(1, dtype=torch.int64), (places.diff() != 1).cumsum(0)])
+    wrong = torch.bincount(answer, weights=(~is_right[places]).double())
+    return int((wrong == 0).sum()), len(wrong)
+
+
+def _window(tokens: Tensor) -> _Document:
+    return _Document(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def _held_out(corpus: Corpus, recipe: Recipe) -> list[Tensor]:
+    try:
+        windows = Windows(corpus, recipe.length, split=HELD_OUT)
+    except ValueError as error:
+        raise ValueError(f"{error}, or set evaluate_every=0") from None
+    number = min(recipe.evaluate_samples, len(windows))
+    return [windows[index * len(windows) // number] for index in range(number)]
+
+
+def _needles(corpus: Corpus, recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
+    if not recipe.evaluate_needles:
+        return []
+    try:
+        documents = NeedleDocuments(
+            corpus, recipe.length, share=1.0, seed=recipe.seed, split=HELD_OUT, purpose=EVALUATION
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}; or set evaluate_needles=0") from None
+    made = (documents.make_with_answers(number) for number in range(recipe.evaluate_needles))
+    return [(tokens, distances > 0) for tokens, distances in made]

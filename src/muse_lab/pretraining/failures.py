@@ -1,0 +1,97 @@
+"""Runs that fail at the same step again and again.
+
+A run that is resumed computes the same numbers, so what failed once mostly fails again: a state that was damaged before
+it was saved, for one, is whole by its hashes. A run that has failed twice at the same step goes on from one checkpoint
+earlier, once. If it does not get past that step then, it is not resumed any more. `failures.json` remembers it, and is
+removed when a checkpoint behind the step is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from muse_lab.records.files import errors_naming, replace_file
+from muse_lab.records.regular_files import read_regular
+from muse_lab.records.strict_json import parse_json
+
+FILE = "failures.json"
+_TWICE = 2
+_SHOWN = 300
+"""Characters of a cause."""
+
+
+class TrainingError(RuntimeError):
+    """A run cannot continue; its state so far is in its checkpoints."""
+
+
+class StepError(TrainingError):
+    """A step failed by what the run has learnt, so that it may fail again."""
+
+
+@dataclass(frozen=True)
+class Failures:
+    """At one step."""
+
+    step: int
+    times: int
+    cause: str
+    """of the last one"""
+    fell_back: bool = False
+    """whether the run went on from an earlier checkpoint because of them"""
+
+    @property
+    def calls_for_fallback(self) -> bool:
+        return self.times >= _TWICE and not self.fell_back
+
+    def describe(self) -> str:
+        return f"the run failed {self.times} times at step {self.step} ({self.cause})"
+
+    def check_may_resume(self, output: Path) -> None:
+        """Raise TrainingError for a run that failed again behind its fallback."""
+        if self.fell_back and self.times > _TWICE:
+            raise TrainingError(
+                f"the run failed {self.times} times up to step {self.step}, the last time from an earlier checkpoint, "
+                f"and is not resumed again; the cause was: {self.cause}; start again with another recipe, or remove "
+                f"{output / FILE} to try once more"
+            )
+
+
+def read_failures(output: Path) -> Failures | None:
+    """None if there were none, or if the file cannot be read."""
+    try:
+        document = parse_json(read_regular(output / FILE))
+        found = Failures(**document)
+    except (OSError, ValueError, TypeError):
+        return None
+    is_right = type(found.step) is int and type(found.times) is int and type(found.fell_back) is bool
+    return found if is_right and isinstance(found.cause, str) else None
+
+
+def note_failure(output: Path, step: int, cause: str) -> None:
+    """Write down that a run failed at a step, counted from 1."""
+    before = read_failures(output)
+    is_again = before is not None and (step == before.step or (before.fell_back and step <= before.step))
+    words = " ".join(cause.split())[:_SHOWN]
+    if before is not None and is_again:
+        _write(output, dataclasses.replace(before, times=before.times + 1, cause=words))
+    else:
+        _write(output, Failures(step, 1, words))
+
+
+def note_fallback(output: Path, failures: Failures) -> None:
+    _write(output, dataclasses.replace(failures, fell_back=True))
+
+
+def forget_failures(output: Path, step: int | None = None) -> None:
+    """Those up to a step, behind which there is a checkpoint, or all of them."""
+    before = read_failures(output)
+    if before is not None and (step is None or step >= before.step):
+        with errors_naming(output / FILE):
+            (output / FILE).unlink(missing_ok=True)
+
+
+def _write(output: Path, failures: Failures) -> None:
+    replace_file(output / FILE, json.dumps(dataclasses.asdict(failures), indent=2) + "\n")

@@ -1,0 +1,145 @@
+"""Causal attention of each token to itself and the `window - 1` tokens before it, in linear memory.
+
+On CUDA in half precision that is FlashAttention, which knows windows, on GPUs that have it. Elsewhere the sequence is
+cut into blocks of one window. What a block may see lies in itself and in the block before, always in the same band, so
+one (window, 2 window) mask serves all blocks in one call of `scaled_dot_product_attention`. The first block has none
+before it, and is plainly causal.
+
+PyTorch's `flex_attention` would compute half as many logits, but has no backward pass on a CPU, and is dense unless it
+is compiled. These blocks run wherever `scaled_dot_product_attention` does, compiled or not. At 64k tokens and a window
+of 256, their 512 logits for each query are 1/64 of what a causal layer without a window computes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from muse_attention.core.arguments import check_arguments
+from muse_attention.ops import cast_for_autocast
+
+_MULTIPLE_FLASH = 8
+"""Head dimensions that FlashAttention serves are multiples of it."""
+_WIDE_FLASH, _WIDEST_FLASH = 192, 256
+"""The largest of them on any GPU that has it, and on those whose backward pass serves more."""
+
+
+def sliding_window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int,
+) -> Tensor:
+    """Exact attention to the last `window` tokens, the query's own among them; the call is SDPA's.
+
+    A window looks back only, so `is_causal` must be True.
+    """
+    query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not is_causal:
+        raise ValueError(f"is_causal={is_causal!r}: a sliding window looks back only; pass is_causal=True")
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"window={window!r} must be an integer of at least 1")
+    query, key, value = cast_for_autocast(query, key, value)
+    if key.shape[1] != query.shape[1]:  # with a mask, CUDA has no fused kernel for shared key heads
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    attend = _attend_by_flash if _has_flash(query, value) else _attend_in_blocks
+    return attend(query, key, value, window, factor)
+
+
+def _has_flash(query: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention serves these tensors on their GPU, gradients included."""
+    dim = query.shape[-1]
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and dim == value.shape[-1]
+        and dim % _MULTIPLE_FLASH == 0
+        and dim <= _WIDEST_FLASH
+        and _may_use_flash(query.device.index)
+        and (dim <= _WIDE_FLASH or _serves_widest(query.device.index))
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _may_use_flash(gpu: int) -> bool:
+    """Whether the GPU has it, and it is not switched off (`torch.backends.cuda.enable_flash_sdp`)."""
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(gpu) >= (8, 0)
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _serves_widest(gpu: int) -> bool:
+    """Its backward pass takes the shared memory of an A100 or H100."""
+    return torch.cuda.get_device_capability(gpu) in ((8, 0), (9, 0))
+
+
+def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
+    length = query.shape[2]
+    query, key, value = (_aligned(tensor) for tensor in (query, key, value))
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(tensor.transpose(1, 2) for tensor in (query, key, value)), None, None, length, length, 0.0, False, False,
+        scale=scale, window_size_left=window - 1, window_size_right=0,
+    )  # fmt: skip
+    out = out.transpose(1, 2)
+    return out if torch.compiler.is_compiling() else _WithAlignedGradient.apply(out)
+
+
+class _WithAlignedGradient(torch.autograd.Function):
+    """The identity; FlashAttention's backward pass reads the gradient as its forward pass reads its inputs."""
+
+    @staticmethod
+    def forward(ctx: object, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: object, grad_out: Tensor) -> Tensor:
+        return _aligned(grad_out)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """FlashAttention reads eight numbers of a row at once: rows are contiguous, and begin at a multiple of eight."""
+    starts: tuple[int | torch.SymInt, ...] = tensor.stride()[:-1]
+    if not torch.compiler.is_compiling():  # the compiler knows no offsets, and aligns what it makes
+        starts = (tensor.storage_offset(), *starts)
+    if tensor.stride(-1) == 1 and all(start % _MULTIPLE_FLASH == 0 for start in starts):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
+    out = scaled_dot_product_attention(
+        query[:, :, :window], key[:, :, :window], value[:, :, :window], is_causal=True, scale=scale
+    )
+    if query.shape[2] <= window:
+        return out
+    query_blocks, key_blocks, value_blocks = (_cut(tensor, window) for tensor in (query, key, value))
+    band = torch.ones(window, 2 * window, dtype=torch.bool, device=query.device).tril(window).triu(1)
+    later = scaled_dot_product_attention(
+        query_blocks[:, 1:].flatten(0, 1),
+        _with_previous(key_blocks).flatten(0, 1),
+        _with_previous(value_blocks).flatten(0, 1),
+        attn_mask=band,
+        scale=scale,
+    )
+    later = later.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat([out, later[:, :, : query.shape[2] - window]], dim=2)
+
+
+def _cut(tensor: Tensor, window: int) -> Tensor:
+    """(batch, blocks, heads, window, X); the last block is filled with zeros, which no real query sees."""
+    return pad(tensor, (0, 0, 0, -tensor.shape[2] % window)).unflatten(2, (-1, window)).transpose(1, 2)
+
+
+def _with_previous(blocks: Tensor) -> Tensor:
+    """(batch, blocks - 1, heads, 2 window, X): each block but the first, behind the one before it."""
+    return torch.cat([blocks[:, :-1], blocks[:, 1:]], dim=3)

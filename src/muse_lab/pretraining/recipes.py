@@ -1,0 +1,406 @@
+"""Recipes: all that a training run is made of, but for its data. Each is a function; `key=value` changes a field.
+
+`s3` to `s8` have the paper's models, optimiser, tokens and attention sizes, with the clustering of this library, which
+is faster than the paper's, and exact attention in the last 0.1% of the updates. `paper-s3` to `paper-s8` are the paper
+to the letter: its streaming clustering, its limits on clusters of queries and of keys, and no exact attention before
+the schedule has ended. `muse train --continue-from` then trains further with exact attention, as its Appendix G.5 does.
+Frozen aggregation needs neither: `attention=muse:paper,differentiable_aggregation=false`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from muse_attention.registry import full_name, get_attention
+from muse_attention.sizes import format_size, parse_size
+from muse_lab.pretraining.mesh_shape import AUTO, read_mesh
+from muse_lab.pretraining.schedule import attention_at
+from muse_lab.records.recorded_names import may_mean
+
+PAPER_ATTENTION = "muse:Q128K128R8SP1B8k"
+"""The paper's sizes, with the clustering of this library."""
+PAPER_METHOD = "muse:paper"
+"""The paper's method, whatever the length."""
+PAPER_TOKENS = {3: 2.0e9, 4: 4.0e9, 5: 7.5e9, 6: 12.9e9, 8: 23.6e9}
+"""by scale"""
+TOKENS = {1: 0.23e9, 2: 0.71e9, **PAPER_TOKENS}
+"""The smaller ones are ours: 20 tokens for each parameter, as in the paper, for a scaling law on one GPU."""
+PRECISIONS = ("float32", "bfloat16")
+MIXTURES = ("none", "niah")
+HEAD_DIMS = (32, 64, 128)
+MOST_STEPS, MOST_TOKENS, MOST_SEQUENCES = 10**9, 2**30, 2**20
+"""Of a run, of a sequence, and of an update."""
+MOST_CLIP, LEAST_EPSILON = 1e9, 1e-30
+"""The square of a clipped gradient is far from overflow in float32, and epsilon far from 0."""
+FREE = (
+    *("checkpoint_every", "checkpoint_minutes", "keep", "probe_every", "stall_minutes", "skip_budget"),
+    *("evaluate_every", "evaluate_samples", "evaluate_needles", "mesh"),
+)
+"""Fields that do not change what is learned: a run may continue with other values."""
+MOST_MINUTES, MOST_SIGMA = 10**6, 1000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a training run is made of, but for its data. The defaults are the paper's, where it says something.
+
+    Attributes:
+        scale: size of the model: the paper's 3, 4, 5, 6 or 8, or 1 or 2; 0 is `DecoderConfig.tiny`
+        head_dim: size of an attention head, 64 or 128; the width of the model stays, so larger heads are fewer
+        steps: updates of the weights
+        length: tokens of a sequence
+        batch: sequences of an update, over all ranks
+        micro_batch: sequences that a rank computes at the same time; gradients of more are accumulated
+        mesh: ranks along data x ranks along the sequence, like 2x4; auto has all along data
+        document_mask: keep the documents of a sequence apart: no attention and no prediction from one to the next
+        attention: attention of the global layers, by name: exact, muse, muse:QK64R8T0.01B8k, moba:L8kB512R1
+        exact_start: share of the updates, the first ones, with exact attention
+        exact_tail: share of the updates, the last ones, with exact attention
+        further_steps: updates after all others, at the final learning rate; what --continue-from adds to a finished run
+        further_attention: attention of these, by name; that of the last update before them if empty
+        peak_rate: highest learning rate
+        final_rate: learning rate of the last update, as a share of the peak
+        warmup: updates until the peak
+        beta1: decay of AdamW's mean of gradients
+        beta2: decay of AdamW's mean of squared gradients
+        epsilon: what AdamW adds to the root of that mean
+        weight_decay: weight decay of AdamW
+        clip: largest norm of all gradients together
+        precision: precision of products, by autocast: float32 or bfloat16; weights and optimiser are always float32
+        compile: compile each layer with torch.compile
+        recompute: compute activations of a layer again in the backward pass, which saves memory
+        deterministic: on CUDA, use only algorithms whose results are bitwise reproducible, which excludes cuDNN
+        seed: seed of the initial weights and of the order of samples
+        initial: folder of a model to take the initial weights from, in place of the seed's
+        mixture: what is mixed into the corpus: none, or niah for needle documents
+        mixture_share: share of the sequences that are of the mixture
+        probe_every: updates between two measurements of the attention's error, and of answers to needles; 0 for none
+        error_limit: relative squared error above which the probe gives a layer a tighter attention; 0 for no limit
+        evaluate_every: updates between two evaluations, of held-out loss and needles; 0 for none
+        evaluate_samples: sequences of the held-out split in an evaluation
+        evaluate_needles: needle documents, of held-out files, in an evaluation; 0 for none
+        skip_sigma: standard deviations above its recent mean at which loss or gradient skip an update; 0 for no limit
+        skip_budget: updates that may be skipped, as outliers or as not finite, before the run stops
+        stall_minutes: minutes without progress after which a run stops; 0 for never
+        checkpoint_every: updates between two checkpoints
+        checkpoint_minutes: minutes between two checkpoints, at most; 0 for no limit
+        keep: newest checkpoints that are kept; older ones are removed
+    """
+
+    scale: int
+    steps: int
+    head_dim: int = 64
+    length: int = 65536
+    batch: int = 2
+    micro_batch: int = 1
+    mesh: str = AUTO
+    document_mask: bool = False
+    attention: str = PAPER_ATTENTION
+    exact_start: float = 0.0
+    exact_tail: float = 0.001
+    further_steps: int = 0
+    further_attention: str = ""
+    peak_rate: float = 3e-3
+    final_rate: float = 0.1
+    warmup: int = 4000
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-6
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    precision: str = "bfloat16"
+    compile: bool = False
+    recompute: bool = False
+    deterministic: bool = True
+    seed: int = 0
+    initial: str = ""
+    mixture: str = "none"
+    mixture_share: float = 0.5
+    probe_every: int = 500
+    error_limit: float = 0.0
+    evaluate_every: int = 0
+    evaluate_samples: int = 8
+    evaluate_needles: int = 4
+    skip_sigma: float = 0.0
+    skip_budget: int = 10
+    stall_minutes: float = 60.0
+    checkpoint_every: int = 500
+    checkpoint_minutes: float = 30.0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "checkpoint_every", "keep"):
+            _check(self, name, lambda value: 1 <= value <= MOST_STEPS, f"at least 1 and at most {MOST_STEPS}")
+        for name in ("warmup", "probe_every", "further_steps"):
+            _check(self, name, lambda value: 0 <= value <= MOST_STEPS, f"at least 0 and at most {MOST_STEPS}")
+        for name in ("batch", "micro_batch"):
+            _check(self, name, lambda value: 1 <= value <= MOST_SEQUENCES, f"at least 1 and at most {MOST_SEQUENCES}")
+        for name in ("evaluate_every", "skip_budget"):
+            _check(self, name, lambda value: 0 <= value <= MOST_STEPS, f"at least 0 and at most {MOST_STEPS}")
+        _check(self, "evaluate_samples", lambda value: 1 <= value <= MOST_SEQUENCES, f"1 to {MOST_SEQUENCES}")
+        _check(self, "evaluate_needles", lambda value: 0 <= value <= MOST_SEQUENCES, f"0 to {MOST_SEQUENCES}")
+        for name in ("checkpoint_minutes", "stall_minutes"):
+            _check(self, name, lambda value: 0 <= value <= MOST_MINUTES, f"at least 0 and at most {MOST_MINUTES}")
+        _check(self, "skip_sigma", lambda value: 0 <= value <= MOST_SIGMA, f"at least 0 and at most {MOST_SIGMA}")
+        _check(self, "error_limit", lambda value: 0 <= value <= 1, "between 0 and 1")
+        _check(self, "length", lambda value: 1 <= value <= MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}")
+        _check(self, "scale", lambda value: 0 <= value <= max(PAPER_TOKENS), f"at least 0, at most {max(PAPER_TOKENS)}")
+        _check(self, "head_dim", lambda value: value in HEAD_DIMS, f"one of {', '.join(map(str, HEAD_DIMS))}")
+        _check(self, "seed", lambda value: 0 <= value < 2**63, "at least 0 and below 2^63")
+        _check(self, "peak_rate", lambda value: 0 < value <= 1, "above 0 and at most 1")
+        _check(self, "weight_decay", lambda value: 0 <= value <= 1000, "at least 0 and at most 1000")
+        _check(self, "clip", lambda value: 0 < value <= MOST_CLIP, f"above 0 and at most {MOST_CLIP:g}")
+        _check(self, "epsilon", lambda value: LEAST_EPSILON <= value <= 1, f"at least {LEAST_EPSILON:g} and at most 1")
+        for name in ("exact_start", "exact_tail", "final_rate", "mixture_share"):
+            _check(self, name, lambda value: 0 <= value <= 1, "between 0 and 1")
+        for name in ("beta1", "beta2"):
+            _check(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        for name in ("document_mask", "compile", "recompute", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
+        if not isinstance(self.initial, str):
+            raise ValueError(f"initial={self.initial!r} must be a string, the path of a folder")
+        if self.scale and self.scale not in TOKENS:
+            raise ValueError(f"scale={self.scale} must be 0 or one of {', '.join(map(str, TOKENS))}")
+        if self.peak_rate * self.weight_decay > 1:
+            raise ValueError(
+                f"weight_decay={self.weight_decay} with peak_rate={self.peak_rate} would flip the sign of all weights; "
+                "choose a product of at most 1"
+            )
+        if self.warmup > self.steps:
+            raise ValueError(f"warmup={self.warmup} is longer than steps={self.steps}; choose fewer")
+        if self.batch % self.micro_batch:
+            raise ValueError(f"batch={self.batch} is no multiple of micro_batch={self.micro_batch}; choose one that is")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
+        if self.mixture not in MIXTURES:
+            raise ValueError(f"mixture={self.mixture!r} must be one of {', '.join(MIXTURES)}")
+        read_mesh(self.mesh)
+        get_attention(self.attention)
+        if not isinstance(self.further_attention, str):
+            raise ValueError(f"further_attention={self.further_attention!r} must be a string, the name of an attention")
+        if self.further_attention:
+            get_attention(self.further_attention)
+            if not self.further_steps:
+                raise ValueError(f"further_attention={self.further_attention} needs further_steps=, of at least 1")
+        if self.further_steps and not self.final_rate:
+            raise ValueError(f"further_steps={self.further_steps} would learn nothing: final_rate=0; choose another")
+        if self.error_limit and not self.probe_every:
+            raise ValueError(
+                f"error_limit={self.error_limit:g} needs the probe, which measures errors; choose a probe_every above 0"
+            )
+
+    @property
+    def updates(self) -> int:
+        """All of them: those of the schedule, and further ones."""
+        return self.steps + self.further_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.length
+
+    def attention_at(self, step: int) -> str:
+        """Of an update, counted from 0."""
+        return attention_at(
+            step,
+            steps=self.steps,
+            attention=self.attention,
+            exact_start=self.exact_start,
+            exact_tail=self.exact_tail,
+            further=self.further_attention,
+        )
+
+
+def tiny() -> Recipe:
+    """1.3M parameters on a CPU, in minutes: 512 sequences of 1k tokens."""
+    return Recipe(
+        scale=0,
+        steps=256,
+        length=1024,
+        batch=2,
+        micro_batch=2,
+        attention="muse:QK8R2SP1B128",
+        exact_tail=0.05,
+        warmup=16,
+        precision="float32",
+        probe_every=32,
+        checkpoint_every=64,
+    )
+
+
+def near() -> Recipe:
+    """23M parameters with a vocabulary of 8k, 115M tokens at 2k: what `far` begins with. Minutes on a GPU."""
+    return dataclasses.replace(
+        _sized(2),
+        steps=1760,
+        length=2048,
+        batch=32,
+        micro_batch=32,
+        attention="exact",
+        exact_tail=0.0,
+        warmup=200,
+        final_rate=0.5,
+        recompute=False,
+        probe_every=0,
+        checkpoint_every=440,
+    )
+
+
+def far() -> Recipe:
+    """115M further tokens at 16k for the model of `near`, given by `initial=`: what is far away helps."""
+    return dataclasses.replace(
+        near(),
+        length=16384,
+        batch=4,
+        micro_batch=4,
+        attention="muse",
+        peak_rate=1.06e-3,
+        warmup=100,
+        final_rate=0.1,
+    )
+
+
+def s1() -> Recipe:
+    """12M parameters, 0.23B tokens. Not a size of the paper: its rule, for models that are trained fast."""
+    return _sized(1)
+
+
+def s2() -> Recipe:
+    """36M parameters, 0.71B tokens. Not a size of the paper either."""
+    return _sized(2)
+
+
+def s3() -> Recipe:
+    """96M parameters, 2.0B tokens."""
+    return _sized(3)
+
+
+def s4() -> Recipe:
+    """185M parameters, 4.0B tokens."""
+    return _sized(4)
+
+
+def s5() -> Recipe:
+    """356M parameters, 7.5B tokens."""
+    return _sized(5)
+
+
+def s6() -> Recipe:
+    """560M parameters, 12.9B tokens."""
+    return _sized(6)
+
+
+def s8() -> Recipe:
+    """1.07B parameters, 23.6B tokens."""
+    return _sized(8)
+
+
+def _to_the_letter(sized: Callable[[], Recipe]) -> Callable[[], Recipe]:
+    def recipe() -> Recipe:
+        return dataclasses.replace(sized(), attention=PAPER_METHOD, exact_tail=0.0)
+
+    recipe.__doc__ = f"{sized.__doc__} The paper's attention to the letter, slower than that of {sized.__name__}."
+    return recipe
+
+
+_OURS = {recipe.__name__: recipe for recipe in (tiny, near, far, s1, s2, s3, s4, s5, s6, s8)}
+GOES_ON_FROM = {far.__name__: near.__name__}
+"""Recipes for a model that another has trained first, which is given by `initial=`."""
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    **_OURS,
+    **{f"paper-s{scale}": _to_the_letter(_OURS[f"s{scale}"]) for scale in PAPER_TOKENS},
+}
+
+
+def get_recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(RECIPES)}")
+    return RECIPES[name]()
+
+
+def field_meanings() -> dict[str, str]:
+    """What each field of a recipe means, from the docstring of `Recipe`."""
+    lines = (Recipe.__doc__ or "").partition("Attributes:")[2].strip().splitlines()
+    return {name.strip(): meaning for name, _, meaning in (line.partition(": ") for line in lines)}
+
+
+def format_field(value: Any) -> str:
+    """As `override` reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return format_size(value) if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def override(recipe: Recipe, changes: Iterable[str]) -> Recipe:
+    """With other values of some fields, each written `key=value`; sizes as `64k`, truths as `true` and `false`."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(recipe)}
+    values: dict[str, Any] = {}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or key not in fields:
+            what = f"a recipe has no {key!r}" if equals else f"{change!r} is not of the form key=value"
+            raise ValueError(f"{what}; the keys are {', '.join(fields)}")
+        values[key] = _parse(key, text, fields[key])
+    return dataclasses.replace(recipe, **values)
+
+
+def read_recipe(document: dict[str, Any]) -> Recipe:
+    """From what `dataclasses.asdict` gave; a ValueError if it is something else."""
+    try:
+        return Recipe(**document)
+    except TypeError:
+        raise ValueError("a recipe of another version of muse train") from None
+
+
+def differences(recorded: Recipe, other: Recipe) -> list[str]:
+    """Fields that change what is learnt, and differ between a recorded recipe and another."""
+    free = [name for name in FREE if name != "probe_every" or not recorded.error_limit]
+    names = [field.name for field in dataclasses.fields(recorded) if field.name not in free]
+    differing = [name for name in names if getattr(recorded, name) != getattr(other, name)]
+    if may_mean(recorded.attention, full_name(other.attention, other.length), recorded.length):
+        differing = [name for name in differing if name != "attention"]
+    return differing
+
+
+def _sized(scale: int) -> Recipe:
+    steps = math.ceil(TOKENS[scale] / (2 * 65536))
+    return Recipe(
+        scale=scale,
+        steps=steps,
+        warmup=Recipe.warmup if scale in PAPER_TOKENS else steps // 4,
+        peak_rate=3e-3 * scale**-0.5,
+        compile=True,
+        recompute=True,
+        deterministic=False,  # or exact attention would lack its fastest kernels, and speed-ups over it be too large
+    )
+
+
+def _parse(key: str, text: str, kind: str) -> Any:
+    if kind == "str":
+        return text
+    if kind == "bool":
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{key}={text} must be true or false")
+        return text.lower() == "true"
+    try:
+        if kind == "float":
+            return float(text)
+        return 0 if text == "0" else parse_size(text)
+    except ValueError:
+        raise ValueError(
+            f"{key}={text} must be {'a number' if kind == 'float' else 'an integer, like 512 or 8k'}"
+        ) from None
+
+
+def _check(recipe: Recipe, name: str, holds: Callable[[Any], bool], what: str) -> None:
+    value = getattr(recipe, name)
+    is_integer = next(field for field in dataclasses.fields(recipe) if field.name == name).type == "int"
+    if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):
+        raise ValueError(f"{name}={value!r} must be {'an integer' if is_integer else 'a number'}")
+    if not holds(value):  # as NaN never does
+        shown = "a huge number" if isinstance(value, int) and value.bit_length() > 64 else repr(value)
+        raise ValueError(f"{name}={shown} must be {what}")

@@ -1,0 +1,205 @@
+"""When and how a run is saved: its checkpoints, by updates, by time and on request, written by all ranks together.
+
+Checkpoints after every `checkpoint_every` updates are regular, and the newest `keep` of them are kept. All others are
+there for a run to go on from, and are removed when a newer checkpoint is on disk.
+
+The state is copied to host memory, and written by a thread while training goes on. There is one write at a time: the
+next one waits for it, and so does the end of the run. The thread is ours and not that of `async_save` of
+torch.distributed.checkpoint, for the manifest, the rename and the removal of older checkpoints belong to it, and one
+process has it too, without any process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpointing.background import BackgroundTask
+from muse_lab.pretraining.checkpointing.manifest import StoredPart
+from muse_lab.pretraining.checkpointing.shards import Piece, whole_pieces
+from muse_lab.pretraining.disk_space import check_room, describe_room, has_room
+from muse_lab.pretraining.failures import StepError, TrainingError, forget_failures
+from muse_lab.pretraining.metrics import Metrics
+from muse_lab.pretraining.optimiser import are_finite
+from muse_lab.pretraining.parallel import World, is_of_lost_rank, local_part
+from muse_lab.pretraining.recipes import Recipe
+from muse_lab.pretraining.run_folder import describe_last_good
+from muse_lab.pretraining.run_state import RunState
+from muse_lab.pretraining.stopping import Stopped
+
+_PATIENCE = 60.0
+"""Seconds that a write has to end, when an error has ended the run."""
+
+
+@dataclass
+class Saver:
+    """As a context, it ends with no write in flight, but for a run that was stopped by a second signal."""
+
+    folder: Path
+    """of the checkpoints"""
+    about: dict[str, Any]
+    """what each of them says of the run"""
+    recipe: Recipe
+    world: World
+    metrics: Metrics | None
+    """on the first rank"""
+    newest: int
+    """step of the newest checkpoint, written or in flight; 0 if there is none"""
+    on_note: Callable[[str], None] = lambda message: None
+    """told on the first rank when space runs out, in another thread"""
+
+    def __post_init__(self) -> None:
+        """Collective: every rank must call it."""
+        self._saved_at = time.monotonic()
+        self._in_flight: BackgroundTask | None = None
+        # Of its own: the thread exchanges plans while the run exchanges gradients.
+        self._group = None if self.world.mesh is None else dist.new_group(backend="gloo")
+
+    def is_due(self) -> bool:
+        """Whether it is time for a checkpoint, by the first rank's clock."""
+        minutes = self.recipe.checkpoint_minutes
+        return self.world.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def has_failed(self) -> bool:
+        """Whether the write in flight has."""
+        return self._in_flight is not None and self._in_flight.has_failed
+
+    def check_room(self, parameters: int) -> None:
+        """Raise an OSError if there is no room for one checkpoint. Collective: every rank must call it.
+
+        Args:
+            parameters: of the whole model; each has a weight and two moments in float32
+        """
+        mishap = None
+        try:
+            if self.world.is_first:
+                check_room(self.folder, 3 * 4 * parameters)
+        except OSError as error:
+            mishap = error
+        if not self.world.all_succeed(mishap is None):
+            raise mishap or self._describe_failure_elsewhere()
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: RunState, *, until_next: bool = False) -> None:
+        """Copy the state and begin to write a checkpoint of it. Collective: every rank must call it.
+
+        Raises what the write before it raised.
+
+        Args:
+            tensors: all that was learnt, sharded or not
+            until_next: remove it when there is a newer one
+        """
+        self.wait()
+        if not self.world.all_succeed(are_finite(local_part(tensor) for tensor in tensors.values())):
+            raise StepError(
+                f"the weights after step {step} are not finite, and are not kept; {describe_last_good(self.folder)}; "
+                "start again from its recipe with a lower peak_rate"
+            )
+        notes = {"state": state.to_document(), checkpoints.UNTIL_NEXT: until_next}
+        about = {**self.about, **{name: note for name, note in notes.items() if note}}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._in_flight = BackgroundTask(self._prepare(step, tensors, about, size), f"save step {step}")
+        self.newest = step
+        self._saved_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Return when no write is in flight; raises the error of the one that was."""
+        error = None if self._in_flight is None else self._in_flight.wait()
+        self._in_flight = None
+        if error is not None:
+            raise self._as_own(error) from error
+
+    def fail(self) -> NoReturn:
+        """Raise the error of the write that has failed on any rank. Collective: every rank must call it."""
+        self.wait()
+        raise self._describe_failure_elsewhere()
+
+    def describe_last_good(self) -> str:
+        """The newest checkpoint that is whole, in words, when no write is in flight."""
+        if self._in_flight is not None:
+            self._in_flight.wait(_PATIENCE)
+        return describe_last_good(self.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif not isinstance(error, Stopped) and self._in_flight is not None:
+            # What ends the run is said, and not what else went wrong. A rank that is gone may never write its part.
+            self._in_flight.wait(None if self._group is None else _PATIENCE)
+
+    def _prepare(
+        self, step: int, tensors: Mapping[str, Tensor], about: dict[str, Any], size: int
+    ) -> Callable[[], None]:
+        """Copy the tensors, and return what writes them."""
+        folder = self.folder
+
+        def begin() -> None:
+            check_room(folder, size)
+            checkpoints.begin(folder, step)
+
+        def write(pieces: Sequence[Piece]) -> list[StoredPart]:
+            return checkpoints.write_shard(folder, step, self.world.rank, pieces)
+
+        def finish(parts: list[StoredPart]) -> None:
+            if self.metrics is not None:
+                self.metrics.sync()  # a run that goes on from this checkpoint has all lines before it
+            checkpoints.finish(folder, step, about, parts)
+            checkpoints.prune(folder, step, self.recipe.keep)
+            forget_failures(folder.parent, step)
+            if not has_room(folder, size):
+                self.on_note(
+                    f"{folder}: {describe_room(folder, size)}: the next one will stop the run; free some space"
+                )
+
+        if self._group is None:
+            pieces = whole_pieces(tensors)
+
+            def write_all() -> None:
+                begin()
+                finish(write(pieces))
+
+        else:
+            from muse_lab.pretraining.checkpointing.together import StagedTensors, save_together
+
+            staged, group = StagedTensors(tensors, is_first=self.world.is_first), self._group
+
+            def write_all() -> None:
+                save_together(staged, group, begin=begin, write=write, finish=finish)
+
+        def write_or_clear() -> None:
+            with contextlib.ExitStack() as on_error:
+                if self.world.is_first:
+                    on_error.callback(checkpoints.clear_unfinished, folder)  # it may be what fills the disk
+                write_all()
+                on_error.pop_all()
+
+        return write_or_clear
+
+    def _as_own(self, error: BaseException) -> BaseException:
+        """Of an error on several ranks, that of this one."""
+        if self._group is None:
+            return error
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        if isinstance(error, CheckpointException):
+            of_rank = error.failures.get(self.world.rank)
+            return self._describe_failure_elsewhere() if of_rank is None else of_rank[0]
+        if is_of_lost_rank(error):
+            return TrainingError(f"another rank is gone; {describe_last_good(self.folder)}; resume the run")
+        return error
+
+    def _describe_failure_elsewhere(self) -> TrainingError:
+        return TrainingError(f"another rank cannot write its checkpoint; {describe_last_good(self.folder)}")

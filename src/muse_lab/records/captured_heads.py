@@ -1,0 +1,279 @@
+"""Queries, keys and values of some heads of a model, to measure attentions on, also where the model is not.
+
+A file is of safetensors or, with the ending .pt, of `torch.save`; nothing in it is ever run. Beside the tensors it says
+where they are from and, optionally, which queries must look something up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muse_lab.records.declared_types import check_types
+from muse_lab.records.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TENSORS = ("query", "key", "value")
+_ABOUT = "about"
+_FEW_TOKENS = 8
+"""Enough to see which layers there are."""
+
+
+@dataclass(frozen=True)
+class LookupAt:
+    """A query that must find a needle."""
+
+    sample: int
+    position: int
+    """of the query"""
+    needle: tuple[int, ...]
+    """positions of the needle's tokens, none behind the query"""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where captures are from, in words."""
+
+    model: str
+    text: str
+    heads: tuple[str, ...]
+    """layer and number of each"""
+    laid: str = ""
+    """how shorter captures were laid end to end, if they were"""
+
+
+@dataclass(frozen=True)
+class Captures:
+    """Heads with keys of their own, or in equal groups that share them, for the softmax scale 1/sqrt(head_dim)."""
+
+    query: Tensor
+    """(samples, heads, length, head_dim)"""
+    key: Tensor
+    """(samples, key heads, length, head_dim)"""
+    value: Tensor
+    """(samples, key heads, length, value_dim)"""
+    origin: Origin
+    lookups: tuple[LookupAt, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def samples(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        """Heads that share their keys; 1: each has its own."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits from all numbers."""
+        digest = hashlib.sha256()
+        for name in _TENSORS:
+            digest.update(getattr(self, name).cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
+
+    def to(self, device: str, dtype: torch.dtype) -> Captures:
+        moved = {name: getattr(self, name).to(device, dtype) for name in _TENSORS}
+        return replace(self, **moved)
+
+    def with_heads(self, number: int, key_heads: int | None = None) -> Captures:
+        """So many of the heads, evenly spread, with keys of their own; or in groups that share so many key heads."""
+        heads, of_keys = self.choose_heads(number, key_heads)
+        return replace(
+            self,
+            query=self.query[:, heads],
+            key=self.key[:, of_keys],
+            value=self.value[:, of_keys],
+            origin=replace(self.origin, heads=tuple(self.origin.heads[head] for head in heads)),
+        )
+
+    def choose_heads(self, number: int, key_heads: int | None = None) -> tuple[list[int], list[int]]:
+        """Which heads, and which key heads, `with_heads` gives."""
+        available = self.key.shape[1]
+        if key_heads is None or key_heads == number:
+            heads = spread(len(self.origin.heads), number)
+            return heads, [head // self.group_size for head in heads]
+        size = number // key_heads
+        if size * key_heads != number or size > self.group_size or key_heads > available:
+            wanted = f"{key_heads} of {number / key_heads:g}"
+            raise ValueError(
+                f"{available} groups of {self.group_size} heads were captured, not {wanted}; choose other --heads and "
+                "--key-heads, or capture groups by muse tune --save-captures FILE --groups"
+            )
+        of_keys = spread(available, key_heads)
+        return [of_key * self.group_size + place for of_key in of_keys for place in range(size)], of_keys
+
+    def with_length(self, length: int, *, repeat: bool = False) -> Captures:
+        """The beginning of each sample; or, with `repeat`, samples laid end to end where they are shorter.
+
+        That is harder than a text of this length: every pattern of positions recurs with each sample.
+        """
+        number = self.samples_of(length, repeat=repeat)
+        if length <= self.length:
+            tensors = {name: getattr(self, name)[:, :, :length] for name in _TENSORS}
+            return replace(self, **tensors, lookups=tuple(at for at in self.lookups if at.position < length))
+        pieces = -(-length // self.length)
+        rows = [[(row * pieces + piece) % self.samples for piece in range(pieces)] for row in range(number)]
+        tensors = {
+            name: torch.stack([torch.cat([getattr(self, name)[index] for index in row], 1)[:, :length] for row in rows])
+            for name in _TENSORS
+        }
+        lookups = [
+            LookupAt(number, at.position + shift, tuple(position + shift for position in at.needle))
+            for number, row in enumerate(rows)
+            for shift, index in zip(range(0, length, self.length), row, strict=True)
+            for at in self.lookups
+            if at.sample == index and at.position + shift < length
+        ]
+        laid = (
+            f"{pieces} captures of {self.length} tokens laid end to end, {min(pieces, self.samples)} of them different"
+        )
+        return replace(self, **tensors, origin=replace(self.origin, laid=laid), lookups=tuple(lookups))
+
+    def samples_of(self, length: int, *, repeat: bool = False) -> int:
+        """How many `with_length` gives: no short sample is part of two long ones, but there is at least one."""
+        if length > self.length and not repeat:
+            raise ValueError(
+                f"the captured samples have {self.length} tokens, less than {length}; choose a smaller --length, or "
+                "lay them end to end by --repeat-captures"
+            )
+        return max(1, self.samples // -(-length // self.length))
+
+
+class _Unit(NamedTuple):
+    """Heads that are captured together."""
+
+    layer: int
+    heads: range
+
+
+def spread(available: int, number: int) -> list[int]:
+    """At most so many of the first numbers, evenly spaced and away from both ends."""
+    if number < 1:
+        raise ValueError(f"cannot measure {number} heads; use at least 1")
+    number = min(number, available)
+    return [(2 * index + 1) * available // (2 * number) for index in range(number)]
+
+
+def capture_heads(
+    model: PreTrainedModel, tokens: Tensor, number: int, *, model_name: str, text: str, grouped: bool = False
+) -> Captures:
+    """So many heads, spread over the layers without a window, on (samples, length) tokens.
+
+    Each has keys of its own, though heads of the model may share them. `grouped`: whole groups of heads that share
+    their keys, of at least so many heads.
+    """
+    from muse_attention.huggingface.capture import (  # here, for commands without a model to need no transformers
+        NO_LAYERS,
+        visit_layers,
+    )
+
+    found: list[_Unit] = []
+
+    def list_units(layer: int, query: Tensor, key: Tensor, *_: object) -> None:
+        size = query.shape[1] // key.shape[1] if grouped else 1
+        found.extend(_Unit(layer, range(first, first + size)) for first in range(0, query.shape[1], size))
+
+    visit_layers(model, tokens[:1, :_FEW_TOKENS], list_units)
+    if not found:
+        raise ValueError(NO_LAYERS)
+    if len({len(unit.heads) for unit in found}) > 1:
+        raise ValueError("the layers of this model have groups of different sizes; capture without --groups")
+    chosen = [found[index] for index in spread(len(found), -(-number // len(found[0].heads)))]
+    samples: list[list[Tensor]] = []
+
+    def keep(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        units = [unit.heads for unit in chosen if unit.layer == layer]
+        heads = [head for unit in units for head in unit]
+        shared = [unit[0] // (query.shape[1] // key.shape[1]) for unit in units]
+        # With this factor the scale is the usual one.
+        parts = (query[:, heads] * (scale * math.sqrt(query.shape[3])), key[:, shared], value[:, shared])
+        if heads:
+            layers.append([part.detach() for part in parts])
+
+    for ids in tokens:
+        layers: list[list[Tensor]] = []
+        visit_layers(model, ids[None], keep)
+        if len({part.shape[2:] for parts in layers for part in parts[:2]}) > 1:
+            raise ValueError("the layers of this model have heads of different sizes; use another model")
+        samples.append([torch.cat(parts, dim=1) for parts in zip(*layers, strict=True)])
+    query, key, value = (torch.cat(parts) for parts in zip(*samples, strict=True))
+    heads = tuple(f"layer {unit.layer}, head {head}" for unit in chosen for head in unit.heads)
+    return Captures(query, key, value, Origin(model_name, text, heads))
+
+
+def save_captures(captures: Captures, path: Path) -> None:
+    """As safetensors, or with the ending .pt by `torch.save`."""
+    tensors = {name: getattr(captures, name).cpu().contiguous() for name in _TENSORS}
+    about = json.dumps({"origin": asdict(captures.origin), "lookups": [asdict(lookup) for lookup in captures.lookups]})
+    if _is_pickled(path):
+        torch.save({**tensors, _ABOUT: about}, path)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(tensors, path, {_ABOUT: about})
+
+
+def load_captures(path: Path) -> Captures:
+    """What `save_captures` wrote; a ValueError if it is something else."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r} of captures; write one by muse tune --save-captures FILE")
+    try:
+        return _read(path)
+    except ImportError:
+        raise ValueError(f"reading {path.name} needs the package safetensors; install it, or save as .pt") from None
+    except Exception:  # whatever a reader says of a file that is none
+        raise ValueError(f"{path} does not hold captures; write them by muse tune --save-captures FILE") from None
+
+
+def _read(path: Path) -> Captures:
+    if _is_pickled(path):
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        text = tensors[_ABOUT]
+    else:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            text = file.metadata()[_ABOUT]
+            tensors = {name: file.get_tensor(name) for name in _TENSORS}
+    about = parse_json(text)
+    origin = Origin(**{**about["origin"], "heads": tuple(about["origin"]["heads"])})
+    lookups = tuple(LookupAt(at["sample"], at["position"], tuple(at["needle"])) for at in about["lookups"])
+    captures = Captures(tensors["query"], tensors["key"], tensors["value"], origin, lookups)
+    _check(captures)
+    return captures
+
+
+def _check(captures: Captures) -> None:
+    check_types(captures)
+    query, key, value = (tuple(getattr(captures, name).shape) for name in _TENSORS)
+    if {len(query), len(key), len(value)} != {4} or key[:3] != value[:3] or query[3] != key[3]:
+        raise ValueError("the tensors are not of the same heads")
+    if (query[0], query[2]) != (key[0], key[2]) or not all((*query, *key)) or query[1] % key[1]:
+        raise ValueError("the tensors are not of the same heads")
+    if len(captures.origin.heads) != query[1]:
+        raise ValueError("the heads are not those of the tensors")
+    if not all(getattr(captures, name).is_floating_point() for name in _TENSORS):
+        raise ValueError("the tensors have no floating-point numbers")
+    for at in captures.lookups:
+        if not (0 <= at.sample < captures.samples and 0 <= at.position < captures.length and at.needle):
+            raise ValueError("a lookup is outside of the samples")
+        if not all(0 <= position <= at.position for position in at.needle):
+            raise ValueError("a needle is behind its query")
+
+
+def _is_pickled(path: Path) -> bool:
+    return path.suffix == ".pt"

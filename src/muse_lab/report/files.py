@@ -1,0 +1,64 @@
+"""The files of a report, beside those of its results. A file that is of no report is never replaced."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from muse_lab.records.files import replace_file
+from muse_lab.records.regular_files import read_regular
+from muse_lab.report.html import SIGN as HTML_SIGN
+from muse_lab.report.html import as_html
+from muse_lab.report.markdown import SIGN as MARKDOWN_SIGN
+from muse_lab.report.markdown import as_markdown
+from muse_lab.report.plots import MatplotlibMissingError
+from muse_lab.report.tree import Report
+
+_SIGNS = {".md": MARKDOWN_SIGN, ".html": HTML_SIGN}
+
+
+def write_report(report: Report, path: Path, say: Callable[[str], None]) -> list[Path]:
+    """Write .md, .csv, .html and the pictures that can be drawn; the paths of all. `say` hears what cannot be.
+
+    Raises FileExistsError, before anything is written, if a file is in the way.
+    """
+    pictures: dict[str, tuple[Path, bytes]] = {}
+    for figure in report.figures:
+        picture = path.with_name(f"{path.stem}{figure.name and '-'}{figure.name}.png")
+        try:
+            pictures[figure.name] = picture, figure.draw()
+        except MatplotlibMissingError as error:
+            say(f"{picture.name} was not drawn: {error}")
+    contents: dict[Path, str | bytes] = {
+        path.with_suffix(".md"): as_markdown(report, {name: file.name for name, (file, _) in pictures.items()}),
+        path.with_suffix(".csv"): report.csv,
+        **dict(pictures.values()),
+        path.with_suffix(".html"): as_html(
+            report, {name: png for name, (_, png) in pictures.items()}, file_name=path.stem
+        ),
+    }
+    check_replaceable(contents)
+    for file, content in contents.items():
+        replace_file(file, content)
+    return list(contents)
+
+
+def check_replaceable(files: Iterable[Path]) -> None:
+    """Raise FileExistsError if one of a report's files is there, and is not of an earlier report.
+
+    A page has a section on its provenance. Data and pictures are those of the pages beside them.
+    """
+    there = [file for file in files if os.path.lexists(file)]
+    pages = [file for file in there if file.suffix in _SIGNS]
+    foreign = [file for file in pages if not _has_sign(file)] if pages else there
+    for file in foreign:
+        raise FileExistsError(errno.EEXIST, "it is there already, and not of a report; move it away", str(file))
+
+
+def _has_sign(page: Path) -> bool:
+    try:
+        return _SIGNS[page.suffix].encode() in read_regular(page)
+    except OSError:
+        return False

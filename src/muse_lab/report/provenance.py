@@ -1,0 +1,34 @@
+"""What stands behind a report: where its numbers come from, and what the short names of attentions stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from muse_lab.records.attention_names import in_words, short_names
+from muse_lab.records.machine import machine_lines
+from muse_lab.report.tree import Provenance, Table, text
+
+
+class _Measured(Protocol):
+    @property
+    def machine(self) -> dict[str, Any]: ...
+    @property
+    def commands(self) -> list[str]: ...
+
+
+def provenance_of(results: _Measured, *facts: str) -> Provenance:
+    """The facts, the machine and its versions, and the commands that measured the results."""
+    hardware, versions = machine_lines(results.machine)
+    return Provenance((*facts, f"Machine: {hardware}", f"Versions: {versions}"), tuple(results.commands))
+
+
+def names_table(attentions: Iterable[str]) -> Table:
+    """What the short names of attentions stand for."""
+    columns = (text("name"), text("attention"), text("in words"))
+    return Table(columns, [(short, name, in_words(name)) for name, short in short_names(attentions).items()])
+
+
+def count(number: int, noun: str) -> str:
+    """`one sample`, `3 samples`"""
+    return f"one {noun}" if number == 1 else f"{number:,} {noun}s"

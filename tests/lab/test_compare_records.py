@@ -1,0 +1,101 @@
+"""`muse compare --samples 0`: runs whose weights are gone, by what they recorded while they trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_lab.cli import commands
+from muse_lab.evaluation.comparison.results import ComparisonResults
+from muse_lab.evaluation.comparison.runs import load_weights, open_runs
+from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.recipes import override
+from muse_lab.pretraining.training import train
+from tests.lab.test_compare import RECIPE, assert_refused, run_command
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs on the same tokens, called exact and muse."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(corpus, override(RECIPE, ["attention=exact"]), folder / "exact")
+    train(corpus, RECIPE, folder / "muse")
+    return folder
+
+
+@pytest.fixture
+def copies(trained: Path, tmp_path: Path) -> Path:
+    """To be broken."""
+    shutil.copytree(trained, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+@pytest.mark.long
+def test_runs_whose_weights_are_gone_are_compared_by_what_they_recorded(
+    corpus: Corpus, trained: Path, copies: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("exact", "muse"):
+        shutil.rmtree(copies / name / "model")
+        shutil.rmtree(copies / name / "checkpoints")
+    metrics = copies / "muse" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]))
+    output = tmp_path / "out"
+    asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", output, "--samples", 0)
+    code, out, err = run_command(*asked)
+    assert code == 0, err
+    assert "No loss was measured for this report" in out
+    assert "muse has metrics that end with update 4 of 6." in out
+    report, stored = (output / "compare.md").read_text(), (output / "compare.json").read_text()
+    for heading in ("Training attention against test attention", "Loss by position", "Scaling law"):
+        assert heading not in report
+    assert (output / "compare-training.png").exists()
+    results = ComparisonResults.read(output / "compare.json")
+    with_weights = open_runs([trained / "exact"], corpus)[0]
+    assert results.runs["exact"].parameters == load_weights(with_weights, 6, corpus, "cpu").num_parameters()
+    assert (results.runs["exact"].step, results.runs["muse"].step) == (6, 4)
+
+    assert run_command(*asked, "--dtype", "bfloat16")[0] == 0, "a precision that nothing is measured in"
+    assert run_command(*asked)[0] == 0
+    assert len(ComparisonResults.read(output / "compare.json").commands) == 2
+    (output / "compare.json").write_text(stored)
+    (output / "compare.md").unlink()
+    assert CliRunner().invoke(commands.app, ["report", str(output)]).exit_code == 0
+    assert (output / "compare.md").read_text() == report
+    assert_refused(run_command(*asked[:-1], 1), "has neither a model nor a checkpoint yet")
+    assert_refused(run_command(trained / "exact", *asked[2:-1], 1), "samples was 0, now 1")
+
+
+@pytest.mark.long
+def test_runs_of_two_lengths_and_skipped_updates_are_compared_by_what_they_recorded(
+    corpus: Corpus, copies: Path, tmp_path: Path
+) -> None:
+    path, metrics = copies / "muse" / "run.json", copies / "muse" / "metrics.jsonl"
+    document = json.loads(path.read_text())
+    document["recipe"]["length"] = 32
+    path.write_text(json.dumps(document))
+    *lines, last = metrics.read_text().splitlines()
+    skipped = {name: value for name, value in json.loads(last).items() if name != "loss"} | {"skipped": "loss"}
+    metrics.write_text("\n".join([*lines, json.dumps(skipped)]) + "\n")
+    asked = ("--corpus", corpus.folder, "--output", tmp_path / "out", "--samples", 0)
+    code, out, err = run_command(copies / "exact", copies / "muse", *asked)
+    assert code == 0, err
+    assert "metrics that end" not in out
+    results = ComparisonResults.read(tmp_path / "out" / "compare.json")
+    assert [(run.recipe.length, run.step) for run in results.runs.values()] == [(64, 6), (32, 6)]
+
+    (copies / "again").mkdir()
+    shutil.copytree(copies / "muse", copies / "again" / "exact")
+    assert_refused(run_command(copies / "again" / "exact", *asked), "has another run called exact; choose another")
+    metrics.unlink()
+    assert_refused(run_command(copies / "muse", *asked), "metrics.jsonl has no update; leave the run out")

@@ -1,0 +1,209 @@
+"""`muse train --continue-from`: a finished run goes on bit for bit, and one line for what cannot be right."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_lab.cli import commands
+from muse_lab.models import load_model
+from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.continuing import further_recipe
+from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.recipes import override
+from muse_lab.pretraining.run_folder import run_recipe
+from muse_lab.pretraining.training import train
+from tests.lab.test_prepare import SMALL as PREPARED
+from tests.lab.test_prepare import contents, make
+from tests.training_runs import SMALL, STEPS, assert_same_run, learnt, losses, stop_at
+
+FURTHER = 3
+MUSE = override(SMALL, ["exact_tail=0"])
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained with MuSe to the end."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(corpus, MUSE, folder)
+    return folder
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(commands.app, ["train", *map(str, arguments), "--device", "cpu"])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ["", "exact"])
+def test_a_continued_run_is_that_of_a_recipe_with_further_updates(
+    attention: str, corpus: Corpus, finished: Path, tmp_path: Path
+) -> None:
+    """Bitwise, whether the attention changes or not: moments and place in the data are kept."""
+    before = contents(finished)
+    further = [f"further_steps={FURTHER}", f"further_attention={attention}"]
+    train(corpus, override(MUSE, further), tmp_path / "uninterrupted")
+    changes = [f"attention={attention}"] if attention else []
+    words = [corpus.folder, "--continue-from", finished, f"steps={FURTHER}", *changes]
+    code, out, err = run(*words, "--output", tmp_path / "continued")
+    goes_on = f"goes on from step {STEPS} of {STEPS + FURTHER}"
+    assert (code, err) == (0, f"muse: the run in {tmp_path / 'continued'} {goes_on}\n")
+    assert f"step {STEPS + FURTHER} of {STEPS + FURTHER}: loss " in out
+    assert_same_run(tmp_path / "continued", tmp_path / "uninterrupted")
+    assert contents(finished) == before
+
+
+@pytest.mark.long
+def test_further_updates_have_the_final_rate_and_their_own_attention(
+    corpus: Corpus, finished: Path, tmp_path: Path
+) -> None:
+    recipe = further_recipe(finished, ["attention=exact", f"tokens={FURTHER * MUSE.tokens_per_step - 1}"])
+    train(corpus, recipe, tmp_path, continue_from=finished)
+    steps = read_metrics(tmp_path)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + FURTHER + 1))
+    assert losses(tmp_path)[:STEPS] == losses(finished)
+    assert [step["attention"] for step in steps] == [MUSE.attention] * STEPS + ["exact"] * FURTHER
+    rate = MUSE.peak_rate * MUSE.final_rate
+    assert [step["learning_rate"] for step in steps[STEPS:]] == pytest.approx([rate] * FURTHER)
+    assert load_model(tmp_path / "model")[0].config.attention == "exact"
+
+
+@pytest.mark.long
+def test_a_run_is_continued_in_parts(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
+    """26M further tokens, and then up to 210M: the same as 210M at once."""
+    first, second, at_once = (tmp_path / name for name in ("first", "second", "at-once"))
+    train(corpus, further_recipe(finished, ["attention=exact", "steps=1"]), first, continue_from=finished)
+    train(corpus, further_recipe(first, ["steps=2"]), second, continue_from=first)
+    train(corpus, further_recipe(finished, ["attention=exact", "steps=3"]), at_once, continue_from=finished)
+    assert run_recipe(second) == run_recipe(at_once)
+    assert_same_run(second, at_once)
+
+
+@pytest.mark.long
+def test_an_interrupted_continuation_goes_on(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
+    recipe = further_recipe(finished, ["attention=exact", "steps=4"])
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(corpus, recipe, whole, continue_from=finished)
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, recipe, stopped, continue_from=finished, on_step=stop_at(STEPS + 3))
+    words = [corpus.folder, "--output", stopped]
+    assert run(*words, "--continue-from", finished, "attention=exact", "steps=4")[0] == 0
+    assert_same_run(stopped, whole)
+    assert run(*words, "--resume")[0] == 0
+    assert_same_run(stopped, whole)
+
+
+@pytest.mark.long
+def test_forgotten_moments_would_be_noticed(
+    corpus: Corpus, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail: without the moments the run is another."""
+    train(corpus, further_recipe(finished, ["steps=2"]), tmp_path / "right", continue_from=finished)
+    read = checkpoints.read_tensors
+
+    def without_moments(*given: object) -> object:
+        return ((name, tensor * name.startswith("weight/")) for name, tensor in read(*given))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("muse_lab.pretraining.optimiser.read_tensors", without_moments)
+    train(corpus, further_recipe(finished, ["steps=2"]), tmp_path / "wrong", continue_from=finished)
+    monkeypatch.undo()
+    right, wrong = learnt(tmp_path / "right"), learnt(tmp_path / "wrong")
+    assert not all(torch.equal(tensor, wrong[name]) for name, tensor in right.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], "--continue-from needs either tokens=, like tokens=26M, or steps=, like steps=200"),
+        (["tokens=1M", "steps=2"], "--continue-from needs either tokens="),
+        (["tokens=lots"], "tokens=lots must be a number of tokens, like 26M, 1.5B or 131072"),
+        (["steps=0"], "steps=0 must be at least 1"),
+        (["steps=2", "length=32"], "keeps the recipe of"),
+        (["steps=2", "attention=exakt"], "unknown attention 'exakt'"),
+        (["steps=2", "steps=3"], "steps is given twice, as 2 and as 3; leave one out"),
+    ],
+)
+def test_what_cannot_be_asked_for(changes: list[str], message: str, finished: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        further_recipe(finished, changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "updates"), [("26M", 101563), ("0.5M", 1954), ("1B", 3906250), ("256", 1), ("257", 2), ("1k", 4)]
+)
+def test_tokens_are_whole_updates(text: str, updates: int, finished: Path) -> None:
+    """Of 256 tokens; M and B are decimal, as in the paper, k is 1024."""
+    assert further_recipe(finished, [f"tokens={text}"]).further_steps == updates
+
+
+@pytest.mark.long
+def test_runs_that_cannot_be_continued(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
+    def refused(*words: object, of: Path = finished, corpus_folder: Path = corpus.folder) -> str:
+        output = tmp_path / "out"
+        code, _, err = run(corpus_folder, "--continue-from", of, "--output", output, *words)
+        assert code == 2
+        assert not (output / "checkpoints").exists()
+        (line,) = err.splitlines()
+        return line
+
+    assert "there is no run in" in refused("steps=1", of=tmp_path)
+    assert "leave --recipe out" in refused("steps=1", "--recipe", "tiny")
+    assert "leave --resume out" in refused("steps=1", "--resume")
+    stopped = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, MUSE, stopped, on_step=stop_at(5))
+    assert "is not finished: 4 of 8 updates are in its checkpoints; resume it first" in refused("steps=1", of=stopped)
+    without = tmp_path / "without"
+    shutil.copytree(finished, without)
+    shutil.rmtree(without / "checkpoints" / f"step-{STEPS:08}")
+    assert "has no checkpoint of its last update, where the optimiser's state is" in refused("steps=1", of=without)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(finished, damaged)
+    (path,) = (damaged / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "is torn" in refused("steps=1", of=damaged)
+    other = make(tmp_path / "other", dataclasses.replace(PREPARED, held_out=0.4))
+    assert "is of another corpus than" in refused("steps=1", corpus_folder=other.folder)
+    continued = tmp_path / "continued"
+    train(corpus, further_recipe(finished, ["attention=exact", "steps=1"]), continued, continue_from=finished)
+    line = refused("steps=1", f"attention={MUSE.attention}", of=continued)
+    assert "was already continued with exact; continue the run that it came from" in line
+    code, _, err = run(corpus.folder, "--continue-from", finished, "steps=1", "--output", finished)
+    assert code == 2
+    assert "leaves that run as it is; choose another --output" in err
+
+
+def test_a_rate_that_ended_at_zero_learns_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    train(corpus, override(MUSE, ["final_rate=0", "steps=2"]), tmp_path)
+    with pytest.raises(ValueError, match="the learning rate of the run ended at 0"):
+        further_recipe(tmp_path, ["steps=1"])
+
+
+def test_a_run_is_overwritten_only_by_one_that_can_be_continued(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
+    damaged, output = tmp_path / "damaged", tmp_path / "out"
+    shutil.copytree(finished, damaged)
+    (path,) = (damaged / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    shutil.copytree(finished, output)
+    before = contents(output)
+    words = [corpus.folder, "steps=1", "--output", output]
+    assert run(*words, "--continue-from", damaged, "--overwrite")[0] == 2
+    assert contents(output) == before
+    code, _, err = run(*words, "--continue-from", finished)
+    assert code == 2
+    assert "has further_steps=0, not 1: it would not be the same run" in err
+    assert run(*words, "--continue-from", finished, "--overwrite")[0] == 0
+    assert run_recipe(output).updates == STEPS + 1

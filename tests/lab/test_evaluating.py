@@ -1,0 +1,267 @@
+"""Evaluation in the loop: what is measured is right, and measuring changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_attention.huggingface import use_attention
+from muse_lab.cli import commands
+from muse_lab.evaluation.loss.positions import position_losses
+from muse_lab.pretraining.batches import Windows
+from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
+from muse_lab.pretraining.evaluating import Evaluation
+from muse_lab.pretraining.initial_model import make_model
+from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.needles.mixture import NeedleDocuments
+from muse_lab.pretraining.needles.writer import EVALUATION
+from muse_lab.pretraining.parallel import World
+from muse_lab.pretraining.recipes import override
+from muse_lab.pretraining.training import train
+from tests.needle_models import needle_corpus, needle_tokenizer
+from tests.training_runs import QUICK, SMALL, assert_same_run, losses, stop_at
+
+RECIPE = override(SMALL, ["evaluate_every=3", "evaluate_samples=3", "evaluate_needles=0"])
+ASKED = override(SMALL, ["length=512", "attention=muse:QK4R1B64", "evaluate_every=1", "evaluate_needles=3"])
+
+
+@pytest.fixture(scope="module")
+def needles(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return needle_corpus(needle_tokenizer(), tmp_path_factory.mktemp("needles"))
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.long
+def test_a_run_is_evaluated_now_and_then_and_learns_the_same(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+    train(corpus, RECIPE, tmp_path / "whole")
+    assert losses(tmp_path / "whole") == losses(whole_run)
+    lines = read_metrics(tmp_path / "whole")
+    assert [line["step"] for line in lines if "evaluation" in line] == [3, 6]
+    for line in lines:
+        for value in line.get("evaluation", {}).values():
+            assert 0 < value < 1.2 * math.log(corpus.manifest.vocabulary)
+    assert lines[5]["evaluation"]["held_out_loss"] < lines[2]["evaluation"]["held_out_loss"]
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, RECIPE, tmp_path / "out", on_step=stop_at(3))
+    train(corpus, RECIPE, tmp_path / "out", resume=True)
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
+
+
+def test_the_loss_is_that_of_evenly_spaced_held_out_windows(corpus: Corpus) -> None:
+    model = make_model(corpus, RECIPE)
+    windows = Windows(corpus, RECIPE.length, split=HELD_OUT)
+    assert len(windows) > 3
+    found = Evaluation(corpus, RECIPE, World(torch.device("cpu"))).run(model, nothing)
+    for name, attention in (("held_out_loss", RECIPE.attention), ("held_out_loss_exact", "exact")):
+        expected = []
+        for number in range(3):
+            tokens = windows[number * len(windows) // 3]
+            with torch.no_grad():
+                model.set_attention(attention)
+                expected.append(model(tokens[None, :-1], shift_labels=tokens[None, 1:]).loss)
+        assert found[name] == pytest.approx(float(torch.stack(expected).mean()), rel=1e-6)
+    assert found["held_out_loss"] != found["held_out_loss_exact"]
+    assert position_losses(model, windows[0], "exact").mean() == pytest.approx(found["held_out_loss_exact"], rel=0.1)
+    model.set_attention("exact")
+    assert Evaluation(corpus, RECIPE, World(torch.device("cpu"))).run(model, nothing).keys() == {"held_out_loss"}
+
+
+@pytest.mark.long
+def test_needles_are_asked_for_in_held_out_files(needles: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(needles, ASKED)
+    evaluation = Evaluation(needles, ASKED, World(torch.device("cpu")))
+    found = evaluation.run(model, nothing)
+    documents = NeedleDocuments(needles, 512, share=1.0, split=HELD_OUT, purpose=EVALUATION)
+    for end, attention in (("", ASKED.attention), ("_exact", "exact")):
+        total, number = 0.0, 0
+        for index in range(3):
+            tokens, distances = documents.make_with_answers(index)
+            with torch.no_grad(), use_attention(model, attention):
+                logits = model(tokens[None, :-1]).logits[0].double()
+            places = torch.nonzero(distances[1:])[:, 0]
+            total -= float(logits.log_softmax(-1)[places, tokens[1:][places]].sum())
+            number += len(places)
+        assert found[f"needles_loss{end}"] == pytest.approx(total / number, rel=1e-5)
+        assert found[f"needles_right{end}"] == 0
+    assert found["needles_loss"] != found["needles_loss_exact"]
+    assert not torch.equal(tokens, NeedleDocuments(needles, 512, share=1.0).make(2))
+
+    forward = type(model).forward
+
+    def know(model: object, input_ids: torch.Tensor, *, shift_labels: torch.Tensor, **others: object) -> object:
+        """All answers, but for one token."""
+        out = forward(model, input_ids, shift_labels=shift_labels, **others)
+        if out.logits is not None:
+            answers = shift_labels[0][shift_labels[0] >= 0]
+            out.logits = torch.nn.functional.one_hot(answers, out.logits.shape[-1])[None].float()
+            out.logits[0, :1] *= -1
+        return out
+
+    monkeypatch.setattr(type(model), "forward", know)
+    share = evaluation.run(model, nothing)["needles_right"]
+    assert 0.2 < share < 1
+
+
+@pytest.mark.long
+def test_ranks_share_what_is_asked(needles: Corpus) -> None:
+    """Each as often as the others, and together as one process."""
+
+    class Rank(World):
+        def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+            totals.append(tensor)
+            return tensor
+
+    model = make_model(needles, ASKED)
+    alone = Evaluation(needles, override(ASKED, ["evaluate_samples=3"]), World(torch.device("cpu"))).run(model, nothing)
+    found = []
+    calls = []
+    for rank in range(2):
+        totals: list[torch.Tensor] = []
+        asked = 0
+
+        def count() -> None:
+            nonlocal asked
+            asked += 1
+
+        evaluation = Evaluation(
+            needles, override(ASKED, ["evaluate_samples=3"]), Rank(torch.device("cpu"), rank=rank, ranks=2)
+        )
+        evaluation.run(model, count)
+        found.append(totals)
+        calls.append(asked)
+    assert calls[0] == calls[1] == 8
+    loss, answers, exact, exact_answers = (sum(parts) for parts in zip(*found, strict=True))
+    assert float(loss[0] / loss[1]) == pytest.approx(alone["held_out_loss"], rel=1e-6)
+    assert float(exact[0] / exact[1]) == pytest.approx(alone["held_out_loss_exact"], rel=1e-6)
+    assert float(answers[0] / answers[1]) == pytest.approx(alone["needles_loss"], rel=1e-6)
+    assert float(exact_answers[0] / exact_answers[1]) == pytest.approx(alone["needles_loss_exact"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["length=1m", "evaluate_every=1"], "or set evaluate_every=0"),
+        (["evaluate_every=1"], "; or set evaluate_needles=0"),
+        (["evaluate_samples=0"], "evaluate_samples=0 must be 1 to 1048576"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_first(
+    changes: list[str], message: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    fields = ["length=64", "steps=4", "warmup=1", *changes]
+    output = ["--output", str(tmp_path / "out"), "--device", "cpu"]
+    if "length=1m" in changes:  # the training split has samples of that length
+        with pytest.raises(ValueError, match=message):
+            Evaluation(corpus, override(SMALL, changes), World(torch.device("cpu")))
+        return
+    result = CliRunner().invoke(commands.app, ["train", str(corpus.folder), *dict.fromkeys(fields), *output])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert message in line
+
+
+WANDB = '''
+"""Stands for Weights & Biases: what it is told is in a file."""
+import json, os
+
+def init(**arguments):
+    return Run(arguments)
+
+class Run:
+    def __init__(self, arguments):
+        self.path = os.path.join(arguments["dir"], "told.jsonl")
+        self.tell("init", mode=os.environ.get("WANDB_MODE"), **arguments)
+
+    def tell(self, what, **others):
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"what": what, **others}) + "\\n")
+
+    def log(self, values, step):
+        self.tell("log", step=step, values=values)
+
+    def finish(self):
+        self.tell("finish")
+'''
+
+
+@pytest.mark.long
+def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in of that package with the few functions that are used, offline."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    output = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, RECIPE, output, wandb=True, on_step=stop_at(5))
+    train(corpus, RECIPE, output, wandb=True, resume=True)
+    told = [json.loads(line) for line in (output / "told.jsonl").read_text().splitlines()]
+    first, second = (line for line in told if line["what"] == "init")
+    assert first["mode"] == "offline"
+    assert first["id"] == second["id"]
+    assert first["resume"] == "allow"
+    assert first["config"]["steps"] == RECIPE.steps
+    assert [line["what"] for line in told].count("finish") == 2
+    logged = {line["step"]: line["values"] for line in told if line["what"] == "log"}
+    assert [logged[step]["loss"] for step in range(1, 9)] == losses(output)
+    assert logged[3]["evaluation/held_out_loss"] == read_metrics(output)[2]["evaluation"]["held_out_loss"]
+    assert {"rse/layer 1", "attention/error_p99"} <= logged[6].keys()
+    train(corpus, RECIPE, output, overwrite=True)
+    assert not (output / "wandb-id.txt").exists()
+
+
+@pytest.mark.parametrize(("broken", "logged"), [("init", 0), ("log", 0), ("finish", 8)])
+def test_a_board_that_fails_is_left_out(
+    broken: str, logged: int, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Run:
+        def log(self, values: dict[str, float], step: int) -> None:
+            fail("log")
+            steps.append(step)
+
+        def finish(self) -> None:
+            fail("finish")
+
+    def fail(what: str) -> None:
+        if what == broken:
+            raise RuntimeError("no\nnetwork")
+
+    def init(**arguments: object) -> Run:
+        fail("init")
+        return Run()
+
+    steps: list[int] = []
+    notes: list[str] = []
+    monkeypatch.setitem(sys.modules, "wandb", cast(ModuleType, SimpleNamespace(init=init)))
+    train(corpus, QUICK, tmp_path, wandb=True, on_note=notes.append)
+    assert notes == ["Weights & Biases is left out from now on: no network"]
+    assert len(steps) == logged
+    assert len(losses(tmp_path)) == 8
+
+
+def test_what_is_not_installed_is_one_line(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    result = CliRunner().invoke(
+        commands.app,
+        ["train", str(corpus.folder), "--output", str(tmp_path), "--device", "cpu", "--wandb", "length=64"],
+    )
+    assert result.exit_code == 2
+    assert result.stderr.startswith("muse: Weights & Biases is not installed: pip install 'muse-attention[wandb]'")

@@ -1,0 +1,133 @@
+"""A run that begins with the weights of another: short sequences first, long ones then."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+from safetensors.torch import load_file, save_file
+
+from muse_lab.models import load_model
+from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.batches import Batches, Windows
+from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.prepare import CorpusSettings
+from muse_lab.pretraining.recipes import Recipe, override
+from muse_lab.pretraining.training import train
+from tests.lab.test_prepare import make
+from tests.models import tiny_llama
+from tests.training_runs import SMALL, assert_same_run, losses, stop_at
+
+
+def longer(model: Path) -> Recipe:
+    return override(SMALL, [f"initial={model}", "length=96", "steps=6", "probe_every=0", "attention=exact"])
+
+
+@pytest.fixture
+def model(whole_run: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "before"
+    shutil.copytree(whole_run / "model", copy)
+    return copy
+
+
+def test_it_goes_on_from_what_was_learnt(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    train(corpus, longer(model), tmp_path / "out")
+    before, _ = load_model(model)
+    tokens = Batches(Windows(corpus, 96), 4).read(0)
+    with torch.no_grad():
+        expected = before(tokens[:, :-1], shift_labels=tokens[:, 1:]).loss.item()
+    assert losses(tmp_path / "out")[0] == pytest.approx(expected, rel=1e-5)
+    weights = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+    checkpoint = checkpoints.latest_good(tmp_path / "out" / "checkpoints", pytest.fail)
+    assert checkpoint is not None
+    for about in (json.loads((tmp_path / "out" / "run.json").read_text()), checkpoint.about):
+        assert about["initial"] == weights
+    after, _ = load_model(tmp_path / "out" / "model")
+    assert after.config.max_position_embeddings == 96
+
+
+@pytest.mark.long
+def test_it_is_resumed_without_the_other_model(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    recipe = longer(model)
+    train(corpus, recipe, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, recipe, tmp_path / "parted", on_step=stop_at(4))
+    shutil.rmtree(model)
+    train(corpus, recipe, tmp_path / "parted", resume=True)
+    assert_same_run(tmp_path / "parted", tmp_path / "whole")
+    runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("parted", "whole")]
+    assert runs[0]["initial"] == runs[1]["initial"]
+
+
+def test_a_run_without_a_checkpoint_still_needs_it(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, longer(model), tmp_path / "out", on_step=stop_at(1))
+    shutil.rmtree(model)
+    with pytest.raises(ValueError, match="before is not a folder of a model that muse train wrote"):
+        train(corpus, longer(model), tmp_path / "out", resume=True)
+
+
+def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    other = make(tmp_path / "other", CorpusSettings(vocabulary=300, buckets=Buckets(64, 4096)))
+    with pytest.raises(ValueError, match="must be a string, the path of a folder"):
+        dataclasses.replace(SMALL, initial=model)  # type: ignore[arg-type]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").mkdir()
+    cases = [
+        (corpus, longer(tmp_path / "run"), "or not whole; give initial=.*/run/model$"),
+        (
+            corpus,
+            longer(tmp_path / "nowhere"),
+            "nowhere is not a folder of a model that muse train wrote, or not whole; give one",
+        ),
+        (corpus, override(longer(model), ["scale=3"]), "another model than that of scale=3; choose the scale"),
+        (other, longer(model), "reads other tokens than .*; prepare the corpus with --tokenizer .*before"),
+    ]
+    llama = tmp_path / "llama"
+    shutil.copytree(model, llama)
+    tiny_llama(vocab_size=corpus.manifest.vocabulary).save_pretrained(llama)
+    cases.append((corpus, longer(llama), "llama is another model than that of scale=0"))
+    for data, recipe, message in cases:
+        with pytest.raises(ValueError, match=message) as raised:
+            train(data, recipe, tmp_path / "out")
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pipe_is_not_begun_with(name: str, corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    (model / name).unlink()
+    os.mkfifo(model / name)
+    with pytest.raises(ValueError, match="or not whole; give one"):
+        train(corpus, longer(model), tmp_path / "out")
+
+
+def test_weights_that_were_cut_short_are_not_begun_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="or not whole; give one"):
+        train(corpus, longer(model), tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_not_begun_with(
+    value: float, corpus: Corpus, model: Path, tmp_path: Path
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    name = max(weights)
+    weights[name].view(-1)[-1] = value
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"is damaged: {name} has numbers that are not finite; give another"):
+        train(corpus, longer(model), tmp_path / "out")

@@ -1,0 +1,148 @@
+"""Text in Markdown and CSV: names are anybody's, and are shown as they are, in every report."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pytest
+
+from muse_lab.benchmark.report import bench_report
+from muse_lab.benchmark.request import BenchmarkRequest
+from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
+from muse_lab.benchmark.timing import Times
+from muse_lab.records.machine import describe_machine
+from muse_lab.report.markdown import as_markdown
+from muse_lab.report.markup import Code, csv_text, fenced, markdown_line, markdown_list, markdown_table
+
+HOSTILE = "=cmd|' /C calc'!A0 | `x` <img src=x onerror=alert(1)> [a](javascript:b) *b* _c_ $d$ ~~e~~ &lt; \\| # f\n## g"
+
+
+def as_read(markdown: str) -> str:
+    """What a reader of Markdown sees of text without markup: escapes are gone."""
+    return re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", markdown)
+
+
+def without_escapes(markdown: str) -> str:
+    """What is left to be read as markup."""
+    return re.sub(r"\\[!-/:-@\[-`{-~]", "", markdown)
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "a|b", "a\r\nb", "\\", "\\|", "`", "__init__", "<script>", "a\x00b\u2028c"])
+def test_text_in_a_table_stays_in_its_cell(text: str) -> None:
+    table = markdown_table(["run", text], [[text, "-0.5"], ["b", "+1.0 ± 2"]])
+    assert len(table.splitlines()) == 4
+    for line in table.splitlines():
+        assert without_escapes(line).count("|") == 3
+        assert not re.search(r"[`<>\[\]*$~&]", without_escapes(line))
+    _, _, first, second = table.splitlines()
+    in_a_line = re.sub(r"[\s\x00]+", " ", text).strip()
+    assert as_read(first) == f"| {in_a_line} | -0.5 |"
+    assert second == "| b | +1.0 ± 2 |"
+
+
+def test_names_of_attentions_read_as_before() -> None:
+    name = "muse:Q8K8R2SP1B128,differentiable_aggregation=false"
+    assert markdown_table(["a"], [[name]]) == f"| a |\n| --- |\n| {name} |"
+    assert markdown_line(f"{name}: 1.5 ± 0.2 (n = 3), 10% more") == f"{name}: 1.5 ± 0.2 (n = 3), 10% more"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# a", "\\# a"),
+        ("- a", "\\- a"),
+        ("+ a", "\\+ a"),
+        ("=====", "\\====="),
+        ("1. a", "1\\. a"),
+        ("12) a", "12\\) a"),
+        ("12 a. b", "12 a. b"),
+        ("a # b - c", "a # b - c"),
+        (" \n# a\n\n# b", "\\# a # b"),
+        ("    a", "a"),
+        ("> a", "\\> a"),
+        ("", ""),
+    ],
+)
+def test_a_line_begins_no_block(text: str, expected: str) -> None:
+    assert markdown_line(text) == expected
+    assert markdown_list([text, "b"]) == f"- {expected}\n- b"
+
+
+def test_no_line_ends_a_fence() -> None:
+    lines = ["muse compare a", "```", "````` b", "# c"]
+    assert fenced(lines) == "\n".join(["``````", *lines, "``````"])
+    assert fenced(["a"]) == "```\na\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("exact", "`exact`"), ("a`b", "``a`b``"), ("`a", "`` `a ``"), ("a|b", "`a\\|b`"), ("a\nb", "`a b`")],
+)
+def test_code_in_a_table(text: str, expected: str) -> None:
+    assert markdown_table(["a", "b"], [["1", Code(text)]], text_column=1).splitlines()[1:] == [
+        "| ---: | --- |",
+        f"| 1 | {expected} |",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "=1+1",
+            "+1+1",
+            "-1+1",
+            "@SUM(A1)",
+            "\t=1",
+            "\r=1",
+            "\n=1",
+            " =1",
+            "-",
+            "=",
+            "-a",
+            "--resume",
+            "+",
+            "\uff1d1",
+        ),
+        *("-1 ± 2", "=cmd|' /C calc'!A0", '=HYPERLINK("http://x","y")', "-0.5e", "1e5=", "-infinite"),
+    ],
+)
+def test_no_cell_of_csv_is_a_formula(text: str) -> None:
+    ((header, _), (cell, number)) = csv.reader(io.StringIO(csv_text([text, "b"], [[text, -0.5]])))
+    is_formula = text != "1e5="
+    assert cell == header == ("'" if is_formula else "") + text.replace("\r", "\n")
+    assert number == "-0.5"
+
+
+def test_numbers_of_csv_are_numbers() -> None:
+    numbers = ["-0.5", "+0.25", "-1e-05", "-inf", "nan", "-3", ".5", "-.5"]
+    assert csv_text(["a"], [numbers, [-0.5, 3, True, 1e-9]]) == f"a\n{','.join(numbers)}\n-0.5,3,True,1e-09\n"
+
+
+def test_lines_in_a_cell_of_csv_are_one_cell() -> None:
+    text = csv_text(["a", "b"], [["1\r2\r\n3\n4", 'quo"te, comma']])
+    assert "\r" not in text
+    assert list(csv.reader(io.StringIO(text))) == [["a", "b"], ["1\n2\n3\n4", 'quo"te, comma']]
+
+
+def test_a_benchmark_shows_names_as_they_are() -> None:
+    settings = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False)
+    times = Times((1.0,), (1.0,))
+    case = Case(
+        BenchmarkRequest(HOSTILE, settings.shape(64)),
+        HOSTILE,
+        times,
+        times,
+        {"relative_squared_error": 0.0, "cosine": 1.0},
+        0,
+        0,
+    )
+    results = BenchmarkResults(describe_machine(), settings, ["muse bench\n```\n# a"], [case])
+    report = as_markdown(bench_report(results, HOSTILE))
+    first, *headings = [line for line in report.splitlines() if line.startswith("#")]
+    assert first == f"# {markdown_line(f'Benchmark: {HOSTILE}')}"
+    assert headings == ["## Time, error and memory", "## Names", "## Legend", "## Provenance", "# a"]  # that in a fence
+    assert "````\nmuse bench\n```\n# a\n````" in report
+    assert len([line for line in report.splitlines() if line.startswith("|")]) == 3 + 3 + 3

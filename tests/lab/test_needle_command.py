@@ -1,0 +1,241 @@
+"""`muse eval needles`: what it writes, how it goes on, and one line for mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from muse_lab.cli import commands
+from muse_lab.evaluation.needles import results as needle_results
+from muse_lab.evaluation.needles.results import NeedleResults, NeedleSettings
+from muse_lab.evaluation.needles.scores import answer
+from muse_lab.evaluation.needles.statistics import failures
+from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
+from tests.lab.test_prepare import make
+from tests.needle_models import eval_needles, needle_haystack, needle_tokenizer, write_needle_folder
+
+LENGTH = 1024
+COARSE = "muse:Q4K4R1SP1B128,clustering=lloyd"
+SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return needle_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def words(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def samples(tokenizer: Tokenizer) -> NeedleSamples:
+    return NeedleSamples(tokenizer, needle_haystack(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_needle_folder(tmp_path_factory.mktemp("needles"), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def options(folder: Path) -> list[object]:
+    return [
+        *(folder / "model", "--text", folder / "texts", "--length", "1k", "--kind", "single,multi-key-2"),
+        *("--attention", COARSE, "--samples-per-depth", 1, "--device", "cpu", "--name", "tiny"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, options: list[object]) -> Path:
+    code, out, err = eval_needles(*options, "--output", folder / "out")
+    assert code == 0, err
+    assert "exact" in out
+    return folder / "out"
+
+
+@pytest.mark.long
+def test_the_command_writes_tables_pictures_and_a_page(measured: Path) -> None:
+    endings = {"tiny.json", "tiny.md", "tiny.csv", "tiny.html"}
+    endings |= {f"tiny-{measure}-{place}.png" for measure in ("exact-match", "right-of-8") for place in (1, 2)}
+    assert {file.name for file in measured.iterdir()} == endings
+    results = NeedleResults.read(measured / "tiny.json")
+    assert len(results.outcomes) == 2 * 9 * 2
+    assert failures(results) == []
+    page = (measured / "tiny.html").read_text()
+    assert page.count("data:image/png") == 4
+    assert 'src="http' not in page
+    (spelled,) = results.commands
+    assert spelled.startswith(
+        f"muse eval needles model --text texts --length 1k --kind single,multi-key-2 --attention {COARSE}"
+    )
+    document = json.loads((measured / "tiny.json").read_text())
+    assert [entry["attention"] for entry in document["attentions"]] == ["exact", COARSE]
+    assert document["attentions"][1]["config"]["block_size"] == 128
+
+
+@pytest.mark.long
+def test_results_are_continued_and_extended(
+    measured: Path, options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(measured, tmp_path / "out")
+    path = tmp_path / "out" / "tiny.json"
+    before = NeedleResults.read(path)
+    monkeypatch.setattr("muse_lab.cli.app.LONG_RUN_SECONDS", -1.0)
+    code, _, err = eval_needles(*options, "--attention", "block_diagonal:256", "--output", tmp_path / "out")
+    assert code == 0, err
+    assert ": 1 of 18, ETA 0:00:0" in err, "there is no terminal"
+    after = NeedleResults.read(path)
+    assert {task: after.outcomes[task] for task in before.outcomes} == before.outcomes
+    assert len(after.outcomes) == 3 * 9 * 2
+    assert len(after.commands) == 2
+    code, _, err = eval_needles(*options, "--seed", 1, "--output", tmp_path / "out")
+    assert code == 2
+    assert f"{path} has other results: seed was 0, now 1; choose another --name or --output, or" in err
+    assert NeedleResults.read(path) == after
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", ["version", "haystack"])
+def test_results_of_other_samples_are_not_continued(
+    change: str, folder: Path, measured: Path, options: list[object], tmp_path: Path
+) -> None:
+    """Of another version of the texts, or with another last file in the haystack."""
+    shutil.copytree(measured, tmp_path / "out")
+    shutil.copytree(folder / "texts", tmp_path / "texts")
+    arguments = [tmp_path / "texts" if option == folder / "texts" else option for option in options]
+    assert eval_needles(*arguments, "--output", tmp_path / "out")[0] == 0
+    if change == "version":
+        file = tmp_path / "out" / "tiny.json"
+        document = json.loads(file.read_text())
+        del document["settings"]["version"]
+        file.write_text(json.dumps(document))
+    else:
+        last = sorted((tmp_path / "texts").rglob("*.py"))[-1]
+        last.write_text(last.read_text()[:-1] + "?")
+    code, _, err = eval_needles(*arguments, "--output", tmp_path / "out")
+    assert code == 2
+    assert f"tiny.json has other results: {'version' if change == 'version' else 'fingerprint'} was " in err
+
+
+@pytest.mark.long
+def test_kinds_without_room_are_left_out(options: list[object], tmp_path: Path) -> None:
+    changed = ["single,multi-query-4" if option == "single,multi-key-2" else option for option in options]
+    code, _, err = eval_needles(*changed, "--output", tmp_path, "--length", "640")
+    assert code == 0
+    assert re.search(r"^muse: left out: multi-query-4 at 640, which needs \d{3} tokens$", err, re.MULTILINE)
+    results = NeedleResults.read(tmp_path / "tiny.json")
+    found = {(task.length, task.kind) for task in results.outcomes}
+    assert found == {(640, "single"), (1024, "single"), (1024, "multi-query-4")}
+
+
+def test_an_interruption_says_how_to_go_on(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return answer(*given)
+
+    monkeypatch.setattr(needle_results, "answer", interrupted)
+    code, _, err = eval_needles(*options, "--output", tmp_path)
+    assert code == 130
+    assert f"what is finished is in {tmp_path / 'tiny.json'}; continue with: muse eval needles" in err
+    assert err.rstrip().endswith(f"--output {tmp_path}")
+    assert len(NeedleResults.read(tmp_path / "tiny.json").outcomes) == 2
+
+
+@pytest.mark.long
+def test_failures_are_counted_and_the_rest_is_reported(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: Any, words: Any, sample: Sample, attention: str) -> Any:
+        if attention == COARSE:
+            raise RuntimeError("no luck")
+        return answer(model, words, sample, attention)
+
+    monkeypatch.setattr(needle_results, "answer", fail)
+    code, _, err = eval_needles(*options, "--output", tmp_path)
+    assert code == 1
+    assert "18 samples failed" in err
+    assert err.rstrip().endswith(f"--output {tmp_path}")
+    assert "RuntimeError: no luck" in (tmp_path / "tiny.html").read_text()
+    code, _, _ = eval_needles(*options, "--output", tmp_path)
+    assert code == 1, "what is asked for has failed again"
+    monkeypatch.setattr(needle_results, "answer", lambda *given: 1 / 0)
+    code, _, err = eval_needles(*options, "--output", tmp_path, "--overwrite")
+    assert code == 1
+    assert "36 samples failed" in err
+
+
+@pytest.mark.long
+def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> None:
+    shutil.copy(measured / "tiny.json", tmp_path)
+    result = CliRunner().invoke(commands.app, ["report", str(tmp_path)])
+    assert result.exit_code == 0
+    for name in ("tiny.md", "tiny.csv", "tiny.html"):
+        assert (tmp_path / name).read_text() == (measured / name).read_text()
+    (tmp_path / "tiny.json").write_text('{"needles": []}')
+    assert CliRunner().invoke(commands.app, ["report", str(tmp_path)]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--kind", "triple"], "unknown kind 'triple'; use one of single"),
+        (["--length", "far"], "cannot read the size 'far'"),
+        (["--length", "4k"], "the model's context is 2048 tokens, less than 4096"),
+        (["--attention", "sparse"], "unknown attention 'sparse'"),
+        (["--samples-per-depth", "0"], "--samples-per-depth 0 measures nothing"),
+        (["--corpus", "nowhere"], "a haystack is either a corpus or texts"),
+        (["--name", "a/b"], "must be a plain file name"),
+    ],
+)
+def test_mistakes(options: list[object], changes: list[str], message: str, tmp_path: Path) -> None:
+    code, out, err = eval_needles(*options, "--output", tmp_path / "out", *changes)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_samples_that_are_too_short_are_refused(options: list[object], tmp_path: Path) -> None:
+    code, _, err = eval_needles(
+        *("64" if option == "1k" else option for option in options), "--output", tmp_path / "out"
+    )
+    assert code == 2
+    assert "a tenth of 64 tokens has no room for the needles of single" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_corpus_must_have_the_tokenizer_of_the_model(folder: Path, tmp_path: Path) -> None:
+    code, _, err = eval_needles(folder / "model", "--corpus", tmp_path / "none", "--device", "cpu", "--length", "1k")
+    assert code == 2
+    assert "there is no corpus in" in err
+    make(tmp_path / "corpus")
+    code, _, err = eval_needles(folder / "model", "--corpus", tmp_path / "corpus", "--device", "cpu", "--length", "1k")
+    assert code == 2
+    assert "the model has another tokenizer than the corpus" in err
+
+
+def test_the_group_shows_its_commands() -> None:
+    result = CliRunner().invoke(commands.app, ["eval"])
+    assert result.exit_code == 0
+    assert "needles" in result.stdout

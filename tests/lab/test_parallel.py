@@ -1,0 +1,207 @@
+"""Several processes train together, by gloo on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+
+from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.continuing import further_recipe
+from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.failures import TrainingError
+from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.parallel import World
+from muse_lab.pretraining.recipes import Recipe, override
+from muse_lab.pretraining.run_folder import claimed
+from muse_lab.pretraining.training import train
+from muse_lab.records.files import alone_in
+from tests.lab.test_prepare import contents
+from tests.needle_models import needle_corpus, needle_tokenizer
+from tests.patience import PATIENCE
+from tests.ranks import CONTEXT, Mishap, run_command, words_of
+from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, learnt, losses
+
+
+@contextlib.contextmanager
+def ranks_of(
+    words: list[str], output: Path, ranks: int = 2, mishap: Mishap | None = None
+) -> Iterator[list[tuple[Any, Path]]]:
+    """Processes of `muse train` as under `torchrun`, by the variables that it sets, and the files of what they say."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["train", *words, "--output", str(output), "--device", "cpu"]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    errors = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(ranks)]
+    processes = [
+        CONTEXT.Process(
+            target=run_command,
+            args=(arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, file, mishap),
+        )
+        for rank, file in enumerate(errors)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield list(zip(processes, errors, strict=True))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2, mishap: Mishap | None = None) -> None:
+    run_together(words_of(corpus, recipe), output, ranks, mishap)
+
+
+def run_together(words: list[str], output: Path, ranks: int = 2, mishap: Mishap | None = None) -> None:
+    with ranks_of(words, output, ranks, mishap) as processes:
+        for process, file in processes:
+            process.join(timeout=PATIENCE)
+            assert process.exitcode == 0, file.read_text()
+
+
+def assert_close_runs(output: Path, expected: Path) -> None:
+    for found, other in zip(read_metrics(output), read_metrics(expected), strict=True):
+        assert found.get("rse", {}).keys() == other.get("rse", {}).keys()
+        for name in ("loss", "gradient_norm", "learning_rate"):
+            assert found[name] == pytest.approx(other[name], rel=1e-3), (found["step"], name)
+    tensors, others = learnt(output), learnt(expected)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, others[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.long
+def test_two_processes_continue_what_one_has_finished(corpus: Corpus, tmp_path: Path) -> None:
+    finished, alone, two = (tmp_path / name for name in ("finished", "alone", "two"))
+    train(corpus, override(SMALL, ["micro_batch=1", "steps=4", "probe_every=0"]), finished)
+    train(corpus, further_recipe(finished, ["attention=exact", "steps=2"]), alone, continue_from=finished)
+    run_together([str(corpus.folder), "--continue-from", str(finished), "attention=exact", "steps=2"], two)
+    assert len(read_metrics(two)) == 6
+    assert_close_runs(two, alone)
+
+
+@pytest.mark.long
+def test_two_processes_learn_from_the_same_needles(tmp_path: Path) -> None:
+    """Read ahead by each, and what was learnt of answers measured by both, on documents of their own."""
+    corpus = needle_corpus(needle_tokenizer(), tmp_path)
+    changes = ["length=256", "steps=3", "mixture=niah", "attention=exact", "exact_tail=0", "probe_every=2"]
+    recipe = override(SMALL, ["micro_batch=1", *changes])
+    train(corpus, recipe, tmp_path / "alone")
+    train_together(corpus, recipe, tmp_path / "two")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert ["answers_loss" in step for step in read_metrics(tmp_path / "two")] == [False, True, False]
+
+
+@pytest.mark.long
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_path: Path) -> None:
+    """With a checkpoint of that step, from which both go on."""
+    recipe = override(QUICK, ["micro_batch=1", "steps=24", "checkpoint_every=20"])
+    whole, output = tmp_path / "whole", tmp_path / "out"
+    train_together(corpus, recipe, whole)
+    with ranks_of(words_of(corpus, recipe), output) as processes:
+        metrics = output / "metrics.jsonl"
+        deadline = time.monotonic() + PATIENCE
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(processes[1][0].pid, signal.SIGTERM)
+        for process, file in processes:
+            process.join(timeout=PATIENCE)
+            assert process.exitcode == 143, file.read_text()
+    step = len(read_metrics(output))
+    assert 3 <= step < 24
+    assert checkpoints.steps_in(output / "checkpoints")[-1] == step
+    assert f"stopped as another rank was after step {step}; " in processes[0][1].read_text()
+    assert f"stopped by SIGTERM after step {step}; " in processes[1][1].read_text()
+    train_together(corpus, recipe, output)
+    assert_same_run(output, whole)
+
+
+@pytest.mark.long
+def test_all_ranks_skip_what_one_of_them_cannot_use(corpus: Corpus, tmp_path: Path) -> None:
+    """And they limit errors alike, and evaluate together."""
+    limits = ["probe_every=1", "error_limit=1e-5", "attention=muse:Q4K4R4T0.5B16,clustering=lloyd", "exact_tail=0"]
+    evaluated = ["evaluate_every=2", "evaluate_samples=3", "evaluate_needles=0"]
+    recipe = override(QUICK, ["micro_batch=1", "steps=4", *limits, *evaluated])
+    train_together(corpus, recipe, tmp_path / "two", mishap=Mishap(1, "poison", 3))
+    lines = read_metrics(tmp_path / "two")
+    assert [line["step"] for line in lines if "skipped" in line] == [3]
+    assert lines[2]["skipped"] == "its loss is nan"
+    assert set(lines[0]["tightened"].values()) == {"exact"}
+    assert [line["step"] for line in lines if "evaluation" in line] == [2, 4]
+    assert "step 3 is skipped" in (tmp_path / "two-0.txt").read_text()
+    assert (tmp_path / "two-1.txt").read_text() == ""
+    manifest = json.loads((tmp_path / "two" / "checkpoints" / "step-00000004" / "manifest.json").read_text())
+    assert manifest["about"]["state"]["skipped"] == 1
+    train(corpus, recipe, tmp_path / "one")
+    one = read_metrics(tmp_path / "one")[1]["evaluation"]
+    assert lines[1]["evaluation"] == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_all_ranks_leave_a_folder_that_is_taken(is_first: bool, tmp_path: Path) -> None:
+    class Shared(World):
+        is_first = property(lambda world: is_first)  # type: ignore[assignment]
+
+        def all_succeed(self, success: bool) -> bool:
+            assert success is not is_first
+            return False
+
+    message = "another process is at work in" if is_first else "the first rank cannot work in .*; it says why"
+    with (
+        alone_in(tmp_path),
+        pytest.raises(ValueError, match=message),
+        claimed(tmp_path, Shared(torch.device("cpu"), ranks=2)),
+    ):
+        pytest.fail("it was let in")
+
+
+@pytest.mark.slow
+def test_two_processes_learn_the_same_with_all_that_saves_time_and_memory(
+    corpus: Corpus, whole_run: Path, tmp_path: Path
+) -> None:
+    changes = ["micro_batch=1", "probe_every=1", "compile=true", "recompute=true", "precision=bfloat16"]
+    train_together(corpus, override(SMALL, changes), tmp_path / "out")
+    assert losses(tmp_path / "out") == pytest.approx(losses(whole_run), rel=0.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mine", "theirs"), [(8, 6), (6, 8)])
+def test_ranks_that_find_other_checkpoints_do_not_go_on(
+    mine: int, theirs: int, corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a network's folder is listed before all of it is there."""
+    output = tmp_path / "out"
+    shutil.copytree(whole_run, output)
+    if mine < STEPS:
+        shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
+    before = contents(output)
+
+    def gather(found: list[Any], steps: list[int]) -> None:
+        found[:] = [steps, [step for step in (6, 8) if step <= theirs]]
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    world = World(torch.device("cpu"), ranks=2, mesh=cast(Any, object()))
+    with pytest.raises(TrainingError, match="some ranks would continue from step 6 and some from step 8"):
+        train(corpus, SMALL, output, resume=True, world=world)
+    assert contents(output) == before

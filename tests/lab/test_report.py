@@ -1,0 +1,222 @@
+"""`muse report`: which results are reported, and which are left out, with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from muse_lab.cli import commands, result_files
+from muse_lab.records.attention_names import check_meaning, settings_of
+from tests.lab.test_tasks import MUSE, PARTS, Scripted, run_parts
+
+
+def report(*paths: Path) -> tuple[int, str, list[str]]:
+    """Exit code, stdout and the lines of stderr."""
+    result = CliRunner().invoke(commands.app, ["report", *map(str, paths)])
+    return result.exit_code, result.stdout, result.stderr.splitlines()
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.json"
+    run_parts(path, Scripted(), parts=PARTS[:1])
+    return path
+
+
+def spoilt(good: Path, spoil: Callable[[Any], Any]) -> str:
+    document = json.loads(good.read_text())
+    spoil(document)
+    return json.dumps(document)
+
+
+def with_other_defaults(document: Any) -> None:
+    (named,) = (named for named in document["attentions"] if named["attention"] == MUSE)
+    named["config"]["key_clusters"] += 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda good: '{"machine": ' * 100_000,
+        lambda good: good.read_text().replace("{", '{"machine": {}, ', 1),
+        lambda good: spoilt(good, lambda document: document.update(commands=[None])),
+        lambda good: spoilt(good, lambda document: document.update(machine={})),
+        lambda good: spoilt(good, lambda document: document["machine"].update(os=3)),
+        lambda good: spoilt(good, lambda document: document["settings"].update(limit="all")),
+        lambda good: spoilt(good, lambda document: document["tasks"][0].update(length=[])),
+        lambda good: spoilt(good, lambda document: document["tasks"][0]["data"].update(rows=None)),
+        lambda good: spoilt(good, lambda document: first_answer(document).update(tokens="many")),
+        lambda good: spoilt(good, lambda document: first_answer(document).update(tokens=10**400)),
+        lambda good: spoilt(good, lambda document: first_answer(document).update(scores={"acc": [1]})),
+        lambda good: spoilt(good, lambda document: first_answer(document).update(error=7)),
+    ],
+)
+def test_results_of_other_types_are_left_out_by_one_line(spoil: Callable[[Path], str], good: Path) -> None:
+    bad = good.with_name("bad.json")
+    bad.write_text(spoil(good))
+    code, _, err = report(bad, good)
+    assert code == 1
+    assert len(err) == 1
+    assert f"{bad} is left out: " in err[0]
+    assert not bad.with_suffix(".html").exists()
+
+
+def first_answer(document: Any) -> Any:
+    return document["tasks"][0]["attentions"][0]["answers"][0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda good: good.read_text()[:-100], "it is not whole"),
+        (
+            lambda good: spoilt(good, with_other_defaults),
+            f"{MUSE} was measured with other defaults than it has now",
+        ),
+        (
+            lambda good: spoilt(good, lambda document: document["settings"].pop("model")),
+            "{bad} does not hold the results of muse eval tasks",
+        ),
+        (lambda good: spoilt(good, lambda document: document["tasks"].clear()), "no sample has been answered yet"),
+    ],
+)
+def test_results_that_cannot_be_reported_are_named(good: Path, spoil: Callable[[Path], str], reason: str) -> None:
+    bad = good.with_name("bad.json")
+    bad.write_text(spoil(good))
+    line = f"muse: {bad} is left out: {reason.format(bad=bad)}"
+    code, out, lines = report(good.parent)
+    assert (code, lines) == (1, [line])
+    assert "good.html" in out
+    contents = (good.parent / "index.html").read_text()
+    assert "good.html" in contents
+    assert "bad" not in contents
+    good.unlink()
+    code, out, lines = report(good.parent)
+    assert (code, out, lines) == (2, "", [line])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[1]",
+        '{"steps": 4}',
+        '{"needles": []}',
+        '{"machine": {}, "settings": {}, "commands": [], "lines": []}',  # of muse errors
+    ],
+)
+def test_other_json_files_of_a_folder_are_passed_over(good: Path, content: str) -> None:
+    other = good.with_name("other.json")
+    other.write_text(content)
+    code, out, lines = report(good.parent)
+    assert (code, lines) == (0, [])
+    assert "other.json" not in out
+    code, _, lines = report(good, other)  # but not where they are asked for
+    assert (code, lines) == (
+        1,
+        [
+            f"muse: {other} is left out: it holds no results of muse bench, errors, fidelity, loss, compare, eval "
+            "or tune"
+        ],
+    )
+    good.unlink()
+    code, _, lines = report(good.parent)
+    assert code == 2
+    assert "none of these are results" in lines[0]
+
+
+def test_pipes_devices_and_folders_are_left_out(good: Path) -> None:
+    folder = good.parent
+    os.mkfifo(folder / "a-pipe.json")
+    (folder / "a-device.json").symlink_to("/dev/zero")
+    (folder / "folder.json").mkdir()
+    (folder / "huge.json").touch()
+    os.truncate(folder / "huge.json", 2**40)
+    code, out, lines = report(folder)
+    assert code == 1
+    assert "good.html" in out
+    assert lines == [
+        f"muse: {folder / 'a-device.json'} is left out: it is not a regular file",
+        f"muse: {folder / 'a-pipe.json'} is left out: it is not a regular file",
+        f"muse: {folder / 'huge.json'} is left out: it has 1,099,511,627,776 bytes, more than the 67,108,864 that "
+        "are read",
+    ]
+    assert report(folder / "a-pipe.json")[::2] == (2, [lines[1]])
+
+
+def test_files_of_others_are_not_replaced(good: Path) -> None:
+    assert report(good.parent)[0] == 0
+    (good.parent / "index.html").write_text("my page")
+    good.with_suffix(".md").unlink()
+    reason = "it is there already, and not of a report; move it away"
+    code, _, lines = report(good.parent)
+    assert (code, lines) == (1, [f"muse: {good.parent / 'index.html'} is not written: {reason}"])
+    assert (good.parent / "index.html").read_text() == "my page"
+    assert good.with_suffix(".md").exists()
+    for name in ("good.md", "good.html", "good.csv"):
+        for file in good.parent.glob("good.*"):
+            if file != good:
+                file.unlink()
+        (good.parent / name).write_text("# Notes of mine\n")
+        code, out, lines = report(good)
+        assert (code, out) == (2, "")
+        assert lines == [f"muse: {good} is left out: {good.parent / name}: {reason}"]
+        assert {file.name for file in good.parent.glob("good.*")} == {"good.json", name}
+        assert (good.parent / name).read_text() == "# Notes of mine\n"
+
+
+def test_only_what_may_hold_results_is_looked_into(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, outside = good.parent / "folder", good.parent / "outside"
+    for place in (outside, folder / "in" / "here", folder / ".hidden", folder / "env" / "bin", folder / "node_modules"):
+        place.mkdir(parents=True)
+        shutil.copy(good, place)
+    (folder / "env" / "pyvenv.cfg").touch()
+    (folder / "linked").symlink_to(outside)
+    code, out, lines = report(folder)
+    assert (code, lines) == (0, [])
+    assert sorted(folder.rglob("*.html")) == [folder / "in" / "here" / "good.html", folder / "index.html"]
+    monkeypatch.setattr(result_files, "_MOST_ENTRIES", 9)
+    before = set(folder.rglob("*"))
+    code, out, lines = report(folder)
+    assert (code, out) == (2, "")
+    assert lines == [f"muse: {folder} holds more than 9 files; give the folder of the results alone"]
+    assert set(folder.rglob("*")) == before
+
+
+def test_without_an_argument_it_says_what_to_give(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(good.parent)
+    code, out, lines = report()
+    assert (code, out) == (2, "")
+    assert lines == [
+        "muse: give result files of muse bench, errors, fidelity, loss, compare, eval or tune, or their folder"
+    ]
+    assert list(good.parent.iterdir()) == [good]
+
+
+def test_nothing_is_written_if_something_is_not_there(good: Path) -> None:
+    code, out, lines = report(good, good.with_name("missing.json"))
+    assert (code, out) == (2, "")
+    assert "there is no file or folder" in lines[0]
+    assert not good.with_suffix(".html").exists()
+
+
+def test_results_from_before_a_setting_existed_keep_their_meaning() -> None:
+    name = "muse:Q64K64R4SP1B2k"
+    settings = settings_of(name)
+    assert settings is not None
+    check_meaning(name, {field: value for field, value in settings.items() if field != "tolerance"})
+    with pytest.raises(ValueError, match="other defaults"):
+        check_meaning(name, {**settings, "lloyd_iterations": 2})

@@ -1,0 +1,345 @@
+"""Reports as they are rendered: every kind in a browser, and what a page and its Markdown make of the description."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import re
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from muse_lab.benchmark.errors_report import errors_report
+from muse_lab.benchmark.report import bench_report
+from muse_lab.benchmark.request import BenchmarkRequest
+from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
+from muse_lab.benchmark.synthetic_errors import Errors, ErrorSettings
+from muse_lab.benchmark.synthetic_errors import Line as ErrorLine
+from muse_lab.benchmark.timing import Times
+from muse_lab.benchmark.tuning.candidates import TuningResults
+from muse_lab.benchmark.tuning.report import tuning_report
+from muse_lab.evaluation.comparison.report import comparison_report
+from muse_lab.evaluation.fidelity.presets import find_presets
+from muse_lab.evaluation.fidelity.report import fidelity_report
+from muse_lab.evaluation.lookups.report import lookup_report
+from muse_lab.evaluation.loss.report import loss_report
+from muse_lab.evaluation.needles.comparison import needle_comparison
+from muse_lab.evaluation.needles.report import needle_report
+from muse_lab.evaluation.tasks.report import tasks_report
+from muse_lab.records.attention_names import short_names
+from muse_lab.records.machine import describe_machine
+from muse_lab.report.files import write_report
+from muse_lab.report.html import LARGEST_DOWNLOAD, as_html
+from muse_lab.report.markdown import as_markdown
+from muse_lab.report.plots import Axis, Line, draw_lines
+from muse_lab.report.provenance import names_table
+from muse_lab.report.tree import Card, Figure, Link, Note, Provenance, Report, Section, Table, number, text
+from tests.chromium import EXECUTABLE, Page, chromium
+from tests.lab import (
+    test_compare,
+    test_fidelity_command,
+    test_lookup_command,
+    test_loss,
+    test_needle_reports,
+    test_tasks,
+    test_tune,
+)
+
+LONG = "muse:Q128K128R8SP1B8k,differentiable_aggregation=false,clustering=lloyd,query_cap_factor=4.0"
+
+
+def of_fidelity(folder: Path) -> Report:
+    requests = [request for preset in find_presets(["all"], 8192) for request in preset.requests]
+    errors = {request.attention: 1 / place for place, request in enumerate(requests, 2) if request.length == 8192}
+    return fidelity_report(test_fidelity_command.results_of(errors), "fidelity")
+
+
+def of_loss(folder: Path) -> Report:
+    results = test_loss.made_up(**{LONG: 0.01, "muse:Q16K16R1SP1B64": 0.4, "muse:Q32K32R2SP1B64": 0.2})
+    return loss_report(dataclasses.replace(results, machine=describe_machine()), "loss")
+
+
+def of_comparison(folder: Path) -> Report:
+    sizes = {f"exact-{size}": ("exact", 10**size, 150.0, test_compare.law(10**size)) for size in (7, 8, 9)}
+    results = test_compare.made_up(**sizes, muse=("muse:QK8R2B128", 10**8, 300.0, [2.0, 4.0]))
+    return comparison_report(dataclasses.replace(results, machine=describe_machine(), commands=["muse compare a b"]))
+
+
+def of_needle_comparison(folder: Path) -> Report:
+    return needle_comparison({name: test_needle_reports.other_model(right=2) for name in ("one", "a longer name")})
+
+
+def of_tasks(folder: Path) -> Report:
+    return tasks_report(test_tasks.run_parts(folder / "tasks.json", test_tasks.Scripted()), "tasks")
+
+
+def of_tuning(folder: Path) -> Report:
+    tuned = [test_tune.candidate(2.0, 0.004, LONG), test_tune.candidate(1.0, 0.02, "muse:QK8R2B64")]
+    settings = test_tune.settings(test_tune.some_captures())
+    return tuning_report(
+        TuningResults(describe_machine(), settings, exact=Times((2.0,), (4.0,)), tuned=tuned), "tuning"
+    )
+
+
+def of_benchmark(folder: Path) -> Report:
+    settings, times = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
+    fidelity = {"relative_squared_error": 0.01, "cosine": 0.99, "keys_per_query": 12.0}
+    cases = [
+        Case(BenchmarkRequest(name, settings.shape(length)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
+        for length in (1024, 2048)
+        for name in (LONG, "moba:L64B16R2")
+    ]
+    return bench_report(BenchmarkResults(describe_machine(), settings, ["muse bench"], cases), "bench")
+
+
+def of_errors(folder: Path) -> Report:
+    names = {"exact": "exact", "muse": LONG, "block_diagonal": "block_diagonal:256", "moba": "moba:L256B16R1"}
+    lines = [
+        ErrorLine(kind, name, 1.0 + place, 1.0, 0.1 * place, 0.9, 0.0, [0.0, 0.01 * place, 0.1 * place])
+        for place, (kind, name) in enumerate(names.items())
+    ]
+    return errors_report(Errors(describe_machine(), ErrorSettings(1024), ["muse errors"], [0.0, 300.0, 600.0], lines))
+
+
+KINDS: dict[str, Callable[[Path], Report]] = {
+    "fidelity": of_fidelity,
+    "loss": of_loss,
+    "comparison": of_comparison,
+    "needles": lambda folder: needle_report(test_needle_reports.hand_made(), "needles"),
+    "needle comparison": of_needle_comparison,
+    "lookups": lambda folder: lookup_report(test_lookup_command.hand_made(), "lookups"),
+    "tasks": of_tasks,
+    "tuning": of_tuning,
+    "benchmark": of_benchmark,
+    "errors": of_errors,
+}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    if EXECUTABLE is None:
+        pytest.skip("there is no Chromium here")
+    with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_fits_a_screen_and_a_phone_in_a_browser(kind: str, browser: Page, tmp_path: Path) -> None:
+    report, path = KINDS[kind](tmp_path), tmp_path / "report.json"
+    write_report(report, path, say=pytest.fail)
+    for width in (1200, 400):
+        for dark in (False, True):
+            browser.open(path.with_suffix(".html"), width, dark=dark)
+            assert browser.errors == []
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert browser.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+            background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (
+                sum(map(int, re.findall(r"\d+", background)[:3])) < 200 if dark else background == "rgb(255, 255, 255)"
+            )
+    assert browser.evaluate("document.images.length") == len(list(report.figures))
+
+
+def test_pictures_have_the_colour_of_a_dark_page(
+    browser: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of reports, which are PNG files, and those of the documentation, whose SVG files know of dark pages."""
+    from docs_build import style
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(style, "IMAGES", tmp_path)
+    figure, axes = pyplot.subplots()
+    axes.plot([0, 1], [0, 1])
+    drawn = style.save(figure, "drawn.svg")
+    page = tmp_path / "page.html"
+    page.write_text(f"<style>:root {{ color-scheme: light dark }}</style><img src={drawn.name}>")
+    report = tmp_path / "report.html"
+    png = draw_lines([Line("one", [(0, 0), (1, 1)], "#0072B2")], Axis("x"), Axis("y"))
+    report.write_text(as_html(EXAMPLE, {"curve": png}))
+    for path in (page, report):
+        for dark in (False, True):
+            browser.open(path, 1200, dark=dark)
+            left, top = browser.evaluate(
+                "(r => [r.x + scrollX, r.y + scrollY])(document.images[0].getBoundingClientRect())"
+            )
+            colours = _colours(browser, (0, 0), (left + 2, top + 2))
+            assert colours[0] == colours[1]
+            assert (sum(colours[0]) < 200) is dark
+
+
+def test_a_table_that_goes_on_has_a_shadow_there(browser: Page, tmp_path: Path) -> None:
+    columns = [f"a column {place}" for place in range(12)]
+    path = tmp_path / "wide.html"
+    path.write_text(as_html(Report("t", sections=[Section("s", tables=[Table(columns, [columns])])])))
+    for dark in (False, True):
+        browser.open(path, 400, dark=dark)
+        box = "document.querySelector('.scroll')"
+        left, top, width = browser.evaluate(f"(r => [r.x, r.y, r.width])({box}.getBoundingClientRect())")
+        for scrolled, shadows in ((0, [False, True]), (10_000, [True, False])):
+            browser.evaluate(f"{box}.scrollLeft = {scrolled}")
+            page, *ends = _colours(browser, (0, 0), (left + 1, top + 1), (left + width - 2, top + 1))
+            assert [end != page for end in ends] == shadows
+
+
+def _colours(browser: Page, *places: tuple[float, float]) -> list[tuple[int, ...]]:
+    """Of points of the whole page."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
+    return [picture.getpixel((round(across), round(down))) for across, down in places]
+
+
+def test_the_browser_sees_what_is_too_wide_and_what_fails(browser: Page, tmp_path: Path) -> None:
+    page = tmp_path / "wide.html"
+    page.write_text("<div style='width: 2000px'>x</div><script>console.error('no')</script>")
+    browser.open(page, 400)
+    assert browser.evaluate("document.documentElement.scrollWidth") > 400
+    assert len(browser.errors) == 1
+    browser.errors.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_begins_with_what_was_found(kind: str, tmp_path: Path) -> None:
+    report, path = KINDS[kind](tmp_path), tmp_path / "report.json"
+    assert report.headline
+    assert report.cards
+    assert report.csv
+    assert report.provenance.facts
+    for _ in range(2):  # it is known as a report, which may be replaced
+        write_report(dataclasses.replace(report, sections=[]), path, say=pytest.fail)
+    for section in report.sections:
+        for table in section.tables:
+            numbers = [cells for cells, column in zip(zip(*table.rows, strict=True), table.columns, strict=False)
+                       if column.is_number]  # fmt: skip
+            assert all(len(cell) < 40 for cells in numbers for cell in cells), "a sentence in a column of numbers"
+
+
+EXAMPLE = Report(
+    "<script>",
+    ["First & foremost", "then"],
+    [Card("speed-up", "2x", "of it")],
+    [
+        Section(
+            "a < b",
+            ["x & y"],
+            links=[Link("there", "a folder/b.html", "what it says")],
+            figures=[Figure("curve", "A curve", "it falls", lambda: b"png")],
+            tables=[Table([text("what"), number("RSE", "Its |meaning|.")], [("8 keys of <b>", "0.5"), ("b", "")], "T")],
+            notes=["small"],
+            lines=["```", "kept as it is"],
+        )
+    ],
+    provenance=Provenance(["Machine: m"], ["muse loss"]),
+    csv="a,b\n1,2\n",
+)
+
+
+class _Checker(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_stands_alone_and_shows_text_as_it_is() -> None:
+    page = as_html(EXAMPLE, {"curve": b"png"}, file_name="example")
+    checker = _Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert [link for link in checker.links if not link.startswith(("#", "data:"))] == ["a%20folder/b.html"]
+    assert "<script>" not in page
+    assert "8 keys of &lt;b&gt;" in page
+    data = base64.b64encode(EXAMPLE.csv.encode()).decode()
+    assert f'download="example.csv" href="data:text/csv;base64,{data}"' in page
+    assert page.index("First &amp; foremost") < page.index("a &lt; b") < page.index("<summary>Provenance")
+    assert '<abbr title="Its |meaning|.">RSE</abbr>' in page
+    large = dataclasses.replace(EXAMPLE, csv="1" * (LARGEST_DOWNLOAD + 1))
+    assert 'href="example.csv"' in as_html(large, file_name="example")
+
+
+def test_the_column_decides_what_is_a_number() -> None:
+    """A sentence that begins with a digit is still a sentence."""
+    page, markdown = as_html(EXAMPLE), as_markdown(EXAMPLE)
+    assert "<td>8 keys of" in page
+    assert '<td class="number">0.5</td>' in page
+    assert "| what | RSE |\n| --- | ---: |\n| 8 keys of \\<b\\> | 0.5 |\n| b |  |" in markdown
+
+
+def test_markdown_has_the_same_parts_in_order() -> None:
+    markdown = as_markdown(EXAMPLE, {"curve": "example-curve.png"})
+    parts = ("# \\<script\\>", "- First \\& foremost", "| 2x |", "## a \\< b", "![A curve](example-curve.png)", "### T")
+    later = (
+        "small",
+        "````\n```\nkept as it is\n````",
+        "## Legend\n\n- RSE: Its",
+        "## Provenance",
+        "```\nmuse loss\n```",
+    )
+    places = [markdown.index(part) for part in (*parts, *later)]
+    assert places == sorted(places)
+    assert "![" not in as_markdown(EXAMPLE)
+
+
+def test_columns_of_one_meaning_share_a_line_of_the_legend() -> None:
+    columns = [
+        text("run"),
+        number("a", "Loss."),
+        number("b", "Loss."),
+        number("exact", "in words"),
+        number("c", "Gap."),
+    ]
+    names = Table(("name",), [("exact",)])
+    report = Report("t", sections=[Section("s", tables=[Table(columns, [])])], names=names)
+    assert report.definitions == {"a; b": "Loss.", "c": "Gap."}
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a row of the table 'T' has another number of cells than \['a', 'b'\]"):
+        Table(("a", "b"), [("1",)], "T")
+
+
+def test_short_names_tell_attentions_apart() -> None:
+    common = "muse:Q8K8R1SP1B64,clustering=lloyd"
+    names = ["exact", common, "muse:Q8K8R1SP1B64,tilt=false,clustering=lloyd", "muse:QK4B64,clustering=streaming"]
+    assert list(short_names(names).values()) == [
+        "exact", "Q8K8R1SP1B64", "Q8K8R1SP1B64,tilt=false", "QK4B64,clustering=streaming"
+    ]  # fmt: skip
+    most = [f"muse:QK{size}B64,clustering=lloyd" for size in (4, 8, 16)]
+    assert short_names([*most, "muse:QK4B64"])["muse:QK4B64"] == "muse:QK4B64", "not one name for two attentions"
+    (alone,) = short_names(["muse:QK4B64,differentiable_aggregation=false,clustering=lloyd"]).values()
+    assert alone == "QK4B64,differentiable_aggregation=false", "told even of one attention"
+    assert names_table(names).column("attention") == names
+
+
+def test_a_section_shows_its_content_by_kind() -> None:
+    table, figure = Table(("a",), [("1",)]), Figure("f", "F", "drawn", lambda: b"")
+    section = Section.of("s", Note("small"), table, "words", figure)
+    assert (section.prose, section.figures, section.tables, section.notes) == (["words"], [figure], [table], ["small"])
+
+
+def test_an_optional_section_without_rows_is_left_out() -> None:
+    empty, full = Table(("a",), []), Table(("a",), [("1",)])
+    sections = [Section.of("1", empty), Section.optional("2", "words", empty), Section.optional("3", empty, full)]
+    assert [section.title for section in Report("t", sections=sections).sections] == ["1", "3"]
+
+
+def test_what_is_not_known_is_an_empty_cell() -> None:
+    table = Table.of([1, None], (number("n"), lambda item: item), (text("word"), lambda item: item and "one"))
+    assert table.rows == [("1", "one"), ("", "")]

@@ -1,0 +1,443 @@
+"""`muse tune`: captured heads, the grid, the front, results and the command, on a tiny random model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from muse_attention import MuSeConfig, defaults, exact_attention
+from muse_attention.defaults import Default
+from muse_attention.huggingface.capture import capture
+from muse_lab.benchmark.timing import Times
+from muse_lab.benchmark.tuning.candidates import (
+    Candidate,
+    Found,
+    TuningResults,
+    TuningSettings,
+    candidates,
+    choose,
+    front,
+    measure,
+)
+from muse_lab.benchmark.tuning.report import as_csv, table_of, tuning_report, verdict
+from muse_lab.cli import commands
+from muse_lab.records.captured_heads import (
+    Captures,
+    LookupAt,
+    Origin,
+    capture_heads,
+    load_captures,
+    save_captures,
+    spread,
+)
+from muse_lab.records.machine import describe_machine
+from muse_lab.report.html import as_html
+from muse_lab.report.markdown import as_markdown
+from tests.models import tiny_llama, token_ids, write_model_folder
+from tests.needle_models import needle_tokenizer, write_needle_model, write_texts
+
+COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
+FINE = "muse:Q4K8R8T0.001B32,clustering=lloyd"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def some_captures(length: int = 128, samples: int = 2, lookups: tuple[LookupAt, ...] = ()) -> Captures:
+    query, key, value = (torch.randn(samples, 3, length, 8) for _ in range(3))
+    heads = tuple(f"layer {index}, head 0" for index in range(3))
+    return Captures(query, key, value, Origin("a model", "a text", heads), lookups)
+
+
+def settings(captures: Captures) -> TuningSettings:
+    return TuningSettings.of(captures, device="cpu", dtype="float32", repeats=1)
+
+
+def candidate(time: float, error: float, name: str = "muse:QK4") -> Candidate:
+    return Candidate(name, Times((time / 2,), (time,)), {"relative_squared_error": error})
+
+
+def one_second(attention: str) -> Times:
+    return Times((0.5,), (1.0,))
+
+
+# Captures
+
+
+def test_captured_heads_are_those_of_the_layers_they_are_spread_over() -> None:
+    model, ids = tiny_llama(), token_ids(40, batch=2)
+    found = capture_heads(model, ids, 2, model_name="tiny", text="random")
+    assert found.origin.heads == ("layer 0, head 2", "layer 1, head 2")
+    for index, layer in enumerate(capture(model, ids)):
+        expected = exact_attention(
+            layer.query, layer.key, layer.value, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
+        alone = exact_attention(found.query, found.key, found.value, is_causal=True)
+        torch.testing.assert_close(alone[:, index], expected[:, 2])
+
+
+def test_groups_of_heads_keep_the_keys_they_share(tmp_path: Path) -> None:
+    model, ids = tiny_llama(), token_ids(40, batch=2)
+    found = capture_heads(model, ids, 3, model_name="tiny", text="random", grouped=True)
+    assert found.origin.heads == tuple(f"layer {layer}, head {head}" for layer in (0, 1) for head in (2, 3))
+    assert (found.query.shape[1], found.key.shape[1], found.value.shape[1]) == (4, 2, 2)
+    together = exact_attention(found.query, found.key, found.value, is_causal=True, enable_gqa=True)
+    for index, layer in enumerate(capture(model, ids)):
+        expected = exact_attention(
+            layer.query, layer.key, layer.value, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
+        torch.testing.assert_close(together[:, 2 * index : 2 * index + 2], expected[:, 2:])
+
+    save_captures(found, tmp_path / "groups.pt")
+    loaded = load_captures(tmp_path / "groups.pt")
+    alone = loaded.with_heads(4)
+    assert alone.key.shape == alone.query.shape
+    torch.testing.assert_close(exact_attention(alone.query, alone.key, alone.value, is_causal=True), together)
+    one = loaded.with_heads(2, key_heads=1)
+    torch.testing.assert_close(
+        exact_attention(one.query, one.key, one.value, is_causal=True, enable_gqa=True), together[:, 2:]
+    )
+    with pytest.raises(ValueError, match="2 groups of 2 heads were captured, not 1 of 4; choose other --heads"):
+        loaded.with_heads(4, key_heads=1)
+
+
+@pytest.mark.parametrize(("available", "number", "expected"), [(8, 2, [2, 6]), (3, 9, [0, 1, 2]), (270, 1, [135])])
+def test_heads_are_spread(available: int, number: int, expected: list[int]) -> None:
+    assert spread(available, number) == expected
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_captures_survive_a_file(ending: str, tmp_path: Path) -> None:
+    saved = some_captures(lookups=(LookupAt(1, 60, (3, 4)),))
+    path = tmp_path / f"captures{ending}"
+    save_captures(saved, path)
+    loaded = load_captures(path)
+    assert (loaded.origin, loaded.lookups, loaded.fingerprint) == (saved.origin, saved.lookups, saved.fingerprint)
+    assert torch.equal(loaded.query, saved.query)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no file"):
+        load_captures(tmp_path / "none.pt")
+    for name in ("other.pt", "other.safetensors"):
+        (tmp_path / name).write_bytes(b"something else")
+        with pytest.raises(ValueError, match="does not hold captures; write them by muse tune"):
+            load_captures(tmp_path / name)
+    for lookup in (LookupAt(5, 60, (3,)), LookupAt(0, 60, (61,)), LookupAt(0, 600, (3,)), LookupAt(0, 60, ())):
+        save_captures(some_captures(lookups=(lookup,)), tmp_path / "lookups.pt")
+        with pytest.raises(ValueError, match="does not hold captures"):
+            load_captures(tmp_path / "lookups.pt")
+
+
+def test_shorter_captures_are_laid_end_to_end_where_that_is_asked_for() -> None:
+    found = some_captures(lookups=(LookupAt(1, 100, (90, 91)),))
+    with pytest.raises(ValueError, match=r"have 128 tokens, less than 300; .* --repeat-captures"):
+        found.with_length(300)
+    long = found.with_length(300, repeat=True)
+    assert long.query.shape == (1, 3, 300, 8)
+    assert torch.equal(long.key[0], torch.cat([found.key[0], found.key[1], found.key[0]], 1)[:, :300])
+    assert long.lookups == (LookupAt(0, 228, (218, 219)),)
+    assert long.origin.laid == "3 captures of 128 tokens laid end to end, 2 of them different"
+    assert found.with_length(100).query.shape == (2, 3, 100, 8)
+    assert found.with_length(100).lookups == ()
+
+
+# The grid and the front
+
+
+def test_the_grid_is_around_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "DEFAULTS", (Default(None, "QK16R4T0.5B4k"),))
+    names = candidates(65536, added=["moba:L8kB512R1", "exact", "muse"])
+    of_the_length = (MuSeConfig.paper(65536), MuSeConfig.paper_sizes(65536), MuSeConfig.for_length(65536))
+    assert names[:3] == [f"muse:{config}" for config in of_the_length]
+    assert len(names) == len(set(names)) == 3 + 120 + 1
+    assert "muse:Q32K256R8T0.01B2k,clustering=lloyd,cap_factor=none" in names
+    assert "muse:Q32K64R8T0.1B8k,caution=2.0,clustering=lloyd,cap_factor=none" in names
+    assert names[-1] == "moba:L8kB512R1"
+    blocks = {MuSeConfig.parse(name.removeprefix("muse:")).block_size for name in candidates(4096)[3:]}
+    assert blocks == {256, 512}
+    assert candidates(65536, only=["muse:paper"]) == [f"muse:{MuSeConfig.paper(65536)}"]
+    with pytest.raises(ValueError, match="fit into one block"):
+        candidates(256)
+
+
+def test_the_front_has_what_nothing_beats() -> None:
+    found = [candidate(*point) for point in ((3, 0.1), (1, 0.5), (2, 0.2), (2.5, 0.3), (4, 0.1), (5, 0.01), (1, 0.6))]
+    assert [(one.time, one.error) for one in front(found)] == [(1, 0.5), (2, 0.2), (3, 0.1), (5, 0.01)]
+    chosen = choose(found, 0.2)
+    assert chosen is not None
+    assert (chosen.time, chosen.error) == (2, 0.2)
+    assert choose(found, 0.001) is None
+    assert front([]) == []
+
+
+# TuningResults
+
+
+def test_time_error_and_lookups_are_measured(tmp_path: Path) -> None:
+    found = some_captures(lookups=(LookupAt(0, 120, (3, 4)), LookupAt(1, 120, (119,))))
+    results = TuningResults({}, settings(found))
+    measure(found, [COARSE, FINE, "block_diagonal:32"], results, tmp_path / "tune.json", one_second)
+    coarse, fine, local = results.tuned
+    assert 0 < fine.error < coarse.error < local.error
+    assert fine.fidelity["error_p99"] > fine.error
+    assert coarse.lookup is not None
+    assert fine.lookup is not None
+    assert 0 < coarse.lookup.share <= fine.lookup.share <= fine.lookup.exact_share <= 1
+    assert local.lookup is None
+    assert TuningResults.read(tmp_path / "tune.json") == results
+
+
+def test_the_leak_is_what_the_second_half_of_another_text_changes(tmp_path: Path) -> None:
+    """Beside the error of the same queries: 0 where both texts end alike, and unknown of one text alone."""
+    found, causal = some_captures(), "block_diagonal:32"
+    results = TuningResults(describe_machine(), settings(found))
+    measure(found, [COARSE, causal], results, tmp_path / "tune.json", one_second)
+    coarse, local = (one.fidelity for one in results.tuned)
+    assert 0 < coarse["future_influence"] < 4 * coarse["first_half_error"]
+    assert (local["future_influence"], local["first_half_error"] > 0) == (0, True)
+    table = table_of(results, results.tuned)
+    assert table.column("leak") == [f"{coarse['future_influence']:.3g}", "0"]
+
+    for name in ("query", "key", "value"):
+        getattr(found, name)[:, :, 64:] = getattr(found, name)[:1, :, 64:]
+    alone = dataclasses.replace(found, query=found.query[:1], key=found.key[:1], value=found.value[:1])
+    for captures, leak in ((found, 0), (alone, None)):
+        results = TuningResults({}, settings(captures))
+        measure(captures, [COARSE], results, tmp_path / "tune.json", one_second)
+        assert results.tuned[0].fidelity.get("future_influence") == leak
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    found, path = some_captures(), tmp_path / "tune.json"
+    timed: list[str] = []
+
+    def clock(stop_at: int) -> Callable[[str], Times]:
+        def time(attention: str) -> Times:
+            if len(timed) == stop_at:
+                raise KeyboardInterrupt
+            timed.append(attention)
+            return one_second(attention)
+
+        return time
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(found, [COARSE, FINE], TuningResults({}, settings(found)), path, clock(2))
+    results = TuningResults.read(path)
+    measure(found, [COARSE, FINE], results, path, clock(9))
+    assert timed == ["exact", COARSE, FINE]
+    assert [one.attention for one in results.tuned] == [COARSE, FINE]
+
+
+def test_too_little_memory_for_one_is_no_end(tmp_path: Path) -> None:
+    def clock(attention: str) -> Times:
+        if attention == COARSE:
+            raise torch.OutOfMemoryError
+        return one_second(attention)
+
+    found, path = some_captures(), tmp_path / "tune.json"
+    results = TuningResults(describe_machine(), settings(found))
+    measure(found, [COARSE, FINE], results, path, clock)
+    assert [one.attention for one in results.measured] == [FINE]
+    assert TuningResults.read(path) == results
+    assert f"Too little memory for: {COARSE}." in as_html(tuning_report(results, "t"))
+
+
+def test_results_of_other_settings_are_not_continued(tmp_path: Path) -> None:
+    found, path = some_captures(), tmp_path / "tune.json"
+    TuningResults.start(settings(found), path).write(path)
+    TuningResults.start(settings(found), path)
+    with pytest.raises(ValueError, match=r"has other results: length was 128, now 64, fingerprint was "):
+        TuningResults.start(settings(found.with_length(64)), path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tuned": 1}'])
+def test_other_results_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tune.json").write_text(content)
+    with pytest.raises(ValueError, match="does not hold the results of muse tune"):
+        TuningResults.read(tmp_path / "tune.json")
+
+
+def test_the_verdict_names_what_to_take() -> None:
+    found = some_captures()
+    paper = f"muse:{MuSeConfig.paper(128)}"
+    tuned = [candidate(2.0, 0.004, FINE), candidate(1.0, 0.02, COARSE), candidate(3.0, 0.008, paper)]
+    results = TuningResults({"cpu": "c"}, settings(found), error=0.005, exact=Times((2.0,), (4.0,)), tuned=tuned)
+    first, second = verdict(results)
+    assert f"at most 0.005 is {FINE}: RSE 0.004, 2000 ms, 2.00x as fast as exact" in first
+    assert "The paper's method has RSE 0.008 in 3000 ms" in second
+    faster = dataclasses.replace(results, exact=Times((0.5,), (1.0,)))
+    assert "Exact attention is faster here, 1000 ms: use that" in verdict(faster)[1]
+    (line,) = verdict(dataclasses.replace(results, error=0.001))
+    assert "Nothing measured has an RSE of at most 0.001; the lowest is 0.004" in line
+    assert "Nothing has been measured" in verdict(dataclasses.replace(results, tuned=[]))[0]
+
+
+def test_reports_have_every_configuration() -> None:
+    tuned = [
+        candidate(2.0, 0.004, FINE),
+        dataclasses.replace(candidate(3.0, 0.02, COARSE), lookup=Found(2.0, 1.0, 1.5)),
+    ]
+    found = some_captures().with_length(200, repeat=True)
+    results = TuningResults(describe_machine(), settings(found), exact=Times((2.0,), (4.0,)), tuned=tuned)
+    for report in (as_markdown(tuning_report(results, "t")), as_html(tuning_report(results, "t"))):
+        for expected in ("laid end to end", "50.0%", "75.0%", "2000", "2.00x", "layer 2, head 0"):
+            assert expected in report
+    header, exact, *lines = as_csv(results).splitlines()
+    assert header == "attention,seconds,is_on_front,is_chosen,lookup,lookup_exact,relative_squared_error"
+    assert exact == "exact,4,False,False,,,"
+    assert lines == [f'"{FINE}",2,True,True,,,0.004', f'"{COARSE}",3,False,False,0.5,0.75,0.02']
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, with a tokenizer of letters, and a text beside it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_model_folder(folder)
+    (folder.parent / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 80)
+    return folder
+
+
+@pytest.fixture
+def asked(folder: Path, tmp_path: Path) -> list[object]:
+    text = folder.parent / "text.txt"
+    arguments = [folder, "--text", text, "--length", "128", "--heads", "2", "--repeats", "1"]
+    return [*arguments, "--only", COARSE, "--only", FINE, "--device", "cpu", "--output", tmp_path / "out"]
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    result = CliRunner().invoke(commands.app, ["tune", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def assert_refused(outcome: tuple[int, str, str], message: str, code: int = 2) -> None:
+    assert outcome[:2] == (code, "")
+    assert len(outcome[2].splitlines()) == 1
+    assert message in outcome[2]
+
+
+def test_the_command_measures_and_names_the_fastest(asked: list[object], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, err = run(*asked, "--error", "1")
+    assert (code, err) == (0, "")
+    names = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert names == ["tiny.csv", "tiny.html", "tiny.json", "tiny.md", "tiny.png"]
+    assert "The fastest with an RSE of at most 1 is muse:Q4K" in out
+    document = json.loads((tmp_path / "out" / "tiny.json").read_text())
+    assert document["commands"] == [
+        f"muse tune tiny --text text.txt --length 128 --error 1.0 --heads 2 --samples 1 --only {COARSE} --only {FINE} "
+        "--repeats 1 --device cpu --dtype float32 --name tiny"
+    ]
+    assert document["settings"]["heads"] == ["layer 0, head 2", "layer 1, head 2"]
+    for file in (tmp_path / "out").iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes()
+    found = CliRunner().invoke(commands.app, ["report", str(tmp_path / "out")])
+    assert found.exit_code == 0
+    assert "Time against error" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_the_command_goes_on_where_it_was_interrupted(
+    asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(captures: Any, attentions: Any, *others: Any, **options: Any) -> None:
+        measure(captures, attentions[:1], *others, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as before:
+        before.setattr("muse_lab.cli.tune.measure", interrupted)
+        code, _, err = run(*asked)
+    assert code == 130
+    (line,) = err.splitlines()
+    assert "interrupted; what is finished is in" in line
+    assert line.endswith(f"--output {tmp_path / 'out'}")
+    assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE]
+    assert run(*asked)[0] == 0
+    assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE, FINE]
+
+
+def test_captures_are_measured_without_the_model(asked: list[object], folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "heads.safetensors"
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    saving = ["--save-captures", file, "--output", tmp_path, "--name", "other"]
+    code, out, err = run(folder, "--text", folder.parent / "text.txt", "--length", "64", *saving)
+    assert (code, err) == (0, ""), "nothing is measured, so results that cannot be continued are in nobody's way"
+    assert f"muse tune --captures {file}" in out
+    assert other.read_text() == "{}"
+    common = ["--captures", file, "--only", COARSE, "--repeats", "1", "--device", "cpu", "--output", tmp_path / "out"]
+    assert_refused(run(*common, "--length", "128"), "--repeat-captures")
+    code, out, err = run(*common, "--length", "128", "--repeat-captures", "--heads", "3")
+    assert (code, err) == (0, "")
+    results = TuningResults.read(tmp_path / "out" / "heads.json")
+    assert results.settings.laid == "2 captures of 64 tokens laid end to end, 1 of them different"
+    assert (results.settings.length, len(results.settings.heads)) == (128, 3)
+
+
+def test_saved_groups_are_benchmarked_as_groups(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "groups.pt"
+    saving = ["--length", "64", "--heads", "4", "--save-captures", file, "--groups", "--output", tmp_path]
+    assert run(folder, "--text", folder.parent / "text.txt", *saving)[::2] == (0, "")
+    arguments = ["bench", "--captures", file, "--length", "64", "--attention", "exact", "--repeats", "1", "--no-memory"]
+    arguments += ["--device", "cpu", "--output", tmp_path]
+    result = CliRunner().invoke(commands.app, list(map(str, arguments)))
+    assert (result.exit_code, result.stderr) == (0, "")
+    (case,) = json.loads((tmp_path / "cpu-groups.json").read_text())["cases"]
+    assert (case["heads"], case["key_heads"]) == (4, 2)
+    assert case["fidelity"]["relative_squared_error"] < 1e-9
+
+
+def test_beyond_the_context_captures_are_laid_end_to_end(folder: Path, tmp_path: Path) -> None:
+    arguments = [folder, "--text", folder.parent / "text.txt", "--length", "2k", "--heads", "1", "--repeats", "1"]
+    arguments += ["--only", "muse:QK4R1B512", "--device", "cpu", "--output", tmp_path / "out"]
+    assert_refused(run(*arguments), "context is 1024 tokens, less than 2048")
+    assert run(*arguments, "--repeat-captures")[0] == 0
+    assert "2 captures of 1024 tokens" in TuningResults.read(tmp_path / "out" / "tiny.json").settings.laid
+
+
+@pytest.mark.long
+def test_needles_are_looked_up(tmp_path: Path) -> None:
+    folder, texts = tmp_path / "model", tmp_path / "texts"
+    folder.mkdir()
+    write_needle_model(folder, needle_tokenizer())
+    write_texts(texts)
+    arguments = [folder, "--text", texts, "--length", "1k", "--heads", "2", "--samples", "2", "--repeats", "1"]
+    code, out, err = run(*arguments, "--needles", "--only", COARSE, "--output", tmp_path, "--name", "needles")
+    assert (code, err) == (0, "")
+    assert "lookup" in out
+    results = TuningResults.read(tmp_path / "needles.json")
+    assert results.settings.lookups == 2
+    assert results.tuned[0].lookup is not None
+    assert 0 <= results.tuned[0].lookup.share <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "muse:QQ"], "cannot read 'QQ'"),
+        (["--error", "-1"], "--error -1.0 must be a number of at least 0"),
+        (["--heads", "0"], "cannot measure 0 heads"),
+        (["--repeats", "0"], "cannot measure a time with 0 repeats"),
+        (["--captures", "none.pt"], "there is no file 'none.pt' of captures"),
+        (["--captures", "none.pt", "--save-captures", "x.pt"], "exclude each other"),
+        (["--groups"], "--groups needs --save-captures FILE"),
+        (["--name", "../x"], "must be a plain file name"),
+    ],
+)
+def test_mistakes_are_one_line(asked: list[object], arguments: list[str], message: str) -> None:
+    assert_refused(run(*asked, *arguments), message)

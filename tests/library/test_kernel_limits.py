@@ -1,0 +1,47 @@
+"""What the kernels cannot count or address is refused in a line that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from muse_attention import MuSeConfig
+from muse_attention.backends.choice import resolve_backend
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "message"),
+    [
+        ((1, 40_000, 128, 16), "QK4R1B32", "at most 65535 heads of queries and keys in a batch, these are 80000"),
+        ((1, 1, 70_000, 16), "QK4R1B1", "at most 65535 blocks, these are 70000: use a larger block_size"),
+        ((1, 1, 1 << 20, 128), "Q64K256R1B1k", "fewer than 1024 blocks with these clusters and heads, these are 1024"),
+        (
+            (1, 1, 1 << 20, 64),
+            "QK1024R8T0.01B16k",
+            "fewer than 2\\^31 words in the selection of a head, these are 2147483648",
+        ),
+        (
+            (1, 4, 1 << 20, 64),
+            "Q4K1024R512B128k",
+            "fewer than 2\\^31 retrieved buckets .* use fewer retrieved_clusters",
+        ),
+        ((1, 1, 4096, 64), "Q16K2049R1B1k", "at most 2048 clusters, the config has 2049: use fewer"),
+        ((1, 1, 1 << 24, 128), "QK16R1B1m", "fewer than 2\\^31 numbers in the queries of a key head"),
+    ],
+)
+def test_limits(shape: tuple[int, ...], config: str, message: str) -> None:
+    query = torch.empty(shape, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "meta")
+    key = query[:, :1] if shape[1] == 4 else query
+    with pytest.raises(ValueError, match=message):
+        resolve_backend("triton", query, key, MuSeConfig.parse(config))
+    if query.is_cuda:
+        assert resolve_backend("auto", query, key, MuSeConfig.parse(config)) == "torch"
+
+
+@pytest.mark.parametrize("config", ["QK1024R64B8k", "QK1024R8T0.01B8k", "Q2048K16R1B8k"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_thousand_clusters_are_served(head_dim: int, config: str) -> None:
+    query = torch.empty(1, 1, 1 << 16, head_dim, device="cuda" if torch.cuda.is_available() else "meta")
+    assert resolve_backend("triton", query, query, MuSeConfig.parse(config)) == "triton"

@@ -1,0 +1,296 @@
+"""The Triton kernels conform: run by Triton's interpreter, so small. `test_cuda.py` runs them on a GPU.
+
+The interpreter takes seconds for what a GPU does in microseconds, so the tests with the longest lists of cases have
+shorter ones here, and inputs have one head where the number of heads is not the subject. It multiplies bfloat16
+wrongly, which is left to the GPU; float64, which the GPU is not offered, shows the formulas to be right to rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from muse_attention import find_clusters, get_attention, muse_attention
+from muse_attention.backends.triton.plan import Plan
+from tests.against_torch import assert_at_most_twice_the_error_of_torch
+from tests.closeness import assert_equal_to_rounding
+from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
+from tests.shapes import Shape
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_cuda.py")
+
+SHAPES = [
+    Shape("one token", "QK4R1B16", length=1),
+    Shape("one whole block", "QK4R1B64", length=64),
+    Shape("just over a block", "QK4R1B64", length=65),
+    Shape("ragged", "Q6K5R2B48", length=110, heads=1, key_heads=1),
+    Shape("batch 2, query heads 2 to 1", "Q3K4R2SP2B32", length=70, batch=2, key_heads=1),
+    Shape("query heads 3 to 1", "Q3K6R2B32", length=70, heads=3, key_heads=1),
+    Shape("head dim 80", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=80, value_dim=80),
+    Shape("wide values", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=16, value_dim=40),
+    Shape("narrow values, full", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=40, is_causal=False),
+    Shape("blocks of three tokens", "QK3R2B3", length=20, heads=1, key_heads=1),
+    Shape("more words than one", "Q2K33R3B32", length=80, heads=1, key_heads=1),
+]
+VARIANTS = [
+    "Q3K5R2SP2B32",
+    "Q2K3R3SP9B32",
+    "Q3K5R0B32",
+    "Q3K5R2B32,monopole=false",
+    "Q3K5R2B32,tilt=false",
+    "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
+    "Q3K5R2B32,cap_factor=none",
+    "Q3K5R2SP2B32,second_order=true",
+    "Q3K5R9T0.03B32,caution=2",
+    "Q2K33R1T0.003B32",
+]
+FROZEN = [VARIANTS[0], VARIANTS[-2]]
+"""Variants that are also tested with frozen aggregation, causal; on a GPU all are."""
+OFFSET = [
+    ("Q3K5R2SP2B32", True),
+    ("Q3K5R1T0.003B32,caution=2", False),
+]
+FOUND = [
+    "Q4K5R2B32,clustering=streaming",
+    "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
+    "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
+    "Q4K5R1T0.001B32,clustering=lloyd",
+]
+
+
+class TestTritonBackend(OperatorConformance):
+    backend = "triton"
+    batch, heads, length = 1, 2, 70
+    few_heads, short = 1, 70
+
+    # What equals the reference to rounding has its properties. (The interpreter has one order of everything.)
+    test_property_2_exact_when_queries_are_their_centroids = None
+    test_property_4_invariance_under_translation_of_keys = None
+    test_property_4_invariance_under_change_of_basis = None
+    test_property_7_error_falls_as_clusters_or_retrieval_grow = None
+    test_same_inputs_give_the_same_bits_twice = None
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_equals_reference_in_float64(self, shape: Shape) -> None:
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES[4:5], ids=str)
+    def test_is_as_accurate_as_the_reference_in_its_precision(self, shape: Shape, dtype: torch.dtype) -> None:
+        self._check_against_reference(shape, dtype)
+
+    @pytest.mark.parametrize(
+        ("variant", "is_causal"),
+        [
+            *((variant, False) for variant in VARIANTS),
+            *((f"{variant},differentiable_aggregation=false", True) for variant in FROZEN),
+        ],
+    )
+    def test_variant_equals_reference(self, variant: str, is_causal: bool) -> None:
+        shape = Shape(variant, variant, length=80, heads=1, key_heads=1, value_dim=8, is_causal=is_causal)
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize(("variant", "is_causal"), OFFSET)
+    def test_keys_with_a_large_common_offset_equal_reference(self, variant: str, is_causal: bool) -> None:
+        shape = Shape(
+            variant, variant, length=70, heads=1, key_heads=1, value_dim=8, is_causal=is_causal, key_offset=10.0
+        )
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.long
+    def test_keys_with_a_large_common_offset(self) -> None:
+        shape = Shape("", "Q3K5R1T0.003B32", length=100, heads=1, key_heads=1, key_offset=10.0)
+        assert_at_most_twice_the_error_of_torch(shape, torch.float16)
+
+    @pytest.mark.parametrize("variant", FOUND)
+    def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
+        super().test_finds_the_clusters_and_selection_of_the_reference(variant)
+
+    @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
+    @pytest.mark.parametrize("config", ["Q3K5R25T0B64"])
+    def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
+        super().test_property_1_exact_when_one_block_or_everything_is_retrieved(config, is_causal)
+
+    @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
+    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32", "Q4K5R0B32,tilt=false"])
+    def test_property_3_lse_is_never_above_the_exact_lse(self, variant: str, is_causal: bool) -> None:
+        super().test_property_3_lse_is_never_above_the_exact_lse(variant, is_causal)
+
+    @pytest.mark.parametrize(("variant", "is_causal"), [("Q4K5R2SP1B32", False), ("Q4K5R1T0.01B32", True)])
+    def test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(self, variant: str, is_causal: bool) -> None:
+        super().test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(variant, is_causal)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("variant", ["Q4K5R9T0.01B32"])
+    def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
+        super().test_property_6_nothing_after_a_query_changes_its_output(variant)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("wanted", [(1,)], ids=str)
+    def test_only_some_inputs_require_grad(self, wanted: tuple[int, ...]) -> None:
+        super().test_only_some_inputs_require_grad(wanted)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
+    @pytest.mark.parametrize(
+        ("case", "config"),
+        [
+            ("equal keys", "QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"),
+            ("zeros", "QK4R1T0.001B64"),
+            ("logits 1e4", "QK4R1T0.001B64"),
+            ("gigantic key", "QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"),
+            ("gigantic query", "QK4R1T0.001B64"),
+        ],
+    )
+    def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
+        super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("config", ["Q2K64R8T0.003B16"])
+    @pytest.mark.parametrize("length", [20])
+    def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
+        super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
+
+    @pytest.mark.parametrize(("scale", "is_causal"), [(-0.3, True), (1e-60, False)])
+    def test_a_scale_below_zero_or_too_small(self, scale: float, is_causal: bool) -> None:
+        super().test_a_scale_below_zero_or_too_small(scale, is_causal)
+
+    @pytest.mark.long
+    def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
+        shape = Shape("", "", length=40, heads=4, key_heads=2)
+        query, key, value = (tensor.detach() for tensor in shape.tensors(torch.float32))
+        settings = {"config": "Q3K5R1T0.001B16,caution=2", "backend": "triton", "is_causal": True, "enable_gqa": True}
+        together = muse_attention(query, key, value, **settings)
+        alone = muse_attention(query[:, 2:], key[:, 1:], value[:, 1:], **settings)
+        assert torch.equal(alone, together[:, 2:])
+
+    @pytest.mark.parametrize(
+        ("target", "poison"), [(0, float("inf")), (1, float("nan")), (2, float("inf"))], ids=["query", "key", "value"]
+    )
+    @pytest.mark.parametrize("config", ["QK4R2B32"])
+    def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
+        self, config: str, target: int, poison: float
+    ) -> None:
+        super().test_nan_and_inf_come_out_where_they_do_in_exact_attention(config, target, poison)
+
+
+@pytest.mark.long
+def test_more_words_and_longer_selections() -> None:
+    """More key clusters than two words of bits have, and more opened clusters than a warp has lanes."""
+    shape = Shape("", "Q1K70R34SP2B16", length=40, heads=1, key_heads=1)
+    TestTritonBackend()._check_against_reference(shape, torch.float64)
+
+
+def test_moba_goes_through_the_retrieval_kernels() -> None:
+    inputs = Shape("", "", length=70, heads=2, key_heads=1).tensors(torch.float64)
+    results = []
+    for backend in ("torch", "triton"):
+        out = get_attention("moba:L32B8R2")(*inputs, is_causal=True, enable_gqa=True, backend=backend)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.long
+def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    from muse_attention.backends.triton import far_field
+    from muse_attention.backends.triton.runtime import schedule
+
+    inputs = Shape("", "", length=40, batch=2).tensors(torch.float32)
+    results = []
+    for room in (1 << 40, 0):
+        monkeypatch.setattr(schedule, "_schedules", {})
+        monkeypatch.setattr(far_field, "WORKSPACE_BYTES", room)
+        monkeypatch.setattr(far_field, "WORKSPACE_OF_INPUTS", 0)
+        out = muse_attention(*inputs, is_causal=True, config="Q3K4R2B16", backend="triton")
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for together, apart in zip(*results, strict=True):
+        assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["picks", "ragged"])
+def test_a_plan_is_views_of_one_tensor(is_ragged: bool) -> None:
+    shapes = Plan.shapes(
+        heads=4, key_heads=2, length=10, blocks=3, query_clusters=5, key_clusters=6, picks=2, is_ragged=is_ragged
+    )
+    memory = torch.arange(Plan.size(shapes), dtype=torch.int32)
+    plan = Plan.of(memory, shapes)
+    assert plan.pair_order.shape == (2, 40)
+    numbers = torch.cat([tensor.flatten() for tensor in vars(plan).values()])
+    assert len(numbers.unique()) == sum(rows * columns for rows, columns in shapes)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in vars(plan).values())
+    assert plan.of_heads(slice(1, 2), slice(2, 4)).segment_order.shape == (2, 10)
+
+
+def test_compiles_into_one_graph() -> None:
+    shape = Shape("", "Q3K4R2B32", length=40, heads=1, key_heads=1)
+    inputs = shape.tensors(torch.float32)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return muse_attention(*tensors, is_causal=True, config=shape.config, backend="triton")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, attend):
+        out = function(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.fixture
+def small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Centroids come in chunks of 16, and means in slices of 16 dimensions, where there are more."""
+    from muse_attention.backends.triton import nearest, selection
+    from muse_attention.backends.triton.runtime import schedule
+
+    monkeypatch.setattr(schedule, "_schedules", {})
+    for module in (nearest, selection):
+        monkeypatch.setattr(module, "_MOST_NUMBERS", 512)
+    monkeypatch.setattr(nearest, "_NUMBERS_OF_CHUNK", 512)
+    monkeypatch.setattr(selection, "_MOST_LOGITS", 1024)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("small_chip")
+@pytest.mark.parametrize("variant", ["Q2K20R3SP2B32", "Q2K20R3B32,second_order=true"])
+def test_more_clusters_than_the_chip_holds(variant: str) -> None:
+    is_causal = "second_order" not in variant
+    shape = Shape("", variant, length=70, heads=1, key_heads=1, head_dim=20, is_causal=is_causal)
+    TestTritonBackend()._check_against_reference(shape, torch.float64)
+
+
+@pytest.mark.usefixtures("small_chip")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "Q20K40R1B64,clustering=streaming,cap_factor=1.0,query_cap_factor=1.2",
+        "QK36R1B64,clustering=lloyd,lloyd_sample=2,cap_factor=1.2",
+    ],
+)
+def test_finds_the_clusters_of_the_reference_in_chunks(variant: str) -> None:
+    query, key, _ = Shape("", "", length=150, heads=1, key_heads=1, head_dim=20).tensors(torch.float64)
+    found, expected = (
+        vars(find_clusters(query, key, config=variant, backend=name)) for name in ("triton", "reference")
+    )
+    for side in ("query", "key"):
+        assert_equal_to_rounding(found[f"{side}_centroids"], expected[f"{side}_centroids"], side)
+        assert torch.equal(found[f"{side}_assignment"], expected[f"{side}_assignment"])
+
+
+@pytest.mark.usefixtures("small_chip")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_of_equally_near_centroids_the_first_with_room_counts(dtype: torch.dtype) -> None:
+    """Also of those in different chunks: with zeros, all are equally near."""
+    zeros = torch.zeros(1, 1, 40, 32, dtype=dtype)
+    found = find_clusters(zeros, zeros, config="QK50R1B20,cap_factor=1.0", backend="triton")
+    assert (found.query_assignment == 0).all()
+    assert found.key_assignment.flatten().tolist() == 2 * list(range(20))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1T0.001B32,caution=2")])
+def test_an_assignment_out_of_range_stays_in_memory(wrong: int, config: str) -> None:
+    assert_out_of_range_is_clamped(wrong, config)

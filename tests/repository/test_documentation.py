@@ -1,0 +1,171 @@
+"""README and docs: links lead somewhere, code runs, commands exist, numbers are those of the records."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.markdown_pages import ROOT, anchors, links, make_targets, markdown_files, muse_commands, python_blocks
+
+PAGES = [
+    path
+    for path in markdown_files()
+    if "benchmarks" not in path.parts and path.name not in ("CHANGELOG.md", "lab-log.md")
+]
+RECORDS = ROOT / "benchmarks"
+needs_records = pytest.mark.skipif(not RECORDS.exists(), reason="the records are not in source distributions")
+MEGABYTES = 5
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@needs_records
+@pytest.mark.parametrize("path", markdown_files(), ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    broken = []
+    for target, anchor in links(path):
+        place = path.parent / target if target else path
+        if not place.exists() or (anchor and place.suffix == ".md" and anchor not in anchors(place)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    assert not broken
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and a corpus where `muse train` and `muse prepare` write them."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    from tests.lab.test_prepare import make
+    from tests.models import write_model_folder
+
+    folder = tmp_path_factory.mktemp("workplace")
+    write_model_folder(folder / "out" / "train" / "model")
+    make(folder / "out" / "corpus")
+    return folder
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if python_blocks(path)], ids=name_of)
+def test_python_runs(path: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in python_blocks(path):
+        exec(compile("\n" * (block.line - 1) + block.for_tests(), str(path), "exec"), names)
+
+
+@functools.cache
+def command_of(*names: str) -> Any:
+    """The command `muse` with these names after it, or None. It takes long to make."""
+    import typer
+
+    from muse_lab.cli.commands import app
+
+    if not names:
+        return typer.main.get_command(app)
+    group = command_of(*names[:-1])
+    return group.get_command(typer.Context(group), names[-1])
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if any(muse_commands(path))], ids=name_of)
+def test_commands_exist(path: Path) -> None:
+    pytest.importorskip("typer")
+    for words in muse_commands(path):
+        names, rest = [], words[1:]
+        while hasattr(command := command_of(*names), "get_command") and rest and not rest[0].startswith("-"):
+            names, rest = [*names, rest[0]], rest[1:]
+            assert command_of(*names) is not None, f"{' '.join(words)}: no such command"
+        options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        unknown = {word.partition("=")[0] for word in rest if word.startswith("--")} - options - {"--help"}
+        assert not unknown, f"{' '.join(words)}: no option {', '.join(sorted(unknown))}"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if make_targets(path)], ids=name_of)
+def test_make_targets_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert make_targets(path) <= targets
+
+
+@needs_records
+def test_records_are_small() -> None:
+    files = [path for path in RECORDS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < MEGABYTES * 2**20
+    assert {path.suffix for path in files} <= {".md", ".json", ".jsonl", ".png", ".svg", ".txt"}
+    assert all(path.stat().st_size < 8 * 1024 for path in files if path.suffix == ".jsonl"), "metrics of a few updates"
+    assert max(path.stat().st_size for path in files if path.suffix == ".json") < 200 * 1024
+
+
+@needs_records
+def test_pictures_of_records_are_shown() -> None:
+    shown = {(path.parent / target).resolve() for path in RECORDS.rglob("*.md") for target, _ in links(path)}
+    assert not [name_of(path) for path in RECORDS.rglob("*.png") if path.resolve() not in shown]
+
+
+@needs_records
+def test_readme_has_the_numbers_of_the_records() -> None:
+    from docs_build.readme_table import README, make_table, with_table
+    from docs_build.records import read_timings
+
+    assert README.read_text() == with_table(README.read_text(), make_table(read_timings()))
+
+
+@needs_records
+def test_readme_describes_the_pictures_of_the_records() -> None:
+    from docs_build import quality_picture, speed_picture
+
+    text = (ROOT / "README.md").read_text()
+    assert f"![{speed_picture.describe(speed_picture.read_speeds())}](docs/images/{speed_picture.PICTURE})" in text
+    assert f"![{quality_picture.describe()}](docs/images/{quality_picture.LOSSES})" in text
+
+
+def test_descriptions_of_pictures_are_short() -> None:
+    """A screen reader reads one out at one go."""
+    texts = [text for path in PAGES for text in re.findall(r"!\[([^\]]*)\]\(", path.read_text())]
+    assert texts
+    assert not [text for text in texts if not 0 < len(text) < 200]
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 100
+    table = re.search(r"<!-- table.*?<!-- end", text, re.DOTALL)
+    assert table is not None
+    assert table[0].count("\n|") - 2 <= 7
+
+
+def test_tutorial_shows_the_script() -> None:
+    from docs_build.tutorial_output import PAGE, read_steps
+
+    assert [block.code.strip() for block in python_blocks(PAGE)] == [step.code for step in read_steps()]
+
+
+@pytest.mark.long
+def test_every_command_is_described() -> None:
+    typer = pytest.importorskip("typer")
+    from docs_build.command_reference import describe_commands
+
+    from muse_lab.cli.commands import app
+
+    described = describe_commands()
+    group = typer.main.get_command(app)
+    names = group.list_commands(typer.Context(group))
+    assert names
+    for name in names:
+        assert f"## `muse {name}`" in described
+        command = group.get_command(typer.Context(group), name)
+        shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+        options = [option for parameter in shown for option in parameter.opts if option.startswith("--")]
+        assert not [option for option in options if option not in described]
+
+
+@needs_records
+def test_scaling_page_has_the_numbers_of_the_records() -> None:
+    from docs_build.records import read_timings
+    from docs_build.scaling_tables import HEAD_DIM, PAGE, RECORDED_HEADS, make_tables, with_tables
+
+    tables = make_tables(read_timings(heads=RECORDED_HEADS, head_dim=HEAD_DIM))
+    assert PAGE.read_text() == with_tables(PAGE.read_text(), tables)
