@@ -13,7 +13,7 @@ from muse_attention.core.recording import recorded_calls
 from muse_attention.fidelity import measure
 from muse_attention.fidelity.retrieved import retrieved_buckets
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.tuning.candidates import TuningResults
+from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.synthetic import clustered_qkv
 
 LENGTH = 4096

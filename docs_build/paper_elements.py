@@ -65,7 +65,7 @@ def _bench(words: str) -> str:
 FIDELITY = (f"{SRC}/fidelity/error.py", f"{LAB}/evaluation/fidelity/presets.py", f"{LAB}/evaluation/fidelity/paper.py")
 FITS = f"{LAB}/evaluation/fits.py"
 BENCH = (f"{LAB}/benchmark/suite.py", f"{LAB}/benchmark/sweeps.py")
-COMPARE = (f"{LAB}/pretraining/recipes.py", f"{LAB}/evaluation/comparison/report.py")
+COMPARE = (f"{LAB}/pretraining/recipes.py", f"{LAB}/evaluation/comparison/comparison_report.py")
 RUNS_64K = ("benchmarks/pretraining/64k/compare.md",)
 CODE = "muse prepare ids/ --kind stack --contents mirror/ --output out/code"
 PDF = "muse prepare longmino/ --kind dolma --topic science_tech --length-bucket 2e16 --output out/pdf"
@@ -83,7 +83,7 @@ def _errors(
     differs: str = "",
 ) -> Element:
     """A table of errors: presets of `muse fidelity`, and a sweep of `muse bench` for its times."""
-    files = (*FIDELITY, f"{LAB}/evaluation/fidelity/report.py", FITS) if "joint" in presets else FIDELITY
+    files = (*FIDELITY, f"{LAB}/evaluation/fidelity/fidelity_report.py", FITS) if "joint" in presets else FIDELITY
     commands = (_fidelity(",".join(presets)), *([_bench(bench)] if bench else []))
     return Element(name, title, files, commands, records, recorded, differs, presets)
 
@@ -234,7 +234,7 @@ FIGURES = (
     Element(
         "Figure 5",
         "cumulative loss against context, Llama 3.2-1B and 3.1-8B",
-        (f"{LAB}/evaluation/loss/curves.py", f"{LAB}/evaluation/loss/report.py"),
+        (f"{LAB}/evaluation/loss/curves.py", f"{LAB}/evaluation/loss/loss_report.py"),
         ("muse loss meta-llama/Llama-3.2-1B --download --text pg19/ --length 64k --samples 100 --inside-files",),
         ("benchmarks/pretrained/smollm2-loss.md", "benchmarks/pretrained/smollm2-loss.png"),
         "SmolLM2-135M, two samples of 8k tokens of Python: the gap shrinks by 2.7 per doubling of clusters, and "
@@ -287,7 +287,7 @@ TABLES = (
     Element(
         "Table 4",
         "headline: loss by training and test attention, code and PDF, 1B",
-        (*COMPARE, f"{LAB}/pretraining/continuing.py"),
+        (*COMPARE, f"{LAB}/pretraining/run/continuing.py"),
         (
             _train("paper-s8", "", "muse"),
             _train("paper-s8", "attention=exact", "exact"),
@@ -367,7 +367,7 @@ TABLES = (
         "needles in code, by kind",
         (
             f"{LAB}/pretraining/needles/samples.py",
-            f"{LAB}/evaluation/needles/comparison.py",
+            f"{LAB}/evaluation/needles/models_report.py",
             f"{LAB}/pretraining/needles/writer.py",
         ),
         ("muse eval needles out/muse/model --corpus out/code --length 64k --samples-per-depth 280",),
@@ -525,7 +525,7 @@ TABLES = (
     Element(
         "Table 32",
         "needles in code, by depth",
-        (f"{LAB}/evaluation/needles/report.py", f"{LAB}/evaluation/needles/panels.py"),
+        (f"{LAB}/evaluation/needles/needle_report.py", f"{LAB}/evaluation/needles/panels.py"),
         (
             "muse eval needles out/muse/model --corpus out/code --length 64k --kind "
             "single,multi-key-2,multi-key-4 --samples-per-depth 280",
@@ -536,7 +536,7 @@ TABLES = (
     Element(
         "Table 33",
         "fine-tuning with exact attention",
-        (f"{LAB}/pretraining/continuing.py", f"{LAB}/evaluation/comparison/further.py"),
+        (f"{LAB}/pretraining/run/continuing.py", f"{LAB}/evaluation/comparison/further.py"),
         (
             f"{CONTINUE} steps=200 --output out/muse-26M",
             "muse train out/code --continue-from out/muse-26M steps=1400 --output out/muse-210M",
@@ -627,7 +627,7 @@ PASSAGES = (
         (
             f"{LAB}/pretraining/data/datasets.py",
             f"{LAB}/pretraining/data/parquet_rows.py",
-            f"{LAB}/pretraining/data/documents.py",
+            f"{LAB}/pretraining/data/corpus_documents.py",
             f"{LAB}/pretraining/data/prepare.py",
         ),
         f"The Stack v2 by `{CODE}`, LongMino by `{PDF}`; what is too large is left out of both",

@@ -12,7 +12,7 @@ from typing import Any
 from muse_attention.config import MuSeConfig
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.training_curves import Speed, TrainingCurves
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 
 RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"

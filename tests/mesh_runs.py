@@ -19,17 +19,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_lab.pretraining import evaluating
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
-from muse_lab.pretraining.evaluating import Evaluation
 from muse_lab.pretraining.initial_model import make_model
+from muse_lab.pretraining.interruptions.stopping import Request, Stopped, Stopping
 from muse_lab.pretraining.mesh_shape import read_mesh
 from muse_lab.pretraining.model.configuration import DecoderConfig
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.model.sequence_parts import own_part
+from muse_lab.pretraining.monitoring import held_out
+from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.parallel import World, open_world, share_sequences
 from muse_lab.pretraining.recipes import Recipe, override
-from muse_lab.pretraining.stopping import Request, Stopped, Stopping
 from muse_lab.pretraining.training import train
 from tests.training_runs import SMALL
 
@@ -181,7 +181,7 @@ def answers_across_edges(ranks: Ranks) -> None:
         model = make_model(corpus, recipe)
         model.share_sequences(of_world.sequence)
         with (
-            mock.patch.object(evaluating, "NeedleDocuments", _AnswersAtTheEdge),
+            mock.patch.object(held_out, "NeedleDocuments", _AnswersAtTheEdge),
             mock.patch.object(DecoderForCausalLM, "forward", _know_some(DecoderForCausalLM.forward)),
         ):
             found.append(Evaluation(corpus, recipe, of_world).run(model, lambda: None))

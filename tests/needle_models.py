@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.data.prepare import CorpusSettings
 from muse_lab.pretraining.data.tokenizer import tokenizer_files, train_tokenizer
 from muse_lab.pretraining.needles.haystacks import TextHaystack

@@ -20,11 +20,11 @@ import torch
 
 import muse_lab.cli.app
 import muse_lab.cli.train
-import muse_lab.pretraining.checkpointing.together
+import muse_lab.pretraining.checkpoints.together
 import muse_lab.pretraining.training  # imported once, for all ranks
 from muse_lab.cli import main
 from muse_lab.pretraining import checkpoints, optimiser
-from muse_lab.pretraining.checkpointing import together
+from muse_lab.pretraining.checkpoints import together
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.recipes import Recipe

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.checkpointing.together import StagedTensors, load_together, save_together
+from muse_lab.pretraining.checkpoints.together import StagedTensors, load_together, save_together
 from muse_lab.pretraining.parallel import World
 
 LAYOUTS: dict[int, tuple[tuple[int, ...], list[Placement]]] = {

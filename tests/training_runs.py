@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers")
 
 from muse_attention.huggingface import interface
 from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override, tiny
 from tests.lab.test_prepare import contents
 

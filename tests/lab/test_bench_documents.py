@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from muse_lab.benchmark.documents import DocumentsResults, format_documents, parse_documents
+from muse_lab.benchmark.packed_documents import DocumentsResults, format_documents, parse_documents
 from muse_lab.cli.commands import app
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from muse_attention import MuSeConfig, backends, get_attention
 from muse_attention.sizes import format_size, parse_size_list, parse_sizes
 from muse_lab.benchmark import suite, timing
+from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.captured import CapturesFile
 from muse_lab.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_lab.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_lab.benchmark.plan import Plan
-from muse_lab.benchmark.report import bench_report
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.stages import STAGES, stage_of, sum_by_stage

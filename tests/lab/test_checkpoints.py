@@ -31,12 +31,12 @@ pytest.importorskip("rich")
 from safetensors.torch import load_file, save
 
 from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.checkpointing import shards
-from muse_lab.pretraining.checkpointing.manifest import Chunk, StoredTensor, TensorKind, check_is_whole
+from muse_lab.pretraining.checkpoints import shards
+from muse_lab.pretraining.checkpoints.manifest import Chunk, StoredTensor, TensorKind, check_is_whole
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.run_folder import describe_last_good, find_checkpoint, run_recipe
+from muse_lab.pretraining.run.folder import describe_last_good, find_checkpoint, run_recipe
 from muse_lab.pretraining.training import train
 from tests.lab.test_prepare import contents
 from tests.old_checkpoints import write_old

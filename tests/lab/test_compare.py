@@ -28,10 +28,10 @@ from typer.testing import CliRunner
 
 from muse_lab.cli import commands
 from muse_lab.evaluation.comparison import matrix
+from muse_lab.evaluation.comparison.comparison_report import as_csv, comparison_report, headline, warnings
 from muse_lab.evaluation.comparison.findings import difference, reference_of, scaling_laws, speedup, switching, unlike
 from muse_lab.evaluation.comparison.matrix import measure, open_windows, read_samples
 from muse_lab.evaluation.comparison.positions import positions_table
-from muse_lab.evaluation.comparison.report import as_csv, comparison_report, headline, warnings
 from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
 from muse_lab.evaluation.comparison.runs import choose_evenly, load_weights, open_runs
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
@@ -39,7 +39,7 @@ from muse_lab.evaluation.loss.curves import bins_of
 from muse_lab.evaluation.means import Mean
 from muse_lab.models import load_model
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override, tiny
 from muse_lab.pretraining.training import train
 from muse_lab.report.html import as_html

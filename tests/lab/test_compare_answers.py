@@ -8,7 +8,7 @@ from typing import Any
 
 from muse_lab.cli.measuring import write
 from muse_lab.evaluation.comparison.answers import answers_sections, answers_table, kind_tables
-from muse_lab.evaluation.comparison.report import comparison_report
+from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.pretraining.recipes import override
 from muse_lab.records.attention_names import short_names

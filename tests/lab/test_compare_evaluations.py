@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.evaluations import evaluations_sections, evaluations_tables, when_reached
-from muse_lab.evaluation.comparison.report import comparison_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.pretraining.recipes import override
 from muse_lab.report.markdown import as_markdown

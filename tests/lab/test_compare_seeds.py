@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.findings import difference, reference_of
 from muse_lab.evaluation.comparison.positions import (
     context_tables,
@@ -16,7 +17,6 @@ from muse_lab.evaluation.comparison.positions import (
     history_figures,
     own_attention_tables,
 )
-from muse_lab.evaluation.comparison.report import comparison_report
 from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
 from muse_lab.evaluation.comparison.seeds import seeds_headline, seeds_of
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves

@@ -12,16 +12,16 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from muse_lab.evaluation.comparison.comparison_report import comparison_report, warnings
 from muse_lab.evaluation.comparison.findings import scaling_laws, sizes
 from muse_lab.evaluation.comparison.further import further_points, further_table
 from muse_lab.evaluation.comparison.matrix import measure
 from muse_lab.evaluation.comparison.positions import history_figures, losses_by_position, own_attention_tables
-from muse_lab.evaluation.comparison.report import comparison_report, warnings
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.runs import open_runs
-from muse_lab.pretraining.continuing import further_recipe
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.recipes import override
+from muse_lab.pretraining.run.continuing import further_recipe
 from muse_lab.pretraining.training import train
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.markdown import as_markdown

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from muse_lab.cli import commands
 from muse_lab.models import load_model
 from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.continuing import further_recipe
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.run_folder import run_recipe
+from muse_lab.pretraining.run.continuing import further_recipe
+from muse_lab.pretraining.run.folder import run_recipe
 from muse_lab.pretraining.training import train
 from tests.lab.test_prepare import SMALL as PREPARED
 from tests.lab.test_prepare import contents, make

@@ -25,7 +25,7 @@ from muse_lab.benchmark.tables import format_error, format_ratio, format_seconds
 from muse_lab.cli import commands, demo
 from muse_lab.cli.demo_report import demo_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import Recipe, override, tiny
 from muse_lab.pretraining.schedule import EXACT
 from tests.lab.test_prepare import SMALL as SMALL_CORPUS

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from muse_lab.cli import commands
 from muse_lab.pretraining.batches import Windows
 from muse_lab.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus, read_corpus
-from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.document_mask import separate_documents
-from muse_lab.pretraining.evaluating import Evaluation
 from muse_lab.pretraining.initial_model import make_model
 from muse_lab.pretraining.model.chunked_loss import IGNORED
+from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import make_batches, train

@@ -12,14 +12,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from muse_attention.huggingface import use_attention
-from muse_lab.pretraining import error_limit
 from muse_lab.pretraining.batches import Batches, Windows
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.error_limit import ErrorLimit
 from muse_lab.pretraining.initial_model import make_model
-from muse_lab.pretraining.metrics import Step, read_metrics
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
-from muse_lab.pretraining.probe import measure_attention
+from muse_lab.pretraining.monitoring import error_limit
+from muse_lab.pretraining.monitoring.error_limit import ErrorLimit
+from muse_lab.pretraining.monitoring.layer_errors import measure_attention
+from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
 from tests.training_runs import SMALL, assert_same_run, attentions_called, losses, stop_at

@@ -24,9 +24,9 @@ from muse_lab.cli import commands
 from muse_lab.evaluation.loss.positions import position_losses
 from muse_lab.pretraining.batches import Windows
 from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
-from muse_lab.pretraining.evaluating import Evaluation
 from muse_lab.pretraining.initial_model import make_model
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.monitoring.held_out import Evaluation
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.needles.mixture import NeedleDocuments
 from muse_lab.pretraining.needles.writer import EVALUATION
 from muse_lab.pretraining.parallel import World

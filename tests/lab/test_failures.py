@@ -12,7 +12,7 @@ pytest.importorskip("tokenizers")
 
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.failures import (
+from muse_lab.pretraining.interruptions.failures import (
     FILE,
     Failures,
     TrainingError,

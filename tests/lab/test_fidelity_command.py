@@ -26,9 +26,7 @@ from muse_attention.registry import full_name
 from muse_lab.cli import commands
 from muse_lab.cli.measuring import write
 from muse_lab.evaluation.fidelity import layers, paper
-from muse_lab.evaluation.fidelity.layers import FidelityRequest, FidelityResults, measure
-from muse_lab.evaluation.fidelity.presets import PRESETS, find_presets
-from muse_lab.evaluation.fidelity.report import (
+from muse_lab.evaluation.fidelity.fidelity_report import (
     fidelity_report,
     key_curves,
     shown_presets,
@@ -36,6 +34,8 @@ from muse_lab.evaluation.fidelity.report import (
     table_of_clusters_with_tilt,
     table_of_preset,
 )
+from muse_lab.evaluation.fidelity.layers import FidelityRequest, FidelityResults, measure
+from muse_lab.evaluation.fidelity.presets import PRESETS, find_presets
 from muse_lab.evaluation.fits import PowerLaw
 from muse_lab.evaluation.settings import TextSettings
 from muse_lab.evaluation.texts import read_samples, read_samples_inside

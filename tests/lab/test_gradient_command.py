@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from muse_attention.huggingface import use_attention
 from muse_lab.cli import commands
 from muse_lab.evaluation.gradients import results as gradient_results
-from muse_lab.evaluation.gradients.report import as_csv, depth_table, gradient_report, pool, summary_table
+from muse_lab.evaluation.gradients.gradient_report import as_csv, depth_table, gradient_report, pool, summary_table
 from muse_lab.evaluation.gradients.results import GradientResults, Gradients, Products, differentiate, measure
 from muse_lab.evaluation.needles.results import NeedleSettings, NeedleTask, plan
 from muse_lab.pretraining.needles.samples import NeedleSamples

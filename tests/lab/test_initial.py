@@ -22,7 +22,7 @@ from muse_lab.models import load_model
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.batches import Batches, Windows
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.data.prepare import CorpusSettings
 from muse_lab.pretraining.recipes import Recipe, override
 from muse_lab.pretraining.training import train

@@ -24,7 +24,7 @@ from muse_attention.fidelity.lookups import found_weight, look_up
 from muse_attention.huggingface.capture import capture
 from muse_lab.cli import commands
 from muse_lab.evaluation.lookups import results as lookup_results
-from muse_lab.evaluation.lookups.report import (
+from muse_lab.evaluation.lookups.lookup_report import (
     STRONG,
     as_csv,
     head_table,

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from muse_lab.benchmark.report import bench_report
+from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.request import BenchmarkRequest
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.timing import Times

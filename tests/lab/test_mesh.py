@@ -17,9 +17,9 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
-from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.mesh_shape import MeshShape, choose_shape
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import get_recipe, override, tiny
 from muse_lab.pretraining.training import train

@@ -29,16 +29,16 @@ from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.pretraining.batches import Batches, Windows
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.data.tokenizer import read_tokenizer
-from muse_lab.pretraining.failures import TrainingError
 from muse_lab.pretraining.initial_model import make_model
-from muse_lab.pretraining.metrics import Step, read_metrics
+from muse_lab.pretraining.interruptions.failures import TrainingError
+from muse_lab.pretraining.monitoring.layer_errors import answers_losses
+from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.needles import writer
 from muse_lab.pretraining.needles.haystacks import file_mark
 from muse_lab.pretraining.needles.mixture import NeedleDocuments
-from muse_lab.pretraining.probe import answers_losses
-from muse_lab.pretraining.reading import READERS, read_ahead
+from muse_lab.pretraining.prefetch import READERS, read_ahead
 from muse_lab.pretraining.recipes import Recipe, override, tiny
-from muse_lab.pretraining.run_folder import run_recipe
+from muse_lab.pretraining.run.folder import run_recipe
 from muse_lab.pretraining.training import make_batches, train
 from tests.lab.test_prepare import make
 from tests.needle_models import DEFINITION, QUESTION, needle_corpus, needle_tokenizer

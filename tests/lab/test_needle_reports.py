@@ -24,10 +24,10 @@ from typer.testing import CliRunner
 from muse_lab.cli import commands
 from muse_lab.cli.language_model import name_of
 from muse_lab.evaluation.means import Mean, Share
-from muse_lab.evaluation.needles import comparison
-from muse_lab.evaluation.needles.comparison import have_same_questions, needle_comparison
+from muse_lab.evaluation.needles import models_report
+from muse_lab.evaluation.needles.models_report import have_same_questions, needle_comparison
+from muse_lab.evaluation.needles.needle_report import as_csv, columns_of, needle_report, places_table, summary_table
 from muse_lab.evaluation.needles.panels import EXACT_MATCH, depth_tables
-from muse_lab.evaluation.needles.report import as_csv, columns_of, needle_report, places_table, summary_table
 from muse_lab.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, Outcome
 from muse_lab.evaluation.needles.scores import Answer
 from muse_lab.evaluation.needles.statistics import (
@@ -40,7 +40,7 @@ from muse_lab.evaluation.needles.statistics import (
     share,
     token_means,
 )
-from muse_lab.evaluation.needles.trainings import needles_over_trainings
+from muse_lab.evaluation.needles.trainings_report import needles_over_trainings
 from muse_lab.pretraining.needles.samples import KINDS
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
@@ -90,7 +90,7 @@ def test_names_and_what_a_model_generates_are_text() -> None:
     (first, *_) = csv.DictReader(io.StringIO(as_csv(results)))
     assert first["generated"] == f"'{hostile}"
     assert first["log_probability"].startswith("-")
-    names = {row["model"] for row in csv.DictReader(io.StringIO(comparison.as_csv(models)))}
+    names = {row["model"] for row in csv.DictReader(io.StringIO(models_report.as_csv(models)))}
     assert names == {f"'{hostile}", "b"}
 
 
@@ -199,24 +199,24 @@ def other_model(*, right: int) -> NeedleResults:
 
 def test_models_are_compared_on_the_same_samples() -> None:
     models = {"one": hand_made(), "other": other_model(right=1)}
-    exact, muse = comparison.summary_tables(models, EXACT_MATCH)
+    exact, muse = models_report.summary_tables(models, EXACT_MATCH)
     assert (exact.title, muse.title) == ("the prompt read by exact", f"the prompt read by {SHORT}")
     assert exact.titles == ["kind, length", "one", "other", "other less one"]
     assert exact.rows == [("single, 2k", "80.0% (37.6 to 96.4) of 5", "40.0% (11.8 to 76.9) of 5", "-40.0 ± 24.5")]
     assert muse.rows == [("single, 2k", "25.0% (4.6 to 69.9) of 4", "25.0% (4.6 to 69.9) of 4", "+0.0 ± 0.0")]
-    exact, muse = comparison.tables_by_depth(models, EXACT_MATCH)
+    exact, muse = models_report.tables_by_depth(models, EXACT_MATCH)
     assert exact.title == "single, 2k, the prompt read by exact"
     assert muse.title == f"single, 2k, the prompt read by {SHORT}"
     assert exact.titles == muse.titles == ["depth", "one", "other", "other less one"]
     assert exact.rows[0] == ("0.05", "75.0% (30.1 to 95.4) of 4", "25.0% (4.6 to 69.9) of 4", "-50.0 ± 28.9")
     assert exact.rows[1] == ("0.15", "", "", "")
     assert muse.rows[0] == ("0.05", *["25.0% (4.6 to 69.9) of 4"] * 2, "+0.0 ± 0.0")
-    assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217,0.0456,0.699\n" in comparison.as_csv(models)
+    assert f"one,{COARSE},2048,single,0.05,exact match,0.25,0.217,0.0456,0.699\n" in models_report.as_csv(models)
 
 
 def test_models_are_drawn_by_depth_in_one_picture_for_each_attention_that_reads() -> None:
     models = {"one": hand_made(), "other": other_model(right=1)}
-    figures = list(comparison.depth_curves(models))
+    figures = list(models_report.depth_curves(models))
     assert [figure.title for figure in figures] == [
         f"single, 2k, the prompt read by {name}" for name in ("exact", SHORT)
     ]
@@ -234,14 +234,14 @@ def with_more(results: NeedleResults, length: int, kind: str, *names: str) -> Ne
 def test_all_kinds_together_are_those_that_all_models_have() -> None:
     everything = [with_more(hand_made(), 2048, "multi-query-2", "exact", COARSE) for _ in range(2)]
     models = dict(zip(("one", "other"), everything, strict=True))
-    tables = titled(comparison.tables_by_depth(models, EXACT_MATCH))
+    tables = titled(models_report.tables_by_depth(models, EXACT_MATCH))
     assert list(tables) == [f"all kinds, 2k, the prompt read by {name}" for name in ("exact", SHORT)]
     (by_depths, _) = tables.values()
     assert by_depths.rows[0][1] == "80.0% (37.6 to 96.4) of 5", "four of single, and one of multi-query-2"
-    summary, *_ = comparison.summary_tables(models, EXACT_MATCH)
+    summary, *_ = models_report.summary_tables(models, EXACT_MATCH)
     assert summary.rows[0] == ("all kinds, 2k", *["71.4% (35.9 to 91.8) of 7"] * 2, "+0.0 ± 0.0")
     models["other"] = hand_made()
-    assert next(comparison.tables_by_depth(models, EXACT_MATCH)).title == "single, 2k, the prompt read by exact"
+    assert next(models_report.tables_by_depth(models, EXACT_MATCH)).title == "single, 2k, the prompt read by exact"
 
 
 def test_questions_of_one_sample_count_together_in_the_error_of_a_difference() -> None:
@@ -269,11 +269,11 @@ def test_tables_are_in_order_and_there_are_none_of_lengths_that_an_attention_did
     results = with_more(hand_made(), 4096, "multi-key-2", "exact", longer)
     with_more(results, 1024, "single", "exact")
     models = {"one": results, "other": results}
-    first, *_ = comparison.summary_tables(models, EXACT_MATCH)
+    first, *_ = models_report.summary_tables(models, EXACT_MATCH)
     assert first.column("kind, length") == ["single, 1k", "single, 2k", "multi-key-2, 4k"]
     names = [(1, "single", "exact"), (2, "single", "exact"), (4, "multi-key-2", "exact")]
     names += [(2, "single", SHORT), (4, "multi-key-2", "Q4K4R1SP1B256")]
-    assert [table.title for table in comparison.tables_by_depth(models, EXACT_MATCH)] == [
+    assert [table.title for table in models_report.tables_by_depth(models, EXACT_MATCH)] == [
         f"{kind}, {length}k, the prompt read by {attention}" for length, kind, attention in names
     ]
 
@@ -296,7 +296,7 @@ def test_samples_that_failed_for_one_model_are_told_and_compared_in_no_differenc
     theirs.outcomes[NeedleTask(0, 2048, "single", 0, COARSE)] = Outcome(error="RuntimeError: no")
     assert have_same_questions(ours, theirs)
     models = {"one": ours, "other": theirs}
-    table, *_ = comparison.summary_tables(models, EXACT_MATCH)
+    table, *_ = models_report.summary_tables(models, EXACT_MATCH)
     assert table.rows[0][1:] == ("80.0% (37.6 to 96.4) of 5", "75.0% (30.1 to 95.4) of 4", "+0.0 ± 0.0")
     assert "Failed of other: 3 of 10 samples" in as_markdown(needle_comparison(models))
 

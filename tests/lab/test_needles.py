@@ -23,7 +23,7 @@ pytest.importorskip("rich")
 from tokenizers import Tokenizer, models
 
 from muse_lab.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus
-from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.data.prepare import CorpusSettings, prepare
 from muse_lab.pretraining.data.sources import texts_in
 from muse_lab.pretraining.data.tokenizer import read_tokenizer, train_tokenizer

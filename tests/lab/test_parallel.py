@@ -23,13 +23,13 @@ pytest.importorskip("rich")
 
 
 from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.continuing import further_recipe
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.failures import TrainingError
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.interruptions.failures import TrainingError
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import Recipe, override
-from muse_lab.pretraining.run_folder import claimed
+from muse_lab.pretraining.run.continuing import further_recipe
+from muse_lab.pretraining.run.folder import claimed
 from muse_lab.pretraining.training import train
 from muse_lab.records.files import alone_in
 from tests.lab.test_prepare import contents

@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from muse_lab.cli import commands
 from muse_lab.pretraining.batches import Batches, Windows, shuffled
 from muse_lab.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus, Manifest, read_corpus
-from muse_lab.pretraining.data.documents import MARKS, Buckets, Document, Piece, cut_text, join_files
+from muse_lab.pretraining.data.corpus_documents import MARKS, Buckets, Document, Piece, cut_text, join_files
 from muse_lab.pretraining.data.prepare import UNFINISHED, CorpusSettings, prepare
 from muse_lab.pretraining.data.repositories import File, Repository, broken
 from muse_lab.pretraining.data.sources import repositories_in

@@ -18,23 +18,23 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.errors_report import errors_report
-from muse_lab.benchmark.report import bench_report
 from muse_lab.benchmark.request import BenchmarkRequest
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.synthetic_errors import Errors, ErrorSettings
 from muse_lab.benchmark.synthetic_errors import Line as ErrorLine
 from muse_lab.benchmark.timing import Times
-from muse_lab.benchmark.tuning.candidates import TuningResults
-from muse_lab.benchmark.tuning.report import tuning_report
-from muse_lab.evaluation.comparison.report import comparison_report
+from muse_lab.benchmark.tuning import TuningResults
+from muse_lab.benchmark.tuning_report import tuning_report
+from muse_lab.evaluation.comparison.comparison_report import comparison_report
+from muse_lab.evaluation.fidelity.fidelity_report import fidelity_report
 from muse_lab.evaluation.fidelity.presets import find_presets
-from muse_lab.evaluation.fidelity.report import fidelity_report
-from muse_lab.evaluation.lookups.report import lookup_report
-from muse_lab.evaluation.loss.report import loss_report
-from muse_lab.evaluation.needles.comparison import needle_comparison
-from muse_lab.evaluation.needles.report import needle_report
-from muse_lab.evaluation.tasks.report import tasks_report
+from muse_lab.evaluation.lookups.lookup_report import lookup_report
+from muse_lab.evaluation.loss.loss_report import loss_report
+from muse_lab.evaluation.needles.models_report import needle_comparison
+from muse_lab.evaluation.needles.needle_report import needle_report
+from muse_lab.evaluation.tasks.tasks_report import tasks_report
 from muse_lab.records.attention_names import short_names
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.files import write_report

@@ -22,11 +22,12 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands
-from muse_lab.pretraining import checkpoints, disk_space, saving
-from muse_lab.pretraining.checkpointing import shards
+from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import shards
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.metrics import Step, read_metrics
+from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import override
+from muse_lab.pretraining.run import disk_space, saving
 from muse_lab.pretraining.training import train
 from tests.patience import PATIENCE
 from tests.training_runs import QUICK, assert_same_run, learnt

@@ -25,12 +25,13 @@ pytest.importorskip("rich")
 from safetensors.torch import load_file, save_file
 
 from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import store
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.failures import TrainingError
-from muse_lab.pretraining.metrics import read_metrics
+from muse_lab.pretraining.interruptions.failures import TrainingError
+from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.run_folder import find_checkpoint
+from muse_lab.pretraining.run.folder import find_checkpoint
 from muse_lab.pretraining.training import train
 from tests import shard_checks
 from tests.lab.test_checkpoints import Bomb, flip, forge
@@ -309,8 +310,8 @@ def test_each_file_is_hashed_by_one_rank(two_ranks: Path, monkeypatch: pytest.Mo
         hashed.append(path.name)
         return hash_file(path)
 
-    hash_file = checkpoints.hash_file
-    monkeypatch.setattr(checkpoints, "hash_file", note)
+    hash_file = store.hash_file
+    monkeypatch.setattr(store, "hash_file", note)
     monkeypatch.setattr(
         torch.distributed,
         "all_gather_object",

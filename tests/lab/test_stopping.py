@@ -27,13 +27,15 @@ from typer.testing import CliRunner
 
 from muse_lab.cli import commands
 from muse_lab.cli.durations import parse_duration
-from muse_lab.pretraining import checkpoints, probing, stopping
+from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.batches import Batches
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.evaluating import Evaluation
-from muse_lab.pretraining.metrics import Metrics, Step, read_metrics
+from muse_lab.pretraining.interruptions import stopping
+from muse_lab.pretraining.interruptions.stopping import Request, Stopped, Stopping, stop_on_signals
+from muse_lab.pretraining.monitoring import probe
+from muse_lab.pretraining.monitoring.held_out import Evaluation
+from muse_lab.pretraining.monitoring.metrics import Metrics, Step, read_metrics
 from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.stopping import Request, Stopped, Stopping, stop_on_signals
 from muse_lab.pretraining.training import train
 from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, Mishap, training_alone, wait_for
@@ -60,7 +62,7 @@ MOMENTS: dict[str, tuple[object, str, int, int]] = {
     "while a batch is read": (Batches, "read", 4, 3),
     "during the backward pass": (torch.Tensor, "backward", 10, 4),
     "during an update": (torch.optim.AdamW, "step", 5, 5),
-    "during a probe": (probing, "measure_attention", 1, 2),
+    "during a probe": (probe, "measure_attention", 1, 2),
     "during an evaluation": (Evaluation, "_ask", 2, 3),
     "before a checkpoint": (checkpoints, "begin", 2, 4),
     "while a checkpoint is written": (checkpoints, "write_shard", 2, 4),

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands
-from muse_lab.evaluation.tasks import report as tasks_report
+from muse_lab.evaluation.tasks import tasks_report
 from muse_lab.evaluation.tasks.answers import Answer, Part, TaskAnswers, TaskResults, TaskSettings, measure
 from muse_lab.evaluation.tasks.benchmarks import (
     BENCHMARKS,

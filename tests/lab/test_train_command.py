@@ -28,10 +28,10 @@ from typer.testing import CliRunner
 from muse_lab.cli import commands
 from muse_lab.pretraining import training
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.failures import TrainingError
+from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import RECIPES, override
-from muse_lab.pretraining.run_folder import run_recipe
+from muse_lab.pretraining.run.folder import run_recipe
 from tests.training_runs import SMALL, STEPS, assert_same_run, losses
 
 

@@ -24,17 +24,18 @@ from safetensors.torch import load_file
 
 from muse_lab.evaluation.loss.positions import position_losses
 from muse_lab.models import load_model
-from muse_lab.pretraining import checkpoints, probing, training
+from muse_lab.pretraining import checkpoints, training
 from muse_lab.pretraining.batches import Batches, Windows
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.determinism import determinism
-from muse_lab.pretraining.failures import TrainingError
 from muse_lab.pretraining.initial_model import make_model
-from muse_lab.pretraining.metrics import Metrics, Step, read_metrics
+from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.model.decoder import DecoderLayer
+from muse_lab.pretraining.monitoring import probe as probe_module
+from muse_lab.pretraining.monitoring.metrics import Metrics, Step, read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override, tiny
-from muse_lab.pretraining.run_folder import run_recipe
+from muse_lab.pretraining.run.folder import run_recipe
 from muse_lab.pretraining.training import make_ready, train
 from muse_lab.records.files import alone_in
 from tests.lab.test_prepare import SMALL as PREPARED
@@ -117,7 +118,7 @@ def test_the_speed_is_that_of_the_update_without_its_probe(
         return {1: {"relative_squared_error": 0.5}}
 
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(probing, "measure_attention", probe)
+    monkeypatch.setattr(probe_module, "measure_attention", probe)
     train(corpus, override(SMALL, ["steps=2", "probe_every=2"]), tmp_path)
     first, second = read_metrics(tmp_path)
     assert (first.get("rse"), second.get("rse")) == (None, {"1": 0.5})

@@ -19,7 +19,7 @@ from muse_attention import MuSeConfig, defaults, exact_attention
 from muse_attention.defaults import Default
 from muse_attention.huggingface.capture import capture
 from muse_lab.benchmark.timing import Times
-from muse_lab.benchmark.tuning.candidates import (
+from muse_lab.benchmark.tuning import (
     Candidate,
     Found,
     TuningResults,
@@ -29,7 +29,7 @@ from muse_lab.benchmark.tuning.candidates import (
     front,
     measure,
 )
-from muse_lab.benchmark.tuning.report import as_csv, table_of, tuning_report, verdict
+from muse_lab.benchmark.tuning_report import as_csv, table_of, tuning_report, verdict
 from muse_lab.cli import commands
 from muse_lab.records.captured_heads import (
     Captures,

@@ -17,14 +17,14 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from muse_lab.pretraining import watchdog
 from muse_lab.pretraining.batches import Batches
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.failures import TrainingError, read_failures
+from muse_lab.pretraining.interruptions import watchdog
+from muse_lab.pretraining.interruptions.failures import TrainingError, read_failures
+from muse_lab.pretraining.interruptions.stopping import Request, Stopped, Stopping
+from muse_lab.pretraining.interruptions.watchdog import Watchdog
 from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.stopping import Request, Stopped, Stopping
 from muse_lab.pretraining.training import train
-from muse_lab.pretraining.watchdog import Watchdog
 from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.patience import PATIENCE
 from tests.ranks import Mishap, training_alone

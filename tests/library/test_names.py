@@ -16,7 +16,7 @@ from muse_lab.benchmark.matched import at_matched_sparsity
 from muse_lab.evaluation.fidelity import layers
 from muse_lab.pretraining import training
 from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.run_folder import run_recipe
+from muse_lab.pretraining.run.folder import run_recipe
 from muse_lab.pretraining.training import train
 from muse_lab.records import attention_names as attentions
 from muse_lab.records.recorded_names import may_mean, recorded_name, with_full_names

@@ -13,11 +13,11 @@ from rich.table import Table
 from muse_attention.registry import get_attention
 from muse_attention.sizes import format_size, parse_size_list
 from muse_lab.benchmark import tables
+from muse_lab.benchmark.bench_report import bench_report, retrieval_table
 from muse_lab.benchmark.captured import CapturesFile
-from muse_lab.benchmark.documents import DocumentsSettings, parse_documents
 from muse_lab.benchmark.matched import MATCHED_KINDS
+from muse_lab.benchmark.packed_documents import DocumentsSettings, parse_documents
 from muse_lab.benchmark.plan import Plan
-from muse_lab.benchmark.report import bench_report, retrieval_table
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.suite import run_plan, start_results
 from muse_lab.benchmark.sweeps import SWEEPS, find_sweep, format_shape

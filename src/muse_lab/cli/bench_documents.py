@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from muse_lab.benchmark.documents import DocumentsSettings, format_documents, measure_documents
-from muse_lab.benchmark.documents_report import CAPTION, documents_report, documents_table
+from muse_lab.benchmark.packed_documents import DocumentsSettings, format_documents, measure_documents
+from muse_lab.benchmark.packed_documents_report import CAPTION, documents_report, documents_table
 from muse_lab.cli.app import progress_bar
 from muse_lab.cli.measuring import add_command, show, write
 

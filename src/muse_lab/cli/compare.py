@@ -26,7 +26,7 @@ from muse_lab.cli.app import (
 from muse_lab.cli.language_model import Place, silence_transformers
 from muse_lab.cli.measuring import Output, add_command, measuring, spell, write
 from muse_lab.cli.options import Words, attentions, flag, option, with_option_groups
-from muse_lab.evaluation.comparison.report import comparison_report, matrix_table
+from muse_lab.evaluation.comparison.comparison_report import comparison_report, matrix_table
 from muse_lab.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_lab.evaluation.loss.curves import SHORTEST
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
@@ -124,7 +124,7 @@ def compare_runs(
         from muse_lab.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
         from muse_lab.evaluation.comparison.recorded import take_records
         from muse_lab.evaluation.comparison.runs import open_runs
-        from muse_lab.pretraining.run_folder import run_recipe
+        from muse_lab.pretraining.run.folder import run_recipe
 
         silence_transformers()
         for folder in folders:

@@ -34,7 +34,7 @@ from muse_lab.cli.language_model import Place, short_warnings
 from muse_lab.cli.measuring import add_command, show, write
 from muse_lab.cli.train import training_progress
 from muse_lab.pretraining.data.corpus import MANIFEST, Corpus, read_corpus
-from muse_lab.pretraining.data.documents import Buckets
+from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.data.prepare import CorpusSettings, prepare, recorded_settings
 from muse_lab.pretraining.data.sources import standard_library
 from muse_lab.pretraining.recipes import Recipe, differences, tiny
@@ -69,7 +69,7 @@ def demo(
     """
     with user_errors():
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-        from muse_lab.pretraining.failures import TrainingError
+        from muse_lab.pretraining.interruptions.failures import TrainingError
 
         place = Place.choose(device, "float32")
         make_folder(output)
@@ -144,7 +144,7 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
     import torch
 
     from muse_lab.pretraining.parallel import World
-    from muse_lab.pretraining.run_folder import MODEL, RUN, run_corpus, run_recipe
+    from muse_lab.pretraining.run.folder import MODEL, RUN, run_corpus, run_recipe
     from muse_lab.pretraining.training import train
 
     what = f"training on {recipe.steps * recipe.tokens_per_step:,} tokens with {recipe.attention}"

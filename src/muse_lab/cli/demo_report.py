@@ -6,7 +6,7 @@ import math
 import statistics
 
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.report import bench_report
+from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.results import BenchmarkResults, Case
 from muse_lab.benchmark.sweeps import format_heads
 from muse_lab.benchmark.tables import (

@@ -15,9 +15,9 @@ from muse_lab.cli.app import app, console, new_table, user_errors
 from muse_lab.cli.language_model import Length, Model, Text, open_subject
 from muse_lab.cli.measuring import Measurement, ModelRun, Samples
 from muse_lab.cli.options import Words, attentions, flag, listed, with_option_groups
+from muse_lab.evaluation.fidelity.fidelity_report import fidelity_report
 from muse_lab.evaluation.fidelity.layers import FidelityRequest, FidelityResults, measure, steps
 from muse_lab.evaluation.fidelity.presets import PRESETS, Preset, find_presets
-from muse_lab.evaluation.fidelity.report import fidelity_report
 from muse_lab.models import DEFAULT_MODEL
 from muse_lab.report.fidelity_columns import ERROR, GRADIENTS, RETRIEVAL, TAIL, known
 

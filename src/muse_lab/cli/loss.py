@@ -17,8 +17,8 @@ from muse_lab.cli.options import Words, attentions, listed, with_option_groups
 from muse_lab.evaluation.fidelity.presets import PRESETS, find_presets
 from muse_lab.evaluation.loss.attentions import figure_attentions
 from muse_lab.evaluation.loss.curves import SHORTEST, fit_exact
+from muse_lab.evaluation.loss.loss_report import loss_report, summary_table
 from muse_lab.evaluation.loss.positions import LossResults, measure
-from muse_lab.evaluation.loss.report import loss_report, summary_table
 from muse_lab.models import DEFAULT_MODEL
 
 _RUN = ModelRun(output=Path("out/loss"))

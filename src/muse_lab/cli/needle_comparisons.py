@@ -7,9 +7,9 @@ from pathlib import Path
 
 from muse_lab.cli.app import say
 from muse_lab.cli.measuring import write
-from muse_lab.evaluation.needles.comparison import Models, have_same_questions, needle_comparison, reference_first
+from muse_lab.evaluation.needles.models_report import Models, have_same_questions, needle_comparison, reference_first
 from muse_lab.evaluation.needles.results import NeedleResults
-from muse_lab.evaluation.needles.trainings import is_answered, needles_over_trainings
+from muse_lab.evaluation.needles.trainings_report import is_answered, needles_over_trainings
 from muse_lab.report.tree import Report
 
 COMPARED = "needles-compared"

@@ -19,14 +19,14 @@ from muse_lab.cli.language_model import Model, Text, load_quietly, settings_of_m
 from muse_lab.cli.measuring import Measurement, ModelRun, show
 from muse_lab.cli.needle_comparisons import COMPARED, OVER_TRAININGS
 from muse_lab.cli.options import Words, attentions, flag, listed, option, with_option_groups
-from muse_lab.evaluation.gradients import report as gradient_reports
+from muse_lab.evaluation.gradients import gradient_report
 from muse_lab.evaluation.gradients import results as gradients_found
 from muse_lab.evaluation.gradients.results import GradientResults
-from muse_lab.evaluation.lookups import report as lookup_reports
+from muse_lab.evaluation.lookups import lookup_report
 from muse_lab.evaluation.lookups import results as lookups_found
 from muse_lab.evaluation.lookups.results import LookupResults
 from muse_lab.evaluation.needles.captures import fast_tokenizer
-from muse_lab.evaluation.needles.report import needle_report, summary_table
+from muse_lab.evaluation.needles.needle_report import needle_report, summary_table
 from muse_lab.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
 from muse_lab.evaluation.settings import check_context
 from muse_lab.evaluation.texts import describe_texts, read_texts
@@ -121,11 +121,11 @@ def needles(
                 measure(*asked, results, measurement.path, on_step=on_step)
         if isinstance(results, LookupResults):
             _show_lookups(results)
-            measurement.write(lookup_reports.lookup_report(results, measurement.path.stem))
+            measurement.write(lookup_report.lookup_report(results, measurement.path.stem))
             return
         if isinstance(results, GradientResults):
             _show_gradients(results)
-            measurement.write(gradient_reports.gradient_report(results, measurement.path.stem))
+            measurement.write(gradient_report.gradient_report(results, measurement.path.stem))
             return
         failed = _tell_failures(results, tasks, measurement.again)
         if any(not outcome.error for outcome in results.outcomes.values()):
@@ -220,14 +220,14 @@ def _show_lookups(results: LookupResults) -> None:
     title = f"{results.settings.model}\n{results.settings.haystack}"
     columns = ("length", "kind", "samples", "found", "exact", "pairs", "strong heads", "found, strong")
     caption = "Share of exact attention's weight on the needle that is retrieved, or in the query's own block."
-    show(lookup_reports.summary_table(results), title, columns, caption)
+    show(lookup_report.summary_table(results), title, columns, caption)
 
 
 def _show_gradients(results: GradientResults) -> None:
     title = f"{results.settings.model}\n{results.settings.haystack}"
     columns = ("length", "samples", "kept", "cosine", "kept, q and k", "cosine, q and k")
     caption = "Of the answers' gradient: the component along exact attention's, as a share of it; q and k: projections."
-    show(gradient_reports.summary_table(results), title, columns, caption)
+    show(gradient_report.summary_table(results), title, columns, caption)
 
 
 def _tell_failures(results: NeedleResults, tasks: Sequence[NeedleTask], again: str) -> bool:

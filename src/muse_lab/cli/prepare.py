@@ -15,8 +15,8 @@ from muse_attention.sizes import format_size, parse_size
 from muse_lab.cli.app import Overwrite, app, console, nonempty_path, phases_bar, run_errors, say, user_errors
 from muse_lab.pretraining.data.contents import open_contents
 from muse_lab.pretraining.data.corpus import HELD_OUT, MANIFEST, TRAIN, Manifest, read_corpus
+from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.data.datasets import dolma_documents, stack_repositories
-from muse_lab.pretraining.data.documents import Buckets
 from muse_lab.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT
 from muse_lab.pretraining.data.prepare import CorpusSettings, recorded_settings
 from muse_lab.pretraining.data.prepare import prepare as prepare_corpus

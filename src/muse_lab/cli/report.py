@@ -9,32 +9,32 @@ from typing import Annotated, Any
 
 import typer
 
-from muse_lab.benchmark.documents import DocumentsResults
-from muse_lab.benchmark.documents_report import documents_report
+from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.errors_report import errors_report
-from muse_lab.benchmark.report import bench_report
+from muse_lab.benchmark.packed_documents import DocumentsResults
+from muse_lab.benchmark.packed_documents_report import documents_report
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.benchmark.synthetic_errors import Errors
-from muse_lab.benchmark.tuning.candidates import TuningResults
-from muse_lab.benchmark.tuning.report import tuning_report
+from muse_lab.benchmark.tuning import TuningResults
+from muse_lab.benchmark.tuning_report import tuning_report
 from muse_lab.cli.app import CONTENTS, app, nonempty_path, run_errors, say, user_errors
 from muse_lab.cli.measuring import write
 from muse_lab.cli.needle_comparisons import write_needle_comparisons
 from muse_lab.cli.result_files import find_json
-from muse_lab.evaluation.comparison.report import comparison_report
+from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
+from muse_lab.evaluation.fidelity.fidelity_report import fidelity_report
 from muse_lab.evaluation.fidelity.layers import FidelityResults
-from muse_lab.evaluation.fidelity.report import fidelity_report
-from muse_lab.evaluation.gradients.report import gradient_report
+from muse_lab.evaluation.gradients.gradient_report import gradient_report
 from muse_lab.evaluation.gradients.results import GradientResults
-from muse_lab.evaluation.lookups.report import lookup_report
+from muse_lab.evaluation.lookups.lookup_report import lookup_report
 from muse_lab.evaluation.lookups.results import LookupResults
+from muse_lab.evaluation.loss.loss_report import loss_report
 from muse_lab.evaluation.loss.positions import LossResults
-from muse_lab.evaluation.loss.report import loss_report
-from muse_lab.evaluation.needles.report import needle_report
+from muse_lab.evaluation.needles.needle_report import needle_report
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.tasks.answers import TaskResults
-from muse_lab.evaluation.tasks.report import tasks_report
+from muse_lab.evaluation.tasks.tasks_report import tasks_report
 from muse_lab.records.files import replace_file
 from muse_lab.records.machine import machine_lines
 from muse_lab.records.regular_files import read_regular

@@ -21,7 +21,7 @@ from muse_lab.cli.options import Words, attentions, listed, option, with_option_
 from muse_lab.evaluation.settings import check_context
 from muse_lab.evaluation.tasks.answers import Part, TaskNotOpenedError, TaskResults, TaskSettings, measure
 from muse_lab.evaluation.tasks.benchmarks import Benchmark, choose, read_rows, what_is_missing
-from muse_lab.evaluation.tasks.report import format_gap, format_score, tasks_report
+from muse_lab.evaluation.tasks.tasks_report import format_gap, format_score, tasks_report
 from muse_lab.models import DEFAULT_MODEL, find_folder
 
 if TYPE_CHECKING:

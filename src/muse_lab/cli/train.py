@@ -36,7 +36,7 @@ from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.recipes import GOES_ON_FROM, RECIPES, Recipe, field_meanings, get_recipe, override
 
 if TYPE_CHECKING:
-    from muse_lab.pretraining.metrics import Step
+    from muse_lab.pretraining.monitoring.metrics import Step
 
 _SMOOTHING = 0.9
 _LESS_MEMORY = ("micro_batch=1", "recompute=true")
@@ -126,11 +126,11 @@ def train(
     options = vars(fields)
     with user_errors(), busy(f"importing transformers, and reading the corpus {corpus}"):
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-        from muse_lab.pretraining.continuing import check_whole, further_recipe
-        from muse_lab.pretraining.failures import TrainingError
+        from muse_lab.pretraining.interruptions.failures import TrainingError
+        from muse_lab.pretraining.interruptions.stopping import Stopping, stop_on_signals
         from muse_lab.pretraining.parallel import has_launcher, open_world
-        from muse_lab.pretraining.run_folder import CHECKPOINTS, describe_last_good, has_learnt, has_run, run_recipe
-        from muse_lab.pretraining.stopping import Stopping, stop_on_signals
+        from muse_lab.pretraining.run.continuing import check_whole, further_recipe
+        from muse_lab.pretraining.run.folder import CHECKPOINTS, describe_last_good, has_learnt, has_run, run_recipe
         from muse_lab.pretraining.training import train as train_model
 
         if resume and overwrite:

@@ -11,8 +11,8 @@ import typer
 
 from muse_attention.registry import get_attention
 from muse_attention.sizes import format_size, parse_size
-from muse_lab.benchmark.tuning.candidates import TuningResults, TuningSettings, candidates, clock_on, measure
-from muse_lab.benchmark.tuning.report import shown, table_of, tuning_report, verdict
+from muse_lab.benchmark.tuning import TuningResults, TuningSettings, candidates, clock_on, measure
+from muse_lab.benchmark.tuning_report import shown, table_of, tuning_report, verdict
 from muse_lab.benchmark.workload import DTYPES
 from muse_lab.cli.app import RepeatCaptures, app, busy, user_errors
 from muse_lab.cli.language_model import Model, Text, load_quietly, name_of

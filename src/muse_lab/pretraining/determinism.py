@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from muse_lab.pretraining.failures import TrainingError
+from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.recipes import Recipe
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muse_lab.pretraining.checkpointing.manifest import CheckpointError
-from muse_lab.pretraining.checkpoints import Checkpoint, check_tensors, read_tensors
+from muse_lab.pretraining.checkpoints.manifest import CheckpointError
+from muse_lab.pretraining.checkpoints.store import Checkpoint, check_tensors, read_tensors
 from muse_lab.pretraining.parallel import copy_whole
 from muse_lab.pretraining.recipes import Recipe
 
@@ -68,7 +68,7 @@ def restore_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, beginning: str = "") -> None:
     """With all tensors of a checkpoint, or with those whose names have this prefix."""
     if any(isinstance(target, DTensor) for target in targets.values()):
-        from muse_lab.pretraining.checkpointing.together import load_together
+        from muse_lab.pretraining.checkpoints.together import load_together
 
         check_tensors(checkpoint, targets)
         load_together(targets, checkpoint.folder, checkpoint.tensors)

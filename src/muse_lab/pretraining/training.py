@@ -28,13 +28,11 @@ from torch import Tensor
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.autocast import autocast
 from muse_lab.pretraining.batches import Batches, Windows
-from muse_lab.pretraining.boards import TENSORBOARD, WANDB, Boards, check_installed
-from muse_lab.pretraining.continuing import begin_with_finished
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.determinism import determinism
 from muse_lab.pretraining.document_mask import check_packed, separate_documents
-from muse_lab.pretraining.evaluating import Evaluation
-from muse_lab.pretraining.failures import (
+from muse_lab.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
+from muse_lab.pretraining.interruptions.failures import (
     StepError,
     TrainingError,
     forget_failures,
@@ -42,13 +40,17 @@ from muse_lab.pretraining.failures import (
     note_fallback,
     read_failures,
 )
-from muse_lab.pretraining.guarding import after_update, why_skipped
-from muse_lab.pretraining.initial_model import WEIGHTS, make_config, make_model, read_initial
+from muse_lab.pretraining.interruptions.stopping import OF_ANOTHER_RANK, Stopped, Stopping
+from muse_lab.pretraining.interruptions.watchdog import Watchdog
 from muse_lab.pretraining.mesh_shape import choose_shape
-from muse_lab.pretraining.metrics import Metrics, Step
 from muse_lab.pretraining.model.chunked_loss import IGNORED
 from muse_lab.pretraining.model.configuration import DecoderConfig
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from muse_lab.pretraining.monitoring.boards import TENSORBOARD, WANDB, Boards, check_installed
+from muse_lab.pretraining.monitoring.held_out import Evaluation
+from muse_lab.pretraining.monitoring.layer_errors import ALL
+from muse_lab.pretraining.monitoring.metrics import Metrics, Step
+from muse_lab.pretraining.monitoring.probe import Probe, Probing
 from muse_lab.pretraining.needles.mixture import NeedleDocuments
 from muse_lab.pretraining.optimiser import are_finite, learnt, make_optimiser, restore, set_learning_rate
 from muse_lab.pretraining.parallel import (
@@ -60,11 +62,10 @@ from muse_lab.pretraining.parallel import (
     share_sequences,
     whole,
 )
-from muse_lab.pretraining.probe import ALL
-from muse_lab.pretraining.probing import Probe, Probing
-from muse_lab.pretraining.reading import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
+from muse_lab.pretraining.prefetch import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_lab.pretraining.recipes import Recipe
-from muse_lab.pretraining.run_folder import (
+from muse_lab.pretraining.run.continuing import begin_with_finished
+from muse_lab.pretraining.run.folder import (
     CHECKPOINTS,
     MODEL,
     check_may_start,
@@ -79,11 +80,10 @@ from muse_lab.pretraining.run_folder import (
     with_full_name,
     write_run,
 )
-from muse_lab.pretraining.run_state import RunState
-from muse_lab.pretraining.saving import Saver
+from muse_lab.pretraining.run.saving import Saver
+from muse_lab.pretraining.run.skipped_updates import after_update, why_skipped
+from muse_lab.pretraining.run.state import RunState
 from muse_lab.pretraining.schedule import learning_rate
-from muse_lab.pretraining.stopping import OF_ANOTHER_RANK, Stopped, Stopping
-from muse_lab.pretraining.watchdog import Watchdog
 from muse_lab.records.files import errors_naming, new_folder, remove_tree, replace_file, replace_folder
 
 

@@ -20,7 +20,7 @@ from muse_lab.evaluation.loss.curves import bins_of
 from muse_lab.evaluation.loss.positions import token_losses
 from muse_lab.evaluation.settings import take_fingerprint
 from muse_lab.pretraining.batches import Windows
-from muse_lab.pretraining.checkpointing.manifest import CheckpointError
+from muse_lab.pretraining.checkpoints.manifest import CheckpointError
 from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import forward_name

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from muse_lab.evaluation.comparison.findings import reference_of
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
-from muse_lab.evaluation.loss.report import span
+from muse_lab.evaluation.loss.loss_report import span
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import muse_config, short_names

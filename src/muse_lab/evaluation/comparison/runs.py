@@ -20,11 +20,11 @@ from muse_lab.models import load_model
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.initial_model import make_config
-from muse_lab.pretraining.metrics import FILE, read_metrics
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from muse_lab.pretraining.monitoring.metrics import FILE, read_metrics
 from muse_lab.pretraining.optimiser import restore_weights
 from muse_lab.pretraining.recipes import Recipe
-from muse_lab.pretraining.run_folder import (
+from muse_lab.pretraining.run.folder import (
     CHECKPOINTS,
     MODEL,
     latest_checkpoint,

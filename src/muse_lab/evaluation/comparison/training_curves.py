@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from muse_lab.pretraining.metrics import EXACT_END
+from muse_lab.pretraining.monitoring.metrics import EXACT_END
 from muse_lab.pretraining.schedule import EXACT
 
 POINTS = 32

@@ -19,7 +19,7 @@ from typing import Any
 import muse_attention
 from muse_attention.sizes import format_size
 from muse_lab.pretraining.data.corpus import HELD_OUT, MANIFEST, TRAIN, Corpus, Manifest, read_corpus, write_manifest
-from muse_lab.pretraining.data.documents import Buckets, Document, cut_text, join_files
+from muse_lab.pretraining.data.corpus_documents import Buckets, Document, cut_text, join_files
 from muse_lab.pretraining.data.filters import LARGEST_CODE, LARGEST_TEXT, read_code, read_prose, read_text
 from muse_lab.pretraining.data.repositories import BrokenSourceError, Repository, SkippedFileError, printable
 from muse_lab.pretraining.data.rows import RowPacker

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from muse_lab.pretraining.data.documents import REPOSITORY_MARK, Document, Piece
+from muse_lab.pretraining.data.corpus_documents import REPOSITORY_MARK, Document, Piece
 from muse_lab.records.files import errors_naming
 
 

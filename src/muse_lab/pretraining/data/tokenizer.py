@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muse_attention.core.extras import how_to_install
-from muse_lab.pretraining.data.documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
+from muse_lab.pretraining.data.corpus_documents import END_MARK, FILE_MARK, MARKS, REPOSITORY_MARK, Document
 from muse_lab.records.regular_files import read_regular
 
 if TYPE_CHECKING:

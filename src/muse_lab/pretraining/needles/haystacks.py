@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.data.documents import FILE_MARK, REPOSITORY_MARK
+from muse_lab.pretraining.data.corpus_documents import FILE_MARK, REPOSITORY_MARK
 from muse_lab.pretraining.data.shards import Stream
 from muse_lab.pretraining.data.tokenizer import import_tokenizers, read_tokenizer
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from muse_lab.pretraining.data.documents import REPOSITORY_MARK
+from muse_lab.pretraining.data.corpus_documents import REPOSITORY_MARK
 from muse_lab.pretraining.needles.haystacks import Tokens, file_mark
 from muse_lab.pretraining.needles.words import words_for
 

@@ -15,7 +15,7 @@ from muse_lab.evaluation.comparison.positions import positions_section
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.seeds import in_percent, seeds_differences, seeds_headline, seeds_sections
 from muse_lab.evaluation.comparison.training_curves import UNSETTLED
-from muse_lab.evaluation.loss.report import LEAK
+from muse_lab.evaluation.loss.loss_report import LEAK
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import in_words, short_names

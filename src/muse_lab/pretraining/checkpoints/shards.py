@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_lab.pretraining.checkpointing.manifest import (
+from muse_lab.pretraining.checkpoints.manifest import (
     CheckpointError,
     Chunk,
     StoredFile,

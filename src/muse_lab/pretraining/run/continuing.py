@@ -21,10 +21,10 @@ from muse_attention.registry import full_name
 from muse_attention.sizes import parse_size
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.metrics import FILE, LARGEST_METRICS
+from muse_lab.pretraining.monitoring.metrics import FILE, LARGEST_METRICS
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import FREE, Recipe, override
-from muse_lab.pretraining.run_folder import CHECKPOINTS, MODEL, has_learnt, open_checkpoint, run_recipe
+from muse_lab.pretraining.run.folder import CHECKPOINTS, MODEL, has_learnt, open_checkpoint, run_recipe
 from muse_lab.records.files import errors_naming, replace_file
 from muse_lab.records.recorded_names import recorded_name
 from muse_lab.records.regular_files import read_regular

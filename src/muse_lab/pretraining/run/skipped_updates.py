@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 
-from muse_lab.pretraining.run_state import RunState
+from muse_lab.pretraining.run.state import RunState
 
 WINDOW = 128
 """Updates that a loss and a norm are compared with."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muse_attention.registry import config_at
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
-from muse_lab.pretraining.probe import visit_measures
+from muse_lab.pretraining.monitoring.layer_errors import visit_measures
 from muse_lab.pretraining.schedule import EXACT
 
 ERROR = "relative_squared_error"

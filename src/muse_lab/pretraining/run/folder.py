@@ -25,17 +25,17 @@ import torch
 import muse_attention
 from muse_attention.registry import full_name
 from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.boards import TENSORBOARD, WANDB, WANDB_ID
-from muse_lab.pretraining.checkpointing.manifest import CheckpointError
+from muse_lab.pretraining.checkpoints.manifest import CheckpointError
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.failures import FILE as FAILURES
 from muse_lab.pretraining.initial_model import make_empty_model
-from muse_lab.pretraining.metrics import FILE
+from muse_lab.pretraining.interruptions.failures import FILE as FAILURES
+from muse_lab.pretraining.monitoring.boards import TENSORBOARD, WANDB, WANDB_ID
+from muse_lab.pretraining.monitoring.metrics import FILE
 from muse_lab.pretraining.needles import writer
 from muse_lab.pretraining.optimiser import expected_tensors
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import Recipe, differences, read_recipe
-from muse_lab.pretraining.run_state import RunState, read_state
+from muse_lab.pretraining.run.state import RunState, read_state
 from muse_lab.records.files import alone_in, errors_naming, remove_folder, replace_file
 from muse_lab.records.recorded_names import recorded_name
 from muse_lab.records.regular_files import read_regular

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from muse_lab.evaluation.means import WILSON
 from muse_lab.evaluation.needles import panels
-from muse_lab.evaluation.needles.report import PREFILL, TASK, format_difference, paper_section
+from muse_lab.evaluation.needles.needle_report import PREFILL, TASK, format_difference, paper_section
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.needles.scores import Answer
 from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, difference, in_order, share

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.documents import DocumentsResults, PackedCase, format_documents
+from muse_lab.benchmark.packed_documents import DocumentsResults, PackedCase, format_documents
 from muse_lab.benchmark.tables import format_error, format_ratio, format_seconds, format_spread
 from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import count, provenance_of

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muse_lab.pretraining.boards import Boards
+from muse_lab.pretraining.monitoring.boards import Boards
 from muse_lab.records.files import errors_naming, replace_file, sync
 from muse_lab.records.regular_files import read_regular
 from muse_lab.records.strict_json import parse_json

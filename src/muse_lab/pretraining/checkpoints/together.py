@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from muse_lab.pretraining.checkpointing.manifest import CheckpointError, StoredPart, StoredTensor, TensorKind
-from muse_lab.pretraining.checkpointing.shards import Piece, box, copy_to_host, reading
+from muse_lab.pretraining.checkpoints.manifest import CheckpointError, StoredPart, StoredTensor, TensorKind
+from muse_lab.pretraining.checkpoints.shards import Piece, box, copy_to_host, reading
 
 
 class StagedTensors(DefaultSavePlanner):

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from muse_lab.pretraining.ending import end_process
-from muse_lab.pretraining.failures import StepError
+from muse_lab.pretraining.interruptions.ending import end_process
+from muse_lab.pretraining.interruptions.failures import StepError
 
 STALLED = 1
 """Exit code of a process that has to be ended, as it does not end by itself."""

@@ -18,10 +18,10 @@ from muse_attention.huggingface.interface import use_attention
 from muse_lab.pretraining.batches import Windows
 from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_lab.pretraining.document_mask import separate_documents
-from muse_lab.pretraining.metrics import EXACT_END
 from muse_lab.pretraining.model.chunked_loss import IGNORED
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.model.sequence_parts import own_part
+from muse_lab.pretraining.monitoring.metrics import EXACT_END
 from muse_lab.pretraining.needles.mixture import NeedleDocuments
 from muse_lab.pretraining.needles.writer import EVALUATION
 from muse_lab.pretraining.parallel import World, gathered

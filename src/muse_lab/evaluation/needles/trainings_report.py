@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from muse_lab.evaluation.means import Mean, Share
 from muse_lab.evaluation.needles import panels
-from muse_lab.evaluation.needles.comparison import Models
-from muse_lab.evaluation.needles.report import TASK, format_difference
+from muse_lab.evaluation.needles.models_report import Models
+from muse_lab.evaluation.needles.needle_report import TASK, format_difference
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, difference, groups, is_exact, share
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.tuning.candidates import Candidate, TuningResults, choose, front
+from muse_lab.benchmark.tuning import Candidate, TuningResults, choose, front
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR, LEAK, RETRIEVAL, TAIL
 from muse_lab.report.figures import line_figure

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from muse_lab.pretraining.checkpointing.agreement import agree, all_check, gather, share_of
-from muse_lab.pretraining.checkpointing.manifest import (
+from muse_lab.pretraining.checkpoints.agreement import agree, all_check, gather, share_of
+from muse_lab.pretraining.checkpoints.manifest import (
     LARGEST_MANIFEST,
     MANIFEST,
     CheckpointError,
@@ -34,7 +34,7 @@ from muse_lab.pretraining.checkpointing.manifest import (
     read_manifest,
     write_manifest,
 )
-from muse_lab.pretraining.checkpointing.shards import (
+from muse_lab.pretraining.checkpoints.shards import (
     Piece,
     check_contents,
     contents_by_file,
@@ -45,7 +45,7 @@ from muse_lab.pretraining.checkpointing.shards import (
     write_pieces,
 )
 from muse_lab.pretraining.data.shards import hash_file
-from muse_lab.pretraining.failures import TrainingError
+from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.parallel import World
 from muse_lab.records.files import (
     errors_naming,

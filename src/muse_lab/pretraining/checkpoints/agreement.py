@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from muse_lab.pretraining.checkpointing.manifest import CheckpointError
-from muse_lab.pretraining.failures import TrainingError
+from muse_lab.pretraining.checkpoints.manifest import CheckpointError
+from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.parallel import World
 
 Result = TypeVar("Result")

@@ -23,18 +23,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.checkpointing.background import BackgroundTask
-from muse_lab.pretraining.checkpointing.manifest import StoredPart
-from muse_lab.pretraining.checkpointing.shards import Piece, whole_pieces
-from muse_lab.pretraining.disk_space import check_room, describe_room, has_room
-from muse_lab.pretraining.failures import StepError, TrainingError, forget_failures
-from muse_lab.pretraining.metrics import Metrics
+from muse_lab.pretraining.checkpoints.background import BackgroundTask
+from muse_lab.pretraining.checkpoints.manifest import StoredPart
+from muse_lab.pretraining.checkpoints.shards import Piece, whole_pieces
+from muse_lab.pretraining.interruptions.failures import StepError, TrainingError, forget_failures
+from muse_lab.pretraining.interruptions.stopping import Stopped
+from muse_lab.pretraining.monitoring.metrics import Metrics
 from muse_lab.pretraining.optimiser import are_finite
 from muse_lab.pretraining.parallel import World, is_of_lost_rank, local_part
 from muse_lab.pretraining.recipes import Recipe
-from muse_lab.pretraining.run_folder import describe_last_good
-from muse_lab.pretraining.run_state import RunState
-from muse_lab.pretraining.stopping import Stopped
+from muse_lab.pretraining.run.disk_space import check_room, describe_room, has_room
+from muse_lab.pretraining.run.folder import describe_last_good
+from muse_lab.pretraining.run.state import RunState
 
 _PATIENCE = 60.0
 """Seconds that a write has to end, when an error has ended the run."""
@@ -172,7 +172,7 @@ class Saver:
                 finish(write(pieces))
 
         else:
-            from muse_lab.pretraining.checkpointing.together import StagedTensors, save_together
+            from muse_lab.pretraining.checkpoints.together import StagedTensors, save_together
 
             staged, group = StagedTensors(tensors, is_first=self.world.is_first), self._group
 

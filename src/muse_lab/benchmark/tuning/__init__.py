@@ -1,1 +1,0 @@
-"""Time against error of many configurations on captured heads."""

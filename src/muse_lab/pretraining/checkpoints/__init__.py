@@ -1,0 +1,50 @@
+"""What a checkpoint is made of, and how several ranks write and read one without any of them having all of it.
+
+store.py         the folder of checkpoints: written aside, verified, pruned; what a run uses
+manifest.py      the list of files with their hashes, and which part of which tensor is in which file
+shards.py        files of tensors: what one rank writes, and what is read of them
+together.py      several ranks save and load through torch.distributed.checkpoint
+agreement.py     ranks that share the work of verifying come to the same result
+background.py    a thread that writes while the run goes on
+
+"""
+
+from muse_lab.pretraining.checkpoints.manifest import CheckpointError
+from muse_lab.pretraining.checkpoints.store import (
+    UNTIL_NEXT,
+    Checkpoint,
+    begin,
+    check_tensors,
+    clear_after,
+    clear_unfinished,
+    copy_checkpoint,
+    finish,
+    folder_of,
+    latest_good,
+    prune,
+    read_tensors,
+    save,
+    steps_in,
+    verify,
+    write_shard,
+)
+
+__all__ = [
+    "UNTIL_NEXT",
+    "Checkpoint",
+    "CheckpointError",
+    "begin",
+    "check_tensors",
+    "clear_after",
+    "clear_unfinished",
+    "copy_checkpoint",
+    "finish",
+    "folder_of",
+    "latest_good",
+    "prune",
+    "read_tensors",
+    "save",
+    "steps_in",
+    "verify",
+    "write_shard",
+]
