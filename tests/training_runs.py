@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from muse_attention.huggingface import interface
+from muse_attention.huggingface import forward
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override, tiny
@@ -40,7 +40,7 @@ QUICK = override(SMALL, ["attention=exact", "batch=2", "probe_every=0"])
 def attentions_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The attention of every call of a global layer, from now on."""
     called: list[str] = []
-    muse, exact = interface.muse_attention, interface.sdpa_attention_forward
+    muse, exact = forward.muse_attention, forward.sdpa_attention_forward
 
     def spy_on_muse(*arguments: Any, config: str, **others: Any) -> Any:
         called.append(f"muse:{config}")
@@ -50,8 +50,8 @@ def attentions_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append("exact")
         return exact(*arguments, **others)
 
-    monkeypatch.setattr(interface, "muse_attention", spy_on_muse)
-    monkeypatch.setattr(interface, "sdpa_attention_forward", spy_on_exact)
+    monkeypatch.setattr(forward, "muse_attention", spy_on_muse)
+    monkeypatch.setattr(forward, "sdpa_attention_forward", spy_on_exact)
     return called
 
 

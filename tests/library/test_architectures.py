@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from muse_attention.huggingface import ExactAttentionWarning, interface, register, use_attention
+from muse_attention.huggingface import ExactAttentionWarning, forward, register, use_attention
 from tests.architectures import ARCHITECTURES, VOCABULARY, small_model
 
 NOT_BUILT = {
@@ -92,8 +92,8 @@ def gradients(model: PreTrainedModel, found: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SERVED)
 def test_a_model_is_causal_and_agrees_with_eager_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    attention = interface.muse_attention
-    monkeypatch.setattr(interface, "muse_attention", lambda *a, **k: (calls.append(a), attention(*a, **k))[1])
+    attention = forward.muse_attention
+    monkeypatch.setattr(forward, "muse_attention", lambda *a, **k: (calls.append(a), attention(*a, **k))[1])
     model = small_model(name, "muse")
     ids, others = inputs()
     if name in READS_ITS_MASK:

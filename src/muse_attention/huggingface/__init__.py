@@ -26,6 +26,15 @@ attended to exactly, and packed documents are an error. Compile the layers, not 
 
 from __future__ import annotations
 
-from muse_attention.huggingface.interface import ExactAttentionWarning, register, use_attention
+from muse_attention.core.extras import how_to_install
+
+try:
+    from muse_attention.huggingface.fallbacks import ExactAttentionWarning
+    from muse_attention.huggingface.registration import register, use_attention
+except ImportError as error:
+    raise ImportError(
+        f"models of transformers need transformers 5.17 or newer: {how_to_install('huggingface')} "
+        f"({' '.join(str(error).split())})"
+    ) from None
 
 __all__ = ["ExactAttentionWarning", "register", "use_attention"]

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_attention.huggingface.interface import attends_to_everything, exact_forward, implementation, register_function
+from muse_attention.huggingface.fallbacks import attends_to_everything
+from muse_attention.huggingface.forward import exact_forward
+from muse_attention.huggingface.registration import implementation, register_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -97,7 +97,7 @@ def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tup
 
     A ValueError if one of them is not a finite number.
     """
-    from muse_attention.huggingface.interface import use_attention
+    from muse_attention.huggingface import use_attention
 
     tokens = torch.from_numpy(sample.tokens).to(model.device)
     answered = torch.tensor([place for question in sample.questions for place in question.answer], device=model.device)

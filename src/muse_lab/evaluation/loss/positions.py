@@ -122,7 +122,7 @@ def token_losses(
     Logits are computed for `at_once` positions at a time, and their softmax in at least float32. The result is float64,
     on the CPU.
     """
-    from muse_attention.huggingface.interface import use_attention
+    from muse_attention.huggingface import use_attention
 
     ids, targets = ids.to(model.device), targets.to(model.device)
     with use_attention(model, attention), torch.no_grad():

@@ -52,7 +52,7 @@ def answer(
     """Answer all questions of a sample; a ValueError if a probability is not a number."""
     from transformers import DynamicCache
 
-    from muse_attention.huggingface.interface import use_attention
+    from muse_attention.huggingface import use_attention
 
     tokens = torch.from_numpy(sample.tokens).to(model.device)
     cache = DynamicCache()  # without the model's config: layers with a window keep all keys, and mask them

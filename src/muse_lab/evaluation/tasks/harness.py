@@ -76,7 +76,7 @@ class Harness:
 
     def answer(self, opened: OpenTask, index: int, attention: str) -> Answer:
         """Of a sample: what the model says under an attention, and its scores."""
-        from muse_attention.huggingface.interface import use_attention
+        from muse_attention.huggingface import use_attention
 
         task = opened.task
         row = task.eval_docs[index]

@@ -50,8 +50,8 @@ from muse_attention.distributed import ulysses
 from muse_attention.distributed.neighbours import from_rank_before
 from muse_attention.documents.boundaries import DocumentBoundaries
 from muse_attention.documents.rows import attend_to_windows
-from muse_attention.huggingface.interface import BY_NAME, register_attention, stands_for_causal
-from muse_attention.huggingface.masks import stands_for_documents, told_documents
+from muse_attention.huggingface.masks import stands_for_causal, stands_for_documents, told_documents
+from muse_attention.huggingface.registration import BY_NAME, register_attention
 from muse_lab.pretraining.model.chunked_loss import IGNORED, chunked_cross_entropy
 from muse_lab.pretraining.model.configuration import GLOBAL, SLIDING, DecoderConfig
 from muse_lab.pretraining.model.sequence_parts import own_part
