@@ -31,7 +31,7 @@ from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.data.tokenizer import read_tokenizer
 from muse_lab.pretraining.initial_model import make_model
 from muse_lab.pretraining.interruptions.failures import TrainingError
-from muse_lab.pretraining.monitoring.layer_errors import answers_losses
+from muse_lab.pretraining.monitoring.answer_losses import answer_losses
 from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.needles import writer
 from muse_lab.pretraining.needles.haystacks import file_mark
@@ -413,7 +413,7 @@ def test_the_loss_of_answers_is_their_mean(corpus: Corpus) -> None:
         places = torch.nonzero(distances)[:, 0]
         losses.append(-log_probabilities[places - 1, document[places]])
     assert len({len(of_document) for of_document in losses}) > 1, "a mean of means would be another"
-    found = {kind: (float(summed), int(number)) for kind, (summed, number) in answers_losses(model, probes).items()}
+    found = {kind: (float(summed), int(number)) for kind, (summed, number) in answer_losses(model, probes).items()}
     expected = torch.cat(losses)
     assert found["all"] == (pytest.approx(float(expected.sum()), rel=1e-5), len(expected))
     back = torch.cat([distances[distances > 0] for _, distances in probes])

@@ -29,6 +29,7 @@ from muse_lab.cli import commands
 from muse_lab.pretraining import training
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions.failures import TrainingError
+from muse_lab.pretraining.loop import Loop
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import RECIPES, override
 from muse_lab.pretraining.run.folder import run_recipe
@@ -177,7 +178,7 @@ def test_too_little_memory_is_one_line_that_says_what_to_try(
     output, other = tmp_path / "out", tmp_path / "other"
     shutil.copytree(whole_run, other)
     shutil.rmtree(other / "checkpoints" / "step-00000008")
-    monkeypatch.setattr(training._Run, "_update", fail)
+    monkeypatch.setattr(Loop, "_update", fail)
     less = "micro_batch=1 recompute=true"
     command = f"muse train {corpus.folder} --output {output} --device cpu --resume {less}"
     for _ in range(2):  # a run that has learnt nothing is in nobody's way
@@ -232,7 +233,7 @@ def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: p
         def fail(*arguments: Any, error: BaseException = error) -> None:
             raise error
 
-        monkeypatch.setattr("muse_lab.pretraining.training._Run._update", fail)
+        monkeypatch.setattr("muse_lab.pretraining.loop.Loop._update", fail)
         found, _, err = run(*asked, "--recipe", "tiny", "--resume")
         assert found == code
         assert len(err.splitlines()) == 1

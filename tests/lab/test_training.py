@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from muse_lab.evaluation.loss.positions import position_losses
 from muse_lab.models import load_model
-from muse_lab.pretraining import checkpoints, training
+from muse_lab.pretraining import checkpoints, loop, training
 from muse_lab.pretraining.batches import Batches, Windows
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.determinism import determinism
@@ -117,7 +117,7 @@ def test_the_speed_is_that_of_the_update_without_its_probe(
         now += 1000
         return {1: {"relative_squared_error": 0.5}}
 
-    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=tick))
     monkeypatch.setattr(probe_module, "measure_attention", probe)
     train(corpus, override(SMALL, ["steps=2", "probe_every=2"]), tmp_path)
     first, second = read_metrics(tmp_path)

@@ -1,26 +1,18 @@
-"""What is measured now and then while a model trains: the error of its attention, and whether it looks needles up."""
+"""The error of an attention in every layer of a model, on what the layer attends with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import cross_entropy, pad
 
 from muse_attention.fidelity.error import measure
 from muse_attention.huggingface.capture import visit_layers
 from muse_attention.registry import get_attention
-from muse_lab.pretraining.model.sequence_parts import own_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ALL = "all"
-NEAR = 256
-"""Answers are told apart by how far back their definition begins: up to 256 tokens, up to 512, and so on."""
 
 
 def measure_attention(
@@ -51,41 +43,3 @@ def visit_measures(
         )
 
     visit_layers(model, input_ids, visit_inputs)
-
-
-@torch.no_grad()
-def answers_losses(
-    model: PreTrainedModel, documents: Iterable[tuple[Tensor, Tensor]], sequence: DeviceMesh | None = None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The summed loss of tokens that are answers, under the model's own attention, and how many these are.
-
-    For all answers together, for first tokens of uids and for later ones, which follow the one before, and by distance.
-
-    Args:
-        documents: (length + 1,) tokens, and of each the distance in tokens to where its needle's definition begins; 0
-            for tokens that are no answers
-        sequence: the ranks that share each document; each has the answers in its part
-    """
-    total: dict[str, tuple[Tensor, Tensor]] = {}
-    for document, distances in documents:
-        tokens, back = document.to(model.device), distances.to(model.device)
-        is_first = (back > 0) & ~pad(back[:-1] > 0, (1, 0))
-        targets, back, is_first = (own_part(of_all[1:], sequence, 0) for of_all in (tokens, back, is_first))
-        places = torch.nonzero(back)[:, 0]
-        logits = model(tokens[None, :-1], use_cache=False, logits_to_keep=places).logits[0]
-        losses = cross_entropy(logits.float(), targets[places], reduction="none")
-        for name, are_counted in _kinds(back[places], is_first[places], len(document)).items():
-            summed, number = (losses * are_counted).sum(), are_counted.sum()
-            before = total.get(name, (torch.zeros_like(summed), torch.zeros_like(number)))
-            total[name] = (before[0] + summed, before[1] + number)
-    return total
-
-
-def _kinds(distances: Tensor, is_first: Tensor, length: int) -> dict[str, Tensor]:
-    """Which of the answers are of each kind; the same kinds for every document of a length."""
-    kinds = {ALL: torch.ones_like(is_first), "first tokens": is_first, "later tokens": ~is_first}
-    nearest, farthest = 0, NEAR
-    while nearest < length:
-        kinds[f"{nearest + 1} to {farthest} back"] = (distances > nearest) & (distances <= farthest)
-        nearest, farthest = farthest, 2 * farthest
-    return kinds

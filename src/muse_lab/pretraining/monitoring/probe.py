@@ -12,14 +12,15 @@ from torch import Tensor
 
 from muse_lab.pretraining.autocast import autocast
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from muse_lab.pretraining.monitoring.answer_losses import answer_losses
 from muse_lab.pretraining.monitoring.error_limit import ERROR, Change, ErrorLimit
-from muse_lab.pretraining.monitoring.layer_errors import answers_losses, measure_attention
+from muse_lab.pretraining.monitoring.layer_errors import measure_attention
 from muse_lab.pretraining.parallel import World, gathered
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.schedule import EXACT
 
 
-class Probe(NamedTuple):
+class Probed(NamedTuple):
     """What was measured, as `metrics.Step` has it, and what follows from it."""
 
     levels: dict[int, int]
@@ -27,12 +28,12 @@ class Probe(NamedTuple):
     errors: dict[int, float] = {}  # noqa: RUF012 - never changed
     means: dict[str, float] = {}  # noqa: RUF012
     answers: dict[str, float] = {}  # noqa: RUF012
-    """nats for each token, by the kinds of `probe.answers_losses`"""
+    """nats for each token, by the kinds of `answer_losses`"""
     changes: tuple[Change, ...] = ()
 
 
 @dataclass
-class Probing:
+class Probe:
     model: DecoderForCausalLM
     recipe: Recipe
     world: World
@@ -51,7 +52,7 @@ class Probing:
         has_something = self.recipe.attention != EXACT or self.documents
         return every > 0 and (step + 1) % every == 0 and bool(has_something)
 
-    def run(self, tokens: Tensor, levels: dict[int, int], on_layer: Callable[[], None]) -> Probe:
+    def run(self, tokens: Tensor, levels: dict[int, int], on_layer: Callable[[], None]) -> Probed:
         """What an attention that has errors does on the first sequence of each rank; and the loss of answers.
 
         Of a sequence that ranks share, each rank measures some of the heads.
@@ -59,7 +60,7 @@ class Probing:
         Collective: every rank must call it. `on_layer` is called behind every layer, and may raise.
         """
         recipe, model = self.recipe, self.model
-        found = Probe(levels)
+        found = Probed(levels)
         with autocast(recipe, self.world.device), gathered(model), torch.compiler.set_stance("force_eager"):
             if self.error_limit is not None and model.config.attention == recipe.attention:
                 limited = self.error_limit.probe(model, tokens[:1, :-1], levels, self._mean, on_layer)
@@ -82,7 +83,7 @@ class Probing:
 
     def _answers(self) -> dict[str, float]:
         """Without kinds that no document has."""
-        of_rank = answers_losses(self.model, self.documents, self.world.sequence)
+        of_rank = answer_losses(self.model, self.documents, self.world.sequence)
         numbers = torch.stack([torch.stack([loss.double(), number.double()]) for loss, number in of_rank.values()])
         of_all = self.world.mean(numbers).tolist()
         return {name: summed / number for name, (summed, number) in zip(of_rank, of_all, strict=True) if number}
@@ -100,9 +101,9 @@ class Probing:
         }
 
 
-def _with_measures(probe: Probe, by_layer: dict[int, dict[str, float]]) -> Probe:
+def _with_measures(probed: Probed, by_layer: dict[int, dict[str, float]]) -> Probed:
     """With errors by layer, and each measure averaged over the layers that have it."""
     errors = {number: layer[ERROR] for number, layer in by_layer.items()}
     names = dict.fromkeys(name for layer in by_layer.values() for name in layer)
     means = {name: statistics.fmean(layer[name] for layer in by_layer.values() if name in layer) for name in names}
-    return probe._replace(errors=errors, means=means)
+    return probed._replace(errors=errors, means=means)
