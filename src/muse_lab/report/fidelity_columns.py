@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from muse_lab.report import tree
+
+Item = TypeVar("Item")
 
 
 class Column(NamedTuple):
@@ -102,3 +106,15 @@ def meaning(pooled: Iterable[Mapping[str, float]]) -> str:
     """What the columns beyond the errors mean, of those that are known."""
     columns = known((*TAIL, *RETRIEVAL, *GRADIENTS), pooled)
     return " ".join(f"{column.title}: {column.definition}" for column in columns)
+
+
+def measure_columns(
+    measures: Collection[Column], items: Collection[Item], pooled: Callable[[Item], Mapping[str, float]]
+) -> list[tuple[tree.Column, Callable[[Item], str]]]:
+    """For `Table.of`: those measures that are known of any item, by what is `pooled` for it."""
+    found = known(tuple(measures), map(pooled, items))
+    return [(tree.number(measure.title, measure.definition), _cell(measure, pooled)) for measure in found]
+
+
+def _cell(measure: Column, pooled: Callable[[Item], Mapping[str, float]]) -> Callable[[Item], str]:
+    return lambda item: measure.cell(pooled(item))
