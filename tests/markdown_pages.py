@@ -14,6 +14,8 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _MARKER = re.compile(r"<!-- test: (.+?) -->\s*$")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INLINE = re.compile(r"`(muse [^`]+)`")
+_INLINE_PATH = re.compile(r"`([\w./-]+(?:\.py|/))`")
+_PATH_FROM_ROOT = re.compile(r"(?<![\w./-])(?:\.\./)*((?:src|tests|docs|docs_build|examples|benchmarks)/[\w./-]+\.\w+)")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ def anchors(path: Path) -> set[str]:
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", path.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings}
+
+
+def named_files(text: str) -> set[str]:
+    """Python files and folders in inline code, and all files that are named from the root of the repository."""
+    return {*_INLINE_PATH.findall(text), *_PATH_FROM_ROOT.findall(text)}
 
 
 def make_targets(path: Path) -> set[str]:

@@ -3,26 +3,25 @@
     from muse_attention import muse_attention
     out = muse_attention(query, key, value, is_causal=True)
 
-The algorithm, in order, and where to read each step:
+`attention.py` is that function: it checks the arguments, and settles the configuration (`config.py`, `defaults.py`) and
+the backend of a call. `ops.py` makes forward and backward operators of PyTorch. `backends/reference.py` defines what
+they compute, as one dense file. The steps, in order, are in `backends/torch/`:
 
-0. `config.py`: all choices in one value. `defaults.py`: the default for a length. `structures.py`: what passes between
-   the steps.
-1. Cluster queries and keys, separately, over the whole sequence; assign inside each block: `stages/clustering.py`.
-2. Summarise each (query cluster, key cluster, block) by exponentially tilted means, and
-3. accumulate the summaries over the blocks a query sees: `stages/summaries.py`.
-4. Select the clusters to open and the blocks to retrieve; attend to the summaries of the rest: `stages/selection.py`,
-   or by a tolerance, `stages/error_control.py`.
-5. Attend exactly to the retrieved buckets, `stages/retrieval.py`, and to the own block, `local.py`.
-6. Merge everything as one softmax: `stages/merging.py`.
+1. Cluster queries and keys, separately, over the whole sequence; assign inside each block:
+   `backends/torch/clustering.py`.
+2. Summarise each (query cluster, key cluster, block) by exponentially tilted means, and accumulate the summaries over
+   the blocks that a query sees: `backends/torch/summaries.py`.
+3. Select the clusters to open and the blocks to retrieve: `backends/torch/selection.py`, or, by a tolerance,
+   `backends/torch/error_control.py`. Attend to the summaries of the rest.
+4. Attend exactly to the retrieved buckets, `backends/torch/retrieval.py`, and to the own block, `core/local.py`.
+5. Merge everything as one softmax: `backends/torch/far_field.py`, which runs the steps.
 
-`kernels/` has the same files as `stages/`, in Triton for CUDA; `far_field.py` of each runs its steps in order.
-`reference.py` is the whole algorithm in one dense file, the definition. `pipeline.py` is forward and backward with
-either backend; `operator.py` makes it an operator of PyTorch; `attention.py` is the function users call, and
-`packed.py` the same for documents in one row of tokens. `distributed` attends to sequences over a device mesh.
+`backends/triton/` has the same steps for CUDA. `core/` is what backends share: structures, arguments, precision.
 
-`huggingface.py` runs models of transformers with MuSe, `pretrained.py` loads them, `capture.py` captures the queries,
-keys and values of their layers, and `evaluation` measures them. `pretraining` has data, the paper's decoder and a
-trainer, and `integrations` puts MuSe into the trainers of others.
+`registry.py` finds an attention by its name. `documents/varlen.py` attends to documents in one row of tokens,
+`distributed/` to sequences over a device mesh. `huggingface/` runs models of transformers, and `integrations/` the
+trainers of others. `baselines/` are attentions to compare with, and `fidelity/` measures how far they are from exact.
+Pretraining, evaluation, benchmarks and the `muse` command are another package, `muse_lab`.
 """
 
 from __future__ import annotations

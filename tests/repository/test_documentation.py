@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.markdown_pages import ROOT, anchors, links, make_targets, markdown_files, muse_commands, python_blocks
+from tests.markdown_pages import (
+    ROOT,
+    anchors,
+    links,
+    make_targets,
+    markdown_files,
+    muse_commands,
+    named_files,
+    python_blocks,
+)
 
 PAGES = [
     path
@@ -34,6 +45,41 @@ def test_links_lead_somewhere(path: Path) -> None:
         if not place.exists() or (anchor and place.suffix == ".md" and anchor not in anchors(place)):
             broken.append(f"{target}#{anchor}" if anchor else target)
     assert not broken
+
+
+OF_USERS = ("out/", "checkpoints/", "model/", "DIR/")
+"""Folders that pages name and that commands write."""
+SRC, LAB = ROOT / "src" / "muse_attention", ROOT / "src" / "muse_lab"
+
+
+@needs_records
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_files_that_pages_name_exist(path: Path) -> None:
+    """Named from the repository or from one of the packages. The changelog and the lab log tell of former files."""
+    named = {name for name in named_files(path.read_text()) if not name.startswith(OF_USERS)}
+    assert not [name for name in named if not any((folder / name).exists() for folder in (ROOT, SRC, LAB))]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src").rglob("__init__.py")), ids=name_of)
+def test_files_that_packages_name_exist(path: Path) -> None:
+    """Named from the package, from the one at its root, or from the repository."""
+    named = named_files(ast.get_docstring(ast.parse(path.read_text())) or "")
+    assert not [name for name in named if not any((folder / name).exists() for folder in (path.parent, SRC, LAB, ROOT))]
+
+
+def test_modules_of_the_import_contract_exist() -> None:
+    def exists(module: str) -> bool:
+        place = ROOT / "src" / module.replace(".", "/")
+        return place.is_dir() or place.with_suffix(".py").exists()
+
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for contract in contracts:
+        named = [*contract.get("containers", ()), *contract.get("source_modules", ())]
+        named += contract.get("forbidden_modules", ())
+        inside = [f"{container}." for container in contract.get("containers", ())] or [""]
+        layers = [name for layer in contract.get("layers", ()) for name in re.findall(r"\w+", layer)]
+        named += [f"{container}{name}" for container in inside for name in layers]
+        assert not [module for module in named if not exists(module)], contract["name"]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Attention inside the documents of a row of tokens, in as few calls as there are kinds of documents.
 
 Documents that MuSe has nothing to gain from are attended to exactly: those of one block, and where no `config` is given
-those up to `defaults.LONGEST_EXACT`. On CUDA one call serves all of them (`packed_exact`). Longer ones go through
+those up to `defaults.LONGEST_EXACT`. On CUDA one call serves all of them (`exact.py`). Longer ones go through
 `muse_attention`, on the Triton backend those of equal length together. Nothing is padded.
 """
 

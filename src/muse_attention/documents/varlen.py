@@ -5,7 +5,7 @@
 A packed call means one call for each document: own blocks, own clusters, own causal past. Nothing passes from one
 document to another, and what a document costs does not depend on where it lies in the row.
 
-`document_rows` attends to documents exactly or with MuSe, as their lengths say. Under `torch.compile` a call is one
+`rows.py` attends to documents exactly or with MuSe, as their lengths say. Under `torch.compile` a call is one
 operator (`packed_operator`).
 """
 

@@ -1,4 +1,7 @@
-"""How far an attention is from exact attention: the error of outputs and gradients, what was retrieved, and lookups."""
+"""How far an attention is from exact attention: the error of outputs and gradients, what was retrieved, and lookups.
+
+Of tensors that are given; `muse_lab.evaluation` measures whole models with it.
+"""
 
 from __future__ import annotations
 

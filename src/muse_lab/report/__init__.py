@@ -1,1 +1,5 @@
-"""Reports: described once as a tree (`tree`), rendered to HTML and to Markdown, and written beside the results."""
+"""The pages that reports become. What is reported is decided beside each measurement, in files named `*_report.py`.
+
+`tree.py` describes a report once; `html.py` and `markdown.py` render it, `plots.py` draws its pictures, and `files.py`
+writes it beside the results.
+"""

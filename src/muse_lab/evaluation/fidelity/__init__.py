@@ -1,1 +1,1 @@
-"""How far attentions are from exact attention on what the layers of a model attend with."""
+"""`muse fidelity`: the error of attentions in the layers of a model, by the measures of `muse_attention.fidelity`."""

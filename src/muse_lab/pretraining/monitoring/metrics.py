@@ -1,4 +1,4 @@
-"""What a run measures at every step: a line of JSON each, and the boards of boards.py where they are asked for."""
+"""What a run measures at every step: a line of JSON each, and the boards of `boards.py` where they are asked for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Step:
     answers: dict[str, float] = field(default_factory=dict)
     """the same of first tokens of uids and of later ones, and by how many tokens back the needle's definition begins"""
     evaluation: dict[str, float] = field(default_factory=dict)
-    """of evaluating.py, where the model was evaluated, before the update"""
+    """of `held_out.py`, where the model was evaluated, before the update"""
     tightened: dict[int, str] = field(default_factory=dict)
     """layers that have a tighter attention from the next update on, where errors are limited and were measured"""
     skipped: str | None = None

@@ -1,10 +1,10 @@
 """The folder of a training run: its files, what may be done there, and the lock on it.
 
     run.json         recipe and corpus, written first
-    checkpoints/     see checkpoints.py
-    metrics.jsonl    see metrics.py
-    failures.json    see failures.py; only of a run that failed
-    stacks.txt       see watchdog.py; only of a run that stood still
+    checkpoints/     see the package `checkpoints`
+    metrics.jsonl    see monitoring/metrics.py
+    failures.json    see interruptions/failures.py; only of a run that failed
+    stacks.txt       see interruptions/watchdog.py; only of a run that stood still
     model/           written last: the model, as transformers reads it, with its tokenizer
 
 A folder with `run.json` alone has no checkpoint yet, and may be used for another run.

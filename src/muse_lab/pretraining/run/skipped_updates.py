@@ -1,7 +1,7 @@
 """Which updates are skipped: those whose loss or gradient is not finite, or far above what it was of late.
 
 A decision depends on the loss, the norm of the gradients and the state of the run, which all ranks have and every
-checkpoint keeps: a run that goes on decides as before. The state is that of run_state.py.
+checkpoint keeps: a run that goes on decides as before. The state is that of `state.py`.
 """
 
 from __future__ import annotations
