@@ -468,7 +468,7 @@ class Conformance:
 
 
 class OperatorConformance(Conformance):
-    """For a backend of `operator`."""
+    """For a backend of `ops`."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool

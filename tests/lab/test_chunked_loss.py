@@ -168,7 +168,7 @@ def test_mistakes(changes: dict[str, Any], message: str) -> None:
         chunked_cross_entropy(**{"hidden": hidden, "weight": weight, "targets": targets, **changes})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_cuda.py")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_pretraining_cuda.py")
 @pytest.mark.parametrize("vocabulary", [19, 64, 5000])
 def test_kernel_in_the_interpreter(vocabulary: int) -> None:
     pytest.importorskip("triton")

@@ -6,7 +6,7 @@ A packed call means one call for each document: own blocks, own clusters, own ca
 document to another, and what a document costs does not depend on where it lies in the row.
 
 `rows.py` attends to documents exactly or with MuSe, as their lengths say. Under `torch.compile` a call is one
-operator (`packed_operator`).
+operator (`operator.py`).
 """
 
 from __future__ import annotations

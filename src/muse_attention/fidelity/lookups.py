@@ -49,7 +49,7 @@ def found_weight(
     Args:
         query: (batch, query heads, N, D)
         key: (batch, key heads, N, D)
-        clusters, selection: those that `operator.attend` was called with and returned
+        clusters, selection: those that `ops.attend` was called with and returned
         scale: factor of the logits
     """
     length, group = key.shape[2], query.shape[1] // key.shape[1]

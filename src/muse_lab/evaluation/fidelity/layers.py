@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GRADIENTS = ("query_gradient_error", "key_gradient_error", "value_gradient_error")
-"""Those of `gradient_fidelity.GradientErrors`, a number for every head of queries, or of keys. Only where asked for."""
+"""Those of `fidelity.gradients.GradientErrors`, for every head of queries, or of keys. Only where asked for."""
 MEASURES = (
     *("relative_squared_error", "cosine", "energy_error", "lse_gap", "error_p99", "error_p999", "share_far_off"),
     *("pairs_per_query", "keys_per_query", "share_retrieving", "at_budget"),
