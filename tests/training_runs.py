@@ -24,8 +24,7 @@ SMALL = override(
     [
         f"steps={STEPS}",
         "length=64",
-        "batch=4",
-        "micro_batch=2",
+        "batch=2",
         "attention=muse:Q4K4R1SP1B16,clustering=lloyd",
         "exact_tail=0.25",
         "warmup=2",
@@ -34,7 +33,7 @@ SMALL = override(
     ],
 )
 
-QUICK = override(SMALL, ["attention=exact", "batch=2", "probe_every=0"])
+QUICK = override(SMALL, ["attention=exact", "probe_every=0"])
 
 
 def attentions_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:

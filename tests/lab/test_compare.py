@@ -276,7 +276,7 @@ def test_curves_survive_a_file(corpus: Corpus, trained: Path, tmp_path: Path) ->
     curves = read.runs["muse"].curves
     steps = read_metrics(trained / "muse")
     assert [point.loss for point in curves.points] == [line["loss"] for line in steps]
-    assert [probe.tokens for probe in curves.probes] == [512, 1024, 1536]
+    assert [probe.tokens for probe in curves.probes] == [256, 512, 768]
     assert curves.probes[0].errors == {int(layer): error for layer, error in steps[1]["rse"].items()}
 
 

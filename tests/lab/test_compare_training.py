@@ -51,7 +51,7 @@ def test_a_continued_run_is_told_by_its_further_tokens(compared: ComparisonResul
         ("one", 7, "exact"),
         ("three", 9, "exact"),
     ]
-    assert [point.further_tokens for point in points] == [0, 256, 768]
+    assert [point.further_tokens for point in points] == [0, 128, 384]
     assert [point.percent for point in points] == pytest.approx([0, 100 / 6, 50])
     rows = further_table(compared).rows
     assert [row[0] for row in rows] == ["muse", "one", "three"]

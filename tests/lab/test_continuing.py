@@ -142,10 +142,10 @@ def test_what_cannot_be_asked_for(changes: list[str], message: str, finished: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "updates"), [("26M", 101563), ("0.5M", 1954), ("1B", 3906250), ("256", 1), ("257", 2), ("1k", 4)]
+    ("text", "updates"), [("26M", 203125), ("0.5M", 3907), ("1B", 7812500), ("128", 1), ("129", 2), ("1k", 8)]
 )
 def test_tokens_are_whole_updates(text: str, updates: int, finished: Path) -> None:
-    """Of 256 tokens; M and B are decimal, as in the paper, k is 1024."""
+    """Of 128 tokens; M and B are decimal, as in the paper, k is 1024."""
     assert further_recipe(finished, [f"tokens={text}"]).further_steps == updates
 
 

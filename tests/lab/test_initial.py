@@ -45,7 +45,7 @@ def model(whole_run: Path, tmp_path: Path) -> Path:
 def test_it_goes_on_from_what_was_learnt(corpus: Corpus, model: Path, tmp_path: Path) -> None:
     train(corpus, longer(model), tmp_path / "out")
     before, _ = load_model(model)
-    tokens = Batches(Windows(corpus, 96), 4).read(0)
+    tokens = Batches(Windows(corpus, 96), SMALL.batch).read(0)
     with torch.no_grad():
         expected = before(tokens[:, :-1], shift_labels=tokens[:, 1:]).loss.item()
     assert losses(tmp_path / "out")[0] == pytest.approx(expected, rel=1e-5)

@@ -187,11 +187,12 @@ def test_two_processes_learn_the_same_with_all_that_saves_time_and_memory(
 @pytest.mark.long
 @pytest.mark.parametrize(("mine", "theirs"), [(8, 6), (6, 8)])
 def test_ranks_that_find_other_checkpoints_do_not_go_on(
-    mine: int, theirs: int, corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mine: int, theirs: int, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a network's folder is listed before all of it is there."""
     output = tmp_path / "out"
-    shutil.copytree(whole_run, output)
+    recipe = override(QUICK, ["micro_batch=1"])
+    train(corpus, recipe, output)
     if mine < STEPS:
         shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
     before = contents(output)
@@ -203,5 +204,5 @@ def test_ranks_that_find_other_checkpoints_do_not_go_on(
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     world = World(torch.device("cpu"), ranks=2, mesh=cast(Any, object()))
     with pytest.raises(TrainingError, match="some ranks would continue from step 6 and some from step 8"):
-        train(corpus, SMALL, output, resume=True, world=world)
+        train(corpus, recipe, output, resume=True, world=world)
     assert contents(output) == before

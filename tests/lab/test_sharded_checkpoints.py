@@ -40,7 +40,7 @@ from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, Mishap
 from tests.training_runs import QUICK, assert_same_run
 
-KILLS = 10
+KILLS = 6
 CALLS_IN_A_SAVE = 22, 4
 """To the file system, about: by the first rank, and by another."""
 RECIPE = override(QUICK, ["micro_batch=1", "steps=12", "checkpoint_every=1"])
@@ -62,7 +62,7 @@ def go_back(output: Path, step: int, source: Path) -> None:
 
 
 @pytest.mark.long
-def test_kills_at_ten_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_ranks: Path, tmp_path: Path) -> None:
+def test_kills_at_six_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_ranks: Path, tmp_path: Path) -> None:
     """Of one rank, which ends the other, and of both. All that was durable stays whole.
 
     The run ends bit for bit as one that was not killed. In the middle, it also goes on with one process.

@@ -42,7 +42,7 @@ from tests.lab.test_prepare import SMALL as PREPARED
 from tests.lab.test_prepare import make
 from tests.training_runs import SMALL, STEPS, attentions_called, learnt, losses, stop_at
 
-GOLDEN = [5.82854, 5.26275, 4.79373, 4.30235, 3.99389, 3.64250, 3.41044, 3.49443]
+GOLDEN = [5.84777, 5.24782, 4.80704, 4.40503, 3.94399, 3.69187, 3.46842, 3.36457]
 
 
 def test_first_losses(whole_run: Path) -> None:
@@ -52,7 +52,7 @@ def test_first_losses(whole_run: Path) -> None:
 
 def test_the_first_loss_is_that_of_the_model_on_the_first_batch(corpus: Corpus, whole_run: Path) -> None:
     model = make_model(corpus, SMALL)
-    tokens = Batches(Windows(corpus, 64), 4).read(0)
+    tokens = Batches(Windows(corpus, 64), 2).read(0)
     loss = model(tokens[:, :-1], shift_labels=tokens[:, 1:]).loss.item()
     assert losses(whole_run)[0] == pytest.approx(loss, rel=1e-6)
     assert abs(loss - math.log(corpus.manifest.vocabulary)) < 0.3
@@ -62,7 +62,7 @@ def test_metrics_have_a_line_for_every_step(whole_run: Path) -> None:
     steps = read_metrics(whole_run)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert [step["attention"] for step in steps] == [SMALL.attention] * 6 + ["exact"] * 2
-    assert [step["tokens"] for step in steps] == [256 * step for step in range(1, STEPS + 1)]
+    assert [step["tokens"] for step in steps] == [128 * step for step in range(1, STEPS + 1)]
     assert [step["step"] for step in steps if "rse" in step] == [3, 6]
     for step in steps:
         assert all(0 < error < 1 for error in step.get("rse", {}).values())
@@ -85,7 +85,7 @@ def test_every_update_attends_as_its_line_says(corpus: Corpus, tmp_path: Path, m
         updates.append(list(called))
         called.clear()
 
-    train(corpus, override(SMALL, ["probe_every=0", "exact_start=0.125"]), tmp_path, on_step=note)
+    train(corpus, override(SMALL, ["micro_batch=1", "probe_every=0", "exact_start=0.125"]), tmp_path, on_step=note)
     calls = 2 * 2  # global layers, and parts of a batch
     exact = [["exact"] * calls]
     assert updates == exact + [[SMALL.attention] * calls] * 5 + exact * 2
@@ -132,7 +132,7 @@ def test_the_probe_changes_nothing(corpus: Corpus, whole_run: Path, tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", ["micro_batch=1", "micro_batch=4", "recompute=true"])
+@pytest.mark.parametrize("change", ["micro_batch=1", "recompute=true"])
 def test_memory_is_saved_without_changing_what_is_learnt(
     change: str, corpus: Corpus, whole_run: Path, tmp_path: Path
 ) -> None:
@@ -143,7 +143,7 @@ def test_memory_is_saved_without_changing_what_is_learnt(
 @pytest.mark.long
 def test_bfloat16_is_close(corpus: Corpus, tmp_path: Path) -> None:
     """Two small updates: some processors take seconds for each product in bfloat16."""
-    changes = ["steps=2", "batch=2", "probe_every=0", "exact_tail=0"]
+    changes = ["steps=2", "batch=1", "micro_batch=1", "length=32", "probe_every=0", "exact_tail=0"]
     for precision in ("float32", "bfloat16"):
         train(corpus, override(SMALL, [*changes, f"precision={precision}"]), tmp_path / precision)
     expected, found = losses(tmp_path / "float32"), losses(tmp_path / "bfloat16")

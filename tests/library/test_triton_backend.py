@@ -77,7 +77,7 @@ class TestTritonBackend(OperatorConformance):
         self._check_against_reference(shape, torch.float64)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-    @pytest.mark.parametrize("shape", SHAPES[4:5], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES[3:4], ids=str)
     def test_is_as_accurate_as_the_reference_in_its_precision(self, shape: Shape, dtype: torch.dtype) -> None:
         self._check_against_reference(shape, dtype)
 
@@ -198,7 +198,7 @@ def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -
     from muse_attention.backends.triton import far_field
     from muse_attention.backends.triton.runtime import schedule
 
-    inputs = Shape("", "", length=40, batch=2).tensors(torch.float32)
+    inputs = Shape("", "", length=40).tensors(torch.float32)
     results = []
     for room in (1 << 40, 0):
         monkeypatch.setattr(schedule, "_schedules", {})

@@ -20,12 +20,13 @@ import muse_attention
 ROOT = Path(__file__).parents[2]
 
 FIRST_CALL = """
-import torch, muse_attention
+import sys, torch, muse_attention
 from muse_attention import MuSeConfig, muse_attention as attend
 assert "site-packages" in muse_attention.__file__, muse_attention.__file__
 query = torch.randn(1, 1, 600, 8, requires_grad=True)
 out = attend(query, query, query, is_causal=True)
 out.sum().backward()
+assert not [name for name in sys.modules if name.startswith("muse_lab")]
 print(muse_attention.__version__, tuple(out.shape), MuSeConfig.for_length(600))
 """
 
@@ -77,7 +78,7 @@ def installed(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathF
     return python
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_sdist_is_the_sources_without_records(distributions: dict[str, Path]) -> None:
     with tarfile.open(distributions["sdist"]) as archive:
         parts = {Path(name).parts[1] for name in archive.getnames() if len(Path(name).parts) > 1}
@@ -86,24 +87,24 @@ def test_the_sdist_is_the_sources_without_records(distributions: dict[str, Path]
     assert distributions["sdist"].stat().st_size < 5 * 2**20
 
 
-@pytest.mark.slow
-def test_the_wheel_has_the_package_alone(distributions: dict[str, Path]) -> None:
+@pytest.mark.long
+def test_the_wheel_has_the_two_packages_alone(distributions: dict[str, Path]) -> None:
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         names = archive.namelist()
-    assert {Path(name).parts[0].partition("-")[0] for name in names} == {"muse_attention"}
-    assert "muse_attention/py.typed" in names
+    assert {Path(name).parts[0].partition("-")[0] for name in names} == {"muse_attention", "muse_lab"}
+    assert {"muse_attention/py.typed", "muse_lab/py.typed", "muse_lab/report/page.html"} <= set(names)
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_call_needs_no_extra(installed: Path, tmp_path: Path) -> None:
     finished = _run([installed, "-c", FIRST_CALL], tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith(f"{muse_attention.__version__} (1, 1, 600, 8) ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_says_which_extra_it_needs(installed: Path, tmp_path: Path) -> None:
     finished = _run([installed.with_name("muse"), "--help"], tmp_path)
     assert finished.returncode == 1
