@@ -60,7 +60,7 @@ def calling_first(call: Callable[..., Any], action: Callable[[], None], *, at: i
 
 MOMENTS: dict[str, tuple[object, str, int, int]] = {
     "while a batch is read": (Batches, "read", 4, 3),
-    "during the backward pass": (torch.Tensor, "backward", 5, 5),
+    "during the backward pass": (torch.Tensor, "backward", 5, 4),
     "during an update": (torch.optim.AdamW, "step", 5, 5),
     "during a probe": (probe, "measure_attention", 1, 2),
     "during an evaluation": (Evaluation, "_ask", 2, 3),
