@@ -557,7 +557,7 @@ PASSAGES = (
         "Algorithm 1",
         (
             REFERENCE,
-            f"{SRC}/backends/pipeline.py",
+            f"{SRC}/backends/protocol.py",
             f"{SRC}/backends/torch/far_field.py",
             f"{SRC}/backends/triton/far_field.py",
         ),
@@ -580,7 +580,7 @@ PASSAGES = (
     ),
     Passage(
         "Output merging (3.3)",
-        (f"{SRC}/backends/torch/merging.py", f"{SRC}/backends/triton/merging.py"),
+        (f"{SRC}/core/merging.py", f"{SRC}/backends/triton/merging.py"),
         "one softmax; parts merge by logsumexp",
     ),
     Passage(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, ops
 from muse_attention.backends.reference import reference_attention
+from muse_attention.core.call import Call
 from tests.shapes import Shape
 
 
@@ -23,11 +24,12 @@ def assert_at_most_twice_the_error_of_torch(
     clusters = ops.cluster(*inputs[:2], config, scale=scale, backend="triton")
     arguments = {"is_causal": shape.is_causal, "scale": scale}
     poison_memory()
-    merged, selection = ops.attend(*inputs, clusters, config, **arguments, backend="triton")
+    call = Call(*inputs, clusters, config, **arguments)
+    merged, selection = ops.attend(call, "triton")
     weights = [torch.randn_like(merged.out), torch.randn_like(merged.lse)]
     poison_memory()
     found = [merged.out, merged.lse, *torch.autograd.grad(list(vars(merged).values()), inputs, weights)]
-    other, _ = ops.attend(*inputs, clusters, config, **arguments, backend="torch", selection=selection)
+    other, _ = ops.attend(call, "torch", selection)
     theirs = [other.out, other.lse, *torch.autograd.grad(list(vars(other).values()), inputs, weights)]
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = reference_attention(

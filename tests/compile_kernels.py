@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from muse_attention import muse_attention
-from muse_attention.backends import choice
+from muse_attention.backends.triton import limits
 
 
 class _Hopper:
@@ -42,7 +42,7 @@ def main(dtype: str, *cases: str) -> None:
         shared[self.__name__] = max(compiled.metadata.shared, shared.get(self.__name__, 0))
 
     JITFunction.run = compile_only
-    choice._why_not_triton = lambda *_: None
+    limits.why_not = lambda *_: None
     for case in cases:
         config, head_dim = case.split(":")
         query, key, value = (

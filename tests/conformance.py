@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muse_attention import Clusters, MuSeConfig, exact_attention, find_clusters, muse_attention, ops
 from muse_attention.backends.reference import reference_attention
+from muse_attention.core.call import Call
 from muse_attention.core.structures import Selection
 from muse_attention.fidelity import compare
 from muse_lab.synthetic import clustered_qkv
@@ -475,9 +476,8 @@ class OperatorConformance(Conformance):
     ) -> tuple[Tensor, Tensor, Clusters, Selection]:
         scale = query.shape[-1] ** -0.5
         clusters = ops.cluster(query, key, config, scale=scale, backend=self.backend)
-        merged, selection = ops.attend(
-            query, key, value, clusters, config, is_causal=is_causal, scale=scale, backend=self.backend
-        )
+        call = Call(query, key, value, clusters, config, is_causal, scale)
+        merged, selection = ops.attend(call, self.backend)
         return merged.out, merged.lse, clusters, selection
 
 
@@ -498,7 +498,7 @@ def assert_out_of_range_is_clamped(wrong: int, config: str) -> None:
     )
     results = []
     for given in (outside, clamped):
-        merged, _ = ops.attend(*inputs, given, parsed, is_causal=True, scale=0.25, backend="triton")
+        merged, _ = ops.attend(Call(*inputs, given, parsed, is_causal=True, scale=0.25), "triton")
         results.append([merged.out, *torch.autograd.grad(merged.out.square().sum(), inputs)])
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)

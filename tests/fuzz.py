@@ -38,6 +38,7 @@ from muse_attention import MuSeConfig, find_clusters, get_attention, ops
 from muse_attention.backends.reference import Reference, reference_attention
 from muse_attention.backends.torch.large_logits import LARGEST_LSE
 from muse_attention.core.arguments import check_arguments
+from muse_attention.core.call import Call
 from muse_attention.core.structures import Clusters, Selection
 from tests.closeness import ROUNDING
 from tests.fuzz_cases import FLOATS, Case, draw, make_inputs, make_weights
@@ -218,9 +219,8 @@ def _definition(case: Case, dense: list[Tensor]) -> tuple[Callable[[list[Tensor]
     if name == "muse":
         config = MuSeConfig.parse(settings)
         clusters = find_clusters(folded, dense[1], config=config, scale=scale, backend=case.backend)
-        _, selection = ops.attend(
-            folded, *dense[1:], clusters, config, is_causal=case.is_causal, scale=scale, backend=case.backend
-        )
+        call = Call(folded, *dense[1:], clusters, config, case.is_causal, scale)
+        _, selection = ops.attend(call, case.backend)
         return (
             lambda tensors, precision: reference_attention(
                 *tensors, config, **arguments, clusters=_in(clusters, precision), selection=selection

@@ -12,7 +12,9 @@ from muse_attention.backends import reference
 from muse_attention.backends.choice import resolve_backend
 from muse_attention.config import MuSeConfig
 from muse_attention.core.arguments import check_arguments
+from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
+from muse_attention.core.sides import single_cluster
 from muse_attention.core.structures import Clusters
 
 Backend = Literal["auto", "torch", "triton", "reference"]
@@ -114,10 +116,10 @@ def muse_attention(
     else:
         query, key, value = ops.as_contiguous(query, key, value)
         if query.shape[2] <= settings.block_size:
-            clusters = ops.single_cluster(query, key)
+            clusters = single_cluster(query, key)
         elif clusters is None:
             clusters = ops.cluster(query, key, settings, scale=factor, backend=chosen)
-        merged, _ = ops.attend(query, key, value, clusters, settings, is_causal=is_causal, scale=factor, backend=chosen)
+        merged, _ = ops.attend(Call(query, key, value, clusters, settings, is_causal, factor), chosen)
         out, lse = merged.out, merged.lse
     return (out, lse) if return_lse else out
 

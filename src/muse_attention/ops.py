@@ -1,4 +1,4 @@
-"""The pipeline as operators of PyTorch: `muse_attention::cluster`, `::forward` and `::backward`.
+"""MuSe attention as operators of PyTorch: `muse_attention::cluster`, `::forward` and `::backward`.
 
 To autograd, `torch.compile` and activation checkpointing each is one opaque operator with a shape rule. Clusters and
 selection are outputs of the forward operators, so that a backward pass never depends on finding them again.
@@ -21,12 +21,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
-from muse_attention.backends import pipeline
-from muse_attention.backends.torch import large_logits
-from muse_attention.backends.triton.plan import pairs_per_query
+from muse_attention.backends.choice import backend_named
 from muse_attention.config import MuSeConfig
+from muse_attention.core.call import Attended, Call
 from muse_attention.core.precision import compute_dtype
-from muse_attention.core.recording import Call, record
+from muse_attention.core.recording import record
+from muse_attention.core.selection_shapes import SelectionShapes
 from muse_attention.core.structures import Clusters, Partial, Selection
 
 NAMESPACE = "muse_attention"
@@ -54,31 +54,11 @@ def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, bac
 _config = functools.lru_cache(maxsize=256)(MuSeConfig.parse)
 
 
-def single_cluster(query: Tensor, key: Tensor) -> Clusters:
-    """One cluster for all, centred at the origin: enough where summaries are not used, and free to find."""
-
-    def side(tensor: Tensor) -> tuple[Tensor, Tensor]:
-        centroid = tensor.new_zeros(*tensor.shape[:2], 1, tensor.shape[3], dtype=compute_dtype(tensor.dtype))
-        return centroid, tensor.new_zeros(tensor.shape[:3], dtype=torch.int32)
-
-    return Clusters(*side(query), *side(key))
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    clusters: Clusters,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
-    scale: float,
-    backend: str,
-    selection: Selection | None = None,
-) -> tuple[Partial, Selection]:
+def attend(call: Call, backend: str, selection: Selection | None = None) -> tuple[Partial, Selection]:
     """Output and lse, differentiable, and the selection behind them."""
-    _refuse_other_derivatives(query, key, value)
-    query, key, value = as_contiguous(query, key, value)
+    _refuse_other_derivatives(call.query, call.key, call.value)
+    query, key, value = as_contiguous(call.query, call.key, call.value)
+    clusters = call.clusters
     rest: tuple[Any, ...] = (
         clusters.query_centroids,
         clusters.query_assignment,
@@ -86,9 +66,9 @@ def attend(
         clusters.key_spread,
         None if selection is None else selection.opened,
         None if selection is None else selection.retrieved,
-        config.text,
-        is_causal,
-        scale,
+        call.config.text,
+        call.is_causal,
+        call.scale,
         backend,
     )
     outputs: tuple[Tensor, ...]
@@ -102,7 +82,7 @@ def attend(
     out, lse, opened, retrieved, _ = outputs
     selected = Selection(opened, retrieved)
     if not torch.compiler.is_compiling():
-        record(Call(query, key, value, clusters, config, is_causal, scale, backend, selected))
+        record(call, backend, selected)
     wide = compute_dtype(query.dtype)
     return Partial(out, lse if lse.dtype == wide else lse.to(wide)), selected
 
@@ -130,7 +110,7 @@ def _cluster(
     query: Tensor, key: Tensor, config: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _no_autocast(query):
-        found = pipeline.find_clusters(query, key, _config(config), scale=scale, backend=backend)
+        found = backend_named(backend).find_clusters(query, key, _config(config), scale=scale)
     spread = query.new_empty(0) if found.key_spread is None else found.key_spread
     return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment, spread
 
@@ -165,22 +145,21 @@ def _forward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    clusters = _clusters(query_centroids, query_assignment, key_assignment, key_spread)
+    call = Call(query, key, value, clusters, _config(config), is_causal, scale)
     chosen = None if opened is None or retrieved is None else Selection(opened, retrieved)
     with _no_autocast(query):
-        merged, selected, memory = large_logits.forward(
-            query,
-            key,
-            value,
-            _clusters(query_centroids, query_assignment, key_assignment, key_spread),
-            chosen,
-            _config(config),
-            is_causal=is_causal,
-            scale=scale,
-            backend=backend,
-        )
+        merged, selected, memory = backend_named(backend).forward(call, chosen)
     if chosen is not None:  # an operator's output may not be its input
         selected = Selection(chosen.opened.clone(), chosen.retrieved.clone())
     return _no_view(merged.out), _no_view(merged.lse), selected.opened, selected.retrieved, memory
+
+
+def _clusters(
+    query_centroids: Tensor, query_assignment: Tensor, key_assignment: Tensor, key_spread: Tensor | None
+) -> Clusters:
+    """Attention reads the assignment of keys alone, never their centroids."""
+    return Clusters(query_centroids, query_assignment, query_centroids.new_empty(0), key_assignment, key_spread)
 
 
 def _no_view(tensor: Tensor) -> Tensor:
@@ -191,35 +170,21 @@ def _no_view(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), *place)
 
 
-def _shapes_of_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_centroids: Tensor,
-    query_assignment: Tensor,
-    key_assignment: Tensor,
-    key_spread: Tensor | None,
-    opened: Tensor | None,
-    retrieved: Tensor | None,
-    config: str,
-    is_causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parsed = _config(config)
-    batch, heads, length, _ = query.shape
-    rows = (batch, heads, length)
-    of_opened, of_retrieved, _ = pipeline.selection_shapes(parsed, length)
-    picks = pairs_per_query(parsed, of_retrieved if retrieved is None else tuple(retrieved.shape[-2:]))
-    memory = pipeline.memory_size(
-        parsed, batch * heads, batch * key.shape[1], length, query_centroids.shape[2], picks, backend
-    )
+def _shapes_of_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, *of_clusters, opened, retrieved, config, is_causal, scale, name = inputs
+    call = Call(query, key, value, _clusters(*of_clusters), _config(config), is_causal, scale)
+    backend, rows = backend_named(name), query.shape[:3]
+    if opened is None or retrieved is None:
+        shapes = SelectionShapes.of(call.config, rows[2])
+        opened, retrieved = (query.new_empty(*rows, *shape, dtype=torch.int32) for shape in shapes.both)
+    else:
+        opened, retrieved = torch.empty_like(opened), torch.empty_like(retrieved)
     return (
         query.new_empty(*rows, value.shape[3]),
-        query.new_empty(rows, dtype=large_logits.lse_dtype(query, backend)),
-        query.new_empty(*rows, *of_opened, dtype=torch.int32) if opened is None else torch.empty_like(opened),
-        query.new_empty(*rows, *of_retrieved, dtype=torch.int32) if retrieved is None else torch.empty_like(retrieved),
-        query.new_empty(memory, dtype=torch.int32),
+        query.new_empty(rows, dtype=backend.lse_dtype(query)),
+        opened,
+        retrieved,
+        query.new_empty(backend.memory_size(call, retrieved), dtype=torch.int32),
     )
 
 
@@ -243,26 +208,11 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    clusters = _clusters(query_centroids, query_assignment, key_assignment, key_spread)
+    call = Call(query, key, value, clusters, _config(config), is_causal, scale)
+    attended = Attended(Partial(out, lse), Selection(opened, retrieved), memory)
     with _no_autocast(query):
-        gradients = large_logits.backward(
-            grad_out,
-            grad_lse,
-            query,
-            key,
-            value,
-            _clusters(query_centroids, query_assignment, key_assignment, key_spread),
-            Selection(opened, retrieved),
-            Partial(out, lse),
-            memory,
-            _config(config),
-            is_causal=is_causal,
-            scale=scale,
-            backend=backend,
-        )
-    grad_query, grad_key, grad_value = (
-        gradient if gradient.dtype == query.dtype else gradient.to(query.dtype) for gradient in gradients
-    )
-    return grad_query, grad_key, grad_value
+        return backend_named(backend).backward(call, attended, grad_out, grad_lse)
 
 
 def _shapes_of_backward(
@@ -280,13 +230,6 @@ def _no_autocast(query: Tensor) -> AbstractContextManager[Any]:
     """Autocast is for the operator's inputs. Inside it, everything runs in the dtype it is written in."""
     device_type = query.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-
-
-def _clusters(
-    query_centroids: Tensor, query_assignment: Tensor, key_assignment: Tensor, key_spread: Tensor | None
-) -> Clusters:
-    """Attention reads the assignment of keys alone, never their centroids."""
-    return Clusters(query_centroids, query_assignment, query_centroids.new_empty(0), key_assignment, key_spread)
 
 
 class _Attention(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, exact_attention, find_clusters, get_attention, muse_attention, ops
 from muse_attention.core.bits import pack_bits, unpack_bits
+from muse_attention.core.call import Call
 from muse_attention.fidelity import measure
 from muse_lab.synthetic import clustered_qkv
 from tests.shapes import Shape
@@ -27,7 +28,7 @@ def _pairs(inputs: tuple[Tensor, ...], text: str, clusters: object = None) -> Te
     """(heads,): retrieved buckets for each query, on average."""
     config = MuSeConfig.parse(text)
     found = clusters or find_clusters(*inputs[:2], config=config)
-    _, selection = ops.attend(*inputs, found, config, is_causal=True, scale=0.25, backend="torch")
+    _, selection = ops.attend(Call(*inputs, found, config, is_causal=True, scale=0.25), "torch")
     return unpack_bits(selection.retrieved, config.key_clusters).sum((0, 2, 3, 4)) / inputs[0].shape[2]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from muse_attention import MuSeConfig, find_clusters, ops
 from muse_attention.core.bits import unpack_bits
+from muse_attention.core.call import Call
 from muse_attention.fidelity.lookups import Lookup, found_weight
 from muse_attention.fidelity.retrieved import retrieved_buckets
 from muse_lab.synthetic import clustered_qkv
@@ -20,7 +21,7 @@ def look_up(text: str, needle: list[int], position: int = LENGTH - 1) -> tuple[L
     query = torch.randn(1, 4, LENGTH, DIM)
     _, key, value = clustered_qkv(1, 2, LENGTH, DIM)
     clusters = find_clusters(query, key, config=config, scale=0.25)
-    _, selection = ops.attend(query, key, value, clusters, config, is_causal=True, scale=0.25, backend="torch")
+    _, selection = ops.attend(Call(query, key, value, clusters, config, is_causal=True, scale=0.25), "torch")
     lookup = found_weight(query, key, clusters, selection, config, position, needle, scale=0.25)
     keys = key.repeat_interleave(2, dim=1)[:, :, : position + 1]
     weights = (0.25 * keys @ query[:, :, position, :, None])[..., 0].softmax(-1).double()
@@ -59,7 +60,7 @@ def test_a_summary_of_one_key_is_that_key(text: str, is_causal: bool) -> None:
     query, key, value = clustered_qkv(1, 2, LENGTH, DIM)
     position = 200
     clusters = find_clusters(query, key, config=config)
-    _, selection = ops.attend(query, key, value, clusters, config, is_causal=is_causal, scale=0.25, backend="torch")
+    _, selection = ops.attend(Call(query, key, value, clusters, config, is_causal=is_causal, scale=0.25), "torch")
     arguments = (query, key, clusters, selection, config, position)
     own = position // 32
     kinds = set()
@@ -86,7 +87,7 @@ def test_nothing_is_alone_without_summaries() -> None:
     config = MuSeConfig.parse("Q4K40R1B32,monopole=false")
     query, key, value = clustered_qkv(1, 2, LENGTH, DIM)
     clusters = find_clusters(query, key, config=config)
-    _, selection = ops.attend(query, key, value, clusters, config, is_causal=True, scale=0.25, backend="torch")
+    _, selection = ops.attend(Call(query, key, value, clusters, config, is_causal=True, scale=0.25), "torch")
     lookup = found_weight(query, key, clusters, selection, config, 200, range(192), scale=0.25)
     assert torch.equal(lookup.exact, lookup.found)
 
@@ -111,7 +112,7 @@ def test_retrieved_buckets_are_visible_and_not_empty(text: str) -> None:
     config = MuSeConfig.parse(text)
     inputs = clustered_qkv(1, 2, LENGTH, DIM)
     clusters = find_clusters(*inputs[:2], config=config)
-    _, selection = ops.attend(*inputs, clusters, config, is_causal=True, scale=0.25, backend="torch")
+    _, selection = ops.attend(Call(*inputs, clusters, config, is_causal=True, scale=0.25), "torch")
     found = retrieved_buckets(selection, config, LENGTH)
     assert found.shape == (1, 2, LENGTH, 8, config.key_clusters)
     assert found.any()
@@ -127,6 +128,6 @@ def test_a_needle_must_be_seen(position: int, needle: list[int]) -> None:
     config = MuSeConfig.parse("QK8R1B32")
     query, key, value = clustered_qkv(1, 1, LENGTH, DIM)
     clusters = find_clusters(query, key, config=config)
-    _, selection = ops.attend(query, key, value, clusters, config, is_causal=True, scale=1.0, backend="torch")
+    _, selection = ops.attend(Call(query, key, value, clusters, config, is_causal=True, scale=1.0), "torch")
     with pytest.raises(ValueError, match="choose tokens that it sees"):
         found_weight(query, key, clusters, selection, config, position, needle, scale=1.0)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from muse_attention import DocumentBoundaries, muse_attn_varlen_func
+from muse_attention.backends.torch.backend import TorchBackend
 from muse_attention.core.recording import recorded_calls
-from muse_attention.documents import exact, rows
+from muse_attention.documents import exact
 from muse_attention.documents.rows import attend_to_windows
 from muse_lab.pretraining.model.sliding_window import sliding_window_attention
 from tests.closeness import assert_equal_to_rounding
@@ -101,8 +102,7 @@ def test_short_documents_share_one_call(lengths: list[int], ends: list[int], key
 @pytest.mark.parametrize("together", [4, 2])
 def test_what_documents_cost_does_not_depend_on_their_order(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones share one call, long ones of equal length as many as the grid of the kernels allows."""
-    monkeypatch.setattr(rows, "resolve_backend", lambda *_: "triton")  # which stacks them; PyTorch attends
-    monkeypatch.setattr(rows, "MOST_PROGRAMS", 4 * together)
+    monkeypatch.setattr(TorchBackend, "sequences_at_once", lambda _, heads: 4 * together // heads)
     generator = torch.Generator().manual_seed(5)
     lengths = [40, 40, 1, 16, 40, 17, 3, 40, 40]
     costs = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import find_clusters, get_attention, muse_attention
+from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
 from muse_attention.backends.triton.plan import Plan
 from tests.against_torch import assert_at_most_twice_the_error_of_torch
 from tests.closeness import assert_equal_to_rounding
@@ -195,15 +195,15 @@ def test_moba_goes_through_the_retrieval_kernels() -> None:
 
 @pytest.mark.long
 def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from muse_attention.backends.triton import far_field
+    from muse_attention.backends.triton import layout
     from muse_attention.backends.triton.runtime import schedule
 
     inputs = Shape("", "", length=40).tensors(torch.float32)
     results = []
     for room in (1 << 40, 0):
         monkeypatch.setattr(schedule, "_schedules", {})
-        monkeypatch.setattr(far_field, "WORKSPACE_BYTES", room)
-        monkeypatch.setattr(far_field, "WORKSPACE_OF_INPUTS", 0)
+        monkeypatch.setattr(layout, "WORKSPACE_BYTES", room)
+        monkeypatch.setattr(layout, "WORKSPACE_OF_INPUTS", 0)
         out = muse_attention(*inputs, is_causal=True, config="Q3K4R2B16", backend="triton")
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for together, apart in zip(*results, strict=True):
@@ -212,9 +212,8 @@ def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["picks", "ragged"])
 def test_a_plan_is_views_of_one_tensor(is_ragged: bool) -> None:
-    shapes = Plan.shapes(
-        heads=4, key_heads=2, length=10, blocks=3, query_clusters=5, key_clusters=6, picks=2, is_ragged=is_ragged
-    )
+    config = MuSeConfig.parse("Q5K6R2T0.1B4" if is_ragged else "Q5K6R2B4")
+    shapes = Plan.shapes(config, heads=4, key_heads=2, length=10, query_clusters=5, picks=2)
     memory = torch.arange(Plan.size(shapes), dtype=torch.int32)
     plan = Plan.of(memory, shapes)
     assert plan.pair_order.shape == (2, 40)

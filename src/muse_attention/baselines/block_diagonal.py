@@ -7,6 +7,8 @@ from torch import Tensor
 from muse_attention import ops
 from muse_attention.config import MuSeConfig
 from muse_attention.core.arguments import check_arguments
+from muse_attention.core.call import Call
+from muse_attention.core.sides import single_cluster
 
 
 def block_diagonal_attention(
@@ -25,14 +27,6 @@ def block_diagonal_attention(
     """MuSe attention with neither summaries nor retrieval is block-diagonal attention."""
     query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     config = MuSeConfig(query_clusters=1, key_clusters=1, retrieved_clusters=0, monopole=False, block_size=block_size)
-    merged, _ = ops.attend(
-        query,
-        key,
-        value,
-        ops.single_cluster(query, key),
-        config,
-        is_causal=is_causal,
-        scale=factor,
-        backend="torch",
-    )
+    call = Call(query, key, value, single_cluster(query, key), config, is_causal, factor)
+    merged, _ = ops.attend(call, "torch")
     return (merged.out, merged.lse) if return_lse else merged.out

@@ -15,7 +15,9 @@ from muse_attention import ops
 from muse_attention.backends.choice import resolve_backend
 from muse_attention.config import MuSeConfig
 from muse_attention.core.arguments import check_arguments
+from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
+from muse_attention.core.sides import single_cluster
 from muse_attention.core.structures import Clusters, Selection
 
 _QUERY_CHUNK = 4096
@@ -78,23 +80,14 @@ def moba_attention(
         opened=torch.where(chosen < 0, -1, chosen % blocks_per_local).int(),
         retrieved=torch.where(chosen < 0, -1, chosen // blocks_per_local).int()[..., None],
     )
-    no_tilt = ops.single_cluster(query, key)
+    no_tilt = single_cluster(query, key)
     position = torch.arange(key.shape[2], device=key.device)
     place = (position % local_block_size // retrieval_block_size).int()
     clusters = Clusters(
         no_tilt.query_centroids, no_tilt.query_assignment, no_tilt.key_centroids, place.expand(key.shape[:3])
     )
-    merged, _ = ops.attend(
-        query,
-        key,
-        value,
-        clusters,
-        config,
-        is_causal=is_causal,
-        scale=factor,
-        backend=resolve_backend(backend, query, value, config),
-        selection=selection,
-    )
+    call = Call(query, key, value, clusters, config, is_causal, factor)
+    merged, _ = ops.attend(call, resolve_backend(backend, query, value, config), selection)
     return (merged.out, merged.lse) if return_lse else merged.out
 
 

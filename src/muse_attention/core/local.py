@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Partial
 
@@ -30,38 +31,32 @@ _SHORTEST_CUDNN = 128
 """Below that many queries there is nothing to gain from cuDNN."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, block_size: int, *, is_causal: bool, scale: float) -> Partial:
-    """Block-diagonal attention of (batch, heads, N, D) queries to (batch, key heads, N, D) keys."""
+def attend(call: Call) -> Partial:
+    """Block-diagonal attention."""
+    tensors = (call.query, call.key, call.value)
     parts = [
-        fused_attention(*rows, is_causal=is_causal, scale=scale) for rows in _blocks((query, key, value), block_size)
+        fused_attention(*rows, is_causal=call.is_causal, scale=call.scale)
+        for rows in _blocks(tensors, call.config.block_size)
     ]
-    unfold = _unfolder((query, key, value))
+    unfold = _unfolder(tensors)
     return Partial(
-        _join([unfold(part.out, query) for part in parts]),
-        _join([unfold(part.lse[..., None], query)[..., 0] for part in parts]),
+        _join([unfold(part.out, call.query) for part in parts]),
+        _join([unfold(part.lse[..., None], call.query)[..., 0] for part in parts]),
     )
 
 
 def attend_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block_size: int,
-    *,
-    is_causal: bool,
-    scale: float,
+    call: Call, merged: Partial, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; `out` and `lse` are those of the merged softmax."""
+    """Gradients of query, key and value; `merged` is the softmax over all terms of all stages."""
+    query, key, value, out = call.query, call.key, call.value, merged.out
     if grad_lse is not None:
         value, out, grad_out = with_gradient_of_lse(grad_lse, value, out, grad_out)
     parts: list[tuple[Tensor, ...]] = []
-    for *tensors, block_lse in _blocks((grad_out, query, key, value, out, lse[..., None]), block_size):
-        rows = (*tensors, block_lse[..., 0])
-        parts.append(fused_attention_backward(*rows, is_causal=is_causal, scale=scale))
+    tensors = (grad_out, query, key, value, out, merged.lse[..., None])
+    for *some, lse in _blocks(tensors, call.config.block_size):
+        rows = (*some, lse[..., 0])
+        parts.append(fused_attention_backward(*rows, is_causal=call.is_causal, scale=call.scale))
     unfold = _unfolder((query, key, value))
     gradients = (
         _join([unfold(part, like) for part in gradient])

@@ -7,35 +7,23 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from muse_attention.config import MuSeConfig
-from muse_attention.core.structures import Clusters, Selection
+from muse_attention.core.call import Call
+from muse_attention.core.structures import Selection
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of `operator.attend`: every attention of the library ends in one, save the backend `reference`."""
+class RecordedCall(Call):
+    """One call of `ops.attend`: every attention of the library ends in one, save the backend `reference`."""
 
-    query: Tensor
-    """(batch, query heads, N, D)"""
-    key: Tensor
-    """(batch, key heads, N, D)"""
-    value: Tensor
-    """(batch, key heads, N, Dv)"""
-    clusters: Clusters
-    config: MuSeConfig
-    is_causal: bool
-    scale: float
     backend: str
     selection: Selection
     """what came out"""
 
 
 @contextlib.contextmanager
-def recorded_calls() -> Iterator[list[Call]]:
+def recorded_calls() -> Iterator[list[RecordedCall]]:
     """A list of the calls made in this context, in order. Calls inside compiled code are not recorded."""
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
     before = _calls.set(calls)
     try:
         yield calls
@@ -53,10 +41,10 @@ def unrecorded_calls() -> Iterator[None]:
         _calls.reset(before)
 
 
-def record(call: Call) -> None:
+def record(call: Call, backend: str, selection: Selection) -> None:
     calls = _calls.get()
     if calls is not None:
-        calls.append(call)
+        calls.append(RecordedCall(**{**vars(call), "backend": backend, "selection": selection}))
 
 
-_calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
+_calls: ContextVar[list[RecordedCall] | None] = ContextVar("calls", default=None)

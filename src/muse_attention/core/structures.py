@@ -83,18 +83,6 @@ class Selection:
     """(batch, query heads, N, opened clusters, blocks) int32; with a tolerance (batch, query heads, N, nb, words)"""
 
 
-class SelectionShapes(NamedTuple):
-    """The shapes that a selection has for each query, and what it has where nothing is selected."""
-
-    opened: tuple[int, ...]
-    retrieved: tuple[int, ...]
-    none: int
-
-    @property
-    def both(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.opened, self.retrieved
-
-
 @dataclass(frozen=True)
 class Partial:
     """Softmax attention over some of a query's terms: their output, and the logsumexp of their logits."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.merging import merge
+from muse_attention.core.merging import merge
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Partial
 from muse_attention.registry import Attention, get_attention

@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 
 from muse_attention import ops
 from muse_attention.attention import muse_attention, resolve_config
-from muse_attention.backends.choice import MOST_PROGRAMS, resolve_backend
+from muse_attention.backends.choice import backend_named, resolve_backend
 from muse_attention.config import MuSeConfig
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Partial
@@ -75,9 +75,8 @@ def attend_to_documents(
 
     def together(config: MuSeConfig, query: Tensor, key: Tensor, value: Tensor) -> int:
         """How many documents share one call."""
-        if resolve_backend(backend, query, value, config) != "triton":
-            return 1
-        return MOST_PROGRAMS // (query.shape[1] + key.shape[1])
+        chosen = resolve_backend(backend, query, value, config)
+        return 1 if chosen == "reference" else backend_named(chosen).sequences_at_once(query.shape[1] + key.shape[1])
 
     def attend_exactly(
         lengths: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, *known: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from muse_attention import ops
 from muse_attention.config import MuSeConfig
 from muse_attention.core.bits import unpack_bits
-from muse_attention.core.recording import Call
+from muse_attention.core.recording import RecordedCall
 from muse_attention.core.structures import Selection
 
 _BUCKETS_AT_ONCE = 1 << 24
@@ -32,7 +32,7 @@ class Retrieval:
     tolerance: the paper's rule retrieves as much for every query."""
 
 
-def measure_retrieval(call: Call) -> Retrieval | None:
+def measure_retrieval(call: RecordedCall) -> Retrieval | None:
     """What a recorded call retrieved; None where there is nothing to retrieve, as in exact attention."""
     config = call.config
     if not config.monopole and config.retrieved_clusters == 0:
@@ -81,7 +81,7 @@ def bucket_sizes(key_assignment: Tensor, config: MuSeConfig) -> Tensor:
     return counts.view(batch, heads, blocks, config.key_clusters)
 
 
-def _count(call: Call, selection: Selection) -> tuple[Tensor, Tensor]:
+def _count(call: RecordedCall, selection: Selection) -> tuple[Tensor, Tensor]:
     """Buckets that each query retrieves and keys in them, (batch, query heads, N) each, float64."""
     batch, heads, length, _ = call.query.shape
     sizes = bucket_sizes(call.clusters.key_assignment, call.config).flatten(2).double()
@@ -98,18 +98,9 @@ def _count(call: Call, selection: Selection) -> tuple[Tensor, Tensor]:
     return pairs, keys
 
 
-def _is_held_back(call: Call, pairs: Tensor) -> Tensor:
+def _is_held_back(call: RecordedCall, pairs: Tensor) -> Tensor:
     """(batch, query heads) bool"""
     roomier = call.config.replace(retrieved_clusters=max(1, 2 * call.config.retrieved_clusters))
     with torch.no_grad():
-        _, selection = ops.attend(
-            call.query,
-            call.key,
-            call.value,
-            call.clusters,
-            roomier,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            backend=call.backend,
-        )
+        _, selection = ops.attend(replace(call, config=roomier), call.backend)
     return _count(call, selection)[0].sum(-1) > pairs.sum(-1)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.exponential import exp_
 from muse_attention.backends.torch.grouping import Groups, group_rows, tiles, with_spare_row
 from muse_attention.backends.torch.summaries import accumulate, accumulate_backward, summarise, summarise_backward
 from muse_attention.config import Dipole
+from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Summaries
 
 

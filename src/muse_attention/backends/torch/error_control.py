@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.exponential import exp_
 from muse_attention.backends.torch.grouping import Tiles
 from muse_attention.backends.torch.segments import Columns, Gradients, Scored, attend_to_terms
 from muse_attention.config import MuSeConfig
 from muse_attention.core.bits import BITS, pack_bits, unpack_bits
 from muse_attention.core.budget import ERROR_BINS, LARGEST_GROWTH, error_bins, lowest_affordable_bin
+from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Partial, Selection
 
 Kind = TypeVar("Kind")

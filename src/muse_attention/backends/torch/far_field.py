@@ -8,132 +8,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch import (
-    clustering,
-    dipole,
-    error_control,
-    merging,
-    retrieval,
-    segments,
-    selection,
-    summaries,
-)
+from muse_attention.backends.torch import dipole, error_control, retrieval, segments, selection, summaries
 from muse_attention.backends.torch.grouping import join, with_spare_row
-from muse_attention.backends.torch.layout import FarField, Heads, by_key_head, head_groups
+from muse_attention.backends.torch.layout import FarField, Heads, by_key_head
 from muse_attention.config import MuSeConfig
-from muse_attention.core.precision import compute_dtype
-from muse_attention.core.structures import Clusters, Partial, Selection, SelectionShapes, Side
+from muse_attention.core.call import Call
+from muse_attention.core.merging import merge
+from muse_attention.core.selection_shapes import SelectionShapes
+from muse_attention.core.structures import Partial, Selection
 
 _NO_SHAPES = SelectionShapes((0,), (0, 1), -1)
 """Where a selection is at hand."""
 
 
-def find_clusters(sides: list[Side], config: MuSeConfig) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Centroids and assignment of each side, and how the keys, the last one, are spread about theirs."""
-    if len({side.clusters for side in sides}) == 1:
-        # Clustering is a chain of small steps: queries and keys take them together.
-        found = _cluster(sides, config)
-    else:
-        found = [of_side for side in sides for of_side in _cluster([side], config)]
-    spread = _find_key_spread(sides[-1].vectors, *found[-1]) if config.needs_spread else None
-    return found, spread
-
-
-def _cluster(sides: list[Side], config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Of sides with the same number of clusters."""
-    clusters = sides[0].clusters
-    length, head_dim = sides[0].vectors.shape[2:]
-    heads = [(head, side) for side in sides for head in side.vectors.reshape(-1, length, head_dim)]
-    dtype = compute_dtype(sides[0].vectors.dtype)
-    parts = [
-        clustering.cluster(
-            torch.stack([head.to(dtype) * side.factor for head, side in heads[group]]),
-            [side.cap for _, side in heads[group]],
-            clusters,
-            config,
-        )
-        for group in head_groups(len(heads), 2 * length * (clusters + head_dim))
-    ]
-    centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
-    tensors = [side.vectors for side in sides]
-    sizes = [tensor.shape[0] * tensor.shape[1] for tensor in tensors]
-    return [
-        (some.clone().view(*tensor.shape[:2], clusters, head_dim), assigned.clone().view(tensor.shape[:3]))
-        for tensor, some, assigned in zip(tensors, centroids.split(sizes), assignment.split(sizes), strict=True)
-    ]
-
-
-def _find_key_spread(key: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
-    """(batch, key heads, D): variance of the keys about their centroids in each dimension, scaled to a mean of 1."""
-    batch, heads, _, head_dim = key.shape
-    spread = [
-        clustering.spread_of(*head)
-        for head in zip(key.flatten(0, 1), centroids.flatten(0, 1), assignment.flatten(0, 1), strict=True)
-    ]
-    return torch.stack(spread).view(batch, heads, head_dim)
-
-
-def attend(
-    own: Partial,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    clusters: Clusters,
-    chosen: Selection | None,
-    shapes: SelectionShapes,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Partial, Selection, Tensor]:
-    """Merge the far field into `own`; also the selection, `chosen` if there is one, else of these `shapes`, and what
-    `attend_backward` wants to be told: nothing."""
-    of_rows = query.shape[:3]
-    heads = Heads.of(query, key, value, clusters, scale)
+def attend(own: Partial, call: Call, chosen: Selection | None) -> tuple[Partial, Selection]:
+    """Merge the far field into `own`; also the selection, `chosen` if there is one."""
+    of_rows = call.query.shape[:3]
+    heads = Heads.of(call)
     shared_by = heads.query.shape[1]
     rows = None if chosen is None else _selection_by_key_head(chosen, shared_by)
     out, lse = by_key_head(own.out, shared_by), by_key_head(own.lse, shared_by)
+    shapes = SelectionShapes.of(call.config, of_rows[2])
     results = [
         _attend_heads(
             Partial(heads.rows(out[group]), lse[group].flatten()),
             heads[group],
             None if rows is None else _rows_of(rows, group),
             shapes,
-            config,
-            is_causal=is_causal,
+            call.config,
+            is_causal=call.is_causal,
         )
-        for group in heads.groups(config)
+        for group in heads.groups(call.config)
     ]
     opened = torch.cat([selected.opened for _, selected in results])
     retrieved = torch.cat([selected.retrieved for _, selected in results])
     return (
         Partial(
-            join([partial.out for partial, _ in results]).to(query.dtype).view(*of_rows, value.shape[-1]),
+            join([partial.out for partial, _ in results]).to(call.query.dtype).view(*of_rows, call.value.shape[-1]),
             join([partial.lse for partial, _ in results]).view(of_rows),
         ),
         Selection(opened.view(*of_rows, *opened.shape[1:]), retrieved.view(*of_rows, *retrieved.shape[1:])),
-        opened.new_empty(0),
     )
 
 
 def attend_backward(
     own: tuple[Tensor, Tensor, Tensor],
+    call: Call,
+    merged: Partial,
+    selected: Selection,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    clusters: Clusters,
-    selected: Selection,
-    merged: Partial,
-    memory: Tensor,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
-    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the gradients of the far field to those of the own block. `memory` is what `attend` left: nothing."""
-    heads = Heads.of(query, key, value, clusters, scale)
+    """Add the gradients of the far field to those of the own block."""
+    heads = Heads.of(call)
     shared_by = heads.query.shape[1]
     rows = _selection_by_key_head(selected, shared_by)
     grad_out, out, lse = (by_key_head(tensor, shared_by) for tensor in (grad_out, merged.out, merged.lse))
@@ -147,16 +74,16 @@ def attend_backward(
             Partial(out[group], lse[group]),
             heads[group],
             _rows_of(rows, group),
-            config,
-            is_causal=is_causal,
+            call.config,
+            is_causal=call.is_causal,
         )
-        for group in heads.groups(config)
+        for group in heads.groups(call.config)
     ]
     grad_query, grad_key, grad_value = (join(part) for part in zip(*gradients, strict=True))
     return (
-        grad_query.to(query.dtype).view(query.shape),
-        grad_key.to(key.dtype).view(key.shape),
-        grad_value.to(value.dtype).view(value.shape),
+        grad_query.to(call.query.dtype).view(call.query.shape),
+        grad_key.to(call.key.dtype).view(call.key.shape),
+        grad_value.to(call.value.dtype).view(call.value.shape),
     )
 
 
@@ -185,7 +112,7 @@ def _attend_heads(
     if chosen.opened.shape[-1] > 0:
         pairs = far.pairs(chosen, config)
         partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, pairs, far.buckets))
-    return merging.merge(partials), chosen
+    return merge(partials), chosen
 
 
 def _attend_to_summaries(
@@ -267,7 +194,7 @@ def _attend_heads_backward(
 
     row_lse = merged.lse.flatten()
     row_grad = heads.rows(grad_out)
-    delta = merging.shared_delta(heads.rows(merged.out), row_grad, None if grad_lse is None else grad_lse.flatten())
+    delta = _shared_delta(heads.rows(merged.out), row_grad, None if grad_lse is None else grad_lse.flatten())
     if selected.opened.shape[-1] > 0:
         pairs = far.pairs(selected, config)
         add(
@@ -278,6 +205,12 @@ def _attend_heads_backward(
     if config.monopole:
         add(*_summaries_backward(row_grad, row_lse, delta, far, selected, config, is_causal=is_causal))
     return grad_query, grad_key, grad_value
+
+
+def _shared_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """`delta = sum(dO * O) - dL` of each query: with `L`, all that a term's backward needs to know of the others."""
+    delta = (out * grad_out).sum(-1)
+    return delta if grad_lse is None else delta - grad_lse
 
 
 def _summaries_backward(

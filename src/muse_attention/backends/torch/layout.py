@@ -20,8 +20,9 @@ from muse_attention.backends.torch.retrieval import Pairs
 from muse_attention.backends.torch.segments import Scored, SecondOrder
 from muse_attention.config import MuSeConfig
 from muse_attention.core.bits import BITS, unpack_bits
+from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
-from muse_attention.core.structures import Clusters, Selection, Summaries
+from muse_attention.core.structures import Selection, Summaries
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Numbers in the intermediate results held at a time: key heads go in groups that need about as many."""
@@ -56,18 +57,18 @@ class Heads:
     scale: float
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, clusters: Clusters, scale: float) -> Heads:
-        """All heads of (batch, heads, N, D) tensors."""
-        shared_by = query.shape[1] // key.shape[1]
+    def of(cls, call: Call) -> Heads:
+        """All heads of a call."""
+        shared_by, clusters = call.query.shape[1] // call.key.shape[1], call.clusters
         return cls(
-            query=by_key_head(query, shared_by),
-            key=by_key_head(key, 1),
-            value=by_key_head(value, 1),
+            query=by_key_head(call.query, shared_by),
+            key=by_key_head(call.key, 1),
+            value=by_key_head(call.value, 1),
             query_centroids=by_key_head(clusters.query_centroids, shared_by),
             query_assignment=by_key_head(clusters.query_assignment, shared_by),
             key_assignment=by_key_head(clusters.key_assignment, 1)[:, 0],
             key_spread=None if clusters.key_spread is None else clusters.key_spread.flatten(0, 1),
-            scale=scale,
+            scale=call.scale,
         )
 
     def groups(self, config: MuSeConfig) -> list[slice]:

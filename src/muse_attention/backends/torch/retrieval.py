@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.exponential import exp_
 from muse_attention.backends.torch.grouping import Groups, Tiles, group_rows, join, take_rows, tiles
+from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Partial
 
 LONGEST_TILE = 512

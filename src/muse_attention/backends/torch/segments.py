@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.exponential import exp_
 from muse_attention.backends.torch.grouping import Groups, Tiles, neighbour_tiles
 from muse_attention.backends.torch.summaries import Spread
+from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Partial, Summaries
 
 

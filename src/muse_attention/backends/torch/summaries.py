@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.exponential import exp_
 from muse_attention.backends.torch.grouping import Groups, tiles
+from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Summaries
 
 

@@ -1,7 +1,6 @@
 """What the kernels' forward pass leaves to the backward pass beside its results: the orders it has sorted things into.
 
-All of it is one tensor of integers, an output of the operator. It knows nothing of Triton: the shape rule of the
-operator needs its size.
+All of it is one tensor of integers, an output of the operator.
 """
 
 from __future__ import annotations
@@ -40,17 +39,11 @@ class Plan:
 
     @staticmethod
     def shapes(
-        heads: int,
-        key_heads: int,
-        length: int,
-        blocks: int,
-        query_clusters: int,
-        key_clusters: int,
-        picks: int,
-        *,
-        is_ragged: bool,
+        config: MuSeConfig, heads: int, key_heads: int, length: int, query_clusters: int, picks: int
     ) -> list[tuple[int, int]]:
-        """`picks` are the pairs of a query; if they are ragged, on average, at most."""
+        """`picks` are the pairs of a query; with a tolerance, on average, at most."""
+        blocks, key_clusters = config.number_of_blocks(length), config.key_clusters
+        is_ragged = config.tolerance is not None
         rows = heads // key_heads * length
         return [
             (heads, length),

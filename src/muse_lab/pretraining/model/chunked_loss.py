@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muse_attention.backends.choice import HAS_TRITON
+from muse_attention.backends.triton.limits import HAS_TRITON
 from muse_attention.core.precision import compute_dtype
 from muse_attention.ops import NAMESPACE
 

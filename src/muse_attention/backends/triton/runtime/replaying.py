@@ -51,17 +51,14 @@ class Replays:
         self._full_until = 0
         self._may_capture = torch.version.hip is None
 
-    def run(self, addresses: tuple[int, ...], launch: Launch) -> None:
-        """`launch()`, which launches the same kernels with the same arguments whenever the addresses are the same."""
+    def find(self, addresses: tuple[int, ...], launch: Launch) -> Launch | None:
+        """The replay of `launch()`, which launches the same kernels with the same arguments whenever the addresses are
+        the same; None if it has to be called."""
         if not self._may_capture or torch.cuda.is_current_stream_capturing():
-            launch()
-            return
+            return None
         with _lock:
             graph = self._find(addresses, launch)
-        if graph is None:
-            launch()
-        else:
-            graph.replay()
+        return None if graph is None else graph.replay
 
     def _find(self, addresses: tuple[int, ...], launch: Launch) -> _Graph | None:
         self._calls += 1

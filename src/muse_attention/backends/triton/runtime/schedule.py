@@ -46,16 +46,23 @@ def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Ha
     All `tensors` are contiguous and `aligned`, and the first is one.
     """
     device = _device(tensors)
-    key = (function, settings, device, *(None if some is None else (some.shape, some.dtype) for some in tensors))
-    schedule = _schedules.get(key)
-    if schedule is None:
-        schedule = Schedule.of(function, tensors, settings)
-        with _lock:
-            while len(_schedules) >= _MOST_KEPT:
-                del _schedules[next(iter(_schedules))]
-            _schedules[key] = schedule
+    schedule = _find(function, tensors, settings, device)
     with _current(device):
-        return schedule.run(tensors)
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in schedule.outputs]
+        if schedule.direct is None or _is_listened_to():
+            memories = [*tensors, *outputs, torch.empty(schedule.workspace, dtype=torch.uint8, device=device)]
+            compiled = []
+            for launch in schedule.launches:
+                compiled.append(_with_tensors(launch, memories).now())
+            schedule.direct = schedule.direct or _direct(schedule.launches, compiled)
+        else:
+            # (Not a tensor, which PyTorch would fill under deterministic algorithms.)
+            workspace = torch.UntypedStorage(schedule.workspace, device=device)
+            known = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *outputs)]
+            addresses = (*known, workspace.data_ptr())
+            launch_all = functools.partial(_launch_directly, schedule.direct, addresses, device)
+            (schedule.replays.find(addresses, launch_all) or launch_all)()
+    return tuple(outputs)
 
 
 def aligned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -69,6 +76,20 @@ def aligned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 _schedules: dict[tuple[Hashable, ...], Schedule] = {}
 _lock = threading.Lock()
+
+
+def _find(
+    function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...], device: torch.device
+) -> Schedule:
+    key = (function, settings, device, *(None if some is None else (some.shape, some.dtype) for some in tensors))
+    schedule = _schedules.get(key)
+    if schedule is None:
+        schedule = Schedule.of(function, tensors, settings)
+        with _lock:
+            while len(_schedules) >= _MOST_KEPT:
+                del _schedules[next(iter(_schedules))]
+            _schedules[key] = schedule
+    return schedule
 
 
 class _Place(NamedTuple):
@@ -105,12 +126,12 @@ class _DirectLaunches(NamedTuple):
 class Schedule:
     def __init__(self, launches: list[Launch], outputs: list[Tensor], workspace: int) -> None:
         """The tensors among the arguments of `launches` are places."""
-        self._launches = launches
-        self._outputs = [(output.shape, output.dtype) for output in outputs]
+        self.launches = launches
+        self.outputs = [(output.shape, output.dtype) for output in outputs]
         self.workspace = workspace
         """bytes"""
-        self._direct: _DirectLaunches | None = None
-        self._replays = Replays()
+        self.direct: _DirectLaunches | None = None
+        self.replays = Replays()
 
     @classmethod
     def of(cls, function: Function, tensors: Sequence[Tensor | None], settings: tuple[Hashable, ...]) -> Schedule:
@@ -133,21 +154,6 @@ class Schedule:
             for launch in launches
         ]
         return cls(placed, list(outputs), workspace)
-
-    def run(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        device = _device(tensors)
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        if self._direct is None or _is_listened_to():
-            memories = [*tensors, *outputs, torch.empty(self.workspace, dtype=torch.uint8, device=device)]
-            compiled = [_with_tensors(launch, memories).now() for launch in self._launches]
-            self._direct = self._direct or _direct(self._launches, compiled)
-        else:
-            # (Not a tensor, which PyTorch would fill under deterministic algorithms.)
-            workspace = torch.UntypedStorage(self.workspace, device=device)
-            known = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *outputs)]
-            addresses = (*known, workspace.data_ptr())
-            self._replays.run(addresses, functools.partial(_launch_directly, self._direct, addresses, device))
-        return tuple(outputs)
 
 
 class _Memories:

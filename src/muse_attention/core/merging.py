@@ -1,13 +1,12 @@
-"""Stage 6: partial softmaxes into one, and the one number per query their backward passes share."""
+"""Partial softmaxes into one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from muse_attention.backends.torch.exponential import exp_
+from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Partial
 
 
@@ -24,9 +23,3 @@ def merge(partials: Sequence[Partial], dtype: torch.dtype | None = None) -> Part
     for partial in partials:
         out += exp_(partial.lse - shift)[..., None] * partial.out
     return Partial(out, lse)
-
-
-def shared_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """`delta = sum(dO * O) - dL` of each query: with `L`, all that a term's backward needs to know of the others."""
-    delta = (out * grad_out).sum(-1)
-    return delta if grad_lse is None else delta - grad_lse

@@ -1,0 +1,69 @@
+"""The backend `torch`, for any device. Large logits are computed in float64 (`large_logits`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from muse_attention.backends.protocol import Backend
+from muse_attention.backends.torch import far_field
+from muse_attention.backends.torch.find_clusters import find_clusters
+from muse_attention.backends.torch.large_logits import is_too_coarse, lse_dtype
+from muse_attention.config import MuSeConfig
+from muse_attention.core import local
+from muse_attention.core.call import Attended, Call, without_far_field
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.structures import Clusters, Partial, Selection
+
+
+class TorchBackend(Backend):
+    def find_clusters(self, query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+        return find_clusters(query, key, config, scale=scale)
+
+    def forward(self, call: Call, chosen: Selection | None) -> Attended:
+        attended = _forward(call, chosen)
+        if is_too_coarse(call.query, attended.merged.lse):
+            attended = _forward(_in_dtype(call, torch.float64), chosen)
+        out, lse = attended.merged.out.to(call.query.dtype), attended.merged.lse.to(lse_dtype(call.query))
+        return attended._replace(merged=Partial(out, lse))
+
+    def backward(
+        self, call: Call, attended: Attended, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In the precision that `forward` ended up with."""
+        merged, of_inputs = attended.merged, call.query.dtype
+        dtype = torch.float64 if is_too_coarse(call.query, merged.lse) else of_inputs
+        wide = compute_dtype(dtype)
+        call, grad_out = _in_dtype(call, dtype), grad_out.to(dtype)
+        grad_lse = None if grad_lse is None else grad_lse.to(wide)
+        merged = Partial(merged.out.to(dtype), merged.lse.to(wide))
+        gradients = local.attend_backward(call, merged, grad_out, grad_lse)
+        if call.has_far_field:
+            gradients = far_field.attend_backward(gradients, call, merged, attended.selection, grad_out, grad_lse)
+        grad_query, grad_key, grad_value = (gradient.to(of_inputs) for gradient in gradients)
+        return grad_query, grad_key, grad_value
+
+    def lse_dtype(self, query: Tensor) -> torch.dtype:
+        return lse_dtype(query)
+
+    def memory_size(self, call: Call, retrieved: Tensor) -> int:
+        return 0
+
+    def sequences_at_once(self, heads: int) -> int:
+        return 1
+
+
+def _forward(call: Call, chosen: Selection | None) -> Attended:
+    own = local.attend(call)
+    if not call.has_far_field:
+        return without_far_field(call, own, chosen)
+    merged, selected = far_field.attend(own, call, chosen)
+    return Attended(merged, selected, selected.opened.new_empty(0))
+
+
+def _in_dtype(call: Call, dtype: torch.dtype) -> Call:
+    if call.query.dtype == dtype:
+        return call
+    return replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))

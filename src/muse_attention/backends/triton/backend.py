@@ -1,0 +1,96 @@
+"""The backend `triton`, for CUDA: each of its passes is one list of launches, which the `schedule` runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muse_attention.backends.protocol import Backend
+from muse_attention.backends.triton import far_field
+from muse_attention.backends.triton.clustering import shuffled_positions
+from muse_attention.backends.triton.find_clusters import find_clusters
+from muse_attention.backends.triton.limits import MOST_PROGRAMS
+from muse_attention.backends.triton.plan import Plan, pairs_per_query
+from muse_attention.backends.triton.runtime import schedule
+from muse_attention.backends.triton.runtime.schedule import aligned
+from muse_attention.config import MuSeConfig
+from muse_attention.core import local
+from muse_attention.core.call import Attended, Call, without_far_field
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.sides import join_sides, sides_to_cluster
+from muse_attention.core.structures import Clusters, Partial, Selection
+
+
+class TritonBackend(Backend):
+    def find_clusters(self, query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+        sides = sides_to_cluster(query, key, config, scale=scale)
+        order = shuffled_positions(key.shape[2], config.seed, key.device)
+        how = tuple((side.factor, side.clusters, side.cap) for side in sides)
+        vectors = [aligned(side.vectors) for side in sides]
+        return join_sides(query, *schedule.run(find_clusters, (order, *vectors), (how, config)))
+
+    def forward(self, call: Call, chosen: Selection | None) -> Attended:
+        own = local.attend(call)
+        if not call.has_far_field:
+            return without_far_field(call, own, chosen)
+        merged = Partial(aligned(own.out), aligned(own.lse))
+        picked = (None, None) if chosen is None else _as_integers(chosen.opened, chosen.retrieved)
+        tensors = (*_inputs(call), merged.out, merged.lse, *picked)
+        memory, *selected = schedule.run(far_field.attend, tensors, (call.config, call.is_causal, call.scale))
+        return Attended(merged, Selection(*selected) if chosen is None else chosen, memory)
+
+    def backward(
+        self, call: Call, attended: Attended, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        merged, selected, memory = attended
+        own = local.attend_backward(call, merged, grad_out, grad_lse)
+        if not call.has_far_field:
+            return own
+        grad_query, grad_key, grad_value = (aligned(gradient) for gradient in own)
+        tensors = (
+            *_inputs(call),
+            grad_query,
+            grad_key,
+            grad_value,
+            aligned(grad_out),
+            None if grad_lse is None else aligned(grad_lse),
+            aligned(merged.out),
+            aligned(merged.lse),
+            *_as_integers(selected.opened, selected.retrieved),
+            aligned(memory),
+        )
+        schedule.run(far_field.attend_backward, tensors, (call.config, call.is_causal, call.scale))
+        return grad_query, grad_key, grad_value
+
+    def lse_dtype(self, query: Tensor) -> torch.dtype:
+        return compute_dtype(query.dtype)
+
+    def memory_size(self, call: Call, retrieved: Tensor) -> int:
+        if not call.has_far_field:
+            return 0
+        batch, heads, length, _ = call.query.shape
+        picks = pairs_per_query(call.config, retrieved.shape[-2:])
+        query_clusters = call.clusters.query_centroids.shape[2]
+        return Plan.size(
+            Plan.shapes(call.config, batch * heads, batch * call.key.shape[1], length, query_clusters, picks)
+        )
+
+    def sequences_at_once(self, heads: int) -> int:
+        return MOST_PROGRAMS // heads
+
+
+def _inputs(call: Call) -> tuple[Tensor | None, ...]:
+    """What `Heads.of` reads."""
+    clusters = call.clusters
+    return (
+        aligned(call.query),
+        aligned(call.key),
+        aligned(call.value),
+        aligned(clusters.query_centroids, compute_dtype(call.query.dtype)),
+        *_as_integers(clusters.query_assignment, clusters.key_assignment),
+        None if clusters.key_spread is None else aligned(clusters.key_spread),
+    )
+
+
+def _as_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return aligned(first, torch.int32), aligned(second, torch.int32)

@@ -1,0 +1,80 @@
+"""What the kernels serve. It knows nothing of Triton, which need not be installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+from muse_attention.core.bits import number_of_words
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+WIDEST_HEAD = 256
+MOST_PROGRAMS = 65_535
+"""On all but the first axis of a grid."""
+_ROWS_AT_ONCE = 64
+"""Summaries of one key cluster, as seen from so many query clusters, are addressed with 32 bits."""
+MOST_CLUSTERS = 2048
+"""A kernel holds a number for each cluster and each of some rows on chip."""
+
+
+def why_not(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
+    """What keeps the kernels from serving these tensors, and what to do about it; None if nothing does."""
+    if query.device.type != "cuda" and not _interpreted():
+        return f"needs tensors on a CUDA device, these are on {query.device}: move them there"
+    if not HAS_TRITON:
+        return "needs the package triton: install it"
+    if query.dtype == torch.float64 and not _interpreted():
+        return "computes in float16, bfloat16 or float32, these tensors are float64: convert them"
+    widest = max(query.shape[-1], value.shape[-1])
+    if widest > WIDEST_HEAD:
+        return f"has head dimensions of at most {WIDEST_HEAD}, these tensors have {widest}: use smaller ones"
+    rows = query.shape[1] // value.shape[1] * query.shape[2]
+    if rows * widest >= 1 << 31:
+        return (
+            f"has fewer than 2^31 numbers in the queries of a key head, these have {rows * widest}: split the sequence"
+        )
+    heads = query.shape[0] * (query.shape[1] + value.shape[1])
+    if heads > MOST_PROGRAMS:
+        return f"has at most {MOST_PROGRAMS} heads of queries and keys in a batch, these are {heads}: split the batch"
+    blocks = -(-query.shape[2] // config.block_size)  # (The compiler cannot ask a constant for a method.)
+    if blocks > MOST_PROGRAMS:
+        return f"has at most {MOST_PROGRAMS} blocks, these are {blocks}: use a larger block_size"
+    at_once = min(_ROWS_AT_ONCE, query.shape[1] // value.shape[1] * config.query_clusters)
+    if at_once * blocks * config.key_clusters * widest >= 1 << 31:
+        most = (1 << 31) // (at_once * config.key_clusters * widest)
+        return (
+            f"has fewer than {most} blocks with these clusters and heads, these are {blocks}: use a larger block_size"
+        )
+    buckets = blocks * config.key_clusters
+    picks = config.retrieved_clusters * min(config.retrieved_blocks, blocks)
+    if config.tolerance is not None:
+        picks = min(config.retrieved_clusters, buckets)
+    if rows * picks >= 1 << 31:
+        return (
+            f"has fewer than 2^31 retrieved buckets of all queries of a key head, these are {rows * picks}: "
+            "use fewer retrieved_clusters"
+        )
+    words = blocks * number_of_words(config.key_clusters)
+    if config.tolerance is not None and query.shape[2] * words >= 1 << 31:
+        return (
+            f"has fewer than 2^31 words in the selection of a head, these are {query.shape[2] * words}: "
+            "use a larger block_size"
+        )
+    if config.dipole != "none":
+        return f"has no kernels for dipoles, the config has dipole={config.dipole!r}: use dipole='none'"
+    clusters = max(config.query_clusters, config.key_clusters)
+    if clusters > MOST_CLUSTERS:
+        return f"has at most {MOST_CLUSTERS} clusters, the config has {clusters}: use fewer"
+    return None
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+_interpreted._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in config.py

@@ -1,0 +1,54 @@
+"""The arguments of a call of attention, and what its forward pass leaves to the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+from muse_attention.core.selection_shapes import SelectionShapes
+from muse_attention.core.structures import Clusters, Partial, Selection
+
+
+@dataclass(frozen=True)
+class Call:
+    """Checked arguments, with a clustering."""
+
+    query: Tensor
+    """(batch, query heads, N, D)"""
+    key: Tensor
+    """(batch, key heads, N, D)"""
+    value: Tensor
+    """(batch, key heads, N, Dv)"""
+    clusters: Clusters
+    config: MuSeConfig
+    is_causal: bool
+    scale: float
+    """factor of the logits, above 0"""
+
+    @property
+    def has_far_field(self) -> bool:
+        """Whether anything beyond a query's own block is attended to."""
+        config = self.config
+        return self.query.shape[2] > config.block_size and (config.monopole or config.retrieved_clusters > 0)
+
+
+class Attended(NamedTuple):
+    """The result of a forward pass."""
+
+    merged: Partial
+    """(batch, query heads, N, Dv), and the lse, (batch, query heads, N)"""
+    selection: Selection
+    memory: Tensor
+    """int32: what the backend's backward pass need not find again"""
+
+
+def without_far_field(call: Call, own: Partial, chosen: Selection | None) -> Attended:
+    """The result of a call that attends to the own blocks alone."""
+    shapes = SelectionShapes.of(call.config, call.query.shape[2])
+    integers = call.clusters.query_assignment
+    nothing = (integers.new_full((*call.query.shape[:3], *shape), shapes.none) for shape in shapes.both)
+    return Attended(own, chosen or Selection(*nothing), integers.new_empty(0, dtype=torch.int32))
