@@ -65,7 +65,7 @@ def go_back(output: Path, step: int, source: Path) -> None:
 def test_kills_at_six_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_ranks: Path, tmp_path: Path) -> None:
     """Of one rank, which ends the other, and of both. All that was durable stays whole.
 
-    The run ends bit for bit as one that was not killed. Near the end, it also goes on with one process.
+    The run ends bit for bit as one that was not killed. After the last kill it also goes on with one process.
     """
     output, folder = tmp_path / "out", tmp_path / "out" / "checkpoints"
     draw, durable = random.Random(0), 0
@@ -87,7 +87,7 @@ def test_kills_at_six_random_moments_of_a_save_cost_nothing(corpus: Corpus, two_
         durable = max(steps, default=0)
         for step in steps:
             checkpoints.verify(folder, step)
-        if kill == KILLS - 2:
+        if kill == KILLS - 1:
             shutil.copytree(output, tmp_path / "one")
     assert 2 < durable < LAST
     train_together(corpus, RECIPE, output)
