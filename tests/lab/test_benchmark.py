@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from muse_attention import MuSeConfig, backends, get_attention
 from muse_attention.sizes import format_size, parse_size_list, parse_sizes
-from muse_lab.benchmark import suite, timing
+from muse_lab.benchmark import stages, suite, timing
 from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.captured import CapturesFile
 from muse_lab.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
@@ -472,11 +473,21 @@ def test_the_name_of_a_kernel_tells_its_stage(kernel: str, stage: str) -> None:
     assert stage_of(kernel) == stage
 
 
-def test_every_kernel_of_the_library_has_a_stage() -> None:
+def test_every_kernel_of_the_library_is_known() -> None:
     sources = [path.read_text() for path in (Path(backends.__file__).parent / "triton").glob("*.py")]
     launched = {name for text in sources for name in re.findall(r"@kernel\([^@]*?\)\ndef (_[a-z_]+)\(", text)}
     assert len(launched) > 30
     assert sorted(name for name in launched if stage_of(name) == "other") == []
+
+
+def test_without_triton_only_fused_attention_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where results are read there may be no Triton: reports still have the stages in their order."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    stages._stages_of_kernels.cache_clear()
+    try:
+        assert [stage_of("_merge"), stage_of("flash_fwd")] == ["other", "own block"]
+    finally:
+        stages._stages_of_kernels.cache_clear()
 
 
 def test_times_of_kernels_are_summed_by_stage() -> None:

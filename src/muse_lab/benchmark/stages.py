@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Iterable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from muse_attention.backends.triton.runtime import stages
 from muse_lab.benchmark.workload import AttentionCall, Workload
 
 PROFILED_RUNS = 3
@@ -14,31 +17,7 @@ PROFILED_RUNS = 3
 OWN_BLOCK, OTHER = "own block", "other"
 _FUSED_ATTENTION = ("cudnn", "flash", "fmha")
 """One of these is in the name of every kernel of a fused exact attention."""
-_KERNELS = {
-    "clustering": (
-        "_take", "_stream", "_stream_in_chunks", "_sum_members", "_mean_of_parts", "_find_nearest", "_move_overflow",
-        "_sum_squares", "_scale_to_mean", "_copy",
-    ),
-    "sorting": (
-        "_count_clusters", "_sum_rows", "_sum_before", "_place_by_cluster", "_pack", "_count_digits", "_place_by_digit",
-        "_find_starts", "_count_tiles", "_cut", "_number_buckets", "_count_pairs", "_number_pairs", "_plan_pieces",
-        "_take_rows", "_take_residuals", "_square_distances",
-    ),
-    "summaries": ("_find_middle", "_summarise", "_accumulate", "_accumulate_backward", "_summarise_backward"),
-    "selection": (
-        "_select_clusters", "_select_blocks", "_find_lowest_bin", "_list_opened", "_mark_opened", "_list_marked",
-        "_mark_terms", "_mark_terms_of_bits", "_fill",
-    ),
-    "attention to summaries": (
-        "_select_and_attend", "_attend_to_summaries", "_summaries_backward_to_queries", "_backward_to_summaries",
-    ),
-    "retrieval": ("_attend_to_buckets", "_buckets_backward_to_queries", "_buckets_backward_to_keys"),
-    "merging": ("_merge", "_find_delta", "_add_to_queries"),
-}  # fmt: skip
-"""The Triton kernels of each stage."""
-_STAGE_OF_KERNEL = {kernel: stage for stage, kernels in _KERNELS.items() for kernel in kernels}
-
-STAGES = (OWN_BLOCK, *_KERNELS, OTHER)
+STAGES = (OWN_BLOCK, *stages.STAGES, OTHER)
 """In the order of the method."""
 
 
@@ -70,7 +49,18 @@ def sum_by_stage(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
 def stage_of(kernel: str) -> str:
     if any(part in kernel.lower() for part in _FUSED_ATTENTION):
         return OWN_BLOCK
-    return _STAGE_OF_KERNEL.get(kernel, OTHER)
+    return _stages_of_kernels().get(kernel, OTHER)
+
+
+@functools.cache
+def _stages_of_kernels() -> dict[str, stages.Stage]:
+    """The stage of each Triton kernel of the library by its name: nothing where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return {}
+    importlib.import_module("muse_attention.backends.triton.far_field")  # all of them
+    from muse_attention.backends.triton.runtime.launching import stages_of_kernels
+
+    return stages_of_kernels()
 
 
 def _run(attention: AttentionCall, workload: Workload) -> None:

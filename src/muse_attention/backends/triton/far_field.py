@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from muse_attention.backends.triton import error_control, merging, pairs, retrieval, selection, summaries, terms
-from muse_attention.backends.triton.grouping import Groups, group_by_cluster_and_block, tiles_of_groups
+from muse_attention.backends.triton.grouping import Groups, group_by_cluster_and_block
 from muse_attention.backends.triton.layout import FarField, Heads
 from muse_attention.backends.triton.opened import list_opened, list_opened_bits
 from muse_attention.backends.triton.plan import Plan, pairs_per_query
 from muse_attention.backends.triton.segments import Segments
+from muse_attention.backends.triton.tiles import tiles_of_groups
 from muse_attention.config import MuSeConfig
 from muse_attention.core.selection_shapes import SelectionShapes
 from muse_attention.core.structures import Partial, Selection

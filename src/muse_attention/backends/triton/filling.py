@@ -14,24 +14,28 @@ _WIDTH = 4096
 def fill(tensor: Tensor, value: float) -> Tensor:
     """The contiguous tensor, with this value everywhere."""
     if tensor.numel() > 0:
-        _fill[(cdiv(tensor.numel(), _WIDTH),)](tensor, tensor.numel(), VALUE=value, WIDTH=_WIDTH)
+        grid = (cdiv(tensor.numel(), _WIDTH),)
+        _fill[grid](tensor_ptr=tensor, number=tensor.numel(), VALUE=value, WIDTH=_WIDTH)
     return tensor
 
 
 def copied(tensor: Tensor) -> Tensor:
     """A copy of a contiguous tensor, in memory of its own."""
     copy = tensor.new_empty(tensor.shape)
-    _copy[(cdiv(tensor.numel(), _WIDTH),)](tensor, copy, tensor.numel(), WIDTH=_WIDTH)
+    grid = (cdiv(tensor.numel(), _WIDTH),)
+    _copy[grid](source_ptr=tensor, target_ptr=copy, number=tensor.numel(), WIDTH=_WIDTH)
     return copy
 
 
-@kernel(do_not_specialize=["number"])
-def _fill(tensor, number, VALUE: tl.constexpr, WIDTH: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    tl.store(tensor + at, tl.full([WIDTH], VALUE, tensor.dtype.element_ty), mask=at < number)
+@kernel(stage="selection", do_not_specialize=["number"])
+def _fill(tensor_ptr, number, VALUE: tl.constexpr, WIDTH: tl.constexpr):
+    """Store `VALUE` into all of `number` entries. Grid: (number / WIDTH,)."""
+    offs = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
+    tl.store(tensor_ptr + offs, tl.full([WIDTH], VALUE, tensor_ptr.dtype.element_ty), mask=offs < number)
 
 
-@kernel(do_not_specialize=["number"])
-def _copy(source, target, number, WIDTH: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    tl.store(target + at, tl.load(source + at, mask=at < number), mask=at < number)
+@kernel(stage="clustering", do_not_specialize=["number"])
+def _copy(source_ptr, target_ptr, number, WIDTH: tl.constexpr):
+    """Copy `number` entries. Grid: (number / WIDTH,)."""
+    offs = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
+    tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < number), mask=offs < number)

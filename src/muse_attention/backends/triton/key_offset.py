@@ -49,37 +49,42 @@ def find_key_offset(keys: Tensor) -> Tensor:
     # (What is further away than that could not be stored less the offset.)
     largest = torch.finfo(keys.dtype).max / 4
     _find_middle[(cdiv(head_dim, _DIMS), heads)](
-        keys, offset, length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, LARGEST=largest,
+        keys_ptr=keys, offset_ptr=offset, length=length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, LARGEST=largest,
         ACC=arithmetic(keys.dtype)["ACC"],
     )  # fmt: skip
     return offset
 
 
 @triton.jit
-def _load_finite(at, mask, ACC: tl.constexpr):
+def _load_finite(ptrs, mask, ACC: tl.constexpr):
     """A key that is not finite must poison what attends to it, not the offset of all."""
-    loaded = tl.load(at, mask=mask, other=0.0).to(ACC)
+    loaded = tl.load(ptrs, mask=mask, other=0.0).to(ACC)
     return tl.where(tl.abs(loaded) < float("inf"), loaded, 0.0)
 
 
-@kernel(do_not_specialize=["length"])
+@kernel(stage="summaries", do_not_specialize=["length"])
 def _find_middle(
-    keys, offset, length, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, LARGEST: tl.constexpr,
+    keys_ptr, offset_ptr, length, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, LARGEST: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
+    """Halfway between the quartiles of a sample, in some dimensions: each of the sample is ranked among all.
+
+    Grid: (D / DIMS, G). `keys_ptr`: (G, N, D); `offset_ptr`: (G, D).
+    """
     head = tl.program_id(1).to(tl.int64)
-    number, dim = tl.arange(0, SAMPLE), tl.program_id(0) * DIMS + tl.arange(0, DIMS)
-    is_dim = dim < D
+    offs_sample, offs_d = tl.arange(0, SAMPLE), tl.program_id(0) * DIMS + tl.arange(0, DIMS)  # [SAMPLE], [DIMS]
+    mask_d = offs_d < D  # [DIMS]
     # (Of fewer keys than that, each is there several times.)
-    row = head * length + number.to(tl.int64) * length // SAMPLE
-    inside = is_dim[None, :] & (number >= 0)[:, None]
-    sample = _load_finite(keys + row[:, None] * D + dim[None, :], inside, ACC)
+    offs_row = head * length + offs_sample.to(tl.int64) * length // SAMPLE  # [SAMPLE]
+    mask = mask_d[None, :] & (offs_sample >= 0)[:, None]  # [SAMPLE, DIMS]
+    sample = _load_finite(keys_ptr + offs_row[:, None] * D + offs_d[None, :], mask, ACC)  # [SAMPLE, DIMS]
     # How many of the sample come before each, in each dimension.
-    own, other = sample[:, None, :], sample[None, :, :]
-    comes_first = (other < own) | ((other == own) & (number[None, :] < number[:, None])[:, :, None])
-    rank = tl.sum(comes_first.to(tl.int32), 1)
-    lower = tl.sum(tl.where(rank == SAMPLE // 4, sample, 0.0), 0)
-    upper = tl.sum(tl.where(rank == SAMPLE - 1 - SAMPLE // 4, sample, 0.0), 0)
-    middle = (0.5 * lower + 0.5 * upper).to(keys.dtype.element_ty).to(ACC)
-    is_common = ((lower > 0) | (upper < 0)) & (tl.abs(middle) < LARGEST)
-    tl.store(offset + head * D + dim, tl.where(is_common, middle, 0.0), mask=is_dim)
+    own, other = sample[:, None, :], sample[None, :, :]  # [SAMPLE, 1, DIMS], [1, SAMPLE, DIMS]
+    # [SAMPLE, SAMPLE, DIMS]
+    comes_first = (other < own) | ((other == own) & (offs_sample[None, :] < offs_sample[:, None])[:, :, None])
+    rank = tl.sum(comes_first.to(tl.int32), 1)  # [SAMPLE, DIMS]
+    lower = tl.sum(tl.where(rank == SAMPLE // 4, sample, 0.0), 0)  # [DIMS]
+    upper = tl.sum(tl.where(rank == SAMPLE - 1 - SAMPLE // 4, sample, 0.0), 0)  # [DIMS]
+    middle = (0.5 * lower + 0.5 * upper).to(keys_ptr.dtype.element_ty).to(ACC)  # [DIMS]
+    is_common = ((lower > 0) | (upper < 0)) & (tl.abs(middle) < LARGEST)  # [DIMS]
+    tl.store(offset_ptr + head * D + offs_d, tl.where(is_common, middle, 0.0), mask=mask_d)

@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from muse_attention.backends.triton import summaries
-from muse_attention.backends.triton.grouping import Groups, tiles_of_groups
+from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import find_key_offset
 from muse_attention.backends.triton.numbers import cdiv
 from muse_attention.backends.triton.plan import Plan
 from muse_attention.backends.triton.rows import square_distances, take_residuals, take_rows
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments
+from muse_attention.backends.triton.tiles import tiles_of_groups
 from muse_attention.config import MuSeConfig
 
 WORKSPACE_BYTES = 1 << 30

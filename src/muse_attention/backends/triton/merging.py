@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,10 +30,10 @@ def merge(
     heads, length, value_dim = own.out.shape
     far, retrieved = of_summaries or own, of_pairs or own
     _merge[(cdiv(heads * length, _TILE),)](
-        own.out, own.lse, far.out, far.lse, retrieved.out, retrieved.lse, fill_in.out, fill_in.lse, heads * length,
-        *_of_rows(pairs, own.lse), IS_RAGGED=pairs is not None and pairs.is_ragged,
-        HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim), TILE=_TILE,
-        ACC=arithmetic(own.out.dtype)["ACC"],
+        own_out_ptr=own.out, own_lse_ptr=own.lse, far_out_ptr=far.out, far_lse_ptr=far.lse, pair_out_ptr=retrieved.out,
+        pair_lse_ptr=retrieved.lse, out_ptr=fill_in.out, lse_ptr=fill_in.lse, rows=heads * length,
+        **_of_rows(pairs, own.lse), HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim),
+        TILE=_TILE, ACC=arithmetic(own.out.dtype)["ACC"],
     )  # fmt: skip
 
 
@@ -46,9 +48,11 @@ def shared_delta(
     delta, sorted_delta = torch.empty_like(merged.lse), torch.empty_like(merged.lse)
     ordered = Partial(torch.empty_like(grad_out), torch.empty_like(merged.lse))
     _find_delta[(cdiv(length, _TILE), heads)](
-        merged.out, merged.lse, grad_out, merged.lse if grad_lse is None else grad_lse, segments.order, shift, delta,
-        ordered.out, ordered.lse, sorted_delta, length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim,
-        DVP=padded(value_dim), TILE=_TILE, ACC=arithmetic(grad_out.dtype)["ACC"],
+        out_ptr=merged.out, lse_ptr=merged.lse, grad_out_ptr=grad_out,
+        grad_lse_ptr=merged.lse if grad_lse is None else grad_lse, order_ptr=segments.order, shift_ptr=shift,
+        delta_ptr=delta, sorted_grad_ptr=ordered.out, sorted_lse_ptr=ordered.lse, sorted_delta_ptr=sorted_delta,
+        length=length, HAS_GRAD_LSE=grad_lse is not None, DV=value_dim, DVP=padded(value_dim), TILE=_TILE,
+        ACC=arithmetic(grad_out.dtype)["ACC"],
     )  # fmt: skip
     return delta, ordered, sorted_delta
 
@@ -70,135 +74,168 @@ def add_to_queries(
     `has_bucket` has an integer for each pair, which is negative if it has none.
     """
     heads, length, head_dim = own.shape
-    tables = [
-        table
-        for gradients in (of_summaries, of_pairs)
-        for table in ((own, own) if gradients is None else (gradients.centred, gradients.of_offset))
-    ]
+    # (A kernel takes a tensor even where it does not look at it.)
+    nothing = QueryGradients(own, own)
+    summaries, retrieved = of_summaries or nothing, of_pairs or nothing
     _add_to_queries[(cdiv(length, _TILE), heads)](
-        own, *tables, has_bucket, key_offset, fill_in, length, heads // key_offset.shape[0],
-        *_of_rows(pairs, has_bucket), IS_RAGGED=pairs is not None and pairs.is_ragged,
-        HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
-        ACC=arithmetic(own.dtype)["ACC"],
+        own_ptr=own, of_summaries_ptr=summaries.centred, offset_of_summaries_ptr=summaries.of_offset,
+        of_pairs_ptr=retrieved.centred, offset_of_pairs_ptr=retrieved.of_offset, has_bucket_ptr=has_bucket,
+        key_offset_ptr=key_offset, total_ptr=fill_in, length=length, shared_by=heads // key_offset.shape[0],
+        **_of_rows(pairs, has_bucket), HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim,
+        DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(own.dtype)["ACC"],
     )  # fmt: skip
 
 
-def _of_rows(pairs: Pairs | None, some: Tensor) -> tuple[Tensor, int, int, int]:
+def _of_rows(pairs: Pairs | None, some: Tensor) -> dict[str, Any]:
     """The pairs of each row as kernels take them: the first of each row, rows and room of a key head, and the picks."""
     if pairs is None:
-        return some, 1, 0, 0
-    return pairs.row_starts, pairs.row_starts.shape[1] - 1, pairs.shape[1], pairs.picks
+        return {"row_starts_ptr": some, "rows_of_head": 1, "room": 0, "picks": 0, "IS_RAGGED": False}
+    return {
+        "row_starts_ptr": pairs.row_starts,
+        "rows_of_head": pairs.row_starts.shape[1] - 1,
+        "room": pairs.shape[1],
+        "picks": pairs.picks,
+        "IS_RAGGED": pairs.is_ragged,
+    }
 
 
 @triton.jit
-def _pairs_of_row(row_starts, row, is_row, rows_of_head, room, picks, IS_RAGGED: tl.constexpr):
-    """The first pair of each row and their number, and the largest such number."""
+def _pairs_of_row(row_starts_ptr, offs_row, mask_row, rows_of_head, room, picks, IS_RAGGED: tl.constexpr):
+    """The first pair of each row and their number, [TILE] each, and the largest such number."""
     if IS_RAGGED:
-        key_head = row // rows_of_head
-        at = row_starts + key_head * (rows_of_head + 1) + row % rows_of_head
-        start = tl.load(at, mask=is_row, other=0)
-        number = tl.load(at + 1, mask=is_row, other=0) - start
-        first = key_head * room + start
+        key_head = offs_row // rows_of_head  # [TILE]
+        ptrs = row_starts_ptr + key_head * (rows_of_head + 1) + offs_row % rows_of_head  # [TILE]
+        start = tl.load(ptrs, mask=mask_row, other=0)  # [TILE]
+        number = tl.load(ptrs + 1, mask=mask_row, other=0) - start  # [TILE]
+        offs_pair = key_head * room + start  # [TILE]
         most = tl.max(number, 0)
     else:
-        number = tl.zeros_like(row).to(tl.int32) + picks
-        first = row * picks
+        number = tl.zeros_like(offs_row).to(tl.int32) + picks
+        offs_pair = offs_row * picks
         most = picks
-    return first, number, most
+    return offs_pair, number, most
 
 
-@kernel(do_not_specialize=["rows", "rows_of_head", "room", "picks"])
+@kernel(stage="merging", do_not_specialize=["rows", "rows_of_head", "room", "picks"])
 def _merge(
-    own_out, own_lse, far_out, far_lse, pair_out, pair_lse, out, lse, rows, row_starts, rows_of_head, room, picks,
-    IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr,
+    own_out_ptr, own_lse_ptr, far_out_ptr, far_lse_ptr, pair_out_ptr, pair_lse_ptr, out_ptr, lse_ptr, rows,
+    row_starts_ptr, rows_of_head, room, picks, IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.arange(0, DVP)
-    is_row = row < rows
-    inside = is_row[:, None] & (column < DV)[None, :]
-    at = row[:, None] * DV + column[None, :]
-    own = tl.load(own_lse + row, mask=is_row, other=0.0)
-    largest = own
+    """The softmax over all terms of each query, from the partial ones.
+
+    Grid: (H N / TILE,). `own_out_ptr`, `far_out_ptr`, `out_ptr`: (H, N, DV); `own_lse_ptr`, `far_lse_ptr`, `lse_ptr`:
+    (H, N); `pair_out_ptr`: (G, L, DV); `pair_lse_ptr`: (G, L); `row_starts_ptr`: (G, R N + 1) int32.
+    """
+    offs_row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)  # [TILE]
+    offs_dv = tl.arange(0, DVP)  # [DV]
+    mask_row = offs_row < rows  # [TILE]
+    mask = mask_row[:, None] & (offs_dv < DV)[None, :]  # [TILE, DV]
+    offs = offs_row[:, None] * DV + offs_dv[None, :]  # [TILE, DV]
+    own = tl.load(own_lse_ptr + offs_row, mask=mask_row, other=0.0)  # [TILE]
+    largest = own  # [TILE]
     if HAS_SUMMARIES:
-        far = tl.load(far_lse + row, mask=is_row, other=0.0)
+        far = tl.load(far_lse_ptr + offs_row, mask=mask_row, other=0.0)  # [TILE]
         largest = tl.maximum(largest, far)
-    first, number, most = _pairs_of_row(row_starts, row, is_row, rows_of_head, room, picks, IS_RAGGED)
+    # [TILE], [TILE], scalar
+    offs_first, number, most = _pairs_of_row(row_starts_ptr, offs_row, mask_row, rows_of_head, room, picks, IS_RAGGED)
     for pick in range(most):
-        log = tl.load(pair_lse + first + pick, mask=is_row & (pick < number), other=float("-inf"))
+        log = tl.load(pair_lse_ptr + offs_first + pick, mask=mask_row & (pick < number), other=float("-inf"))  # [TILE]
         largest = tl.maximum(largest, log)
     # The own block holds at least the query's own key, so the largest is not -inf.
-    share = tl.exp(own - largest)
-    total = share
-    weighted = tl.load(own_out + at, mask=inside, other=0.0).to(ACC) * share[:, None]
+    share = tl.exp(own - largest)  # [TILE]
+    total = share  # [TILE]
+    weighted = tl.load(own_out_ptr + offs, mask=mask, other=0.0).to(ACC) * share[:, None]  # [TILE, DV]
     if HAS_SUMMARIES:
         share = tl.exp(far - largest)
         total += share
-        weighted += tl.load(far_out + at, mask=inside, other=0.0).to(ACC) * share[:, None]
+        weighted += tl.load(far_out_ptr + offs, mask=mask, other=0.0).to(ACC) * share[:, None]
     for pick in range(most):
-        pair = first + pick
-        log = tl.load(pair_lse + pair, mask=is_row & (pick < number), other=float("-inf"))
+        offs_pair = offs_first + pick  # [TILE]
+        log = tl.load(pair_lse_ptr + offs_pair, mask=mask_row & (pick < number), other=float("-inf"))
         share = tl.exp(log - largest)
         total += share
-        exists = is_row & (log != float("-inf"))
+        mask_pair = mask_row & (log != float("-inf"))  # [TILE]
+        # [TILE, DV]
         some = tl.load(
-            pair_out + pair[:, None] * DV + column[None, :], mask=exists[:, None] & (column < DV)[None, :], other=0.0
+            pair_out_ptr + offs_pair[:, None] * DV + offs_dv[None, :],
+            mask=mask_pair[:, None] & (offs_dv < DV)[None, :],
+            other=0.0,
         )
         weighted += some.to(ACC) * share[:, None]
-    tl.store(out + at, weighted / total[:, None], mask=inside)
-    tl.store(lse + row, largest + tl.log(total), mask=is_row)
+    tl.store(out_ptr + offs, weighted / total[:, None], mask=mask)
+    tl.store(lse_ptr + offs_row, largest + tl.log(total), mask=mask_row)
 
 
-@kernel(do_not_specialize=["length"])
+@kernel(stage="merging", do_not_specialize=["length"])
 def _find_delta(
-    out, lse, grad_out, grad_lse, order, shift, delta, sorted_grad, sorted_lse, sorted_delta, length,
-    HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    out_ptr, lse_ptr, grad_out_ptr, grad_lse_ptr, order_ptr, shift_ptr, delta_ptr, sorted_grad_ptr, sorted_lse_ptr,
+    sorted_delta_ptr, length, HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
+    """`delta = sum(dO * O) - dL`, and what backward passes need of the softmax, in the order of the segments.
+
+    Grid: (N / TILE, H). `out_ptr`, `grad_out_ptr`, `sorted_grad_ptr`: (H, N, DV); `order_ptr`: (H, N) int32;
+    `shift_ptr`: (H, N), in the order of the segments; all others: (H, N).
+    """
     head = tl.program_id(1).to(tl.int64)
-    place, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DVP)
-    is_row = place < length
-    place = head * length + place
-    row = head * length + tl.load(order + place, mask=is_row, other=0)
-    inside = is_row[:, None] & (column < DV)[None, :]
-    at = row[:, None] * DV + column[None, :]
-    gradient = tl.load(grad_out + at, mask=inside, other=0.0)
-    found = tl.sum(gradient.to(ACC) * tl.load(out + at, mask=inside, other=0.0).to(ACC), 1)
+    offs_place, offs_dv = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DVP)  # [TILE], [DV]
+    mask_row = offs_place < length  # [TILE]
+    offs_place = head * length + offs_place
+    offs_row = head * length + tl.load(order_ptr + offs_place, mask=mask_row, other=0)  # [TILE]
+    mask = mask_row[:, None] & (offs_dv < DV)[None, :]  # [TILE, DV]
+    offs = offs_row[:, None] * DV + offs_dv[None, :]  # [TILE, DV]
+    gradient = tl.load(grad_out_ptr + offs, mask=mask, other=0.0)  # [TILE, DV]
+    found = tl.sum(gradient.to(ACC) * tl.load(out_ptr + offs, mask=mask, other=0.0).to(ACC), 1)  # [TILE]
     if HAS_GRAD_LSE:
-        found -= tl.load(grad_lse + row, mask=is_row, other=0.0).to(ACC)
-    tl.store(delta + row, found, mask=is_row)
-    tl.store(sorted_delta + place, found, mask=is_row)
-    shifted = tl.load(lse + row, mask=is_row, other=0.0) - tl.load(shift + place, mask=is_row, other=0.0)
-    tl.store(sorted_lse + place, shifted, mask=is_row)
-    tl.store(sorted_grad + place[:, None] * DV + column[None, :], gradient, mask=inside)
+        found -= tl.load(grad_lse_ptr + offs_row, mask=mask_row, other=0.0).to(ACC)
+    tl.store(delta_ptr + offs_row, found, mask=mask_row)
+    tl.store(sorted_delta_ptr + offs_place, found, mask=mask_row)
+    # [TILE]
+    shifted = tl.load(lse_ptr + offs_row, mask=mask_row, other=0.0) - tl.load(
+        shift_ptr + offs_place, mask=mask_row, other=0.0
+    )
+    tl.store(sorted_lse_ptr + offs_place, shifted, mask=mask_row)
+    tl.store(sorted_grad_ptr + offs_place[:, None] * DV + offs_dv[None, :], gradient, mask=mask)
 
 
-@kernel(do_not_specialize=["length", "shared_by", "rows_of_head", "room", "picks"])
+@kernel(stage="merging", do_not_specialize=["length", "shared_by", "rows_of_head", "room", "picks"])
 def _add_to_queries(
-    own, of_summaries, offset_of_summaries, of_pairs, offset_of_pairs, has_bucket, key_offset, total, length,
-    shared_by, row_starts, rows_of_head, room, picks, IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr,
-    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    own_ptr, of_summaries_ptr, offset_of_summaries_ptr, of_pairs_ptr, offset_of_pairs_ptr, has_bucket_ptr,
+    key_offset_ptr, total_ptr, length, shared_by, row_starts_ptr, rows_of_head, room, picks, IS_RAGGED: tl.constexpr,
+    HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of queries from all their terms.
+
+    Grid: (N / TILE, H). `own_ptr`, `of_summaries_ptr`, `total_ptr`: (H, N, D); `offset_of_summaries_ptr`: (H, N);
+    `of_pairs_ptr`: (G, L, D); `offset_of_pairs_ptr`: (G, L); `has_bucket_ptr`: (G, L) int32; `key_offset_ptr`: (G, D);
+    `row_starts_ptr`: (G, R N + 1) int32.
+    """
     head = tl.program_id(1).to(tl.int64)
-    place, dim = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
-    is_row = place < length
-    row = head * length + place
-    inside = is_row[:, None] & (dim < D)[None, :]
-    at = row[:, None] * D + dim[None, :]
-    summed = tl.zeros([TILE, DP], ACC)
+    offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
+    mask_row = offs_place < length  # [TILE]
+    offs_row = head * length + offs_place  # [TILE]
+    mask = mask_row[:, None] & (offs_d < D)[None, :]  # [TILE, D]
+    offs = offs_row[:, None] * D + offs_d[None, :]  # [TILE, D]
+    summed = tl.zeros([TILE, DP], ACC)  # [TILE, D]
     of_offset = tl.zeros([TILE], ACC)
     if HAS_SUMMARIES:
-        of_offset += tl.load(offset_of_summaries + row, mask=is_row, other=0.0)
-        summed += tl.load(of_summaries + at, mask=inside, other=0.0).to(ACC)
-    first, number, most = _pairs_of_row(row_starts, row, is_row, rows_of_head, room, picks, IS_RAGGED)
+        of_offset += tl.load(offset_of_summaries_ptr + offs_row, mask=mask_row, other=0.0)
+        summed += tl.load(of_summaries_ptr + offs, mask=mask, other=0.0).to(ACC)
+    # [TILE], [TILE], scalar
+    offs_first, number, most = _pairs_of_row(row_starts_ptr, offs_row, mask_row, rows_of_head, room, picks, IS_RAGGED)
     for pick in range(most):
-        pair = first + pick
-        exists = is_row & (pick < number)
+        offs_pair = offs_first + pick  # [TILE]
+        mask_pair = mask_row & (pick < number)  # [TILE]
         if not IS_RAGGED:
-            exists &= tl.load(has_bucket + pair, mask=exists, other=-1) >= 0
+            mask_pair &= tl.load(has_bucket_ptr + offs_pair, mask=mask_pair, other=-1) >= 0
         summed += tl.load(
-            of_pairs + pair[:, None] * D + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0
+            of_pairs_ptr + offs_pair[:, None] * D + offs_d[None, :],
+            mask=mask_pair[:, None] & (offs_d < D)[None, :],
+            other=0.0,
         ).to(ACC)
-        of_offset += tl.load(offset_of_pairs + pair, mask=exists, other=0.0)
-    offset = tl.load(key_offset + head // shared_by * D + dim, mask=dim < D, other=0.0)
+        of_offset += tl.load(offset_of_pairs_ptr + offs_pair, mask=mask_pair, other=0.0)
+    offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     summed += of_offset[:, None] * offset[None, :]
-    tl.store(total + at, tl.load(own + at, mask=inside, other=0.0).to(ACC) + SCALE * summed, mask=inside)
+    tl.store(total_ptr + offs, tl.load(own_ptr + offs, mask=mask, other=0.0).to(ACC) + SCALE * summed, mask=mask)

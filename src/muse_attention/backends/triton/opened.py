@@ -16,6 +16,7 @@ from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.numbers import padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments
+from muse_attention.backends.triton.tiles import load_tile
 from muse_attention.core.bits import number_of_words
 
 
@@ -30,6 +31,11 @@ class OpenedClusters:
     place: Tensor
     """(H, Q, K) int16: where a cluster stands among the listed ones, or -1"""
 
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """The list as kernels take it."""
+        return {"listed_ptr": self.listed, "listed_number_ptr": self.number}
+
 
 def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
     """`opened` is (H, N, clusters), in the order of the inputs."""
@@ -40,9 +46,9 @@ def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
         fill(found.place, -1)
         return found
     _list_opened[found.number.shape[::-1]](
-        segments.groups.order, segments.groups.starts, opened, found.listed, found.number, found.place, length,
-        segments.blocks, segments.key_clusters, OPENED=clusters, OP=power_of_two(clusters), ROWS=64,
-        CP=padded(segments.key_clusters),
+        order_ptr=segments.groups.order, starts_ptr=segments.groups.starts, opened_ptr=opened, **found.arguments,
+        listed_place_ptr=found.place, length=length, blocks=segments.blocks, key_clusters=segments.key_clusters,
+        OPENED=clusters, OP=power_of_two(clusters), ROWS=64, CP=padded(segments.key_clusters),
     )  # fmt: skip
     return found
 
@@ -53,12 +59,12 @@ def list_opened_bits(segments: Segments, opened: Tensor) -> OpenedClusters:
     words = number_of_words(segments.key_clusters)
     is_opened = fill(torch.empty_like(found.listed), 0)
     _mark_opened[segments.tiles.grid](
-        *segments.tiles.parts(), segments.groups.order, opened, is_opened, opened.shape[1], segments.blocks,
-        segments.query_clusters, segments.key_clusters, WORDS=words, ROWS=ROWS_OF_TILE,
-    )  # fmt: skip
-    _list_marked[found.number.shape[::-1]](
-        is_opened, found.listed, found.number, found.place, segments.key_clusters, CP=padded(segments.key_clusters)
+        **segments.rows, opened_ptr=opened, is_opened_ptr=is_opened, WORDS=words, ROWS=ROWS_OF_TILE
     )
+    _list_marked[found.number.shape[::-1]](
+        is_opened_ptr=is_opened, **found.arguments, listed_place_ptr=found.place, key_clusters=segments.key_clusters,
+        CP=padded(segments.key_clusters),
+    )  # fmt: skip
     return found
 
 
@@ -69,67 +75,78 @@ def _room(segments: Segments, opened: Tensor) -> OpenedClusters:
     )
 
 
-@kernel(do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
+@kernel(stage="selection", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
 def _mark_opened(
-    tile_group, tile_begin, tile_end, order, opened, is_opened, length, blocks, query_clusters, key_clusters,
-    WORDS: tl.constexpr, ROWS: tl.constexpr,
+    tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, opened_ptr, is_opened_ptr, length, blocks, query_clusters,
+    key_clusters, WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A 1 for each cluster that any query of a query cluster opens. Benign race: every write stores the same value."""
-    head = tl.program_id(1).to(tl.int64)
-    tile = head * tl.num_programs(0) + tl.program_id(0)
-    segment = tl.load(tile_group + tile)
+    head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
         return
-    begin = tl.load(tile_begin + tile)
-    place, bit = tl.arange(0, ROWS), tl.arange(0, 32)
-    is_row = place < tl.load(tile_end + tile) - begin
-    row = head * length + tl.load(order + head * length + begin + place, mask=is_row, other=0)
-    is_opened += (head * query_clusters + segment // blocks) * key_clusters
+    begin = tl.load(tile_begin_ptr + tile)
+    offs_place, offs_bit = tl.arange(0, ROWS), tl.arange(0, 32)  # [ROWS], [32]
+    mask_row = offs_place < tl.load(tile_end_ptr + tile) - begin  # [ROWS]
+    offs_row = head * length + tl.load(order_ptr + head * length + begin + offs_place, mask=mask_row, other=0)  # [ROWS]
+    is_opened_ptr += (head * query_clusters + segment // blocks) * key_clusters
     for word in tl.static_range(WORDS):
-        own = tl.load(opened + row * WORDS + word, mask=is_row, other=0)
-        any_opens = tl.max((own[:, None] >> bit[None, :]) & 1, 0)
-        tl.store(is_opened + word * 32 + bit, any_opens, mask=any_opens > 0)
+        own = tl.load(opened_ptr + offs_row * WORDS + word, mask=mask_row, other=0)  # [ROWS]
+        any_opens = tl.max((own[:, None] >> offs_bit[None, :]) & 1, 0)  # [32]
+        tl.store(is_opened_ptr + word * 32 + offs_bit, any_opens, mask=any_opens > 0)
 
 
-@kernel(do_not_specialize=["key_clusters"])
-def _list_marked(is_opened, listed, listed_number, listed_place, key_clusters, CP: tl.constexpr):
+@kernel(stage="selection", do_not_specialize=["key_clusters"])
+def _list_marked(is_opened_ptr, listed_ptr, listed_number_ptr, listed_place_ptr, key_clusters, CP: tl.constexpr):
+    """List the clusters that are marked.
+
+    Grid: (Q, H). `is_opened_ptr`, `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `listed_place_ptr`:
+    (H, Q, K) int16.
+    """
     line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    cluster = tl.arange(0, CP)
-    at, is_cluster = line * key_clusters, cluster < key_clusters
-    is_listed = tl.load(is_opened + at + cluster, mask=is_cluster, other=0)
-    place = tl.cumsum(is_listed, 0) - 1
-    tl.store(listed_place + at + cluster, tl.where(is_listed > 0, place, -1).to(tl.int16), mask=is_cluster)
-    tl.store(listed + at + place, cluster, mask=is_listed > 0)
-    tl.store(listed_number + line, tl.sum(is_listed, 0))
+    offs_cluster = tl.arange(0, CP)
+    at, mask_cluster = line * key_clusters, offs_cluster < key_clusters  # scalar, [CP]
+    is_listed = tl.load(is_opened_ptr + at + offs_cluster, mask=mask_cluster, other=0)  # [CP]
+    offs_place = tl.cumsum(is_listed, 0) - 1  # [CP]
+    tl.store(
+        listed_place_ptr + at + offs_cluster, tl.where(is_listed > 0, offs_place, -1).to(tl.int16), mask=mask_cluster
+    )
+    tl.store(listed_ptr + at + offs_place, offs_cluster, mask=is_listed > 0)
+    tl.store(listed_number_ptr + line, tl.sum(is_listed, 0))
 
 
-@kernel(do_not_specialize=["length", "blocks", "key_clusters"])
+@kernel(stage="selection", do_not_specialize=["length", "blocks", "key_clusters"])
 def _list_opened(
-    order, starts, opened, listed, listed_number, listed_place, length, blocks, key_clusters, OPENED: tl.constexpr,
-    OP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
+    order_ptr, starts_ptr, opened_ptr, listed_ptr, listed_number_ptr, listed_place_ptr, length, blocks, key_clusters,
+    OPENED: tl.constexpr, OP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
-    """The clusters that any query of a query cluster opens."""
+    """List the clusters that any query of a query cluster opens.
+
+    Grid: (Q, H). `order_ptr`: (H, N) int32; `starts_ptr`: (H, Q nb + 1) int32; `opened_ptr`: (H, N, OPENED) int32;
+    `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `listed_place_ptr`: (H, Q, K) int16.
+    """
     query_clusters, head = tl.num_programs(0), tl.program_id(1).to(tl.int64)
     line = head * query_clusters + tl.program_id(0)
-    cluster, number = tl.arange(0, CP), tl.arange(0, OP)
-    listed_place += line * key_clusters
-    tl.store(listed_place + cluster, tl.full([CP], -1, tl.int16), mask=cluster < key_clusters)
+    offs_cluster, offs_opened = tl.arange(0, CP), tl.arange(0, OP)  # [CP], [OP]
+    listed_place_ptr += line * key_clusters
+    tl.store(listed_place_ptr + offs_cluster, tl.full([CP], -1, tl.int16), mask=offs_cluster < key_clusters)
     tl.debug_barrier()
-    starts += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
-    end = tl.load(starts + blocks)
-    for begin in range(tl.load(starts), end, ROWS):
-        place = begin + tl.arange(0, ROWS)
-        row = head * length + tl.load(order + head * length + place, mask=place < end, other=0)
+    starts_ptr += head * (query_clusters * blocks + 1) + tl.program_id(0) * blocks
+    end = tl.load(starts_ptr + blocks)
+    for begin in range(tl.load(starts_ptr), end, ROWS):
+        offs_place = begin + tl.arange(0, ROWS)  # [ROWS]
+        # [ROWS]
+        offs_row = head * length + tl.load(order_ptr + head * length + offs_place, mask=offs_place < end, other=0)
+        # [ROWS, OP]
         own = tl.load(
-            opened + row[:, None] * OPENED + number[None, :], mask=(place < end)[:, None] & (number < OPENED)[None, :],
-            other=-1,
+            opened_ptr + offs_row[:, None] * OPENED + offs_opened[None, :],
+            mask=(offs_place < end)[:, None] & (offs_opened < OPENED)[None, :], other=-1,
         )  # fmt: skip
         # Benign race: every write stores the same value.
-        tl.store(listed_place + own, tl.zeros([ROWS, OP], tl.int16), mask=own >= 0)
+        tl.store(listed_place_ptr + own, tl.zeros([ROWS, OP], tl.int16), mask=own >= 0)
     tl.debug_barrier()
-    is_listed = tl.load(listed_place + cluster, mask=cluster < key_clusters, other=-1) >= 0
-    to = tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    is_listed = tl.load(listed_place_ptr + offs_cluster, mask=offs_cluster < key_clusters, other=-1) >= 0  # [CP]
+    to = tl.cumsum(is_listed.to(tl.int32), 0) - 1  # [CP]
     tl.debug_barrier()
-    tl.store(listed_place + cluster, to.to(tl.int16), mask=is_listed)
-    tl.store(listed + line * key_clusters + to, cluster, mask=is_listed)
-    tl.store(listed_number + line, tl.sum(is_listed.to(tl.int32), 0))
+    tl.store(listed_place_ptr + offs_cluster, to.to(tl.int16), mask=is_listed)
+    tl.store(listed_ptr + line * key_clusters + to, offs_cluster, mask=is_listed)
+    tl.store(listed_number_ptr + line, tl.sum(is_listed.to(tl.int32), 0))

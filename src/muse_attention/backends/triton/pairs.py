@@ -8,15 +8,20 @@ many as the budget allows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.grouping import Groups, Tiles, group_rows, sum_before, tiles_of_groups
-from muse_attention.backends.triton.numbers import cdiv, count_bits, lowest_bit, power_of_two
+from muse_attention.backends.triton.device_math import count_bits, lowest_bit
+from muse_attention.backends.triton.digit_sort import group_rows
+from muse_attention.backends.triton.grouping import Groups
+from muse_attention.backends.triton.numbers import cdiv, power_of_two
+from muse_attention.backends.triton.prefix_sums import sum_before
 from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.tiles import Tiles, tiles_of_groups
 from muse_attention.core.structures import Selection
 
 PAIRS_OF_TILE = 64
@@ -49,9 +54,15 @@ class Pairs:
         return self.picks == 0
 
     @property
-    def numbering(self) -> tuple[Tensor, int, int]:
-        """As kernels take it: the query of each pair, the room of a key head, and the picks."""
-        return self.rows, self.shape[1], self.picks
+    def arguments(self) -> dict[str, Any]:
+        """As kernels take them."""
+        return {
+            "pair_order_ptr": self.groups.order,
+            "pair_rows_ptr": self.rows,
+            "room": self.shape[1],
+            "picks": self.picks,
+            "IS_RAGGED": self.is_ragged,
+        }
 
     @classmethod
     def of(cls, groups: Groups, picks: int, rows: Tensor, row_starts: Tensor) -> Pairs:
@@ -64,8 +75,9 @@ def sort_picks(selection: Selection, blocks: int, fill_in: Groups) -> None:
     bucket = torch.empty_like(fill_in.order)
     width = 1024
     _number_buckets[(cdiv(number, width),)](
-        selection.opened, selection.retrieved, bucket, number, retrieved, blocks, WIDTH=width
-    )
+        opened_ptr=selection.opened, retrieved_ptr=selection.retrieved, picks_ptr=bucket, number=number,
+        retrieved_blocks=retrieved, blocks=blocks, WIDTH=width,
+    )  # fmt: skip
     group_rows(bucket, fill_in)
 
 
@@ -80,79 +92,90 @@ def sort_bits(selection: Selection, key_heads: int, fill_in: Groups, rows: Tenso
     grid = (tiles, heads)
     padded_words = power_of_two(blocks * words)
     shape = {"ROWS": _ROWS, "STEP": max(1, min(_ROWS, _WORDS_AT_ONCE // padded_words)), "WP": padded_words}
-    _count_pairs[grid](selection.retrieved, before, length, blocks * words, **shape)
+    _count_pairs[grid](
+        retrieved_ptr=selection.retrieved, counts_ptr=before, length=length, all_words=blocks * words, **shape
+    )
     sum_before(before, used)
     _number_pairs[grid](
-        selection.retrieved, before, bucket, rows, row_starts, length, blocks, words, heads // key_heads, room, **shape
-    )
+        retrieved_ptr=selection.retrieved, before_ptr=before, bucket_ptr=bucket, rows_ptr=rows,
+        row_starts_ptr=row_starts, length=length, blocks=blocks, words=words, shared_by=heads // key_heads, room=room,
+        **shape,
+    )  # fmt: skip
     group_rows(bucket, fill_in, used)
 
 
 @triton.jit
-def row_of_pair(rows, pair, is_pair, picks, IS_RAGGED: tl.constexpr):
-    """The query of a pair; `rows` are those of the key head."""
+def row_of_pair(rows_ptr, offs_pair, mask_pair, picks, IS_RAGGED: tl.constexpr):
+    """[PAIRS]: the query of each pair; `rows_ptr` are those of the key head."""
     if IS_RAGGED:
-        return tl.load(rows + pair, mask=is_pair, other=0)
+        return tl.load(rows_ptr + offs_pair, mask=mask_pair, other=0)
     else:
-        return pair // picks
+        return offs_pair // picks
 
 
-@kernel(do_not_specialize=["number", "retrieved_blocks", "blocks"])
-def _number_buckets(opened, retrieved, picks, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = at < number
-    block = tl.load(retrieved + at, mask=inside, other=-1)
-    cluster = tl.load(opened + at // retrieved_blocks, mask=inside, other=-1)
-    tl.store(picks + at, tl.where((block < 0) | (cluster < 0), -1, cluster * blocks + block), mask=inside)
+@kernel(stage="sorting", do_not_specialize=["number", "retrieved_blocks", "blocks"])
+def _number_buckets(opened_ptr, retrieved_ptr, picks_ptr, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
+    """The bucket of each pick, `cluster * nb + block`; -1 if it has none.
+
+    Grid: (number / WIDTH,). `opened_ptr`: (H, N, opened clusters) int32; `retrieved_ptr`, `picks_ptr`: (H, N, opened
+    clusters, retrieved blocks) int32.
+    """
+    offs = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
+    mask = offs < number  # [WIDTH]
+    block = tl.load(retrieved_ptr + offs, mask=mask, other=-1)  # [WIDTH]
+    cluster = tl.load(opened_ptr + offs // retrieved_blocks, mask=mask, other=-1)  # [WIDTH]
+    tl.store(picks_ptr + offs, tl.where((block < 0) | (cluster < 0), -1, cluster * blocks + block), mask=mask)
 
 
 @triton.jit
-def _load_words(retrieved, row, is_row, all_words, WP: tl.constexpr):
-    word = tl.arange(0, WP)
-    at = retrieved + row[:, None] * all_words + word[None, :]
-    return tl.load(at, mask=is_row[:, None] & (word < all_words)[None, :], other=0)
+def _load_words(retrieved_ptr, offs_row, mask_row, all_words, WP: tl.constexpr):
+    offs_word = tl.arange(0, WP)
+    ptrs = retrieved_ptr + offs_row[:, None] * all_words + offs_word[None, :]  # [STEP, WP]
+    return tl.load(ptrs, mask=mask_row[:, None] & (offs_word < all_words)[None, :], other=0)
 
 
-@kernel(do_not_specialize=["length", "all_words"])
-def _count_pairs(retrieved, counts, length, all_words, ROWS: tl.constexpr, STEP: tl.constexpr, WP: tl.constexpr):
+@kernel(stage="sorting", do_not_specialize=["length", "all_words"])
+def _count_pairs(
+    retrieved_ptr, counts_ptr, length, all_words, ROWS: tl.constexpr, STEP: tl.constexpr, WP: tl.constexpr
+):
     head = tl.program_id(1).to(tl.int64)
     total = 0
     for begin in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, length), STEP):
-        row = begin + tl.arange(0, STEP)
-        words = _load_words(retrieved, head * length + row, row < length, all_words, WP)
+        offs_row = begin + tl.arange(0, STEP)  # [STEP]
+        words = _load_words(retrieved_ptr, head * length + offs_row, offs_row < length, all_words, WP)  # [STEP, WP]
         total += tl.sum(tl.sum(count_bits(words), 1), 0)
-    tl.store(counts + head * tl.num_programs(0) + tl.program_id(0), total)
+    tl.store(counts_ptr + head * tl.num_programs(0) + tl.program_id(0), total)
 
 
-@kernel(do_not_specialize=["length", "blocks", "words", "shared_by", "room"])
+@kernel(stage="sorting", do_not_specialize=["length", "blocks", "words", "shared_by", "room"])
 def _number_pairs(
-    retrieved, before, bucket, rows, row_starts, length, blocks, words, shared_by, room, ROWS: tl.constexpr,
-    STEP: tl.constexpr, WP: tl.constexpr,
+    retrieved_ptr, before_ptr, bucket_ptr, rows_ptr, row_starts_ptr, length, blocks, words, shared_by, room,
+    ROWS: tl.constexpr, STEP: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
     """The pairs of a query in the order of block and cluster: the lowest bit of all words at once, then the next."""
     head = tl.program_id(1).to(tl.int64)
     key_head, of_group = head // shared_by, head % shared_by
-    first_pair = tl.load(before + head * tl.num_programs(0) + tl.program_id(0))
-    starts = row_starts + key_head * (shared_by * length + 1) + of_group * length
-    bucket += key_head * room
-    rows += key_head * room
-    word = tl.arange(0, WP)
+    first_pair = tl.load(before_ptr + head * tl.num_programs(0) + tl.program_id(0))
+    starts = row_starts_ptr + key_head * (shared_by * length + 1) + of_group * length
+    bucket_ptr += key_head * room
+    rows_ptr += key_head * room
+    offs_word = tl.arange(0, WP)
     for begin in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, length), STEP):
-        row = begin + tl.arange(0, STEP)
-        left = _load_words(retrieved, head * length + row, row < length, blocks * words, WP)
-        of_words = count_bits(left)
-        of_rows = tl.sum(of_words, 1)
-        pair_of_row = first_pair + tl.cumsum(of_rows, 0) - of_rows
-        tl.store(starts + row, pair_of_row, mask=row < length)
+        offs_row = begin + tl.arange(0, STEP)  # [STEP]
+        left = _load_words(retrieved_ptr, head * length + offs_row, offs_row < length, blocks * words, WP)  # [STEP, WP]
+        of_words = count_bits(left)  # [STEP, WP]
+        of_rows = tl.sum(of_words, 1)  # [STEP]
+        pair_of_row = first_pair + tl.cumsum(of_rows, 0) - of_rows  # [STEP]
+        tl.store(starts + offs_row, pair_of_row, mask=offs_row < length)
         if of_group == shared_by - 1:
-            tl.store(starts + row + 1, pair_of_row + of_rows, mask=row == length - 1)
-        pair = pair_of_row[:, None] + tl.cumsum(of_words, 1) - of_words
+            tl.store(starts + offs_row + 1, pair_of_row + of_rows, mask=offs_row == length - 1)
+        offs_pair = pair_of_row[:, None] + tl.cumsum(of_words, 1) - of_words  # [STEP, WP]
         for _ in range(tl.max(tl.max(of_words, 1), 0)):
-            exists = left != 0
-            bit, left = lowest_bit(left)
-            number = ((word % words)[None, :] * 32 + bit) * blocks + (word // words)[None, :]
-            tl.store(bucket + pair, number, mask=exists & (pair < room))
-            of_key_head = (of_group.to(tl.int32) * length + row)[:, None] + (word * 0)[None, :]
-            tl.store(rows + pair, of_key_head, mask=exists & (pair < room))
-            pair += exists.to(tl.int32)
+            exists = left != 0  # [STEP, WP]
+            bit, left = lowest_bit(left)  # [STEP, WP], [STEP, WP]
+            number = ((offs_word % words)[None, :] * 32 + bit) * blocks + (offs_word // words)[None, :]  # [STEP, WP]
+            tl.store(bucket_ptr + offs_pair, number, mask=exists & (offs_pair < room))
+            of_key_head = (of_group.to(tl.int32) * length + offs_row)[:, None] + (offs_word * 0)[None, :]  # [STEP, WP]
+            tl.store(rows_ptr + offs_pair, of_key_head, mask=exists & (offs_pair < room))
+            offs_pair += exists.to(tl.int32)
         first_pair += tl.sum(of_rows, 0)

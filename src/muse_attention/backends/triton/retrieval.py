@@ -13,23 +13,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.backends.triton.device_math import LOG2_E, LOG_2
 from muse_attention.backends.triton.filling import fill
-from muse_attention.backends.triton.grouping import Groups, Tiles, tiles
+from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import QueryGradients
-from muse_attention.backends.triton.numbers import (
-    LOG2_E,
-    LOG_2,
-    arithmetic,
-    fitting,
-    gradient_dtype,
-    load_rows,
-    padded,
-    power_of_two,
-    store_rows,
-)
+from muse_attention.backends.triton.numbers import arithmetic, fitting, gradient_dtype, padded, power_of_two
 from muse_attention.backends.triton.pairs import PAIRS_OF_TILE, Pairs, row_of_pair
+from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.summaries import PairGradients
+from muse_attention.backends.triton.scored_summaries import PairGradients
+from muse_attention.backends.triton.tiles import Tiles, load_places, load_tile, tiles
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Partial
 
@@ -58,15 +51,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets:
     `queries` are (H, N, D); `keys` (G, N, D) and `values` (G, N, Dv) are in the order of `buckets`. Where a query has
     no pick the lse is -inf and the output is undefined; beyond the last pair both are.
     """
-    _, length, value_dim = values.shape
-    out = values.new_empty(*pairs.shape, value_dim)
+    out = values.new_empty(*pairs.shape, values.shape[-1])
     lse = values.new_empty(pairs.shape, dtype=compute_dtype(values.dtype))
     if not pairs.is_ragged:
         fill(lse, -torch.inf)
     _attend_to_buckets[pairs.tiles.grid](
-        queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts, out, lse, length,
-        queries.shape[0] // keys.shape[0], buckets.number, *pairs.numbering, IS_RAGGED=pairs.is_ragged,
-        PAIRS=PAIRS_OF_TILE, **_constants(queries, values, scale), **_fitting(ATTEND, queries, values),
+        **_inputs(queries, keys, values, scale), **pairs.arguments, **pairs.tiles.arguments,
+        bucket_starts_ptr=buckets.starts, buckets=buckets.number, out_ptr=out, lse_ptr=lse, PAIRS=PAIRS_OF_TILE,
+        **_fitting(ATTEND, queries, values),
     )  # fmt: skip
     return Partial(out, lse)
 
@@ -90,17 +82,16 @@ def attend_backward(
 
     `lse` and `delta` are those of the merged softmax. Where a query has no pick its gradient is undefined.
     """
-    key_heads, length, head_dim = keys.shape
-    shared_by = queries.shape[0] // key_heads
+    head_dim = keys.shape[-1]
     to_queries = QueryGradients(
         queries.new_empty(*pairs.shape, head_dim, dtype=gradient_dtype(queries.dtype)), delta.new_empty(pairs.shape)
     )
-    constants = _constants(queries, values, scale)
+    of_softmax = {"grad_out_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
+    shared = {**of_softmax, **_inputs(queries, keys, values, scale), **pairs.arguments}
     _buckets_backward_to_queries[pairs.tiles.grid](
-        grad_out, lse, delta, queries, keys, values, pairs.groups.order, *pairs.tiles.parts(), buckets.starts,
-        key_offset, to_queries.centred, to_queries.of_offset, length, shared_by, buckets.number, *pairs.numbering,
-        IS_RAGGED=pairs.is_ragged, PAIRS=PAIRS_OF_TILE, **constants,
-        **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
+        **shared, **pairs.tiles.arguments, bucket_starts_ptr=buckets.starts, buckets=buckets.number,
+        key_offset_ptr=key_offset, grad_pairs_ptr=to_queries.centred, grad_shift_ptr=to_queries.of_offset,
+        PAIRS=PAIRS_OF_TILE, **_fitting(ATTEND_BACKWARD_TO_QUERIES, queries, values),
     )  # fmt: skip
     pieces = _cut_into_pieces(pairs, bucket_tiles)
     dtype = gradient_dtype(keys.dtype)
@@ -110,10 +101,10 @@ def attend_backward(
         pieces.before,
     )
     _buckets_backward_to_keys[pieces.grid](
-        grad_out, lse, delta, queries, keys, values, pairs.groups.order, *bucket_tiles.parts()[1:], *pieces.parts(),
-        gradients.keys, gradients.values, length, shared_by, bucket_tiles.group.shape[1], *pairs.numbering,
-        KEYS=rows_of_bucket_tile, IS_RAGGED=pairs.is_ragged, **constants, **_fitting(ATTEND_BACKWARD_TO_KEYS, queries,
-        values),
+        **shared, tile_begin_ptr=bucket_tiles.begin, tile_end_ptr=bucket_tiles.end, piece_tile_ptr=pieces.group,
+        piece_begin_ptr=pieces.begin, piece_end_ptr=pieces.end, grad_keys_ptr=gradients.keys,
+        grad_values_ptr=gradients.values, tiles=bucket_tiles.group.shape[1], KEYS=rows_of_bucket_tile,
+        **_fitting(ATTEND_BACKWARD_TO_KEYS, queries, values),
     )  # fmt: skip
     return to_queries, gradients
 
@@ -128,8 +119,9 @@ def _cut_into_pieces(pairs: Pairs, bucket_tiles: Tiles) -> Tiles:
     begin, end = torch.empty_like(bucket_tiles.group), torch.empty_like(bucket_tiles.group)
     size = begin.new_empty(key_heads)
     _plan_pieces[(key_heads,)](
-        bucket_tiles.group, pairs.groups.starts, begin, end, size, most_tiles, pairs.groups.number, most_tiles,
-        SHORTEST=PAIRS_OF_PIECE, WIDTH=min(1024, power_of_two(most_tiles)),
+        tile_group_ptr=bucket_tiles.group, pair_starts_ptr=pairs.groups.starts, begin_ptr=begin, end_ptr=end,
+        size_ptr=size, tiles=most_tiles, buckets=pairs.groups.number, most_pieces=most_tiles, SHORTEST=PAIRS_OF_PIECE,
+        WIDTH=min(1024, power_of_two(most_tiles)),
     )  # fmt: skip
     return tiles(begin, end, size, most_tiles)
 
@@ -138,9 +130,16 @@ def _fitting(launch: dict[int, dict[str, int]], queries: Tensor, values: Tensor)
     return fitting(launch, queries.shape[-1], values.shape[-1], queries.dtype)
 
 
-def _constants(queries: Tensor, values: Tensor, scale: float) -> dict[str, Any]:
-    head_dim, value_dim = queries.shape[-1], values.shape[-1]
+def _inputs(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> dict[str, Any]:
+    """As kernels take them, and what is compiled in."""
+    key_heads, length, value_dim = values.shape
+    head_dim = queries.shape[-1]
     return {
+        "queries_ptr": queries,
+        "keys_ptr": keys,
+        "values_ptr": values,
+        "length": length,
+        "shared_by": queries.shape[0] // key_heads,
         "SCALE": scale,
         "D": head_dim,
         "DP": padded(head_dim),
@@ -150,161 +149,182 @@ def _constants(queries: Tensor, values: Tensor, scale: float) -> dict[str, Any]:
     }
 
 
-@kernel(do_not_specialize=["tiles", "buckets", "most_pieces"])
+@kernel(stage="sorting", do_not_specialize=["tiles", "buckets", "most_pieces"])
 def _plan_pieces(
-    tile_group, pair_starts, begin, end, size, tiles, buckets, most_pieces, SHORTEST: tl.constexpr, WIDTH: tl.constexpr
-):
+    tile_group_ptr, pair_starts_ptr, begin_ptr, end_ptr, size_ptr, tiles, buckets, most_pieces, SHORTEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """The pairs of each tile's bucket, and the smallest of `SHORTEST`, twice, four times that, .. pairs to a piece that
-    leaves few enough pieces."""
+    leaves few enough pieces.
+
+    Grid: (G,). `tile_group_ptr`, `begin_ptr`, `end_ptr`: (G, tiles) int32; `pair_starts_ptr`: (G, K nb + 1) int32;
+    `size_ptr`: (G,) int32.
+    """
     key_head = tl.program_id(0).to(tl.int64)
-    doubling = tl.arange(0, 16)
+    doubling = tl.arange(0, 16)  # [16]
     pieces = tl.zeros([16], tl.int32)
     for first in range(0, tiles, WIDTH):
-        tile = first + tl.arange(0, WIDTH)
-        bucket = tl.load(tile_group + key_head * tiles + tile, mask=tile < tiles, other=-1)
-        at = pair_starts + key_head * (buckets + 1) + bucket
-        first_pair = tl.load(at, mask=bucket >= 0, other=0)
-        last_pair = tl.load(at + 1, mask=bucket >= 0, other=0)
-        tl.store(begin + key_head * tiles + tile, first_pair, mask=tile < tiles)
-        tl.store(end + key_head * tiles + tile, last_pair, mask=tile < tiles)
-        length = (SHORTEST << doubling)[None, :]
+        offs_tile = first + tl.arange(0, WIDTH)  # [WIDTH]
+        bucket = tl.load(tile_group_ptr + key_head * tiles + offs_tile, mask=offs_tile < tiles, other=-1)  # [WIDTH]
+        ptrs = pair_starts_ptr + key_head * (buckets + 1) + bucket  # [WIDTH]
+        first_pair = tl.load(ptrs, mask=bucket >= 0, other=0)  # [WIDTH]
+        last_pair = tl.load(ptrs + 1, mask=bucket >= 0, other=0)  # [WIDTH]
+        tl.store(begin_ptr + key_head * tiles + offs_tile, first_pair, mask=offs_tile < tiles)
+        tl.store(end_ptr + key_head * tiles + offs_tile, last_pair, mask=offs_tile < tiles)
+        length = (SHORTEST << doubling)[None, :]  # [1, 16]
         pieces += tl.sum(((last_pair - first_pair)[:, None] + length - 1) // length, 0)
     fitting = tl.min(tl.where(pieces <= most_pieces, doubling, 15), 0)
-    tl.store(size + key_head, SHORTEST << fitting)
+    tl.store(size_ptr + key_head, SHORTEST << fitting)
 
 
-@kernel(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
+@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
 def _attend_to_buckets(
-    queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts, out, lse, length, shared_by,
-    buckets, pair_rows, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, bucket_starts_ptr,
+    out_ptr, lse_ptr, length, shared_by, buckets, pair_rows_ptr, room, picks, IS_RAGGED: tl.constexpr,
+    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
+    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of the queries of a tile of pairs to all keys of their bucket.
+
+    Grid: that of the pairs' tiles. `queries_ptr`: (H, N, D), in the order of the inputs; `keys_ptr`: (G, N, D) and
+    `values_ptr`: (G, N, DV), in the order of the buckets; `pair_order_ptr`, `pair_rows_ptr`: (G, L) int32;
+    `bucket_starts_ptr`: (G, K nb + 1) int32; `out_ptr`: (G, L, DV) and `lse_ptr`: (G, L), by pair.
+    """
+    key_head, tile, bucket = load_tile(tile_group_ptr)
+    if bucket < 0:
+        return
+    first_row = key_head * shared_by * length
+    offs_place, mask_pair = load_places(tile_begin_ptr, tile_end_ptr, tile, PAIRS)  # [PAIRS], [PAIRS]
+    offs_pair = tl.load(pair_order_ptr + key_head * room + offs_place, mask=mask_pair, other=0)  # [PAIRS]
+    offs_row = row_of_pair(pair_rows_ptr + key_head * room, offs_pair, mask_pair, picks, IS_RAGGED)  # [PAIRS]
+    queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
+    largest = tl.full([PAIRS], float("-inf"), ACC)
+    total = tl.zeros([PAIRS], ACC)
+    weighted = tl.zeros([PAIRS, DVP], ACC)  # [PAIRS, DV]
+    at = bucket_starts_ptr + key_head * (buckets + 1) + bucket
+    end = tl.load(at + 1)
+    for begin in range(tl.load(at), end, KEYS):
+        offs_key = begin + tl.arange(0, KEYS)  # [KEYS]
+        mask_key = offs_key < end  # [KEYS]
+        keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
+        # (Logits are in powers of two here.)
+        # [PAIRS, KEYS]
+        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2_E)
+        logits = tl.where(mask_key[None, :], logits, float("-inf"))
+        larger = tl.maximum(largest, tl.max(logits, 1))  # [PAIRS]
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # [PAIRS]
+        weights = tl.exp2(logits - shift[:, None])  # [PAIRS, KEYS]
+        kept = tl.exp2(largest - shift)  # [PAIRS]
+        total = total * kept + tl.sum(weights, 1)
+        weighted = tl.dot(
+            weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
+        )
+        largest = larger
+    nothing = total == 0  # [PAIRS]
+    weighted /= tl.where(nothing, 1.0, total)[:, None]
+    offs_pair = key_head * room + offs_pair
+    store_rows(out_ptr, 0, offs_pair, mask_pair, weighted, DV, DVP)
+    tl.store(lse_ptr + offs_pair, tl.where(nothing, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=mask_pair)
+
+
+@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
+def _buckets_backward_to_queries(
+    grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_group_ptr, tile_begin_ptr,
+    tile_end_ptr, bucket_starts_ptr, key_offset_ptr, grad_pairs_ptr, grad_shift_ptr, length, shared_by, buckets,
+    pair_rows_ptr, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    key_head = tl.program_id(1).to(tl.int64)
-    tile = key_head * tl.num_programs(0) + tl.program_id(0)
-    bucket = tl.load(tile_group + tile)
+    """Gradients of the queries of a tile of pairs, from all keys of their bucket.
+
+    Grid: that of the pairs' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `queries_ptr`: (H, N,
+    D), in the order of the inputs; `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the buckets;
+    `pair_order_ptr`, `pair_rows_ptr`: (G, L) int32; `bucket_starts_ptr`: (G, K nb + 1) int32; `key_offset_ptr`: (G, D);
+    `grad_pairs_ptr`: (G, L, D) and `grad_shift_ptr`: (G, L), by pair.
+    """
+    key_head, tile, bucket = load_tile(tile_group_ptr)
     if bucket < 0:
         return
     first_row = key_head * shared_by * length
-    place = tl.load(tile_begin + tile) + tl.arange(0, PAIRS)
-    is_pair = place < tl.load(tile_end + tile)
-    pair = tl.load(pair_order + key_head * room + place, mask=is_pair, other=0)
-    row = row_of_pair(pair_rows + key_head * room, pair, is_pair, picks, IS_RAGGED)
-    some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
-    largest = tl.full([PAIRS], float("-inf"), ACC)
-    total = tl.zeros([PAIRS], ACC)
-    weighted = tl.zeros([PAIRS, DVP], ACC)
-    at = bucket_starts + key_head * (buckets + 1) + bucket
-    end = tl.load(at + 1)
-    for begin in range(tl.load(at), end, KEYS):
-        key = begin + tl.arange(0, KEYS)
-        is_key = key < end
-        some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
-        some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
-        # (Logits are in powers of two here.)
-        logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2_E)
-        logits = tl.where(is_key[None, :], logits, float("-inf"))
-        larger = tl.maximum(largest, tl.max(logits, 1))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp2(logits - shift[:, None])
-        kept = tl.exp2(largest - shift)
-        total = total * kept + tl.sum(weights, 1)
-        weighted = tl.dot(
-            weights.to(some_values.dtype), some_values, weighted * kept[:, None], input_precision=PRECISION,
-            out_dtype=ACC,
-        )  # fmt: skip
-        largest = larger
-    nothing = total == 0
-    weighted /= tl.where(nothing, 1.0, total)[:, None]
-    pair = key_head * room + pair
-    store_rows(out, 0, pair, is_pair, weighted, DV, DVP)
-    tl.store(lse + pair, tl.where(nothing, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=is_pair)
-
-
-@kernel(do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
-def _buckets_backward_to_queries(
-    grad_out, lse, delta, queries, keys, values, pair_order, tile_group, tile_begin, tile_end, bucket_starts,
-    key_offset, grad_pairs, grad_shift, length, shared_by, buckets, pair_rows, room, picks, IS_RAGGED: tl.constexpr,
-    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
-    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    key_head = tl.program_id(1).to(tl.int64)
-    tile = key_head * tl.num_programs(0) + tl.program_id(0)
-    bucket = tl.load(tile_group + tile)
-    if bucket < 0:
-        return
-    first_row = key_head * shared_by * length
-    place = tl.load(tile_begin + tile) + tl.arange(0, PAIRS)
-    is_pair = place < tl.load(tile_end + tile)
-    pair = tl.load(pair_order + key_head * room + place, mask=is_pair, other=0)
-    row = row_of_pair(pair_rows + key_head * room, pair, is_pair, picks, IS_RAGGED)
-    some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
-    some_grad = load_rows(grad_out, first_row, row, is_pair, DV, DVP)
-    row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf")) * LOG2_E
-    row_delta = tl.load(delta + first_row + row, mask=is_pair, other=0.0)
-    gradient = tl.zeros([PAIRS, DP], ACC)
+    offs_place, mask_pair = load_places(tile_begin_ptr, tile_end_ptr, tile, PAIRS)  # [PAIRS], [PAIRS]
+    offs_pair = tl.load(pair_order_ptr + key_head * room + offs_place, mask=mask_pair, other=0)  # [PAIRS]
+    offs_row = row_of_pair(pair_rows_ptr + key_head * room, offs_pair, mask_pair, picks, IS_RAGGED)  # [PAIRS]
+    queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
+    grad_out = load_rows(grad_out_ptr, first_row, offs_row, mask_pair, DV, DVP)  # [PAIRS, DV]
+    lse = tl.load(lse_ptr + first_row + offs_row, mask=mask_pair, other=float("inf")) * LOG2_E  # [PAIRS]
+    delta = tl.load(delta_ptr + first_row + offs_row, mask=mask_pair, other=0.0)  # [PAIRS]
+    gradient = tl.zeros([PAIRS, DP], ACC)  # [PAIRS, D]
     d_shift = tl.zeros([PAIRS], ACC)
     rounded_shift = tl.zeros([PAIRS], ACC)
-    at = bucket_starts + key_head * (buckets + 1) + bucket
+    at = bucket_starts_ptr + key_head * (buckets + 1) + bucket
     end = tl.load(at + 1)
     for begin in range(tl.load(at), end, KEYS):
-        key = begin + tl.arange(0, KEYS)
-        is_key = key < end
-        some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
-        some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
-        logits = tl.dot(some_queries, tl.trans(some_keys), input_precision=PRECISION, out_dtype=ACC)
-        weights = tl.exp2(tl.where(is_key[None, :], logits * (SCALE * LOG2_E) - row_lse[:, None], float("-inf")))
-        response = tl.dot(some_grad, tl.trans(some_values), input_precision=PRECISION, out_dtype=ACC)
-        d_logits = weights * (response - row_delta[:, None])
+        offs_key = begin + tl.arange(0, KEYS)  # [KEYS]
+        mask_key = offs_key < end  # [KEYS]
+        keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
+        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION, out_dtype=ACC)  # [PAIRS, KEYS]
+        # [PAIRS, KEYS]
+        weights = tl.exp2(tl.where(mask_key[None, :], logits * (SCALE * LOG2_E) - lse[:, None], float("-inf")))
+        response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)  # [PAIRS, KEYS]
+        d_logits = weights * (response - delta[:, None])  # [PAIRS, KEYS]
         d_shift += tl.sum(d_logits, 1)
-        d_logits = d_logits.to(some_keys.dtype)
+        d_logits = d_logits.to(keys.dtype)
         rounded_shift += tl.sum(d_logits.to(ACC), 1)
-        gradient = tl.dot(d_logits, some_keys, gradient, input_precision=PRECISION, out_dtype=ACC)
-    dim = tl.arange(0, DP)
-    offset = tl.load(key_offset + key_head * D + dim, mask=dim < D, other=0.0)
+        gradient = tl.dot(d_logits, keys, gradient, input_precision=PRECISION, out_dtype=ACC)
+    offs_d = tl.arange(0, DP)  # [D]
+    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     # (Less what the product above has of the offset, or what should cancel does not.)
     gradient -= rounded_shift[:, None] * offset[None, :]
-    store_rows(grad_pairs, 0, key_head * room + pair, is_pair, gradient, D, DP)
-    tl.store(grad_shift + key_head * room + pair, d_shift, mask=is_pair)
+    store_rows(grad_pairs_ptr, 0, key_head * room + offs_pair, mask_pair, gradient, D, DP)
+    tl.store(grad_shift_ptr + key_head * room + offs_pair, d_shift, mask=mask_pair)
 
 
-@kernel(do_not_specialize=["length", "shared_by", "room", "picks", "tiles"])
+@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "room", "picks", "tiles"])
 def _buckets_backward_to_keys(
-    grad_out, lse, delta, queries, keys, values, pair_order, tile_begin, tile_end, piece_tile, piece_begin, piece_end,
-    grad_keys, grad_values, length, shared_by, tiles, pair_rows, room, picks, IS_RAGGED: tl.constexpr,
-    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
-    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_begin_ptr, tile_end_ptr,
+    piece_tile_ptr, piece_begin_ptr, piece_end_ptr, grad_keys_ptr, grad_values_ptr, length, shared_by, tiles,
+    pair_rows_ptr, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    key_head = tl.program_id(1).to(tl.int64)
-    piece = key_head * tl.num_programs(0) + tl.program_id(0)
-    tile = tl.load(piece_tile + piece)
+    """Gradients of the keys and values of a bucket tile, from a piece of the bucket's pairs.
+
+    Grid: that of the pieces. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `queries_ptr`: (H, N, D),
+    in the order of the inputs; `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the buckets;
+    `pair_order_ptr`, `pair_rows_ptr`: (G, L) int32; `tile_begin_ptr`, `tile_end_ptr`: (G, tiles) int32;
+    `piece_tile_ptr`, `piece_begin_ptr`, `piece_end_ptr`: (G, pieces) int32; `grad_keys_ptr`: (G, pieces, KEYS, D);
+    `grad_values_ptr`: (G, pieces, KEYS, DV).
+    """
+    key_head, piece, tile = load_tile(piece_tile_ptr)
     if tile < 0:
         return
-    key = tl.load(tile_begin + key_head * tiles + tile) + tl.arange(0, KEYS)
-    is_key = key < tl.load(tile_end + key_head * tiles + tile)
-    some_keys = load_rows(keys, key_head * length, key, is_key, D, DP)
-    some_values = load_rows(values, key_head * length, key, is_key, DV, DVP)
-    d_keys = tl.zeros([KEYS, DP], ACC)
-    d_values = tl.zeros([KEYS, DVP], ACC)
+    # [KEYS], [KEYS]
+    offs_key, mask_key = load_places(tile_begin_ptr + key_head * tiles, tile_end_ptr + key_head * tiles, tile, KEYS)
+    keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]
+    values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
+    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
+    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
     first_row = key_head * shared_by * length
-    pair_order += key_head * room
-    end = tl.load(piece_end + piece)
-    for begin in range(tl.load(piece_begin + piece), end, PAIRS):
-        place = begin + tl.arange(0, PAIRS)
-        is_pair = place < end
-        pair = tl.load(pair_order + place, mask=is_pair, other=0)
-        row = row_of_pair(pair_rows + key_head * room, pair, is_pair, picks, IS_RAGGED)
-        some_queries = load_rows(queries, first_row, row, is_pair, D, DP)
-        some_grad = load_rows(grad_out, first_row, row, is_pair, DV, DVP)
-        row_lse = tl.load(lse + first_row + row, mask=is_pair, other=float("inf")) * LOG2_E
-        row_delta = tl.load(delta + first_row + row, mask=is_pair, other=0.0)
+    pair_order_ptr += key_head * room
+    end = tl.load(piece_end_ptr + piece)
+    for begin in range(tl.load(piece_begin_ptr + piece), end, PAIRS):
+        offs_place = begin + tl.arange(0, PAIRS)  # [PAIRS]
+        mask_pair = offs_place < end  # [PAIRS]
+        offs_pair = tl.load(pair_order_ptr + offs_place, mask=mask_pair, other=0)  # [PAIRS]
+        offs_row = row_of_pair(pair_rows_ptr + key_head * room, offs_pair, mask_pair, picks, IS_RAGGED)  # [PAIRS]
+        queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
+        grad_out = load_rows(grad_out_ptr, first_row, offs_row, mask_pair, DV, DVP)  # [PAIRS, DV]
+        lse = tl.load(lse_ptr + first_row + offs_row, mask=mask_pair, other=float("inf")) * LOG2_E  # [PAIRS]
+        delta = tl.load(delta_ptr + first_row + offs_row, mask=mask_pair, other=0.0)  # [PAIRS]
         # Keys are the rows here, so that weights and gradients of logits enter the products below as they are.
-        logits = tl.dot(some_keys, tl.trans(some_queries), input_precision=PRECISION, out_dtype=ACC)
-        weights = tl.exp2(logits * (SCALE * LOG2_E) - row_lse[None, :])
-        d_values = tl.dot(weights.to(some_grad.dtype), some_grad, d_values, input_precision=PRECISION, out_dtype=ACC)
-        response = tl.dot(some_values, tl.trans(some_grad), input_precision=PRECISION, out_dtype=ACC)
-        d_logits = weights * (response - row_delta[None, :])
-        d_keys = tl.dot(d_logits.to(some_queries.dtype), some_queries, d_keys, input_precision=PRECISION, out_dtype=ACC)
-    place = tl.arange(0, KEYS)
-    store_rows(grad_keys, piece * KEYS, place, is_key, d_keys * SCALE, D, DP)
-    store_rows(grad_values, piece * KEYS, place, is_key, d_values, DV, DVP)
+        logits = tl.dot(keys, tl.trans(queries), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, PAIRS]
+        weights = tl.exp2(logits * (SCALE * LOG2_E) - lse[None, :])  # [KEYS, PAIRS]
+        d_values = tl.dot(weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC)
+        response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, PAIRS]
+        d_logits = weights * (response - delta[None, :])  # [KEYS, PAIRS]
+        d_keys = tl.dot(d_logits.to(queries.dtype), queries, d_keys, input_precision=PRECISION, out_dtype=ACC)
+    offs_place = tl.arange(0, KEYS)
+    store_rows(grad_keys_ptr, piece * KEYS, offs_place, mask_key, d_keys * SCALE, D, DP)
+    store_rows(grad_values_ptr, piece * KEYS, offs_place, mask_key, d_values, DV, DVP)

@@ -6,8 +6,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from muse_attention.backends.triton.device_math import in_range
 from muse_attention.backends.triton.grouping import Groups
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, in_range, load_rows, padded
+from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded
+from muse_attention.backends.triton.row_tiles import load_rows
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.precision import compute_dtype
 
@@ -19,7 +21,10 @@ def take_rows(table: Tensor, groups: Groups) -> Tensor:
     """(S, N, X) rows in the order of their groups."""
     _, length, columns = table.shape
     taken = torch.empty_like(table)
-    _take_rows[_grid(table)](table, groups.order, taken, length, X=columns, XP=padded(columns), TILE=_TILE)
+    _take_rows[_grid(table)](
+        table_ptr=table, order_ptr=groups.order, taken_ptr=taken, length=length, X=columns, XP=padded(columns),
+        TILE=_TILE,
+    )  # fmt: skip
     return taken
 
 
@@ -31,8 +36,9 @@ def square_distances(keys: Tensor, buckets: Groups, assignment: Tensor, block_si
     _, length, head_dim = keys.shape
     squares = keys.new_empty(keys.shape[:2], dtype=compute_dtype(keys.dtype))
     _square_distances[_grid(keys)](
-        keys, buckets.order, buckets.starts, assignment, squares, length, block_size, cdiv(length, block_size),
-        buckets.number, D=head_dim, DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(keys.dtype)["ACC"],
+        keys_ptr=keys, order_ptr=buckets.order, starts_ptr=buckets.starts, assignment_ptr=assignment,
+        squares_ptr=squares, length=length, block_size=block_size, blocks=cdiv(length, block_size),
+        buckets=buckets.number, D=head_dim, DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(keys.dtype)["ACC"],
     )  # fmt: skip
     return squares
 
@@ -56,10 +62,11 @@ def take_residuals(
     residuals, shift = torch.empty_like(queries), key_offset.new_empty(heads, length)
     width = None if key_spread is None else torch.empty_like(shift)
     _take_residuals[_grid(queries)](
-        queries, centroids, assignment, segments.order, key_offset, key_offset if key_spread is None else key_spread,
-        residuals, shift, shift if width is None else width, length, centroids.shape[1], heads // key_offset.shape[0],
-        HAS_WIDTH=width is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
-        ACC=arithmetic(queries.dtype)["ACC"],
+        queries_ptr=queries, centroids_ptr=centroids, assignment_ptr=assignment, order_ptr=segments.order,
+        key_offset_ptr=key_offset, key_spread_ptr=key_offset if key_spread is None else key_spread,
+        residuals_ptr=residuals, shift_ptr=shift, width_ptr=shift if width is None else width, length=length,
+        clusters=centroids.shape[1], shared_by=heads // key_offset.shape[0], HAS_WIDTH=width is not None, SCALE=scale,
+        D=head_dim, DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(queries.dtype)["ACC"],
     )  # fmt: skip
     return residuals, shift, width
 
@@ -68,55 +75,77 @@ def _grid(table: Tensor) -> tuple[int, int]:
     return cdiv(table.shape[1], _TILE), table.shape[0]
 
 
-@kernel(do_not_specialize=["length"])
-def _take_rows(table, order, taken, length, X: tl.constexpr, XP: tl.constexpr, TILE: tl.constexpr):
+@kernel(stage="sorting", do_not_specialize=["length"])
+def _take_rows(table_ptr, order_ptr, taken_ptr, length, X: tl.constexpr, XP: tl.constexpr, TILE: tl.constexpr):
+    """Rows into the order of their groups.
+
+    Grid: (N / TILE, S). `table_ptr`, `taken_ptr`: (S, N, X); `order_ptr`: (S, N) int32.
+    """
     sequence = tl.program_id(1).to(tl.int64)
-    place, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, XP)
-    inside = (place < length)[:, None] & (column < X)[None, :]
-    row = tl.load(order + sequence * length + place, mask=place < length, other=0)
-    rows = tl.load(table + (sequence * length + row)[:, None] * X + column[None, :], mask=inside)
-    tl.store(taken + (sequence * length + place)[:, None] * X + column[None, :], rows, mask=inside)
+    offs_place, offs_x = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, XP)  # [TILE], [X]
+    mask = (offs_place < length)[:, None] & (offs_x < X)[None, :]  # [TILE, X]
+    offs_row = tl.load(order_ptr + sequence * length + offs_place, mask=offs_place < length, other=0)  # [TILE]
+    rows = tl.load(table_ptr + (sequence * length + offs_row)[:, None] * X + offs_x[None, :], mask=mask)  # [TILE, X]
+    tl.store(taken_ptr + (sequence * length + offs_place)[:, None] * X + offs_x[None, :], rows, mask=mask)
 
 
-@kernel(do_not_specialize=["length", "clusters", "shared_by"])
+@kernel(stage="sorting", do_not_specialize=["length", "clusters", "shared_by"])
 def _take_residuals(
-    queries, centroids, assignment, order, key_offset, key_spread, residuals, shift, width, length, clusters, shared_by,
-    HAS_WIDTH: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr,
+    queries_ptr, centroids_ptr, assignment_ptr, order_ptr, key_offset_ptr, key_spread_ptr, residuals_ptr, shift_ptr,
+    width_ptr, length, clusters, shared_by, HAS_WIDTH: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    """Scaled queries less the centroid of their cluster, in the order of the segments.
+
+    Grid: (N / TILE, H). `queries_ptr`, `residuals_ptr`: (H, N, D); `centroids_ptr`: (H, Q, D); `assignment_ptr`,
+    `order_ptr`: (H, N) int32; `key_offset_ptr`, `key_spread_ptr`: (G, D); `shift_ptr`, `width_ptr`: (H, N).
+    """
     head = tl.program_id(1).to(tl.int64)
-    place, dim = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)
-    inside = (place < length)[:, None] & (dim < D)[None, :]
-    row = tl.load(order + head * length + place, mask=place < length, other=0)
-    cluster = in_range(tl.load(assignment + head * length + row, mask=place < length, other=0), clusters)
+    offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
+    mask = (offs_place < length)[:, None] & (offs_d < D)[None, :]  # [TILE, D]
+    offs_row = tl.load(order_ptr + head * length + offs_place, mask=offs_place < length, other=0)  # [TILE]
+    # [TILE]
+    cluster = in_range(tl.load(assignment_ptr + head * length + offs_row, mask=offs_place < length, other=0), clusters)
     cluster = head * clusters + cluster
-    scaled = tl.load(queries + (head * length + row)[:, None] * D + dim[None, :], mask=inside, other=0.0).to(ACC)
-    centroid = tl.load(centroids + cluster[:, None] * D + dim[None, :], mask=inside, other=0.0).to(ACC)
-    residual = scaled * SCALE - centroid
-    tl.store(residuals + (head * length + place)[:, None] * D + dim[None, :], residual, mask=inside)
-    offset = tl.load(key_offset + head // shared_by * D + dim, mask=dim < D, other=0.0)
-    tl.store(shift + head * length + place, tl.sum(residual * offset[None, :], 1), mask=place < length)
+    # [TILE, D]
+    scaled = tl.load(queries_ptr + (head * length + offs_row)[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(
+        ACC
+    )
+    # [TILE, D]
+    centroid = tl.load(centroids_ptr + cluster[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(ACC)
+    residual = scaled * SCALE - centroid  # [TILE, D]
+    tl.store(residuals_ptr + (head * length + offs_place)[:, None] * D + offs_d[None, :], residual, mask=mask)
+    offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    tl.store(shift_ptr + head * length + offs_place, tl.sum(residual * offset[None, :], 1), mask=offs_place < length)
     if HAS_WIDTH:
-        spread = tl.load(key_spread + head // shared_by * D + dim, mask=dim < D, other=0.0).to(ACC)
-        norm = tl.sqrt(tl.sum(residual * residual * spread[None, :], 1))
+        spread = tl.load(key_spread_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+        norm = tl.sqrt(tl.sum(residual * residual * spread[None, :], 1))  # [TILE]
         # (The square of a gigantic residual is infinite.)
-        tl.store(width + head * length + place, tl.where(norm < WIDEST, norm, WIDEST), mask=place < length)
+        tl.store(
+            width_ptr + head * length + offs_place, tl.where(norm < WIDEST, norm, WIDEST), mask=offs_place < length
+        )
 
 
-@kernel(do_not_specialize=["length", "block_size", "blocks", "buckets"])
+@kernel(stage="sorting", do_not_specialize=["length", "block_size", "blocks", "buckets"])
 def _square_distances(
-    keys, order, starts, assignment, squares, length, block_size, blocks, buckets, D: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, ACC: tl.constexpr,
+    keys_ptr, order_ptr, starts_ptr, assignment_ptr, squares_ptr, length, block_size, blocks, buckets, D: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    """Squares of the distances of keys from the first one of their bucket.
+
+    Grid: (N / TILE, G). `keys_ptr`: (G, N, D), in the order of the buckets; `order_ptr`, `assignment_ptr`: (G, N)
+    int32; `starts_ptr`: (G, K nb + 1) int32; `squares_ptr`: (G, N).
+    """
     head = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = place < length
-    row = tl.load(order + head * length + place, mask=inside, other=0)
-    cluster = in_range(tl.load(assignment + head * length + row, mask=inside, other=0), buckets // blocks)
-    bucket = cluster * blocks + row // block_size
-    first = tl.load(starts + head * (buckets + 1) + bucket, mask=inside, other=0)
-    point = load_rows(keys, head * length, first, inside, D, DP).to(ACC)
+    offs_place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
+    mask_row = offs_place < length  # [TILE]
+    offs_row = tl.load(order_ptr + head * length + offs_place, mask=mask_row, other=0)  # [TILE]
+    # [TILE]
+    cluster = in_range(tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0), buckets // blocks)
+    bucket = cluster * blocks + offs_row // block_size  # [TILE]
+    first = tl.load(starts_ptr + head * (buckets + 1) + bucket, mask=mask_row, other=0)  # [TILE]
+    point = load_rows(keys_ptr, head * length, first, mask_row, D, DP).to(ACC)  # [TILE, D]
     # A key that is not finite must poison what attends to it, not the spread of its bucket.
     point = tl.where(tl.abs(point) < float("inf"), point, 0.0)
-    off = load_rows(keys, head * length, place, inside, D, DP).to(ACC) - point
-    tl.store(squares + head * length + place, tl.sum(off * off, 1), mask=inside)
+    off = load_rows(keys_ptr, head * length, offs_place, mask_row, D, DP).to(ACC) - point  # [TILE, D]
+    tl.store(squares_ptr + head * length + offs_place, tl.sum(off * off, 1), mask=mask_row)

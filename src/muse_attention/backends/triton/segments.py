@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.grouping import Groups, Tiles
-from muse_attention.backends.triton.numbers import arithmetic, exp_of_less, fitting, load_rows, padded
+from muse_attention.backends.triton.device_math import exp_of_less
+from muse_attention.backends.triton.grouping import Groups
+from muse_attention.backends.triton.numbers import arithmetic, fitting, padded
+from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.tiles import Tiles
 
 ROWS_OF_TILE = 64
 """Queries of one segment that one program works on."""
@@ -36,24 +39,34 @@ class Segments:
     is_causal: bool
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return self.residuals.shape[1], self.blocks, self.query_clusters, self.key_clusters
+    def sizes(self) -> dict[str, int]:
+        """As kernels take them, like the next two."""
+        return {
+            "length": self.residuals.shape[1],
+            "blocks": self.blocks,
+            "query_clusters": self.query_clusters,
+            "key_clusters": self.key_clusters,
+        }
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def rows(self) -> dict[str, Any]:
+        """The rows of each tile."""
+        return {**self.tiles.arguments, "order_ptr": self.groups.order, **self.sizes}
+
+    @property
+    def queries(self) -> dict[str, Any]:
+        """What tells logits, and how these are computed."""
         head_dim = self.residuals.shape[-1]
         return {
+            "residuals_ptr": self.residuals,
+            # (A kernel takes a tensor even where it does not look at it.)
+            "widths_ptr": self.residuals if self.width is None else self.width,
             "D": head_dim,
             "DP": padded(head_dim),
             "IS_CAUSAL": self.is_causal,
             "SECOND_ORDER": self.adds_mass,
             **arithmetic(self.residuals.dtype),
         }
-
-    @property
-    def widths(self) -> Tensor:
-        """(A kernel takes a tensor even where it does not look at it.)"""
-        return self.residuals if self.width is None else self.width
 
     def few(self, launch: dict[str, int]) -> dict[str, int]:
         """No more columns at a time than there are key clusters."""
@@ -62,6 +75,13 @@ class Segments:
 
     def fit(self, launch: dict[int, dict[str, int]], value_dim: int) -> dict[str, int]:
         return self.few(fitting(launch, self.residuals.shape[-1], value_dim, self.residuals.dtype))
+
+
+@triton.jit
+def blocks_of_segment(segment, blocks, IS_CAUSAL: tl.constexpr):
+    """The block of a segment, and how many blocks to go over for those that its queries see."""
+    own_block = segment % blocks
+    return own_block, own_block if IS_CAUSAL else blocks
 
 
 @triton.jit
@@ -74,30 +94,32 @@ def mass_off_centroid(sigma, most):
 
 @triton.jit
 def score(
-    residual, width, mass, key_mean, deviation, most, first, first_size, cluster, is_cluster, D: tl.constexpr,
-    DP: tl.constexpr, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residual, width, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, first, first_size, offs_cluster, mask_cluster,
+    D: tl.constexpr, DP: tl.constexpr, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Means of the keys of the summaries `first + cluster`, and the logits of the queries against them.
+    """Means of the keys of the summaries `first + offs_cluster`, [CLUSTERS, D], and the logits of the queries against
+    them, [ROWS, CLUSTERS].
 
-    `first_size` is where `most` of these summaries begins.
+    `first_size` is where `most_ptr` of these summaries begins.
     """
-    means = load_rows(key_mean, first, cluster, is_cluster, D, DP)
-    masses = tl.load(mass + first + cluster, mask=is_cluster, other=float("-inf"))
+    means = load_rows(key_mean_ptr, first, offs_cluster, mask_cluster, D, DP)  # [CLUSTERS, D]
+    masses = tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [CLUSTERS]
+    # [ROWS, CLUSTERS]
     logits = tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]
     if SECOND_ORDER:
-        deviations = tl.load(deviation + first + cluster, mask=is_cluster, other=0.0)
-        mosts = tl.load(most + first_size + cluster, mask=is_cluster, other=0.0)
+        deviations = tl.load(deviation_ptr + first + offs_cluster, mask=mask_cluster, other=0.0)  # [CLUSTERS]
+        mosts = tl.load(most_ptr + first_size + offs_cluster, mask=mask_cluster, other=0.0)  # [CLUSTERS]
         logits += mass_off_centroid(width[:, None] * deviations[None, :], mosts[None, :])
     return means, logits
 
 
 @triton.jit
 def include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """Terms into the running softmax."""
-    larger = tl.maximum(largest, tl.max(logits, 1))
-    shift = tl.where(larger == float("-inf"), 0.0, larger)
-    weights = exp_of_less(logits, shift[:, None])
-    kept = tl.exp(largest - shift)
+    """Terms into the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS, DV]."""
+    larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
+    shift = tl.where(larger == float("-inf"), 0.0, larger)  # [ROWS]
+    weights = exp_of_less(logits, shift[:, None])  # [ROWS, CLUSTERS]
+    kept = tl.exp(largest - shift)  # [ROWS]
     total = total * kept + tl.sum(weights, 1)
     weighted = tl.dot(
         weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC

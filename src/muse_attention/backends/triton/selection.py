@@ -8,11 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from muse_attention.backends.triton.numbers import index_in_order, load_rows, padded
+from muse_attention.backends.triton.device_math import index_in_order
+from muse_attention.backends.triton.numbers import padded
 from muse_attention.backends.triton.opened import list_opened
+from muse_attention.backends.triton.row_tiles import load_rows
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, mass_off_centroid, score
-from muse_attention.backends.triton.summaries import ScoredSummaries
+from muse_attention.backends.triton.scored_summaries import ScoredSummaries
+from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment, mass_off_centroid, score
+from muse_attention.backends.triton.tiles import load_places_from_begin, load_tile
 from muse_attention.core.structures import Selection
 
 SELECT_CLUSTERS = {"num_warps": 4}
@@ -31,18 +34,16 @@ def select(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummarie
     if clusters == 0:
         return
     tiles = segments.tiles
-    where = (*tiles.parts(), segments.groups.order)
+    picks = {"opened_ptr": opened, "retrieved_ptr": retrieved, "opened_clusters": clusters, "retrieved_blocks": blocks}
     launch = _launch_of_clusters(segments.key_clusters, segments.residuals.shape[-1])
     _select_clusters[(*tiles.grid, ROWS_OF_TILE // launch["ROWS"])](
-        segments.residuals, segments.widths, *seen.tables_of_logits(), *where, opened, retrieved, clusters, blocks,
-        *segments.sizes, IS_PACKED=segments.residuals.dtype in (torch.float16, torch.bfloat16), **segments.constants,
-        **launch,
+        **segments.queries, **seen.of_logits("seen_"), **segments.rows, **picks,
+        IS_PACKED=segments.residuals.dtype in (torch.float16, torch.bfloat16), **launch,
     )  # fmt: skip
     listed = list_opened(segments, opened)
     _select_blocks[tiles.grid](
-        segments.residuals, segments.widths, *of_buckets.tables_of_logits(), *where, listed.listed, listed.number,
-        opened, retrieved, clusters, blocks, *segments.sizes, ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1,
-        **segments.constants, **segments.few(SELECT_BLOCKS),
+        **segments.queries, **of_buckets.of_logits(), **segments.rows, **listed.arguments, **picks, ROWS=ROWS_OF_TILE,
+        IS_SINGLE=blocks == 1, **segments.few(SELECT_BLOCKS),
     )  # fmt: skip
 
 
@@ -58,138 +59,157 @@ def _launch_of_clusters(key_clusters: int, head_dim: int) -> dict[str, Any]:
 
 @triton.jit
 def _score_in_slices(
-    residuals, width, mass, key_mean, deviation, most, first_place, first, first_size, is_row, is_cluster,
-    D: tl.constexpr, DP: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
+    residuals_ptr, width, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, first_place, first, first_size, mask_row,
+    mask_cluster, D: tl.constexpr, DP: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
     SLICE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The logits of `score` against all summaries from `first` on, summed over slices of the dimensions."""
-    place, cluster = tl.arange(0, ROWS), tl.arange(0, CP)
+    """[ROWS, CP]: the logits of `score` against all summaries from `first` on, summed over slices of the dimensions."""
+    offs_place, offs_cluster = tl.arange(0, ROWS), tl.arange(0, CP)  # [ROWS], [CP]
     logits = tl.zeros([ROWS, CP], ACC)
     for begin in range(0, DP, SLICE):
-        dim = begin + tl.arange(0, SLICE)
-        is_dim = (dim < D)[None, :]
+        offs_d = begin + tl.arange(0, SLICE)  # [SLICE]
+        mask_d = (offs_d < D)[None, :]  # [1, SLICE]
         some = tl.load(
-            residuals + first_place * D + place[:, None] * D + dim[None, :], mask=is_row[:, None] & is_dim, other=0.0
+            residuals_ptr + first_place * D + offs_place[:, None] * D + offs_d[None, :],
+            mask=mask_row[:, None] & mask_d,
+            other=0.0,
         )  # [ROWS, SLICE]
         means = tl.load(
-            key_mean + first * D + cluster[:, None] * D + dim[None, :], mask=is_cluster[:, None] & is_dim, other=0.0
+            key_mean_ptr + first * D + offs_cluster[:, None] * D + offs_d[None, :],
+            mask=mask_cluster[:, None] & mask_d,
+            other=0.0,
         )  # [CP, SLICE]
         logits = tl.dot(some, tl.trans(means), logits, input_precision=PRECISION, out_dtype=ACC)
-    logits += tl.load(mass + first + cluster, mask=is_cluster, other=float("-inf"))[None, :]
+    logits += tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))[None, :]
     if SECOND_ORDER:
-        deviations = tl.load(deviation + first + cluster, mask=is_cluster, other=0.0)
-        mosts = tl.load(most + first_size + cluster, mask=is_cluster, other=0.0)
+        deviations = tl.load(deviation_ptr + first + offs_cluster, mask=mask_cluster, other=0.0)  # [CP]
+        mosts = tl.load(most_ptr + first_size + offs_cluster, mask=mask_cluster, other=0.0)  # [CP]
         logits += mass_off_centroid(width[:, None] * deviations[None, :], mosts[None, :])
     return logits
 
 
-@kernel(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
+@kernel(
+    stage="selection", do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"]
+)
 def _select_clusters(
-    residuals, widths, seen_mass, seen_key_mean, seen_deviation, seen_most, tile_group, tile_begin, tile_end, order,
-    opened, retrieved, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,
-    D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr,
-    CP: tl.constexpr, SLICE: tl.constexpr, IS_PACKED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residuals_ptr, widths_ptr, seen_mass_ptr, seen_key_mean_ptr, seen_deviation_ptr, seen_most_ptr, tile_group_ptr,
+    tile_begin_ptr, tile_end_ptr, order_ptr, opened_ptr, retrieved_ptr, opened_clusters, retrieved_blocks, length,
+    blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, SLICE: tl.constexpr, IS_PACKED: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    tile = head * tl.num_programs(0) + tl.program_id(0)
-    segment = tl.load(tile_group + tile)
+    """The best clusters of each query of a segment's tile, one after another, by the summaries it sees.
+
+    Grid: that of the segments' tiles, and parts of a tile of `ROWS` queries. `residuals_ptr`: (H, N, D) and
+    `widths_ptr`: (H, N), in the order of the segments; `seen_mass_ptr`, `seen_deviation_ptr`: (H, Q, nb, K);
+    `seen_key_mean_ptr`: (H, Q, nb, K, D); `seen_most_ptr`: (H, nb, K); `order_ptr`: (H, N) int32; `opened_ptr`: (H, N,
+    opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32, filled in only where
+    nothing is opened.
+    """
+    head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
         return
-    begin = tl.load(tile_begin + tile) + tl.program_id(2) * ROWS
-    place = tl.arange(0, ROWS)
-    rows = tl.load(tile_end + tile) - begin
+    begin = tl.load(tile_begin_ptr + tile) + tl.program_id(2) * ROWS
+    offs_place = tl.arange(0, ROWS)
+    rows = tl.load(tile_end_ptr + tile) - begin
     if rows <= 0:
         return
-    is_row = place < rows
+    mask_row = offs_place < rows  # [ROWS]
     first_place = head * length + begin
-    row = tl.load(order + first_place + place, mask=is_row, other=0)
-    cluster = tl.arange(0, CP)
-    is_cluster = cluster < key_clusters
+    offs_row = tl.load(order_ptr + first_place + offs_place, mask=mask_row, other=0)  # [ROWS]
+    offs_cluster = tl.arange(0, CP)
+    mask_cluster = offs_cluster < key_clusters  # [CP]
     of_block = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters
     # (Block 0 of causal attention sees nothing: its masses are all -inf.)
-    width = tl.load(widths + first_place + place, mask=is_row, other=0.0) if SECOND_ORDER else 0.0
+    width = tl.load(widths_ptr + first_place + offs_place, mask=mask_row, other=0.0) if SECOND_ORDER else 0.0  # [ROWS]
     of_sizes = (head * blocks + segment % blocks) * key_clusters
     if SLICE == DP:
-        residual = load_rows(residuals, first_place, place, is_row, D, DP)
+        residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
+        # [CP, D], [ROWS, CP]
         _, logits = score(
-            residual, width, seen_mass, seen_key_mean, seen_deviation, seen_most, of_block, of_sizes, cluster,
-            is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+            residual, width, seen_mass_ptr, seen_key_mean_ptr, seen_deviation_ptr, seen_most_ptr, of_block, of_sizes,
+            offs_cluster, mask_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
         )  # fmt: skip
     else:
         logits = _score_in_slices(
-            residuals, width, seen_mass, seen_key_mean, seen_deviation, seen_most, first_place, of_block, of_sizes,
-            is_row, is_cluster, D, DP, SECOND_ORDER, ROWS, CP, SLICE, ACC, PRECISION,
+            residuals_ptr, width, seen_mass_ptr, seen_key_mean_ptr, seen_deviation_ptr, seen_most_ptr, first_place,
+            of_block, of_sizes, mask_row, mask_cluster, D, DP, SECOND_ORDER, ROWS, CP, SLICE, ACC, PRECISION,
         )  # fmt: skip
-    opened += head * length * opened_clusters
-    retrieved += head * length * opened_clusters * retrieved_blocks
-    exists = is_row[:, None] & (logits > float("-inf"))
+    opened_ptr += head * length * opened_clusters
+    retrieved_ptr += head * length * opened_clusters * retrieved_blocks
+    mask = mask_row[:, None] & (logits > float("-inf"))  # [ROWS, CP]
     filled = tl.zeros([ROWS], tl.int32)
     if IS_PACKED:
         absent: tl.constexpr = -(2**31)
-        keys = tl.where(exists, index_in_order(logits, CP), absent)
+        packed = tl.where(mask, index_in_order(logits, CP), absent)  # [ROWS, CP]
         for number in range(opened_clusters):
-            best = tl.max(keys, 1)
-            found = tl.where(best == absent, -1, CP - 1 - (best & (CP - 1)))
-            keys = tl.where(keys == best[:, None], absent, keys)
+            best = tl.max(packed, 1)  # [ROWS]
+            found = tl.where(best == absent, -1, CP - 1 - (best & (CP - 1)))  # [ROWS]
+            packed = tl.where(packed == best[:, None], absent, packed)
             filled += (found >= 0).to(tl.int32)
-            tl.store(opened + row * opened_clusters + number, found, mask=is_row)
+            tl.store(opened_ptr + offs_row * opened_clusters + number, found, mask=mask_row)
     else:
-        logits = tl.where(exists, logits, float("-inf"))
+        logits = tl.where(mask, logits, float("-inf"))
         for number in range(opened_clusters):
-            best, index = tl.max(logits, 1, return_indices=True)
+            best, index = tl.max(logits, 1, return_indices=True)  # [ROWS], [ROWS]
             found = tl.where(best == float("-inf"), -1, index)
-            logits = tl.where(cluster[None, :] == found[:, None], float("-inf"), logits)
+            logits = tl.where(offs_cluster[None, :] == found[:, None], float("-inf"), logits)
             filled += (found >= 0).to(tl.int32)
-            tl.store(opened + row * opened_clusters + number, found, mask=is_row)
+            tl.store(opened_ptr + offs_row * opened_clusters + number, found, mask=mask_row)
     # What finds nothing to open retrieves nothing.
-    if tl.min(tl.where(is_row, filled, opened_clusters), 0) < opened_clusters:
+    if tl.min(tl.where(mask_row, filled, opened_clusters), 0) < opened_clusters:
         for number in range(opened_clusters * retrieved_blocks):
             tl.store(
-                retrieved + row * opened_clusters * retrieved_blocks + number, tl.full([ROWS], -1, tl.int32),
-                mask=is_row & (number >= filled * retrieved_blocks),
+                retrieved_ptr + offs_row * opened_clusters * retrieved_blocks + number, tl.full([ROWS], -1, tl.int32),
+                mask=mask_row & (number >= filled * retrieved_blocks),
             )  # fmt: skip
 
 
-@kernel(do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"])
+@kernel(
+    stage="selection", do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"]
+)
 def _select_blocks(
-    residuals, widths, mass, key_mean, deviation, most, tile_group, tile_begin, tile_end, order, listed, listed_number,
-    opened, retrieved, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,
-    D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_SINGLE: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residuals_ptr, widths_ptr, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, tile_group_ptr, tile_begin_ptr,
+    tile_end_ptr, order_ptr, listed_ptr, listed_number_ptr, opened_ptr, retrieved_ptr, opened_clusters,
+    retrieved_blocks, length, blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_SINGLE: tl.constexpr, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For each opened cluster the best blocks, one after another."""
-    head = tl.program_id(1).to(tl.int64)
-    tile = head * tl.num_programs(0) + tl.program_id(0)
-    segment = tl.load(tile_group + tile)
+    """For each opened cluster the best blocks, one after another.
+
+    Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D) and `widths_ptr`: (H, N), in the order of the
+    segments; `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `most_ptr`: (H, nb, K);
+    `order_ptr`: (H, N) int32; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `opened_ptr`: (H, N,
+    opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32.
+    """
+    head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
         return
-    begin = tl.load(tile_begin + tile)
-    place = tl.arange(0, ROWS)
-    is_row = place < tl.load(tile_end + tile) - begin
+    # scalar, [ROWS], [ROWS]
+    begin, offs_place, mask_row = load_places_from_begin(tile_begin_ptr, tile_end_ptr, tile, ROWS)
     first_place = head * length + begin
-    row = tl.load(order + first_place + place, mask=is_row, other=0)
-    own_block = segment % blocks
-    seen_blocks = own_block if IS_CAUSAL else blocks
+    offs_row = tl.load(order_ptr + first_place + offs_place, mask=mask_row, other=0)  # [ROWS]
+    own_block, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
     if seen_blocks == 0:
         return
-    residual = load_rows(residuals, first_place, place, is_row, D, DP)
-    width = tl.load(widths + first_place + place, mask=is_row, other=0.0) if SECOND_ORDER else 0.0
+    residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
+    width = tl.load(widths_ptr + first_place + offs_place, mask=mask_row, other=0.0) if SECOND_ORDER else 0.0  # [ROWS]
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
-    listed_here = tl.load(listed_number + line)
-    listed += line * key_clusters
-    opened += head * length * opened_clusters
-    retrieved += head * length * opened_clusters * retrieved_blocks
+    listed_here = tl.load(listed_number_ptr + line)
+    listed_ptr += line * key_clusters
+    opened_ptr += head * length * opened_clusters
+    retrieved_ptr += head * length * opened_clusters * retrieved_blocks
     for first in range(0, listed_here, CLUSTERS):
-        index = first + tl.arange(0, CLUSTERS)
-        is_cluster = index < listed_here
-        cluster = tl.load(listed + index, mask=is_cluster, other=-1)
+        offs_listed = first + tl.arange(0, CLUSTERS)  # [CLUSTERS]
+        mask_cluster = offs_listed < listed_here  # [CLUSTERS]
+        offs_cluster = tl.load(listed_ptr + offs_listed, mask=mask_cluster, other=-1)  # [CLUSTERS]
         slot = tl.full([ROWS, CLUSTERS], -1, tl.int32)
         for number in range(opened_clusters):
-            own = tl.load(opened + row * opened_clusters + number, mask=is_row, other=-2)
-            slot = tl.where(own[:, None] == cluster[None, :], number, slot)
-        slot = tl.where(is_cluster[None, :], slot, -1)
-        cluster = tl.maximum(cluster, 0)
+            own = tl.load(opened_ptr + offs_row * opened_clusters + number, mask=mask_row, other=-2)  # [ROWS]
+            slot = tl.where(own[:, None] == offs_cluster[None, :], number, slot)
+        slot = tl.where(mask_cluster[None, :], slot, -1)
+        offs_cluster = tl.maximum(offs_cluster, 0)
         last_score = tl.full([ROWS, CLUSTERS], float("inf"), ACC)
         last_block = tl.full([ROWS, CLUSTERS], -1, tl.int32)
         for number in range(retrieved_blocks):
@@ -197,21 +217,23 @@ def _select_blocks(
             found = tl.full([ROWS, CLUSTERS], -1, tl.int32)
             for block in range(seen_blocks):
                 of_block = of_cluster + block * key_clusters
+                # [CLUSTERS, D], [ROWS, CLUSTERS]
                 _, logits = score(
-                    residual, width, mass, key_mean, deviation, most, of_block, (head * blocks + block) * key_clusters,
-                    cluster, is_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
+                    residual, width, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_block,
+                    (head * blocks + block) * key_clusters, offs_cluster, mask_cluster, D, DP, SECOND_ORDER, ACC,
+                    PRECISION,
                 )  # fmt: skip
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
                 # Those that come after the last one found: with a lower score, or later with the same.
-                better = logits > best
+                better = logits > best  # [ROWS, CLUSTERS]
                 if not IS_SINGLE:
                     better &= (logits < last_score) | ((logits == last_score) & (last_block < block))
                 best = tl.where(better, logits, best)
                 found = tl.where(better, block, found)
             tl.store(
-                retrieved + (row[:, None] * opened_clusters + slot) * retrieved_blocks + number, found,
-                mask=is_row[:, None] & (slot >= 0),
+                retrieved_ptr + (offs_row[:, None] * opened_clusters + slot) * retrieved_blocks + number, found,
+                mask=mask_row[:, None] & (slot >= 0),
             )  # fmt: skip
             last_score = tl.where(found < 0, float("-inf"), best)
             last_block = tl.where(found < 0, blocks, found)

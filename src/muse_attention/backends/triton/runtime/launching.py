@@ -13,8 +13,12 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from muse_attention.backends.triton.runtime.stages import Stage
+
 ALIGNMENT = 16
 """Triton compiles another kernel for pointers that are no multiples of so many bytes, and for such integers."""
+_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+"""What a launch tells the compiler beside the arguments of the kernel."""
 
 
 class Launch(NamedTuple):
@@ -22,40 +26,58 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     """three numbers"""
     arguments: tuple[Any, ...]
-    """tensors and numbers"""
-    constants: dict[str, Any]
+    """tensors, numbers and compile-time constants, in the order of the kernel's parameters"""
+    options: dict[str, int]
+    """`num_warps`, `num_stages`, `maxnreg`"""
 
     def now(self) -> CompiledKernel | None:
         """What was launched, as Triton compiled it; Triton's interpreter compiles nothing."""
-        compiled = self.kernel.function[self.grid](*self.arguments, **self.constants)
+        compiled = self.kernel.function[self.grid](*self.arguments, **self.options)
         return compiled if isinstance(compiled, CompiledKernel) else None
 
 
 class Kernel:
-    """A kernel with its arguments first, and its compile-time constants last, by name."""
+    """A kernel of a stage, launched as `kernel[grid](keys_ptr=keys, length=length, D=64, num_warps=4)`."""
 
-    def __init__(self, function: Callable[..., None], do_not_specialize: Sequence[str]) -> None:
+    def __init__(self, function: Callable[..., None], stage: Stage, do_not_specialize: Sequence[str]) -> None:
         self.function = triton.jit(function, do_not_specialize=list(do_not_specialize))
-        parameters = inspect.signature(function).parameters.values()
-        self.constants = [parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation)]
-        self.__doc__ = function.__doc__
+        self.stage = stage
+        self._parameters = tuple(inspect.signature(function).parameters)
+        self.__name__, self.__module__, self.__doc__ = function.__name__, function.__module__, function.__doc__
+        if _kernels.get(self.__name__, self).__module__ != self.__module__:
+            raise ValueError(f"there are two kernels {self.__name__}, which a profiler could not tell apart")
+        _kernels[self.__name__] = self
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, (*grid, 1, 1)[:3])
 
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        launch = Launch(self, grid, arguments, constants)
-        if any(isinstance(argument, Tensor) and argument.is_meta for argument in arguments):
+    def _launch(self, grid: tuple[int, ...], **arguments: Any) -> None:
+        launch = Launch(self, grid, *self._in_order(arguments))
+        if any(isinstance(argument, Tensor) and argument.is_meta for argument in launch.arguments):
             _here.notes.append(launch)
         else:
             launch.now()
 
+    def _in_order(self, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, int]]:
+        """The arguments in the order of the kernel's parameters, and the options."""
+        options = {name: arguments[name] for name in _OPTIONS if name in arguments}
+        wrong = (arguments.keys() - options.keys()) ^ set(self._parameters)
+        if wrong:
+            raise TypeError(f"{self.__name__} lacks these arguments, or has no such parameters: {sorted(wrong)}")
+        return tuple(arguments[name] for name in self._parameters), options
 
-def kernel(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
+
+def kernel(*, stage: Stage, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
     """As `triton.jit`, for what is launched; functions that kernels call are `triton.jit`."""
-    return functools.partial(Kernel, do_not_specialize=do_not_specialize)
+    return functools.partial(Kernel, stage=stage, do_not_specialize=do_not_specialize)
 
 
+def stages_of_kernels() -> dict[str, Stage]:
+    """The stage of each kernel that was imported, by the kernel's name."""
+    return {name: kernel.stage for name, kernel in _kernels.items()}
+
+
+_kernels: dict[str, Kernel] = {}
 _here = threading.local()
 
 

@@ -271,19 +271,16 @@ def _direct(launches: Sequence[Launch], compiled: Sequence[CompiledKernel | None
     """The launches of these compiled kernels, if this Triton's can be called so."""
     if not triton.__version__.startswith(_DIRECT):
         return None
-    arguments = [
-        [*launch.arguments, *(launch.constants[name] for name in launch.kernel.constants)] for launch in launches
-    ]
-    every = [argument for some in arguments for argument in some]
+    every = [argument for launch in launches for argument in launch.arguments]
     places = list(dict.fromkeys(argument for argument in every if isinstance(argument, _Place)))
     index = {place: number for number, place in enumerate(places)}
     numbers: list[Any] = []
     direct = []
-    for launch, kernel, some in zip(launches, compiled, arguments, strict=True):
+    for launch, kernel in zip(launches, compiled, strict=True):
         if kernel is None:
             return None
         picked = []
-        for argument in some:
+        for argument in launch.arguments:
             if isinstance(argument, _Place):
                 picked.append(index[argument])
             else:

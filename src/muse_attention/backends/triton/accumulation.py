@@ -1,0 +1,268 @@
+"""Stage 3: for each block, the summaries of all blocks it sees as one, and the way back.
+
+A program owns some key clusters as seen from a query cluster, and walks over the blocks: what it has accumulated so far
+is the summary that the queries of the next block see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.device_math import finite_square
+from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded, power_of_two
+from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.scored_summaries import Accumulated, ScoredSummaries, means
+from muse_attention.core.structures import Summaries
+
+
+def accumulate(of_buckets: ScoredSummaries, seen: ScoredSummaries, *, has_spread: bool, is_causal: bool) -> Accumulated:
+    """Fill in what is `seen` from each block, but for its `most`."""
+    heads, query_clusters, blocks, key_clusters = seen.log_mass.shape
+    before = seen.log_mass if is_causal else torch.empty_like(seen.log_mass)
+    after = before if is_causal else torch.empty_like(seen.log_mass)
+    constants = _constants(of_buckets)
+    _accumulate[(cdiv(key_clusters, constants["TILE"]), query_clusters, heads)](
+        **means(of_buckets), deviation_ptr=of_buckets.deviation, **means(seen, "seen_"),
+        seen_deviation_ptr=seen.deviation, mass_before_ptr=before, mass_after_ptr=after, blocks=blocks,
+        key_clusters=key_clusters, IS_CAUSAL=is_causal, HAS_SPREAD=has_spread, **constants,
+    )  # fmt: skip
+    return Accumulated(seen, before, after)
+
+
+def accumulate_backward(
+    gradient: Summaries,
+    of_buckets: Summaries,
+    accumulated: Accumulated,
+    listed: Tensor,
+    key_offset: Tensor,
+    *,
+    is_causal: bool,
+    differentiable_aggregation: bool,
+    add_to: Summaries,
+) -> None:
+    """Add to `add_to` the gradients of each block's summaries, from the `gradient` of the accumulated ones.
+
+    `listed` (H, Q, K) is not negative for the clusters in which `add_to` has anything to be added to.
+
+    The gradient of a log-mass is taken at fixed sums instead of fixed means: it lacks what the gradients of the means
+    have along the means. In that form shares of it simply add up. In `gradient` these sums are of keys less the
+    `key_offset`; what is left in `add_to` is for sums of the keys themselves, or, where aggregation is frozen, at fixed
+    means again.
+    """
+    heads, query_clusters, blocks, key_clusters = gradient.log_mass.shape
+    constants = _constants(of_buckets)
+    _accumulate_backward[(cdiv(key_clusters, constants["TILE"]), query_clusters, heads)](
+        **means(gradient, "grad_"), **means(of_buckets), seen_mass_ptr=accumulated.seen.log_mass,
+        mass_before_ptr=accumulated.mass_before, mass_after_ptr=accumulated.mass_after, listed_ptr=listed,
+        key_offset_ptr=key_offset, **means(add_to, "add_"), blocks=blocks, key_clusters=key_clusters,
+        shared_by=heads // key_offset.shape[0], IS_CAUSAL=is_causal, IS_FROZEN=not differentiable_aggregation,
+        **constants,
+    )  # fmt: skip
+
+
+def _constants(summaries: Summaries) -> dict[str, Any]:
+    """What is compiled in. `TILE` key clusters are what a program holds that walks over the blocks."""
+    key_clusters = summaries.log_mass.shape[-1]
+    head_dim, value_dim = summaries.key_mean.shape[-1], summaries.value_mean.shape[-1]
+    return {
+        "D": head_dim,
+        "DP": padded(head_dim),
+        "DV": value_dim,
+        "DVP": padded(value_dim),
+        "TILE": max(1, min(power_of_two(key_clusters), 2048 // max(padded(head_dim), padded(value_dim)))),
+        "ACC": arithmetic(summaries.log_mass.dtype)["ACC"],
+    }
+
+
+@triton.jit
+def _exp_of_difference(part, whole):
+    """`exp(part - whole)`, at most 1; 0 where the part is empty."""
+    return tl.where(part == float("-inf"), 0.0, tl.exp(tl.minimum(part - whole, 0.0)))
+
+
+@triton.jit
+def _log_of_sum(first, second):
+    """`log(exp(first) + exp(second))`."""
+    largest = tl.maximum(first, second)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.log(tl.exp(first - shift) + tl.exp(second - shift)) + shift
+    return tl.where(largest == float("-inf"), largest, total)
+
+
+@triton.jit
+def _joint_variance(first, second, first_mean, second_mean, first_share, second_share, D: tl.constexpr):
+    """[TILE]: of two sets of keys as one: the mean inside the sets, and that of their means."""
+    between = (first_mean - second_mean) * tl.sqrt(first_share * second_share)[:, None]  # [TILE, D]
+    return first * first_share + second * second_share + finite_square(tl.sum(between * between, 1)) / D
+
+
+@kernel(stage="summaries", do_not_specialize=["blocks", "key_clusters"])
+def _accumulate(
+    mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, seen_mass_ptr, seen_key_mean_ptr, seen_value_mean_ptr,
+    seen_deviation_ptr, mass_before_ptr, mass_after_ptr, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SPREAD: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """For each block, one summary per key cluster of all the blocks it sees.
+
+    Grid: (K / TILE, Q, H). `mass_ptr`, `deviation_ptr`, `seen_mass_ptr`, `seen_deviation_ptr`, `mass_before_ptr`,
+    `mass_after_ptr`: (H, Q, nb, K); `key_mean_ptr`, `seen_key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`,
+    `seen_value_mean_ptr`: (H, Q, nb, K, DV). If attention is causal, `mass_before_ptr` is `seen_mass_ptr`.
+    """
+    query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
+    mask_cluster = offs_cluster < key_clusters  # [TILE]
+    entry = query_cluster * blocks * key_clusters
+
+    # 1. What comes before each block. With causal attention that is all it sees.
+    before_log = tl.full([TILE], float("-inf"), ACC)
+    before_keys = tl.zeros([TILE, DP], ACC)  # [TILE, D]
+    before_values = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
+    before_variance = tl.zeros([TILE], ACC)
+    for block in range(blocks):
+        at = entry + block * key_clusters
+        tl.store(mass_before_ptr + at + offs_cluster, before_log, mask=mask_cluster)
+        store_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, before_keys, D, DP)
+        store_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, before_values, DV, DVP)
+        log_mass = tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
+        own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC)  # [TILE, D]
+        own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC)  # [TILE, DV]
+        together = _log_of_sum(before_log, log_mass)  # [TILE]
+        # [TILE], [TILE]
+        share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(before_log, together)
+        if HAS_SPREAD:
+            tl.store(seen_deviation_ptr + at + offs_cluster, tl.sqrt(before_variance), mask=mask_cluster)
+            own_deviation = tl.load(deviation_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)  # [TILE]
+            before_variance = _joint_variance(
+                before_variance, own_deviation * own_deviation, before_keys, own_keys, share_before, share, D
+            )
+        before_keys = before_keys * share_before[:, None] + own_keys * share[:, None]
+        before_values = before_values * share_before[:, None] + own_values * share[:, None]
+        before_log = together
+
+    # 2. Now backwards: what comes after each block joins what was seen before it.
+    if not IS_CAUSAL:
+        after_log = tl.full([TILE], float("-inf"), ACC)
+        after_keys = tl.zeros([TILE, DP], ACC)  # [TILE, D]
+        after_values = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
+        after_variance = tl.zeros([TILE], ACC)
+        tl.debug_barrier()
+        for step in range(blocks):
+            at = entry + (blocks - 1 - step) * key_clusters
+            before_log = tl.load(mass_before_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))
+            together = _log_of_sum(before_log, after_log)
+            share_before, share = _exp_of_difference(before_log, together), _exp_of_difference(after_log, together)
+            before_keys = load_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC)
+            before_values = load_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC)
+            if HAS_SPREAD:
+                # [TILE]
+                before_deviation = tl.load(seen_deviation_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)
+                # [TILE]
+                both = _joint_variance(
+                    before_deviation * before_deviation, after_variance, before_keys, after_keys, share_before, share, D
+                )
+                tl.store(seen_deviation_ptr + at + offs_cluster, tl.sqrt(both), mask=mask_cluster)
+            both_keys = before_keys * share_before[:, None] + after_keys * share[:, None]  # [TILE, D]
+            both_values = before_values * share_before[:, None] + after_values * share[:, None]  # [TILE, DV]
+            tl.store(mass_after_ptr + at + offs_cluster, after_log, mask=mask_cluster)
+            tl.store(seen_mass_ptr + at + offs_cluster, together, mask=mask_cluster)
+            store_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, both_keys, D, DP)
+            store_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, both_values, DV, DVP)
+            log_mass = tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))
+            together = _log_of_sum(after_log, log_mass)
+            share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(after_log, together)
+            own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC)
+            own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC)
+            if HAS_SPREAD:
+                own_deviation = tl.load(deviation_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)
+                after_variance = _joint_variance(
+                    after_variance, own_deviation * own_deviation, after_keys, own_keys, share_before, share, D
+                )
+            after_keys = after_keys * share_before[:, None] + own_keys * share[:, None]
+            after_values = after_values * share_before[:, None] + own_values * share[:, None]
+            after_log = together
+
+
+@kernel(stage="summaries", do_not_specialize=["blocks", "key_clusters", "shared_by"])
+def _accumulate_backward(
+    grad_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, seen_mass_ptr,
+    mass_before_ptr, mass_after_ptr, listed_ptr, key_offset_ptr, add_mass_ptr, add_key_mean_ptr, add_value_mean_ptr,
+    blocks, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Add what each block's summaries receive from all blocks that see them.
+
+    With `omega = exp(mu_b' - muA_b)`, the share of block `b'` in what block `b` sees, block `b'` receives the sum over
+    all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the share
+    of `b'` in its side times the share of that side; each factor is at most 1, so nothing overflows.
+
+    Grid: (K / TILE, Q, H). `*mass*_ptr`: (H, Q, nb, K); `*key_mean_ptr`: (H, Q, nb, K, D); `*value_mean_ptr`: (H, Q,
+    nb, K, DV); `listed_ptr`: (H, Q, K) int16; `key_offset_ptr`: (G, D).
+    """
+    query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
+    mask_cluster = offs_cluster < key_clusters  # [TILE]
+    offs_d = tl.arange(0, DP)  # [D]
+    of_key_head = tl.program_id(2) // shared_by * D
+    offset = tl.load(key_offset_ptr + of_key_head + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    # [TILE]
+    has_own = tl.load(listed_ptr + query_cluster * key_clusters + offs_cluster, mask=mask_cluster, other=-1) >= 0
+    sides: tl.constexpr = 1 if IS_CAUSAL else 2
+    for side in tl.static_range(sides):
+        side_mass_ptr = mass_before_ptr if side == 0 else mass_after_ptr
+        running = tl.zeros([TILE], ACC)
+        running_keys = tl.zeros([TILE, DP], ACC)  # [TILE, D]
+        running_values = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
+        mass_passed = tl.full([TILE], float("-inf"), ACC)
+        for step in range(blocks):
+            block = blocks - 1 - step if side == 0 else step
+            at = (query_cluster * blocks + block) * key_clusters
+            # `running` is the sum over the blocks b passed so far of exp(mass_passed - side_b) times the gradient at b.
+            # [TILE]
+            share = _exp_of_difference(
+                tl.load(mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf")), mass_passed
+            )
+            mask_added = mask_cluster & (has_own if side == 0 else True)  # [TILE]
+            d_keys = load_rows(add_key_mean_ptr, at, offs_cluster, mask_added, D, DP).to(ACC)  # [TILE, D]
+            d_values = load_rows(add_value_mean_ptr, at, offs_cluster, mask_added, DV, DVP).to(ACC)  # [TILE, DV]
+            d_mass = tl.load(add_mass_ptr + at + offs_cluster, mask=mask_added, other=0.0) + running * share  # [TILE]
+            d_keys += running_keys * share[:, None]
+            d_values += running_values * share[:, None]
+            if side == sides - 1:
+                if IS_FROZEN:
+                    # From fixed sums back to fixed means.
+                    d_mass += tl.sum(d_keys * load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC), 1)
+                    d_mass += tl.sum(
+                        d_values * load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC), 1
+                    )
+                else:
+                    # (What the sums of keys gain by the offset. As the gradient will be read: rounded.)
+                    rounded = d_keys.to(add_key_mean_ptr.dtype.element_ty).to(ACC)  # [TILE, D]
+                    d_mass -= tl.sum(rounded * offset[None, :], 1)
+            store_rows(add_key_mean_ptr, at, offs_cluster, mask_cluster, d_keys, D, DP)
+            store_rows(add_value_mean_ptr, at, offs_cluster, mask_cluster, d_values, DV, DVP)
+            tl.store(add_mass_ptr + at + offs_cluster, d_mass, mask=mask_cluster)
+
+            side_log = tl.load(side_mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
+            # Where nothing is seen, nothing was attended to: there is no gradient, written or not.
+            mask_seen = mask_cluster & (side_log > float("-inf"))  # [TILE]
+            here_keys = load_rows(grad_key_mean_ptr, at, offs_cluster, mask_seen, D, DP).to(ACC)  # [TILE, D]
+            here_values = load_rows(grad_value_mean_ptr, at, offs_cluster, mask_seen, DV, DVP).to(ACC)  # [TILE, DV]
+            here = tl.load(grad_mass_ptr + at + offs_cluster, mask=mask_seen, other=0.0)  # [TILE]
+            if not IS_CAUSAL:
+                seen_log = tl.load(seen_mass_ptr + at + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [TILE]
+                of_side = _exp_of_difference(side_log, seen_log)  # [TILE]
+                here_keys *= of_side[:, None]
+                here_values *= of_side[:, None]
+                here *= of_side
+            kept = _exp_of_difference(side_log, mass_passed)  # [TILE]
+            running = here + running * kept
+            running_keys = here_keys + running_keys * kept[:, None]
+            running_values = here_values + running_values * kept[:, None]
+            mass_passed = side_log

@@ -1,0 +1,279 @@
+"""Stage 2: each bucket as seen from each query cluster, and the way back to keys and values."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.device_math import exp_of_less, finite_square
+from muse_attention.backends.triton.grouping import Groups
+from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
+from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.scored_summaries import PairGradients, ScoredSummaries, means
+from muse_attention.backends.triton.tiles import Tiles, load_places, load_tile
+from muse_attention.core.structures import Summaries
+
+SUMMARISE = {
+    128: {"TILE": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3},
+    256: {"TILE": 32, "KEYS": 32, "num_warps": 2, "num_stages": 3},
+    512: {"TILE": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
+}
+
+SMALL_BUCKET = 20
+"""Keys of a bucket on average, up to which keys are taken 16 at a time."""
+
+SUMMARISE_BACKWARD = {
+    128: {"TILE": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
+    256: {"TILE": 32, "num_warps": 4, "num_stages": 2},
+    512: {"TILE": 16, "num_warps": 4, "num_stages": 1},
+}
+
+ROWS_OF_TILE = 64
+"""Keys of one bucket whose gradients one program sums."""
+
+
+def summarise_buckets(
+    keys: Tensor,
+    values: Tensor,
+    centroids: Tensor,
+    buckets: Groups,
+    key_offset: Tensor,
+    squares: Tensor | None,
+    *,
+    is_causal: bool,
+    fill_in: ScoredSummaries,
+    seen: ScoredSummaries,
+) -> None:
+    """Fill in the summaries of each bucket; of what is `seen` from each block, only `most`. As `summarise`."""
+    heads, query_clusters, blocks, key_clusters, head_dim = fill_in.key_mean.shape
+    key_heads, length, value_dim = values.shape
+    # (All query clusters of a tile that there are: matrix units want 64 rows, even if some are none.)
+    launch = dict(fitting(SUMMARISE, head_dim, value_dim, keys.dtype))
+    if length <= SMALL_BUCKET * blocks * key_clusters:
+        launch["KEYS"] = 16
+    # (The first axis of a grid alone may have more than 65,535 programs.)
+    _summarise[(key_clusters * blocks, cdiv(query_clusters, launch["TILE"]), heads)](
+        keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, starts_ptr=buckets.starts, key_offset_ptr=key_offset,
+        squares_ptr=key_offset if squares is None else squares, **fill_in.arguments(), seen_most_ptr=seen.most,
+        length=length, blocks=blocks, query_clusters=query_clusters, key_clusters=key_clusters,
+        shared_by=heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
+        IS_CAUSAL=is_causal, HAS_SPREAD=squares is not None, **arithmetic(keys.dtype), **launch,
+    )  # fmt: skip
+
+
+def summarise_backward(
+    gradient: Summaries | None,
+    log_mass: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    centroids: Tensor,
+    buckets: Groups,
+    bucket_tiles: Tiles,
+    of_pairs: PairGradients | None,
+    *,
+    blocks: int,
+    differentiable_aggregation: bool,
+    add_to: tuple[Tensor, Tensor],
+) -> None:
+    """Add the gradients of keys and values to `add_to`, in the order of the inputs.
+
+    They come from the `gradient` of the summaries, as `accumulate_backward` leaves it, and from what `of_pairs` holds.
+    """
+    heads, query_clusters, head_dim = centroids.shape
+    key_heads, length, value_dim = values.shape
+    # (A kernel takes a tensor even where it does not look at it.)
+    tables = means(Summaries(keys, keys, keys) if gradient is None else gradient, "grad_")
+    pieces = of_pairs or PairGradients(keys, keys, buckets.starts)
+    _summarise_backward[bucket_tiles.grid](
+        **tables, mass_ptr=keys if log_mass is None else log_mass, keys_ptr=keys, values_ptr=values,
+        centroids_ptr=centroids, order_ptr=buckets.order, **bucket_tiles.arguments, pair_keys_ptr=pieces.keys,
+        pair_values_ptr=pieces.values, pieces_before_ptr=pieces.before, grad_keys_ptr=add_to[0],
+        grad_values_ptr=add_to[1], length=length, blocks=blocks, query_clusters=query_clusters,
+        key_clusters=buckets.number // blocks, shared_by=heads // key_heads,
+        most_pieces=0 if of_pairs is None else of_pairs.most, D=head_dim, DP=padded(head_dim), DV=value_dim,
+        DVP=padded(value_dim), HAS_SUMMARIES=gradient is not None, HAS_PAIRS=of_pairs is not None,
+        IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE, **arithmetic(keys.dtype),
+        **_few(SUMMARISE_BACKWARD, query_clusters, keys, values),
+    )  # fmt: skip
+
+
+def _few(launch: dict[int, dict[str, int]], query_clusters: int, keys: Tensor, values: Tensor) -> dict[str, int]:
+    """No more query clusters at a time than there are."""
+    fit = fitting(launch, keys.shape[-1], values.shape[-1], keys.dtype)
+    return {**fit, "TILE": min(fit["TILE"], padded(query_clusters))}
+
+
+@triton.jit
+def _most(number, ACC: tl.constexpr):
+    """`sqrt(2 log n)`; 0 for none or one."""
+    return tl.sqrt(2.0 * tl.log(tl.maximum(number, 1).to(ACC)))
+
+
+@triton.jit
+def _load_point(key_ptr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr):
+    """[D]: a key. One that is not finite must poison what attends to it, not the spread of its bucket."""
+    offs_d = tl.arange(0, DP)  # [D]
+    point = tl.load(key_ptr + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    return tl.where(tl.abs(point) < float("inf"), point, 0.0)
+
+
+@kernel(stage="summaries", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
+def _summarise(
+    keys_ptr, values_ptr, centroids_ptr, starts_ptr, key_offset_ptr, squares_ptr, mass_ptr, key_mean_ptr,
+    value_mean_ptr, deviation_ptr, most_ptr, seen_most_ptr, length, blocks, query_clusters, key_clusters, shared_by,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One bucket, as seen from some query clusters.
+
+    Grid: (K nb, Q / TILE, H). `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the buckets;
+    `centroids_ptr`: (H, Q, D); `starts_ptr`: (G, K nb + 1) int32; `key_offset_ptr`: (G, D); `squares_ptr`: (G, N);
+    `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV);
+    `most_ptr`, `seen_most_ptr`: (H, nb, K).
+    """
+    key_cluster, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    head = tl.program_id(2).to(tl.int64)
+    key_head = head // shared_by
+    first_cluster = tl.program_id(1) * TILE
+    offs_place, offs_cluster = tl.arange(0, KEYS), tl.arange(0, TILE)  # [KEYS], [TILE]
+    mask_cluster = first_cluster + offs_cluster < query_clusters  # [TILE]
+    starts_ptr += key_head * (blocks * key_clusters + 1) + key_cluster * blocks
+    first_row, end = tl.load(starts_ptr + block), tl.load(starts_ptr + block + 1)
+    offs_d = tl.arange(0, DP)  # [D]
+    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    if HAS_SPREAD:
+        if first_cluster == 0:
+            before, whole = first_row - tl.load(starts_ptr), tl.load(starts_ptr + blocks) - tl.load(starts_ptr)
+            size = (head * blocks + block) * key_clusters + key_cluster
+            tl.store(most_ptr + size, _most(end - first_row, ACC))
+            tl.store(seen_most_ptr + size, _most(before if IS_CAUSAL else whole - (end - first_row), ACC))
+        # (What the second moment is about.)
+        # [D]
+        point = _load_point(keys_ptr + (key_head * length + tl.minimum(first_row, length - 1)) * D, D, DP, ACC) - offset
+
+    # 1. Sums over its keys, of weights relative to the largest so far.
+    # [TILE, D]
+    centroid = load_rows(centroids_ptr, head * query_clusters + first_cluster, offs_cluster, mask_cluster, D, DP)
+    centroid = centroid.to(keys_ptr.dtype.element_ty)
+    largest = tl.full([TILE], float("-inf"), ACC)
+    total = tl.zeros([TILE], ACC)
+    key_sum = tl.zeros([TILE, DP], ACC)  # [TILE, D]
+    value_sum = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
+    moment = tl.zeros([TILE], ACC)
+    rounded_total = tl.zeros([TILE], ACC)
+    for begin in range(first_row, end, KEYS):
+        offs_row = begin + offs_place  # [KEYS]
+        mask_row = offs_row < end  # [KEYS]
+        keys = load_rows(keys_ptr, key_head * length, offs_row, mask_row, D, DP)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, offs_row, mask_row, DV, DVP)  # [KEYS, DV]
+        logits = tl.dot(centroid, tl.trans(keys), input_precision=PRECISION, out_dtype=ACC)  # [TILE, KEYS]
+        logits = tl.where(mask_row[None, :], logits, float("-inf"))
+        larger = tl.maximum(largest, tl.max(logits, 1))  # [TILE]
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # [TILE]
+        weights = exp_of_less(logits, shift[:, None])  # [TILE, KEYS]
+        kept = tl.exp(largest - shift)  # [TILE]
+        total = total * kept + tl.sum(weights, 1)
+        # (Means are divided by the sum of the weights they are made of, or what should cancel does not.)
+        weights = weights.to(keys.dtype)
+        rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
+        if HAS_SPREAD:
+            squared = tl.load(squares_ptr + key_head * length + offs_row, mask=mask_row, other=0.0)  # [KEYS]
+            moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
+        key_sum = tl.dot(weights, keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+        value_sum = tl.dot(weights, values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+        largest = larger
+
+    # 2. Means and deviation. Those of the next query cluster lie `blocks * key_clusters` further.
+    at = ((head * query_clusters + first_cluster) * blocks + block) * key_clusters + key_cluster
+    offs_summary = offs_cluster * blocks * key_clusters  # [TILE]
+    is_empty = total == 0  # [TILE]
+    tl.store(
+        mass_ptr + at + offs_summary, tl.where(is_empty, float("-inf"), largest + tl.log(total)), mask=mask_cluster
+    )
+    inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)  # [TILE]
+    key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None] - offset[None, :])
+    value_sum *= inverse[:, None]
+    if HAS_SPREAD:
+        off = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])  # [TILE, D]
+        variance = finite_square(moment * inverse - tl.sum(off * off, 1)) / D  # [TILE]
+        variance = tl.where(end - first_row > 1, variance, 0.0)
+        tl.store(deviation_ptr + at + offs_summary, tl.sqrt(variance), mask=mask_cluster)
+    store_rows(key_mean_ptr, at, offs_summary, mask_cluster, key_sum, D, DP)
+    store_rows(value_mean_ptr, at, offs_summary, mask_cluster, value_sum, DV, DVP)
+
+
+@kernel(
+    stage="summaries",
+    do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by", "most_pieces"],
+)
+def _summarise_backward(
+    grad_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, mass_ptr, keys_ptr, values_ptr, centroids_ptr, order_ptr,
+    tile_group_ptr, tile_begin_ptr, tile_end_ptr, pair_keys_ptr, pair_values_ptr, pieces_before_ptr, grad_keys_ptr,
+    grad_values_ptr, length, blocks, query_clusters, key_clusters, shared_by, most_pieces, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, HAS_SUMMARIES: tl.constexpr, HAS_PAIRS: tl.constexpr,
+    IS_FROZEN: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients of the keys and values of a bucket tile: from all summaries of the bucket, and from pieces of
+    pairs.
+
+    Grid: that of the bucket tiles. `grad_mass_ptr`, `mass_ptr`: (H, Q, nb, K); `grad_key_mean_ptr`: (H, Q, nb, K, D);
+    `grad_value_mean_ptr`: (H, Q, nb, K, DV); `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the
+    buckets; `centroids_ptr`: (H, Q, D); `order_ptr`: (G, N) int32; `pair_keys_ptr`: (G, pieces, KEYS, D);
+    `pair_values_ptr`: (G, pieces, KEYS, DV); `pieces_before_ptr`: (G, tiles + 1) int32; `grad_keys_ptr`: (G, N, D) and
+    `grad_values_ptr`: (G, N, DV), in the order of the inputs.
+    """
+    key_head, tile, bucket = load_tile(tile_group_ptr)
+    if bucket < 0:
+        return
+    offs_place, mask_row = load_places(tile_begin_ptr, tile_end_ptr, tile, KEYS)  # [KEYS], [KEYS]
+    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
+    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
+
+    # 1. From the summaries, some query clusters at a time.
+    if HAS_SUMMARIES:
+        keys = load_rows(keys_ptr, key_head * length, offs_place, mask_row, D, DP)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, offs_place, mask_row, DV, DVP)  # [KEYS, DV]
+        all_clusters = shared_by * query_clusters
+        offs_cluster = tl.arange(0, TILE)
+        offs_summary = offs_cluster * blocks * key_clusters  # [TILE]
+        for begin in range(0, all_clusters, TILE):
+            mask_cluster = begin + offs_cluster < all_clusters  # [TILE]
+            first = key_head * all_clusters + begin
+            at = first * blocks * key_clusters + bucket % blocks * key_clusters + bucket // blocks
+            centroid = load_rows(centroids_ptr, first, offs_cluster, mask_cluster, D, DP).to(keys.dtype)  # [TILE, D]
+            log_mass = tl.load(mass_ptr + at + offs_summary, mask=mask_cluster, other=float("inf"))  # [TILE]
+            d_key_mean = load_rows(grad_key_mean_ptr, at, offs_summary, mask_cluster, D, DP)  # [TILE, D]
+            d_value_mean = load_rows(grad_value_mean_ptr, at, offs_summary, mask_cluster, DV, DVP)  # [TILE, DV]
+            d_logits = tl.load(grad_mass_ptr + at + offs_summary, mask=mask_cluster, other=0.0)[None, :]  # [1, TILE]
+            logits = tl.dot(keys, tl.trans(centroid), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, TILE]
+            weights = exp_of_less(logits, log_mass[None, :])  # [KEYS, TILE]
+            if not IS_FROZEN:
+                d_logits += tl.dot(
+                    keys.to(d_key_mean.dtype), tl.trans(d_key_mean), input_precision=PRECISION, out_dtype=ACC
+                )
+                d_logits += tl.dot(
+                    values.to(d_key_mean.dtype), tl.trans(d_value_mean), input_precision=PRECISION, out_dtype=ACC
+                )
+            d_logits = (weights * d_logits).to(d_key_mean.dtype)  # [KEYS, TILE]
+            weights = weights.to(d_key_mean.dtype)
+            d_keys = tl.dot(weights, d_key_mean, d_keys, input_precision=PRECISION, out_dtype=ACC)
+            d_keys = tl.dot(d_logits, centroid.to(d_key_mean.dtype), d_keys, input_precision=PRECISION, out_dtype=ACC)
+            d_values = tl.dot(weights, d_value_mean, d_values, input_precision=PRECISION, out_dtype=ACC)
+
+    # 2. From the pairs, piece after piece.
+    if HAS_PAIRS:
+        at = pieces_before_ptr + key_head * (tl.num_programs(0) + 1) + tl.program_id(0)
+        offs_row = tl.arange(0, KEYS)
+        for piece in range(tl.load(at), tl.load(at + 1)):
+            first = (key_head * most_pieces + piece) * KEYS
+            d_keys += load_rows(pair_keys_ptr, first, offs_row, mask_row, D, DP)
+            d_values += load_rows(pair_values_ptr, first, offs_row, mask_row, DV, DVP)
+
+    # 3. To what is there.
+    offs_row = tl.load(order_ptr + key_head * length + offs_place, mask=mask_row, other=0)
+    d_keys += load_rows(grad_keys_ptr, key_head * length, offs_row, mask_row, D, DP).to(ACC)
+    d_values += load_rows(grad_values_ptr, key_head * length, offs_row, mask_row, DV, DVP).to(ACC)
+    store_rows(grad_keys_ptr, key_head * length, offs_row, mask_row, d_keys, D, DP)
+    store_rows(grad_values_ptr, key_head * length, offs_row, mask_row, d_values, DV, DVP)

@@ -1,0 +1,60 @@
+"""Arithmetic inside kernels: exponentials, scores that carry their column, numbers in range, bits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exp_of_less(logits, shift):
+    """`exp(logits - shift)`: a multiplication and addition in one, then a power of two.
+
+    Rounding `shift` in between costs a relative error of about `|shift|` units in the last place, as much as the
+    rounding of logits of that size does.
+    """
+    return tl.exp2(logits * LOG2_E - shift * LOG2_E)
+
+
+@triton.jit
+def index_in_order(scores, COLUMNS: tl.constexpr):
+    """Integers that order like float32 scores, with the column in their low bits: a maximum is also an argmax.
+
+    The low bits of the score are lost, the first of equal columns is the largest.
+    """
+    bits = scores.to(tl.int32, bitcast=True)  # [ROWS, COLUMNS]
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits & -COLUMNS) | (COLUMNS - 1 - tl.arange(0, COLUMNS))[None, :]
+
+
+@triton.jit
+def in_range(number, size):
+    """The nearest of `0 .. size - 1`: an assignment that was handed in must not lead outside of memory."""
+    return tl.minimum(tl.maximum(number, 0), size - 1)
+
+
+@triton.jit
+def count_bits(words):
+    """Of int32: how many bits are set."""
+    rest = words.to(tl.uint32, bitcast=True)
+    rest = rest - ((rest >> 1) & 0x55555555)
+    rest = (rest & 0x33333333) + ((rest >> 2) & 0x33333333)
+    rest = (rest + (rest >> 4)) & 0x0F0F0F0F
+    return ((rest * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def lowest_bit(words):
+    """Of int32: the number of the lowest bit that is set, 32 for none, and the words without it."""
+    lowest = words & -words
+    return count_bits(lowest - 1), words ^ lowest
+
+
+@triton.jit
+def finite_square(square):
+    """What rounding or overflow made of a sum of squares: 0 if it is negative or no number."""
+    return tl.where((square > 0) & (square < float("inf")), square, 0.0)

@@ -1,0 +1,242 @@
+"""Which summaries are terms of a query's softmax: a table of bits, how it is made and how it is read.
+
+It has one bit for each cluster that the query did not open, whose accumulated summary is a term, and one for each
+listed cluster and block, if it opened the cluster but did not retrieve the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.device_math import count_bits, lowest_bit
+from muse_attention.backends.triton.filling import fill
+from muse_attention.backends.triton.numbers import power_of_two
+from muse_attention.backends.triton.opened import OpenedClusters
+from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment
+from muse_attention.backends.triton.tiles import load_places_from_begin, load_tile
+from muse_attention.core.bits import number_of_words
+from muse_attention.core.structures import Selection
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Which summaries each query attends to, in bits. Rows are in the order of the segments."""
+
+    clusters: Tensor
+    """(H, words, N) int32: a bit for each key cluster"""
+    blocks: Tensor
+    """(H, nb, words, N) int32: a bit for each listed cluster"""
+    opened: OpenedClusters
+
+    @property
+    def words(self) -> int:
+        return self.clusters.shape[1]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As kernels take them."""
+        return {
+            "cluster_terms_ptr": self.clusters,
+            "block_terms_ptr": self.blocks,
+            "words": self.words,
+            **self.opened.arguments,
+        }
+
+
+def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
+    """The terms that a selection by tolerance leaves; `listed` is `list_opened_bits` of it."""
+    heads, length, words = selection.opened.shape
+    terms = Terms(
+        selection.opened.new_empty(heads, words, length),
+        fill(selection.opened.new_empty(heads, segments.blocks, words, length), 0),
+        listed,
+    )
+    _mark_terms_of_bits[segments.tiles.grid](
+        **segments.rows, opened_ptr=selection.opened, retrieved_ptr=selection.retrieved, listed_place_ptr=listed.place,
+        of_clusters_ptr=terms.clusters, of_blocks_ptr=terms.blocks, WORDS=words, BLOCKS=power_of_two(segments.blocks),
+        IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
+    )  # fmt: skip
+    return terms
+
+
+def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
+    """The terms that a selection by the paper's rule leaves; `listed` is `list_opened` of it."""
+    heads, length, clusters, blocks = selection.retrieved.shape
+    words = number_of_words(segments.key_clusters)
+    terms = Terms(
+        selection.opened.new_empty(heads, words, length),
+        selection.opened.new_empty(heads, segments.blocks, words, length),
+        listed,
+    )
+    _mark_terms[segments.tiles.grid](
+        **segments.rows, opened_ptr=selection.opened, retrieved_ptr=selection.retrieved, listed_place_ptr=listed.place,
+        of_clusters_ptr=terms.clusters, of_blocks_ptr=terms.blocks, OPENED=clusters, OP=max(1, power_of_two(clusters)),
+        RETRIEVED=blocks, WORDS=words, IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
+    )  # fmt: skip
+    return terms
+
+
+@triton.jit
+def words_of_clusters(bits_ptr, offs_place, mask_row, first, length, words, COLUMNS: tl.constexpr):
+    """[ROWS], twice: the words behind `COLUMNS` (up to 64) key clusters from `first` on, which begin a word or lie in
+    one.
+
+    `bits_ptr` points to the first word of the first row.
+    """
+    bits_ptr += first // 32 * length
+    low = tl.load(bits_ptr + offs_place, mask=mask_row, other=0)  # [ROWS]
+    high = low  # [ROWS]
+    if COLUMNS > 32:
+        has_high = offs_place * 0 + first // 32 + 1 < words  # [ROWS]
+        high = tl.load(bits_ptr + length + offs_place, mask=mask_row & has_high, other=0)
+    return low, high
+
+
+@triton.jit
+def words_of_blocks(bits_ptr, offs_place, last_row, own_begin, own_end, next_end, block, blocks, first, length, words):
+    """[ROWS], twice: the words behind the listed clusters from `first` on, of two neighbouring blocks, for queries of
+    other blocks.
+
+    `block` lies from `own_begin` to `own_end`, the one after it ends at `next_end`; `bits_ptr` points to the first word
+    of the first row in `block`.
+    """
+    mask_row = offs_place < last_row  # [ROWS]
+    mask_first = mask_row & ((offs_place < own_begin) | (offs_place >= own_end))  # [ROWS]
+    # [ROWS]
+    mask_second = mask_row & ((offs_place < own_end) | (offs_place >= next_end)) & (offs_place * 0 + block + 1 < blocks)
+    bits_ptr += first // 32 * length
+    low = tl.load(bits_ptr + offs_place, mask=mask_first, other=0)  # [ROWS]
+    high = tl.load(bits_ptr + words * length + offs_place, mask=mask_second, other=0)  # [ROWS]
+    return low, high
+
+
+@triton.jit
+def is_term(bits_ptr, block, offs_listed, mask_summary, offs_place, mask_row, length, words):
+    """[ROWS, COLUMNS]: whether the summary of the listed cluster `offs_listed` in a `block` is a term of a query.
+
+    `bits_ptr` points to the first word of the first row and block.
+    """
+    offs_column = (block * words + offs_listed // 32).to(tl.int64) * length  # [COLUMNS]
+    mask = mask_row[:, None] & mask_summary[None, :]  # [ROWS, COLUMNS]
+    word = tl.load(bits_ptr + offs_place[:, None] + offs_column[None, :], mask=mask, other=0)  # [ROWS, COLUMNS]
+    return ((word >> (offs_listed & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
+def any_set(numbers):
+    """Whether any is not zero."""
+    return tl.max(tl.ravel((numbers != 0).to(tl.int32)), 0) > 0
+
+
+@triton.jit
+def bit_of_row(low, high, first, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS]: whether a bit is set. The first 32 columns are bits of `low`, the others of `high`."""
+    offs_column = tl.arange(0, COLUMNS)
+    if COLUMNS > 32:
+        word = tl.where((offs_column < 32)[None, :], low[:, None], high[:, None])  # [ROWS, COLUMNS]
+    else:
+        word = low[:, None]  # [ROWS, 1]
+    return ((word >> ((first + offs_column) & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
+def bit_of_column(low, high, first, COLUMNS: tl.constexpr, OF_LOW: tl.constexpr):
+    """[COLUMNS, ROWS]: the same, transposed, with the first `OF_LOW` columns for `low`."""
+    offs_column = tl.arange(0, COLUMNS)
+    if COLUMNS > OF_LOW:
+        word = tl.where((offs_column < OF_LOW)[:, None], low[None, :], high[None, :])  # [COLUMNS, ROWS]
+    else:
+        word = low[None, :]  # [1, ROWS]
+    return ((word >> ((first + offs_column % OF_LOW) & 31)[:, None]) & 1) != 0
+
+
+@kernel(stage="selection", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
+def _mark_terms(
+    tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, opened_ptr, retrieved_ptr, listed_place_ptr,
+    of_clusters_ptr, of_blocks_ptr, length, blocks, query_clusters, key_clusters, OPENED: tl.constexpr,
+    OP: tl.constexpr, RETRIEVED: tl.constexpr, WORDS: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The bits of the queries of a segment's tile, from what each opened and retrieved.
+
+    Grid: that of the segments' tiles. `order_ptr`: (H, N) int32; `opened_ptr`: (H, N, OPENED) int32; `retrieved_ptr`:
+    (H, N, OPENED, RETRIEVED) int32; `listed_place_ptr`: (H, Q, K) int16; `of_clusters_ptr`: (H, WORDS, N) int32;
+    `of_blocks_ptr`: (H, nb, WORDS, N) int32.
+    """
+    head, tile, segment = load_tile(tile_group_ptr)
+    if segment < 0:
+        return
+    offs_opened = tl.arange(0, OP)
+    # scalar, [ROWS], [ROWS]
+    begin, offs_place, mask_row = load_places_from_begin(tile_begin_ptr, tile_end_ptr, tile, ROWS)
+    first_place = head * length + begin
+    _, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
+    if seen_blocks == 0:
+        return
+    offs_row = tl.load(order_ptr + first_place + offs_place, mask=mask_row, other=0)  # [ROWS]
+    mask = mask_row[:, None] & (offs_opened < OPENED)[None, :]  # [ROWS, OP]
+    offs_slot = offs_row[:, None] * OPENED + offs_opened[None, :]  # [ROWS, OP]
+    cluster = tl.load(opened_ptr + head * length * OPENED + offs_slot, mask=mask, other=-1)  # [ROWS, OP]
+    listed_place_ptr += (head * query_clusters + segment // blocks) * key_clusters
+    listed = tl.load(listed_place_ptr + cluster, mask=cluster >= 0, other=-1).to(tl.int32)  # [ROWS, OP]
+    # No cluster is opened twice, so the sum of bits is their union.
+    bit = tl.where(cluster < 0, 0, 1 << (cluster & 31))  # [ROWS, OP]
+    for word in tl.static_range(WORDS):
+        is_open = tl.sum(tl.where((cluster >> 5) == word, bit, 0), 1)  # [ROWS]
+        tl.store(of_clusters_ptr + (head * WORDS + word) * length + begin + offs_place, ~is_open, mask=mask_row)
+    bit = tl.where(listed < 0, 0, 1 << (listed & 31))
+    retrieved_ptr += head * length * OPENED * RETRIEVED
+    first = tl.load(retrieved_ptr + offs_slot * RETRIEVED, mask=mask, other=-1)  # [ROWS, OP]
+    for block in range(seen_blocks):
+        kept = tl.where(first == block, 0, bit)  # [ROWS, OP]
+        for other in range(1, RETRIEVED):
+            one_more = tl.load(retrieved_ptr + offs_slot * RETRIEVED + other, mask=mask, other=-1)  # [ROWS, OP]
+            kept = tl.where(one_more == block, 0, kept)
+        for word in tl.static_range(WORDS):
+            terms = tl.sum(tl.where((listed >> 5) == word, kept, 0), 1)  # [ROWS]
+            at = ((head * blocks + block) * WORDS + word) * length + begin
+            tl.store(of_blocks_ptr + at + offs_place, terms, mask=mask_row)
+
+
+@kernel(stage="selection", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
+def _mark_terms_of_bits(
+    tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, opened_ptr, retrieved_ptr, listed_place_ptr,
+    of_clusters_ptr, of_blocks_ptr, length, blocks, query_clusters, key_clusters, WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Every opened cluster of a query, one after another, in all blocks at once. `of_blocks_ptr` is 0 before."""
+    head, tile, segment = load_tile(tile_group_ptr)
+    if segment < 0:
+        return
+    # scalar, [ROWS], [ROWS]
+    begin, offs_place, mask_row = load_places_from_begin(tile_begin_ptr, tile_end_ptr, tile, ROWS)
+    offs_block = tl.arange(0, BLOCKS)
+    _, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
+    if seen_blocks == 0:
+        return
+    offs_row = tl.load(order_ptr + head * length + begin + offs_place, mask=mask_row, other=0)  # [ROWS]
+    opened_ptr += (head * length + offs_row) * WORDS
+    retrieved_ptr += (head * length + offs_row)[:, None] * blocks * WORDS + offs_block[None, :] * WORDS
+    listed_place_ptr += (head * query_clusters + segment // blocks) * key_clusters
+    of_blocks_ptr += head * blocks * WORDS * length + begin
+    for word in tl.static_range(WORDS):
+        own = tl.load(opened_ptr + word, mask=mask_row, other=0)  # [ROWS]
+        tl.store(of_clusters_ptr + (head * WORDS + word) * length + begin + offs_place, ~own, mask=mask_row)
+        if tl.max((own != 0).to(tl.int32), 0) > 0:
+            mask = (own != 0)[:, None] & (offs_block < seen_blocks)[None, :]  # [ROWS, BLOCKS]
+            not_retrieved = ~tl.load(retrieved_ptr + word, mask=mask, other=-1)  # [ROWS, BLOCKS]
+            for _ in range(tl.max(count_bits(own), 0)):
+                has_bit = own != 0  # [ROWS]
+                bit, own = lowest_bit(own)  # [ROWS], [ROWS]
+                listed = tl.load(listed_place_ptr + word * 32 + bit, mask=has_bit, other=0).to(tl.int32)  # [ROWS]
+                # [ROWS, BLOCKS]
+                is_term = mask & has_bit[:, None] & (((not_retrieved >> (bit & 31)[:, None]) & 1) != 0)
+                # [ROWS, BLOCKS]
+                at = (offs_block[None, :] * WORDS + (listed // 32)[:, None]) * length + offs_place[:, None]
+                value = ((offs_place * 0 + 1) << (listed & 31))[:, None] + (offs_block * 0)[None, :]  # [ROWS, BLOCKS]
+                tl.atomic_or(of_blocks_ptr + at, value, mask=is_term, sem="relaxed")
