@@ -103,19 +103,19 @@ EQUATIONS = (
     Equation(
         4,
         "tilted mean of keys",
-        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
+        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/bucket_summaries.py"),
         ("tests/conformance.py",),
     ),
     Equation(
         5,
         "tilted mean of values",
-        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
+        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/bucket_summaries.py"),
         ("tests/conformance.py",),
     ),
     Equation(
         6,
         "log-mass of a bucket",
-        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
+        (REFERENCE, f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/bucket_summaries.py"),
         ("tests/conformance.py",),
     ),
     Equation(
@@ -395,7 +395,7 @@ TABLES = (
     Element(
         "Table 11",
         "frozen aggregation weights, 1B",
-        (f"{SRC}/config.py", f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
+        (f"{SRC}/config.py", f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/accumulation.py"),
         (
             _train("paper-s8", "attention=muse:paper,differentiable_aggregation=false", "frozen"),
             "muse compare out/exact out/muse out/frozen --corpus out/code",
@@ -565,7 +565,7 @@ PASSAGES = (
     ),
     Passage(
         "Causal accumulation (3.1)",
-        (f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/summaries.py"),
+        (f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/accumulation.py"),
         "exclusive, over the blocks before",
     ),
     Passage(
@@ -593,13 +593,13 @@ PASSAGES = (
     ),
     Passage(
         "Streaming K-means (C)",
-        (f"{SRC}/backends/torch/clustering.py", f"{SRC}/backends/triton/clustering.py"),
+        (f"{SRC}/backends/torch/clustering.py", f"{SRC}/backends/triton/streaming.py"),
         "shuffle, every N/K-th vector, minibatches of 64, decay 0.9",
         "`auto` is Lloyd on a sample, which is parallel; on SmolLM2 neither is clearly better.",
     ),
     Passage(
         "Balanced assignment (C)",
-        (f"{SRC}/backends/torch/clustering.py", f"{SRC}/backends/triton/grouping.py"),
+        (f"{SRC}/backends/torch/clustering.py", f"{SRC}/backends/triton/balancing.py"),
         "at most 4 B / K vectors of a cluster in a block",
         "Where the paper says nothing, overflow goes to the next-nearest centroid that has room, lowest position "
         "first. Queries have no limit unless `muse:paper` is asked for: it has up to twice the error on a "

@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_cuda.py")
 
 from muse_attention import muse_attention  # noqa: E402
+from muse_attention.backends.triton import filling  # noqa: E402
 from muse_attention.backends.triton.filling import copied, fill  # noqa: E402
-from muse_attention.backends.triton.runtime import schedule  # noqa: E402
+from muse_attention.backends.triton.runtime import launching, schedule  # noqa: E402
 from tests.shapes import Shape  # noqa: E402
 
 SIZE = 300
@@ -31,6 +32,31 @@ def test_a_scheduled_function_gives_what_it_gives_directly() -> None:
         (result,) = schedule.run(_copies_of_copies, (source,), (4,))
         assert torch.equal(result, source)
         assert result.data_ptr() != source.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"number": 1}, {"number": 1, "source_ptr": None, "target_ptr": None, "WIDTH": 1, "D": 1}]
+)
+def test_a_launch_names_the_parameters_of_its_kernel(arguments: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=r"_copy lacks these arguments, or has no such parameters: \['(WIDTH|D)'"):
+        filling._copy[(1,)](**arguments)
+
+
+def test_arguments_go_in_the_order_of_the_kernel() -> None:
+    with launching.noted() as launches:
+        tensor = torch.empty(8, device="meta")
+        filling._copy[(2,)](WIDTH=4, num_warps=2, number=8, target_ptr=tensor, source_ptr=tensor)
+    (launch,) = launches
+    assert launch.grid == (2, 1, 1)
+    assert launch.arguments[2:] == (8, 4)
+    assert launch.options == {"num_warps": 2}
+
+
+def test_no_two_kernels_have_one_name() -> None:
+    def _copy(number: int) -> None: ...
+
+    with pytest.raises(ValueError, match="two kernels _copy"):
+        launching.kernel(stage="sorting", do_not_specialize=[])(_copy)
 
 
 def test_outputs_of_two_calls_are_different_memory() -> None:

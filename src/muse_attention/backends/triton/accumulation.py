@@ -202,8 +202,8 @@ def _accumulate_backward(
     all such `b` of `omega` times the gradient at `b`. Where block `b` sees blocks on both sides, `omega` is the share
     of `b'` in its side times the share of that side; each factor is at most 1, so nothing overflows.
 
-    Grid: (K / TILE, Q, H). `*mass*_ptr`: (H, Q, nb, K); `*key_mean_ptr`: (H, Q, nb, K, D); `*value_mean_ptr`: (H, Q,
-    nb, K, DV); `listed_ptr`: (H, Q, K) int16; `key_offset_ptr`: (G, D).
+    Grid: (K / TILE, Q, H). `*mass*_ptr`: (H, Q, nb, K); `*key_mean_ptr`: (H, Q, nb, K, D); `*value_mean_ptr`:
+    (H, Q, nb, K, DV); `listed_ptr`: (H, Q, K) int16; `key_offset_ptr`: (G, D).
     """
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]

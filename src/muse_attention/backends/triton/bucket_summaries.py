@@ -264,9 +264,9 @@ def _summarise_backward(
 
     # 2. From the pairs, piece after piece.
     if HAS_PAIRS:
-        at = pieces_before_ptr + key_head * (tl.num_programs(0) + 1) + tl.program_id(0)
+        before_ptr = pieces_before_ptr + key_head * (tl.num_programs(0) + 1) + tl.program_id(0)
         offs_row = tl.arange(0, KEYS)
-        for piece in range(tl.load(at), tl.load(at + 1)):
+        for piece in range(tl.load(before_ptr), tl.load(before_ptr + 1)):
             first = (key_head * most_pieces + piece) * KEYS
             d_keys += load_rows(pair_keys_ptr, first, offs_row, mask_row, D, DP)
             d_values += load_rows(pair_values_ptr, first, offs_row, mask_row, DV, DVP)

@@ -55,8 +55,8 @@ def _take(
 ):  # fmt: skip
     """Centroids start as vectors at equal distances in the shuffled order.
 
-    Grid: (C / TILE, heads). `first_ptr`, `second_ptr`: (heads, N, D); `order_ptr`: (N,) int32; `centroids_ptr`: (heads,
-    C, D).
+    Grid: (C / TILE, heads). `first_ptr`, `second_ptr`: (heads, N, D); `order_ptr`: (N,) int32; `centroids_ptr`:
+    (heads, C, D).
     """
     sequence = tl.program_id(1)
     offs_cluster, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]

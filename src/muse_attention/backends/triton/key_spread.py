@@ -47,8 +47,8 @@ def _sum_squares(
 ):  # fmt: skip
     """Of a part of the sequence, in units of the largest residual there: squares of large ones would overflow.
 
-    Grid: (parts, G). `keys_ptr`: (G, N, D); `centroids_ptr`: (G, K, D); `assignment_ptr`: (G, N) int32; `sums_ptr`: (G,
-    parts, D); `largest_ptr`: (G, parts).
+    Grid: (parts, G). `keys_ptr`: (G, N, D); `centroids_ptr`: (G, K, D); `assignment_ptr`: (G, N) int32; `sums_ptr`:
+    (G, parts, D); `largest_ptr`: (G, parts).
     """
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     total = tl.zeros([DP], ACC)  # [D]

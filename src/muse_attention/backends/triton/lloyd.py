@@ -53,8 +53,8 @@ def _sum_members(
     """Of a part of the sequence, the vectors nearest to each centroid, summed and counted.
 
     Grid: (parts, heads, chunks of centroids). `first_ptr`, `second_ptr`: (heads, N, D); `centroids_ptr`: (heads, C, D);
-    `nearest_ptr`: (heads, N / stride) int32, looked at only if there are several chunks; `sums_ptr`: (heads, parts, C,
-    D); `sizes_ptr`: (heads, parts, C).
+    `nearest_ptr`: (heads, N / stride) int32, looked at only if there are several chunks; `sums_ptr`:
+    (heads, parts, C, D); `sizes_ptr`: (heads, parts, C).
     """
     part, sequence = tl.program_id(0), tl.program_id(1)
     vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
@@ -99,8 +99,8 @@ def _mean_of_parts(
     Centroids are numbers of the vectors' dtype: the residuals of queries and the tilt of keys are then from exactly the
     same point.
 
-    Grid: (C / TILE, heads). `vectors_ptr`: of that dtype; `sums_ptr`: (heads, parts, C, D); `sizes_ptr`: (heads, parts,
-    C); `centroids_ptr`: (heads, C, D).
+    Grid: (C / TILE, heads). `vectors_ptr`: of that dtype; `sums_ptr`: (heads, parts, C, D); `sizes_ptr`:
+    (heads, parts, C); `centroids_ptr`: (heads, C, D).
     """
     sequence = tl.program_id(1).to(tl.int64)
     offs_cluster, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]

@@ -191,11 +191,9 @@ def _find_delta(
         found -= tl.load(grad_lse_ptr + offs_row, mask=mask_row, other=0.0).to(ACC)
     tl.store(delta_ptr + offs_row, found, mask=mask_row)
     tl.store(sorted_delta_ptr + offs_place, found, mask=mask_row)
-    # [TILE]
-    shifted = tl.load(lse_ptr + offs_row, mask=mask_row, other=0.0) - tl.load(
-        shift_ptr + offs_place, mask=mask_row, other=0.0
-    )
-    tl.store(sorted_lse_ptr + offs_place, shifted, mask=mask_row)
+    lse = tl.load(lse_ptr + offs_row, mask=mask_row, other=0.0)  # [TILE]
+    shift = tl.load(shift_ptr + offs_place, mask=mask_row, other=0.0)  # [TILE]
+    tl.store(sorted_lse_ptr + offs_place, lse - shift, mask=mask_row)
     tl.store(sorted_grad_ptr + offs_place[:, None] * DV + offs_dv[None, :], gradient, mask=mask)
 
 

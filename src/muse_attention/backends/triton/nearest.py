@@ -96,10 +96,10 @@ def centroids_at_once(clusters: int, head_dim: int) -> int:
 def vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D: tl.constexpr):
     """Where the vectors of a sequence begin."""
     if sequence < of_first:
-        vectors = first_ptr + sequence.to(tl.int64) * length * D
+        vectors_ptr = first_ptr + sequence.to(tl.int64) * length * D
     else:
-        vectors = second_ptr + (sequence - of_first).to(tl.int64) * length * D
-    return vectors
+        vectors_ptr = second_ptr + (sequence - of_first).to(tl.int64) * length * D
+    return vectors_ptr
 
 
 @triton.jit
@@ -190,11 +190,11 @@ def nearest_in_chunks(
     CHUNK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[ROWS]: the nearest centroid of each row of `x`, or the nearest one that `rooms_ptr`, (C,), has room for."""
-    best, nearest = nothing_found(x.shape[0], x.dtype, ACC)  # [x.shape[0]], [x.shape[0]]
+    best, nearest = nothing_found(x.shape[0], x.dtype, ACC)  # [ROWS], [ROWS]
     for first in range(0, clusters, CHUNK):
         current = load_centroids(centroids_ptr, sequence, first, clusters, D, DP, CHUNK)  # [CHUNK, D]
         rounded, norms = half_norms(current, first, clusters, CHUNK, x.dtype, ACC)  # [CHUNK, D], [CHUNK]
-        scores = affinity(x, rounded, norms, ACC, PRECISION)  # [rows, CHUNK]
+        scores = affinity(x, rounded, norms, ACC, PRECISION)  # [ROWS, CHUNK]
         if HAS_ROOM:
             offs_cluster = first + tl.arange(0, CHUNK)  # [CHUNK]
             room = tl.load(rooms_ptr + offs_cluster, mask=offs_cluster < clusters, other=0)  # [CHUNK]
@@ -211,8 +211,8 @@ def _find_nearest(
 ):  # fmt: skip
     """The nearest centroid of every `stride`-th vector. (A `stride` of 1 is a constant for the compiler.)
 
-    Grid: (sampled vectors / (TILE TILES), heads). `first_ptr`, `second_ptr`: (heads, N, D); `centroids_ptr`: (heads, C,
-    D); `assignment_ptr`: (heads, N / stride) int32.
+    Grid: (sampled vectors / (TILE TILES), heads). `first_ptr`, `second_ptr`: (heads, N, D); `centroids_ptr`:
+    (heads, C, D); `assignment_ptr`: (heads, N / stride) int32.
     """
     sequence = tl.program_id(1)
     vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)

@@ -117,8 +117,8 @@ def row_of_pair(rows_ptr, offs_pair, mask_pair, picks, IS_RAGGED: tl.constexpr):
 def _number_buckets(opened_ptr, retrieved_ptr, picks_ptr, number, retrieved_blocks, blocks, WIDTH: tl.constexpr):
     """The bucket of each pick, `cluster * nb + block`; -1 if it has none.
 
-    Grid: (number / WIDTH,). `opened_ptr`: (H, N, opened clusters) int32; `retrieved_ptr`, `picks_ptr`: (H, N, opened
-    clusters, retrieved blocks) int32.
+    Grid: (number / WIDTH,). `opened_ptr`: (H, N, opened clusters) int32; `retrieved_ptr`, `picks_ptr`:
+    (H, N, opened clusters, retrieved blocks) int32.
     """
     offs = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
     mask = offs < number  # [WIDTH]

@@ -201,9 +201,9 @@ def _attend_to_buckets(
     largest = tl.full([PAIRS], float("-inf"), ACC)
     total = tl.zeros([PAIRS], ACC)
     weighted = tl.zeros([PAIRS, DVP], ACC)  # [PAIRS, DV]
-    at = bucket_starts_ptr + key_head * (buckets + 1) + bucket
-    end = tl.load(at + 1)
-    for begin in range(tl.load(at), end, KEYS):
+    begin_ptr = bucket_starts_ptr + key_head * (buckets + 1) + bucket
+    end = tl.load(begin_ptr + 1)
+    for begin in range(tl.load(begin_ptr), end, KEYS):
         offs_key = begin + tl.arange(0, KEYS)  # [KEYS]
         mask_key = offs_key < end  # [KEYS]
         keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]
@@ -238,10 +238,10 @@ def _buckets_backward_to_queries(
 ):  # fmt: skip
     """Gradients of the queries of a tile of pairs, from all keys of their bucket.
 
-    Grid: that of the pairs' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `queries_ptr`: (H, N,
-    D), in the order of the inputs; `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the buckets;
-    `pair_order_ptr`, `pair_rows_ptr`: (G, L) int32; `bucket_starts_ptr`: (G, K nb + 1) int32; `key_offset_ptr`: (G, D);
-    `grad_pairs_ptr`: (G, L, D) and `grad_shift_ptr`: (G, L), by pair.
+    Grid: that of the pairs' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `queries_ptr`:
+    (H, N, D), in the order of the inputs; `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the
+    buckets; `pair_order_ptr`, `pair_rows_ptr`: (G, L) int32; `bucket_starts_ptr`: (G, K nb + 1) int32;
+    `key_offset_ptr`: (G, D); `grad_pairs_ptr`: (G, L, D) and `grad_shift_ptr`: (G, L), by pair.
     """
     key_head, tile, bucket = load_tile(tile_group_ptr)
     if bucket < 0:
@@ -257,9 +257,9 @@ def _buckets_backward_to_queries(
     gradient = tl.zeros([PAIRS, DP], ACC)  # [PAIRS, D]
     d_shift = tl.zeros([PAIRS], ACC)
     rounded_shift = tl.zeros([PAIRS], ACC)
-    at = bucket_starts_ptr + key_head * (buckets + 1) + bucket
-    end = tl.load(at + 1)
-    for begin in range(tl.load(at), end, KEYS):
+    begin_ptr = bucket_starts_ptr + key_head * (buckets + 1) + bucket
+    end = tl.load(begin_ptr + 1)
+    for begin in range(tl.load(begin_ptr), end, KEYS):
         offs_key = begin + tl.arange(0, KEYS)  # [KEYS]
         mask_key = offs_key < end  # [KEYS]
         keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]

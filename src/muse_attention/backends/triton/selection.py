@@ -102,9 +102,9 @@ def _select_clusters(
 
     Grid: that of the segments' tiles, and parts of a tile of `ROWS` queries. `residuals_ptr`: (H, N, D) and
     `widths_ptr`: (H, N), in the order of the segments; `seen_mass_ptr`, `seen_deviation_ptr`: (H, Q, nb, K);
-    `seen_key_mean_ptr`: (H, Q, nb, K, D); `seen_most_ptr`: (H, nb, K); `order_ptr`: (H, N) int32; `opened_ptr`: (H, N,
-    opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32, filled in only where
-    nothing is opened.
+    `seen_key_mean_ptr`: (H, Q, nb, K, D); `seen_most_ptr`: (H, nb, K); `order_ptr`: (H, N) int32; `opened_ptr`:
+    (H, N, opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32, filled in only
+    where nothing is opened.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
@@ -179,8 +179,8 @@ def _select_blocks(
 
     Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D) and `widths_ptr`: (H, N), in the order of the
     segments; `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `most_ptr`: (H, nb, K);
-    `order_ptr`: (H, N) int32; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `opened_ptr`: (H, N,
-    opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32.
+    `order_ptr`: (H, N) int32; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `opened_ptr`:
+    (H, N, opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:

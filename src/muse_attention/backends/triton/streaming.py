@@ -24,7 +24,6 @@ from muse_attention.backends.triton.numbers import padded
 from muse_attention.backends.triton.runtime.launching import kernel
 
 MINIBATCH = 64
-
 DECAY = 0.9
 
 

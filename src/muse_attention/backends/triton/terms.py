@@ -144,8 +144,8 @@ def _attend_to_summaries(
     and blocks' summaries of those they opened.
 
     Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D) and `shifts_ptr`, `widths_ptr`: (H, N), in the order
-    of the segments; `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H,
-    Q, nb, K, DV); `most_ptr`: (H, nb, K); `seen_*_ptr`: the same, accumulated; `order_ptr`: (H, N) int32;
+    of the segments; `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`:
+    (H, Q, nb, K, DV); `most_ptr`: (H, nb, K); `seen_*_ptr`: the same, accumulated; `order_ptr`: (H, N) int32;
     `cluster_terms_ptr`: (H, words, N) int32; `block_terms_ptr`: (H, nb, words, N) int32; `listed_ptr`: (H, Q, K) int32;
     `listed_number_ptr`: (H, Q) int32; `out_ptr`: (H, N, DV) and `lse_ptr`: (H, N), in the order of the inputs.
     """
@@ -244,9 +244,9 @@ def _summaries_backward_to_queries(
     Grid: that of the segments' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`, `widths_ptr`: (H, N) and
     `residuals_ptr`: (H, N, D), in the order of the segments; `mass_ptr`, `deviation_ptr`: (H, Q, nb, K);
     `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV); `most_ptr`: (H, nb, K); `seen_*_ptr`: the
-    same, accumulated; `order_ptr`: (H, N) int32; `cluster_terms_ptr`: (H, words, N) int32; `block_terms_ptr`: (H, nb,
-    words, N) int32; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `grad_queries_ptr`: (H, N, D) and
-    `grad_shift_ptr`: (H, N), in the order of the inputs.
+    same, accumulated; `order_ptr`: (H, N) int32; `cluster_terms_ptr`: (H, words, N) int32; `block_terms_ptr`:
+    (H, nb, words, N) int32; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `grad_queries_ptr`:
+    (H, N, D) and `grad_shift_ptr`: (H, N), in the order of the inputs.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:

@@ -99,8 +99,8 @@ def _count_tiles(
 ):
     """The tiles before those of each range.
 
-    Grid: (S,). `begin_ptr`, `end_ptr`: (S, ranges) int32, rows `begin_stride` and `end_stride` apart; `before_ptr`: (S,
-    ranges + 1) int32. A tile has `size` rows, or, if that is 0, as many as `sizes_ptr`, (S,) int32, says.
+    Grid: (S,). `begin_ptr`, `end_ptr`: (S, ranges) int32, rows `begin_stride` and `end_stride` apart; `before_ptr`:
+    (S, ranges + 1) int32. A tile has `size` rows, or, if that is 0, as many as `sizes_ptr`, (S,) int32, says.
     """
     sequence = tl.program_id(0).to(tl.int64)
     most_rows = size if size > 0 else tl.load(sizes_ptr + sequence)
