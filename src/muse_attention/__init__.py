@@ -14,7 +14,7 @@ they compute, as one dense file. The steps, in order, are in `backends/torch/`:
 3. Select the clusters to open and the blocks to retrieve: `backends/torch/selection.py`, or, by a tolerance,
    `backends/torch/error_control.py`. Attend to the summaries of the rest.
 4. Attend exactly to the retrieved buckets, `backends/torch/retrieval.py`, and to the own block, `core/local.py`.
-5. Merge everything as one softmax: `backends/torch/far_field.py`, which runs the steps.
+5. Merge everything as one softmax: `core/merging.py`. `backends/torch/far_field.py` runs the steps.
 
 `backends/triton/` has the same steps for CUDA. `core/` is what backends share: structures, arguments, precision.
 
