@@ -237,10 +237,10 @@ def _accumulate_backward(
             if side == sides - 1:
                 if IS_FROZEN:
                     # From fixed sums back to fixed means.
-                    d_mass += tl.sum(d_keys * load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC), 1)
-                    d_mass += tl.sum(
-                        d_values * load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC), 1
-                    )
+                    own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP)  # [TILE, D]
+                    d_mass += tl.sum(d_keys * own_keys.to(ACC), 1)
+                    own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP)  # [TILE, DV]
+                    d_mass += tl.sum(d_values * own_values.to(ACC), 1)
                 else:
                     # (What the sums of keys gain by the offset. As the gradient will be read: rounded.)
                     rounded = d_keys.to(add_key_mean_ptr.dtype.element_ty).to(ACC)  # [TILE, D]

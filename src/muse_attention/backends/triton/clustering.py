@@ -8,7 +8,13 @@ from torch import Tensor
 
 from muse_attention.backends.triton.balancing import keep_under_cap
 from muse_attention.backends.triton.lloyd import lloyd_iteration
-from muse_attention.backends.triton.nearest import Vectors, find_nearest, load_vectors, vectors_of_sequence
+from muse_attention.backends.triton.nearest import (
+    Vectors,
+    find_nearest,
+    load_vectors,
+    store_centroids,
+    vectors_of_sequence,
+)
 from muse_attention.backends.triton.numbers import cdiv
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.runtime.remembering import once
@@ -59,11 +65,10 @@ def _take(
     (heads, C, D).
     """
     sequence = tl.program_id(1)
-    offs_cluster, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
+    offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_cluster = offs_cluster < clusters  # [TILE]
     offs_place = offs_cluster * tl.maximum(1, length // clusters) % length  # [TILE]
     offs_row = tl.load(order_ptr + offs_place, mask=mask_cluster, other=0)  # [TILE]
     vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
     x = load_vectors(vectors_ptr, offs_row, mask_cluster, sequence < of_first, FACTOR, D, DP, ACC)  # [TILE, D]
-    offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [TILE, D]
-    tl.store(centroids_ptr + offs, x.to(ACC), mask=mask_cluster[:, None] & (offs_d < D)[None, :])
+    store_centroids(centroids_ptr, sequence, tl.program_id(0) * TILE, clusters, x.to(ACC), D, DP, TILE)

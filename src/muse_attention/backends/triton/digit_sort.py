@@ -91,10 +91,8 @@ def _count_digits(
     if tile * TILE >= limit:
         tl.store(counts_ptr + (sequence * DIGITS + offs_digit) * tiles + tile, tl.zeros([DIGITS], tl.int32))
         return
-    # [TILE]
-    digit = (tl.load(packed_ptr + sequence * length + offs_place, mask=offs_place < limit, other=0) >> shift) & (
-        DIGITS - 1
-    )
+    both = tl.load(packed_ptr + sequence * length + offs_place, mask=offs_place < limit, other=0)  # [TILE]
+    digit = (both >> shift) & (DIGITS - 1)  # [TILE]
     member = (digit[:, None] == offs_digit[None, :]) & (offs_place < limit)[:, None]  # [TILE, DIGITS]
     tl.store(counts_ptr + (sequence * DIGITS + offs_digit) * tiles + tile, tl.sum(member.to(tl.int32), 0))
 

@@ -72,9 +72,8 @@ def _count_clusters(assignment_ptr, counts_ptr, length, block_size, clusters, TI
     offs_place = tile * TILE + tl.arange(0, TILE)  # [TILE]
     offs_row = block * block_size + offs_place  # [TILE]
     mask_row = (offs_place < block_size) & (offs_row < length)  # [TILE]
-    # [TILE]
-    cluster = in_range(tl.load(assignment_ptr + sequence * length + offs_row, mask=mask_row, other=0), clusters)
-    cluster = tl.where(mask_row, cluster, clusters)
+    cluster = tl.load(assignment_ptr + sequence * length + offs_row, mask=mask_row, other=0)  # [TILE]
+    cluster = tl.where(mask_row, in_range(cluster, clusters), clusters)
     offs_cluster = tl.arange(0, BINS)
     tiles = tl.num_programs(0) * tl.num_programs(1)
     offs = (sequence * clusters + offs_cluster) * tiles + block * tl.num_programs(0) + tile  # [BINS]
@@ -106,11 +105,8 @@ def _place_by_cluster(
         offs_other_place = tile * TILE + begin + tl.arange(0, STEP)  # [STEP]
         offs_other_row = block * block_size + offs_other_place  # [STEP]
         # (Those outside of the block come after all that are inside.)
-        # [STEP]
-        other = tl.load(
-            assignment_ptr + offs_other_row, mask=(offs_other_place < block_size) & (offs_other_row < length), other=0
-        )
-        other = in_range(other, clusters)
+        mask_other = (offs_other_place < block_size) & (offs_other_row < length)  # [STEP]
+        other = in_range(tl.load(assignment_ptr + offs_other_row, mask=mask_other, other=0), clusters)  # [STEP]
         earlier = (other[None, :] == cluster[:, None]) & (offs_other_row[None, :] < offs_row[:, None])  # [TILE, STEP]
         rank += tl.sum(earlier.to(tl.int32), 1)
     start = tl.load(cluster_starts_ptr + cluster, mask=mask_row, other=0)  # [TILE]

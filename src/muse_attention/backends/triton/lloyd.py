@@ -82,11 +82,8 @@ def _sum_members(
         count += tl.sum(member.to(ACC), 0)
     offs = (sequence.to(tl.int64) * tl.num_programs(0) + part) * clusters + offs_cluster  # [CHUNK]
     tl.store(sizes_ptr + offs, count, mask=offs_cluster < clusters)
-    tl.store(
-        sums_ptr + offs[:, None] * D + offs_d[None, :],
-        total,
-        mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :],
-    )
+    mask = (offs_cluster < clusters)[:, None] & (offs_d < D)[None, :]  # [CHUNK, D]
+    tl.store(sums_ptr + offs[:, None] * D + offs_d[None, :], total, mask=mask)
 
 
 @kernel(stage="clustering", do_not_specialize=["parts", "clusters"])

@@ -156,13 +156,9 @@ def _merge(
         share = tl.exp(log - largest)
         total += share
         mask_pair = mask_row & (log != float("-inf"))  # [TILE]
-        # [TILE, DV]
-        some = tl.load(
-            pair_out_ptr + offs_pair[:, None] * DV + offs_dv[None, :],
-            mask=mask_pair[:, None] & (offs_dv < DV)[None, :],
-            other=0.0,
-        )
-        weighted += some.to(ACC) * share[:, None]
+        ptrs = pair_out_ptr + offs_pair[:, None] * DV + offs_dv[None, :]  # [TILE, DV]
+        out = tl.load(ptrs, mask=mask_pair[:, None] & (offs_dv < DV)[None, :], other=0.0)  # [TILE, DV]
+        weighted += out.to(ACC) * share[:, None]
     tl.store(out_ptr + offs, weighted / total[:, None], mask=mask)
     tl.store(lse_ptr + offs_row, largest + tl.log(total), mask=mask_row)
 
@@ -228,11 +224,8 @@ def _add_to_queries(
         mask_pair = mask_row & (pick < number)  # [TILE]
         if not IS_RAGGED:
             mask_pair &= tl.load(has_bucket_ptr + offs_pair, mask=mask_pair, other=-1) >= 0
-        summed += tl.load(
-            of_pairs_ptr + offs_pair[:, None] * D + offs_d[None, :],
-            mask=mask_pair[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-        ).to(ACC)
+        ptrs = of_pairs_ptr + offs_pair[:, None] * D + offs_d[None, :]  # [TILE, D]
+        summed += tl.load(ptrs, mask=mask_pair[:, None] & (offs_d < D)[None, :], other=0.0).to(ACC)
         of_offset += tl.load(offset_of_pairs_ptr + offs_pair, mask=mask_pair, other=0.0)
     offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     summed += of_offset[:, None] * offset[None, :]

@@ -110,12 +110,9 @@ def load_vectors(
     """[ROWS, D]: rows of vectors, times the factor of their side. One that is not finite must poison what attends to
     it, not the clustering of everything else."""
     offs_d = tl.arange(0, DP)  # [D]
+    mask = mask_row[:, None] & (offs_d < D)[None, :]  # [ROWS, D]
     # [ROWS, D]
-    loaded = tl.load(
-        vectors_ptr + offs_row.to(tl.int64)[:, None] * D + offs_d[None, :],
-        mask=mask_row[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
+    loaded = tl.load(vectors_ptr + offs_row.to(tl.int64)[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
     scaled = loaded.to(ACC)  # [ROWS, D]
     scaled = tl.where(is_first, scaled * FACTOR, scaled)
     return tl.where(tl.abs(scaled) < float("inf"), scaled, 0.0).to(loaded.dtype)
@@ -127,6 +124,16 @@ def load_centroids(centroids_ptr, sequence, first, clusters, D: tl.constexpr, DP
     offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, DP)  # [CHUNK], [D]
     offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
     return tl.load(centroids_ptr + offs, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_centroids(
+    centroids_ptr, sequence, first, clusters, tile, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Write [CHUNK, D] to those of a sequence from `first` on."""
+    offs_cluster, offs_d = first + tl.arange(0, CHUNK), tl.arange(0, DP)  # [CHUNK], [D]
+    offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
+    tl.store(centroids_ptr + offs, tile, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :])
 
 
 @triton.jit

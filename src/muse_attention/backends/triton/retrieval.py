@@ -300,8 +300,8 @@ def _buckets_backward_to_keys(
     key_head, piece, tile = load_tile(piece_tile_ptr)
     if tile < 0:
         return
-    # [KEYS], [KEYS]
-    offs_key, mask_key = load_places(tile_begin_ptr + key_head * tiles, tile_end_ptr + key_head * tiles, tile, KEYS)
+    offs_key = tl.load(tile_begin_ptr + key_head * tiles + tile) + tl.arange(0, KEYS)  # [KEYS]
+    mask_key = offs_key < tl.load(tile_end_ptr + key_head * tiles + tile)  # [KEYS]
     keys = load_rows(keys_ptr, key_head * length, offs_key, mask_key, D, DP)  # [KEYS, D]
     values = load_rows(values_ptr, key_head * length, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
     d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]

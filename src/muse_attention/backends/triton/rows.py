@@ -102,28 +102,24 @@ def _take_residuals(
     """
     head = tl.program_id(1).to(tl.int64)
     offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
-    mask = (offs_place < length)[:, None] & (offs_d < D)[None, :]  # [TILE, D]
-    offs_row = tl.load(order_ptr + head * length + offs_place, mask=offs_place < length, other=0)  # [TILE]
-    # [TILE]
-    cluster = in_range(tl.load(assignment_ptr + head * length + offs_row, mask=offs_place < length, other=0), clusters)
-    cluster = head * clusters + cluster
-    # [TILE, D]
-    scaled = tl.load(queries_ptr + (head * length + offs_row)[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(
-        ACC
-    )
-    # [TILE, D]
-    centroid = tl.load(centroids_ptr + cluster[:, None] * D + offs_d[None, :], mask=mask, other=0.0).to(ACC)
-    residual = scaled * SCALE - centroid  # [TILE, D]
+    mask_row = offs_place < length  # [TILE]
+    mask = mask_row[:, None] & (offs_d < D)[None, :]  # [TILE, D]
+    offs_row = tl.load(order_ptr + head * length + offs_place, mask=mask_row, other=0)  # [TILE]
+    cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
+    cluster = head * clusters + in_range(cluster, clusters)
+    query_ptrs = queries_ptr + (head * length + offs_row)[:, None] * D + offs_d[None, :]  # [TILE, D]
+    queries = tl.load(query_ptrs, mask=mask, other=0.0).to(ACC)  # [TILE, D]
+    centroid_ptrs = centroids_ptr + cluster[:, None] * D + offs_d[None, :]  # [TILE, D]
+    residual = queries * SCALE - tl.load(centroid_ptrs, mask=mask, other=0.0).to(ACC)  # [TILE, D]
     tl.store(residuals_ptr + (head * length + offs_place)[:, None] * D + offs_d[None, :], residual, mask=mask)
     offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
-    tl.store(shift_ptr + head * length + offs_place, tl.sum(residual * offset[None, :], 1), mask=offs_place < length)
+    tl.store(shift_ptr + head * length + offs_place, tl.sum(residual * offset[None, :], 1), mask=mask_row)
     if HAS_WIDTH:
         spread = tl.load(key_spread_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
         norm = tl.sqrt(tl.sum(residual * residual * spread[None, :], 1))  # [TILE]
         # (The square of a gigantic residual is infinite.)
-        tl.store(
-            width_ptr + head * length + offs_place, tl.where(norm < WIDEST, norm, WIDEST), mask=offs_place < length
-        )
+        norm = tl.where(norm < WIDEST, norm, WIDEST)
+        tl.store(width_ptr + head * length + offs_place, norm, mask=mask_row)
 
 
 @kernel(stage="sorting", do_not_specialize=["length", "block_size", "blocks", "buckets"])
@@ -140,9 +136,8 @@ def _square_distances(
     offs_place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_row = offs_place < length  # [TILE]
     offs_row = tl.load(order_ptr + head * length + offs_place, mask=mask_row, other=0)  # [TILE]
-    # [TILE]
-    cluster = in_range(tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0), buckets // blocks)
-    bucket = cluster * blocks + offs_row // block_size  # [TILE]
+    cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
+    bucket = in_range(cluster, buckets // blocks) * blocks + offs_row // block_size  # [TILE]
     first = tl.load(starts_ptr + head * (buckets + 1) + bucket, mask=mask_row, other=0)  # [TILE]
     point = load_rows(keys_ptr, head * length, first, mask_row, D, DP).to(ACC)  # [TILE, D]
     # A key that is not finite must poison what attends to it, not the spread of its bucket.

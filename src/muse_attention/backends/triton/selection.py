@@ -69,17 +69,11 @@ def _score_in_slices(
     for begin in range(0, DP, SLICE):
         offs_d = begin + tl.arange(0, SLICE)  # [SLICE]
         mask_d = (offs_d < D)[None, :]  # [1, SLICE]
-        some = tl.load(
-            residuals_ptr + first_place * D + offs_place[:, None] * D + offs_d[None, :],
-            mask=mask_row[:, None] & mask_d,
-            other=0.0,
-        )  # [ROWS, SLICE]
-        means = tl.load(
-            key_mean_ptr + first * D + offs_cluster[:, None] * D + offs_d[None, :],
-            mask=mask_cluster[:, None] & mask_d,
-            other=0.0,
-        )  # [CP, SLICE]
-        logits = tl.dot(some, tl.trans(means), logits, input_precision=PRECISION, out_dtype=ACC)
+        ptrs = residuals_ptr + first_place * D + offs_place[:, None] * D + offs_d[None, :]  # [ROWS, SLICE]
+        residual = tl.load(ptrs, mask=mask_row[:, None] & mask_d, other=0.0)  # [ROWS, SLICE]
+        ptrs = key_mean_ptr + first * D + offs_cluster[:, None] * D + offs_d[None, :]  # [CP, SLICE]
+        means = tl.load(ptrs, mask=mask_cluster[:, None] & mask_d, other=0.0)  # [CP, SLICE]
+        logits = tl.dot(residual, tl.trans(means), logits, input_precision=PRECISION, out_dtype=ACC)
     logits += tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))[None, :]
     if SECOND_ORDER:
         deviations = tl.load(deviation_ptr + first + offs_cluster, mask=mask_cluster, other=0.0)  # [CP]

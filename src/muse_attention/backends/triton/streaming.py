@@ -18,6 +18,7 @@ from muse_attention.backends.triton.nearest import (
     load_centroids,
     load_vectors,
     nothing_found,
+    store_centroids,
     vectors_of_sequence,
 )
 from muse_attention.backends.triton.numbers import padded
@@ -77,8 +78,7 @@ def _stream(
     """
     sequence = tl.program_id(0)
     vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
-    # [CP], [MINIBATCH], [D]
-    offs_cluster, offs_place, offs_d = tl.arange(0, CP), tl.arange(0, MINIBATCH), tl.arange(0, DP)
+    offs_cluster, offs_place = tl.arange(0, CP), tl.arange(0, MINIBATCH)  # [CP], [MINIBATCH]
     current = load_centroids(centroids_ptr, sequence, 0, clusters, D, DP, CP)  # [CP, D]
     totals = current  # [CP, D]
     weights = tl.full([CP], 1.0, ACC)
@@ -92,9 +92,8 @@ def _stream(
         share = _decayed(nearest, offs_place, LOG2_DECAY, ACC)  # [MINIBATCH]
         totals, weights = _receive(totals, weights, offs_cluster, x, nearest, share, DECAY, ACC, PRECISION)
         current = totals / weights[:, None]
-    offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CP, D]
     rounded = current.to(first_ptr.dtype.element_ty).to(ACC)
-    tl.store(centroids_ptr + offs, rounded, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :])
+    store_centroids(centroids_ptr, sequence, 0, clusters, rounded, D, DP, CP)
 
 
 @kernel(stage="clustering", do_not_specialize=["of_first", "length", "clusters"])
@@ -109,7 +108,7 @@ def _stream_in_chunks(
     """
     sequence = tl.program_id(0)
     vectors_ptr = vectors_of_sequence(first_ptr, second_ptr, sequence, of_first, length, D)
-    offs_place, offs_d = tl.arange(0, MINIBATCH), tl.arange(0, DP)  # [MINIBATCH], [D]
+    offs_place = tl.arange(0, MINIBATCH)
     weights_ptr += sequence.to(tl.int64) * clusters
     for begin in range(0, length, MINIBATCH):
         mask_row = begin + offs_place < length  # [MINIBATCH]
@@ -133,14 +132,12 @@ def _stream_in_chunks(
             weights = tl.load(weights_ptr + offs_cluster, mask=mask_cluster, other=1.0)
             totals = load_centroids(centroids_ptr, sequence, chunk, clusters, D, DP, CHUNK)  # [CHUNK, D]
             totals, weights = _receive(totals, weights, offs_cluster, x, nearest, share, DECAY, ACC, PRECISION)
-            offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [CHUNK, D]
-            tl.store(centroids_ptr + offs, totals, mask=mask_cluster[:, None] & (offs_d < D)[None, :])
+            store_centroids(centroids_ptr, sequence, chunk, clusters, totals, D, DP, CHUNK)
             tl.store(weights_ptr + offs_cluster, weights, mask=mask_cluster)
         tl.debug_barrier()
     for chunk in range(0, clusters, CHUNK):
         offs_cluster = chunk + tl.arange(0, CHUNK)
         weights = tl.load(weights_ptr + offs_cluster, mask=offs_cluster < clusters, other=1.0)
         current = load_centroids(centroids_ptr, sequence, chunk, clusters, D, DP, CHUNK) / weights[:, None]
-        offs = (sequence.to(tl.int64) * clusters + offs_cluster)[:, None] * D + offs_d[None, :]
         rounded = current.to(first_ptr.dtype.element_ty).to(ACC)
-        tl.store(centroids_ptr + offs, rounded, mask=(offs_cluster < clusters)[:, None] & (offs_d < D)[None, :])
+        store_centroids(centroids_ptr, sequence, chunk, clusters, rounded, D, DP, CHUNK)

@@ -213,9 +213,9 @@ def _mark_terms_of_bits(
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
         return
+    offs_block = tl.arange(0, BLOCKS)
     # scalar, [ROWS], [ROWS]
     begin, offs_place, mask_row = load_places_from_begin(tile_begin_ptr, tile_end_ptr, tile, ROWS)
-    offs_block = tl.arange(0, BLOCKS)
     _, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
     if seen_blocks == 0:
         return
