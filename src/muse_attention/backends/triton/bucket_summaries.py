@@ -189,8 +189,8 @@ def _summarise(
     at = ((head * query_clusters + first_cluster) * blocks + block) * key_clusters + key_cluster
     offs_summary = offs_cluster * blocks * key_clusters  # [TILE]
     is_empty = total == 0  # [TILE]
-    log_mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))  # [TILE]
-    tl.store(mass_ptr + at + offs_summary, log_mass, mask=mask_cluster)
+    mass_ptrs = mass_ptr + at + offs_summary  # [TILE]
+    tl.store(mass_ptrs, tl.where(is_empty, float("-inf"), largest + tl.log(total)), mask=mask_cluster)
     inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)  # [TILE]
     key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None] - offset[None, :])
     value_sum *= inverse[:, None]

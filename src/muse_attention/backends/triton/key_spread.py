@@ -85,5 +85,5 @@ def _scale_to_mean(
     some = load_rows(sums_ptr, head * parts, offs_part, offs_part < parts, D, DP)  # [PARTS, D]
     total = tl.sum(some * _square_of_ratio(units, tl.max(units, 0))[:, None], 0)  # [D]
     mean = tl.sum(total, 0) / D
-    spread = tl.where(mean > 0, total / tl.where(mean > 0, mean, 1.0), 1.0)  # [D]
-    tl.store(spread_ptr + head * D + offs_d, spread, mask=offs_d < D)
+    ptrs = spread_ptr + head * D + offs_d  # [D]
+    tl.store(ptrs, tl.where(mean > 0, total / tl.where(mean > 0, mean, 1.0), 1.0), mask=offs_d < D)

@@ -156,8 +156,8 @@ def _merge(
         share = tl.exp(log - largest)
         total += share
         mask_pair = mask_row & (log != float("-inf"))  # [TILE]
-        ptrs = pair_out_ptr + offs_pair[:, None] * DV + offs_dv[None, :]  # [TILE, DV]
-        out = tl.load(ptrs, mask=mask_pair[:, None] & (offs_dv < DV)[None, :], other=0.0)  # [TILE, DV]
+        mask_out = mask_pair[:, None] & (offs_dv < DV)[None, :]  # [TILE, DV]
+        out = tl.load(pair_out_ptr + offs_pair[:, None] * DV + offs_dv[None, :], mask=mask_out, other=0.0)  # [TILE, DV]
         weighted += out.to(ACC) * share[:, None]
     tl.store(out_ptr + offs, weighted / total[:, None], mask=mask)
     tl.store(lse_ptr + offs_row, largest + tl.log(total), mask=mask_row)
@@ -189,7 +189,8 @@ def _find_delta(
     tl.store(sorted_delta_ptr + offs_place, found, mask=mask_row)
     lse = tl.load(lse_ptr + offs_row, mask=mask_row, other=0.0)  # [TILE]
     shift = tl.load(shift_ptr + offs_place, mask=mask_row, other=0.0)  # [TILE]
-    tl.store(sorted_lse_ptr + offs_place, lse - shift, mask=mask_row)
+    shifted = lse - shift  # [TILE]
+    tl.store(sorted_lse_ptr + offs_place, shifted, mask=mask_row)
     tl.store(sorted_grad_ptr + offs_place[:, None] * DV + offs_dv[None, :], gradient, mask=mask)
 
 
@@ -224,8 +225,9 @@ def _add_to_queries(
         mask_pair = mask_row & (pick < number)  # [TILE]
         if not IS_RAGGED:
             mask_pair &= tl.load(has_bucket_ptr + offs_pair, mask=mask_pair, other=-1) >= 0
+        mask_of_pairs = mask_pair[:, None] & (offs_d < D)[None, :]  # [TILE, D]
         ptrs = of_pairs_ptr + offs_pair[:, None] * D + offs_d[None, :]  # [TILE, D]
-        summed += tl.load(ptrs, mask=mask_pair[:, None] & (offs_d < D)[None, :], other=0.0).to(ACC)
+        summed += tl.load(ptrs, mask=mask_of_pairs, other=0.0).to(ACC)
         of_offset += tl.load(offset_of_pairs_ptr + offs_pair, mask=mask_pair, other=0.0)
     offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     summed += of_offset[:, None] * offset[None, :]

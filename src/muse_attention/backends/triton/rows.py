@@ -106,7 +106,8 @@ def _take_residuals(
     mask = mask_row[:, None] & (offs_d < D)[None, :]  # [TILE, D]
     offs_row = tl.load(order_ptr + head * length + offs_place, mask=mask_row, other=0)  # [TILE]
     cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
-    cluster = head * clusters + in_range(cluster, clusters)
+    cluster = in_range(cluster, clusters)
+    cluster = head * clusters + cluster
     query_ptrs = queries_ptr + (head * length + offs_row)[:, None] * D + offs_d[None, :]  # [TILE, D]
     queries = tl.load(query_ptrs, mask=mask, other=0.0).to(ACC)  # [TILE, D]
     centroid_ptrs = centroids_ptr + cluster[:, None] * D + offs_d[None, :]  # [TILE, D]
@@ -118,8 +119,7 @@ def _take_residuals(
         spread = tl.load(key_spread_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
         norm = tl.sqrt(tl.sum(residual * residual * spread[None, :], 1))  # [TILE]
         # (The square of a gigantic residual is infinite.)
-        norm = tl.where(norm < WIDEST, norm, WIDEST)
-        tl.store(width_ptr + head * length + offs_place, norm, mask=mask_row)
+        tl.store(width_ptr + head * length + offs_place, tl.where(norm < WIDEST, norm, WIDEST), mask=mask_row)
 
 
 @kernel(stage="sorting", do_not_specialize=["length", "block_size", "blocks", "buckets"])

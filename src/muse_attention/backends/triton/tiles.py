@@ -141,8 +141,8 @@ def _cut(
     mask_found = offs_range < ranges  # [WIDTH]
     first = tl.load(begin_ptr + sequence * begin_stride + offs_range, mask=mask_found, other=0)  # [WIDTH]
     first += (offs_tile - tl.load(before_ptr + offs_range, mask=mask_found, other=0)) * most_rows
-    end = tl.load(end_ptr + sequence * end_stride + offs_range, mask=mask_found, other=0)  # [WIDTH]
-    last = tl.minimum(first + most_rows, end)  # [WIDTH]
+    last = first + most_rows  # [WIDTH]
+    last = tl.minimum(last, tl.load(end_ptr + sequence * end_stride + offs_range, mask=mask_found, other=0))
     offs = sequence * most_tiles + offs_tile  # [WIDTH]
     mask_tile = offs_tile < most_tiles  # [WIDTH]
     tl.store(tile_group_ptr + offs, tl.where(mask_found, offs_range, -1), mask=mask_tile)
