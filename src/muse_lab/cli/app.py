@@ -132,16 +132,6 @@ RepeatCaptures = Annotated[
 ]
 
 
-def _say_not_needed(is_given: bool) -> bool:
-    if is_given:
-        say("--resume is no longer needed, as results are continued without it; it will be removed in 0.5")
-    return is_given
-
-
-Resume = Annotated[bool, typer.Option("--resume", hidden=True, callback=_say_not_needed)]
-"""Accepted and ignored, for scripts that still pass it."""
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"muse-attention {__version__}")

@@ -26,7 +26,6 @@ from muse_lab.cli.app import (
     Device,
     Overwrite,
     RepeatCaptures,
-    Resume,
     app,
     busy,
     console,
@@ -94,7 +93,6 @@ def bench(
     output: Output = Path("out/bench"),
     name: Annotated[str | None, option("File name, without ending.", "the device, the captures and the sweep")] = None,
     overwrite: Overwrite = False,
-    resume: Resume = False,
 ) -> None:
     """Measure time, memory and error of attentions, and of scaled_dot_product_attention beside them.
 

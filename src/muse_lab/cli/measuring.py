@@ -15,7 +15,6 @@ import typer
 from muse_lab.cli.app import (
     Device,
     Overwrite,
-    Resume,
     busy,
     console,
     file_stem,
@@ -35,7 +34,7 @@ from muse_lab.report.tree import Report, Table
 
 Samples = Annotated[int, option("Samples, one after another in the text.")]
 Output = Annotated[Path, typer.Option(help="Folder of the results.", parser=nonempty_path)]
-_NOT_SPELLED = ("overwrite", "resume")
+_NOT_SPELLED = ("overwrite",)
 _PATHS = ("model", "text", "corpus", "data", "captures", "saved")
 """Options whose folders are in no file of results."""
 
@@ -50,7 +49,6 @@ class ModelRun:
     name: Annotated[str | None, option("File name, without ending.", "the name of the model")] = None
     output: Output
     overwrite: Overwrite = False
-    resume: Resume = False
 
     @cached_property
     def place(self) -> Place:
