@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from docs_build.paper_elements import EQUATIONS, FIGURES, PASSAGES, SRC, TABLES, Element
 from docs_build.records import BLOCK_DIAGONAL, MOBA, PAPER, RECORDS, SYNTHETIC, read_timings
 from muse_attention.registry import full_name
+from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.evaluation.comparison.findings import difference, speedup
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.fidelity.presets import find_presets
@@ -151,10 +151,9 @@ def _speed_of_methods() -> str:
 def _of_the_paper() -> tuple[float, float]:
     """Speed-up and error of `muse:paper`, streaming clustering and both limits included."""
     name = full_name("muse:paper", _LENGTH)
-    cases = json.loads((RECORDS / "speed" / "cuda.json").read_text())["cases"]
-    case = next(case for case in cases if (case["attention"], case["length"]) == (name, _LENGTH))
-    seconds, exact = (case[key]["forward_backward_median"] for key in ("seconds", "sdpa_seconds"))
-    return exact / seconds, case["fidelity"]["relative_squared_error"]
+    cases = BenchmarkResults.read(RECORDS / "speed" / "cuda.json").cases
+    case = next(case for case in cases if (case.attention, case.shape.length) == (name, _LENGTH))
+    return case.speedup_forward_backward, case.fidelity["relative_squared_error"]
 
 
 def _links(paths: Iterable[str]) -> str:

@@ -8,7 +8,6 @@ begin with short models of their own, and only within one can attentions be comp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from docs_build.style import BLUE, GREEN, GREY, ORANGE, RED, save
 from muse_attention.config import MuSeConfig
 from muse_attention.registry import full_name
 from muse_attention.sizes import format_size
+from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.evaluation.comparison.seeds import seeds_of
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.schedule import EXACT
@@ -266,13 +266,12 @@ def _read_costs(records: Sequence[str], wanted: Iterable[str], length: int) -> d
     found: dict[str, list[float]] = {}
     for record in records:
         path = RECORDS / "speed" / f"{record}.json"
-        document = json.loads(path.read_text())
-        if document["machine"]["gpu"] != GPU:
+        results = BenchmarkResults.read(path)
+        if results.machine["gpu"] != GPU:
             raise ValueError(f"{path}: not of an {GPU}, as the picture says")
-        for case in document["cases"]:
-            if case["length"] == length:
-                own, exact = (case[kind]["forward_backward_median"] for kind in ("seconds", "sdpa_seconds"))
-                found.setdefault(case["attention"], []).append(own / exact)
+        for case in results.cases:
+            if case.shape.length == length:
+                found.setdefault(case.attention, []).append(1 / case.speedup_forward_backward)
     if missing := set(wanted) - found.keys():
         raise ValueError(f"{', '.join(records)}: no time of {', '.join(sorted(missing))} at {format_size(length)}")
     return {attention: fmean(costs) for attention, costs in found.items()}

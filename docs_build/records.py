@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from muse_attention.config import MuSeConfig
+from muse_lab.benchmark.results import BenchmarkResults
+from muse_lab.benchmark.tuning.candidates import TuningResults
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.training_curves import Speed, TrainingCurves
 from muse_lab.pretraining.monitoring.metrics import read_metrics
@@ -57,10 +57,7 @@ def read_timings(*, heads: int = 8, head_dim: int = 64, batch: int = 1) -> list[
     Where the same was measured twice, the newer record counts, and on one day that of `muse bench`, whose calls follow
     each other without waiting.
     """
-    timings = [
-        *_read_all("error-control/tune-*.json", _tuned, heads, head_dim, batch),
-        *_read_all("speed/cuda*.json", _benchmarked, heads, head_dim, batch),
-    ]
+    timings = [*_tuned(heads, head_dim, batch), *_benchmarked(heads, head_dim, batch)]
     newest = {
         (timing.method, timing.data, timing.length): timing
         for timing in sorted(timings, key=lambda timing: timing.date)
@@ -105,62 +102,58 @@ def _sizes(config: MuSeConfig) -> tuple[Any, ...]:
     return (*(getattr(config, name) for name in names), config.clustering)
 
 
-def _read_all(pattern: str, read: Any, heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
-    for path in sorted(RECORDS.glob(pattern)):
-        document = json.loads(path.read_text())
-        yield from read(document, path, heads, head_dim, batch)
-
-
-def _benchmarked(document: dict[str, Any], path: Path, heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
-    settings = document["settings"]
-    if settings["sweep"] is not None or settings["batch"] != batch:
-        return
-    captures = settings.get("captures")
-    for case in document["cases"]:
-        method = classify(case["attention"], case["length"])
-        shape = (case["heads"], case.get("key_heads", case["heads"]), case["head_dim"])
-        if method is None or shape != (heads, heads, head_dim):
+def _benchmarked(heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
+    for path in sorted(RECORDS.glob("speed/cuda*.json")):
+        results = BenchmarkResults.read(path)
+        if results.settings.sweep is not None or results.settings.batch != batch:
             continue
-        yield Timing(
-            method=method,
-            data=SYNTHETIC if captures is None else _heads_of(captures["model"]),
-            length=case["length"],
-            seconds=case["seconds"]["forward_backward_median"],
-            exact_seconds=case["sdpa_seconds"]["forward_backward_median"],
-            error=case["fidelity"]["relative_squared_error"],
-            error_p99=case["fidelity"].get("error_p99"),
-            extra_memory=case.get("extra_memory_bytes"),
-            exact_extra_memory=case.get("sdpa_extra_memory_bytes"),
-            gpu=document["machine"]["gpu"],
-            date=document["machine"]["date"],
-            file=path,
-        )
+        captures = results.settings.captures
+        for case in results.cases:
+            shape, method = case.shape, classify(case.attention, case.shape.length)
+            if method is None or (shape.heads, shape.key_heads, shape.head_dim) != (heads, heads, head_dim):
+                continue
+            yield Timing(
+                method=method,
+                data=SYNTHETIC if captures is None else _heads_of(captures.model),
+                length=shape.length,
+                seconds=case.times.forward_backward_median,
+                exact_seconds=case.sdpa_times.forward_backward_median,
+                error=case.fidelity["relative_squared_error"],
+                error_p99=case.fidelity.get("error_p99"),
+                extra_memory=case.extra_memory_bytes,
+                exact_extra_memory=case.sdpa_extra_memory_bytes,
+                gpu=results.machine["gpu"],
+                date=results.machine["date"],
+                file=path,
+            )
 
 
-def _tuned(document: dict[str, Any], path: Path, heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
-    settings = document["settings"]
-    if (len(settings["heads"]), settings["head_dim"], settings["samples"]) != (heads, head_dim, batch):
-        return
-    if settings["device"] != "cuda":
-        return
-    for case in document["tuned"]:
-        method = classify(case["attention"], settings["length"])
-        if method is None:
+def _tuned(heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
+    for path in sorted(RECORDS.glob("error-control/tune-*.json")):
+        results = TuningResults.read(path)
+        settings, exact = results.settings, results.exact
+        if (len(settings.heads), settings.head_dim, settings.samples) != (heads, head_dim, batch):
             continue
-        yield Timing(
-            method=method,
-            data=_heads_of(settings["model"]),
-            length=settings["length"],
-            seconds=median(case["seconds"]["forward_backward"]),
-            exact_seconds=median(document["exact"]["forward_backward"]),
-            error=case["fidelity"]["relative_squared_error"],
-            error_p99=case["fidelity"].get("error_p99"),
-            extra_memory=None,
-            exact_extra_memory=None,
-            gpu=document["machine"]["gpu"],
-            date=document["machine"]["date"],
-            file=path,
-        )
+        if settings.device != "cuda" or exact is None:
+            continue
+        for candidate in results.measured:
+            method = classify(candidate.attention, settings.length)
+            if method is None:
+                continue
+            yield Timing(
+                method=method,
+                data=_heads_of(settings.model),
+                length=settings.length,
+                seconds=candidate.time,
+                exact_seconds=exact.forward_backward_median,
+                error=candidate.error,
+                error_p99=candidate.fidelity.get("error_p99"),
+                extra_memory=None,
+                exact_extra_memory=None,
+                gpu=results.machine["gpu"],
+                date=results.machine["date"],
+                file=path,
+            )
 
 
 def _heads_of(described: str) -> str:

@@ -20,6 +20,6 @@ def trained(**metrics: list[dict[str, Any]]) -> ComparisonResults:
     for name, lines in metrics.items():
         attention = "exact" if name == "exact" else MUSE
         recipe = override(tiny(), [f"attention={attention}", "length=64"])
-        results.runs[name] = Run(name, recipe, 10, recipe.steps, TrainingCurves.of(lines))
+        results.runs[name] = Run(name, recipe, 10, recipe.steps, TrainingCurves.of(lines), "cuda")
         results.cells.append(Cell(name, recipe.steps, "", "exact", [1, 1], [[2.0, 2.0]]))
     return results

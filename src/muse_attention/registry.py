@@ -78,8 +78,8 @@ def _read_exact(name: str, settings: str) -> Attention:
 
 
 def _read_muse(name: str, settings: str) -> Attention:
-    config = resolve_config(settings or None, 1)  # refuses what cannot be read
-    return functools.partial(muse_attention, config=(settings or None) if has_settings_of_length(name) else config)
+    resolve_config(settings or None, 1)  # refuses what cannot be read
+    return functools.partial(muse_attention, config=config_at(name) or settings or None)
 
 
 def _read_block_diagonal(name: str, settings: str) -> Attention:
@@ -150,16 +150,16 @@ def split_names(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.strip() for text in texts for name in _NEXT_NAME.split(text)))
 
 
-def has_settings_of_length(name: str) -> bool:
-    """Whether a name stands for other settings at another length: `muse`, `muse:paper`, `muse:QK32R2`."""
-    kind, _, settings = name.partition(":")
-    return kind == "muse" and (not settings or follows_length(settings))
+def config_at(name: str, length: int | None = None) -> MuSeConfig | None:
+    """The configuration that a name of MuSe stands for at a length; None for other attentions.
 
-
-def config_at(name: str, length: int) -> MuSeConfig | None:
-    """The configuration that a name of MuSe stands for at a length; None for other attentions."""
+    Without a length it is None as well for a name that stands for another configuration at every length: `muse`,
+    `muse:paper`, `muse:QK32R2`.
+    """
     kind, _, settings = name.partition(":")
-    return resolve_config(settings or None, length) if kind == "muse" else None
+    if kind != "muse" or (length is None and (not settings or follows_length(settings))):
+        return None
+    return resolve_config(settings or None, length or 1)
 
 
 def full_name(name: str, length: int) -> str:

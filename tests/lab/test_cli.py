@@ -177,7 +177,7 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     for expected in ("SDPA at 512", default, "block_diagonal:256", "moba:L256B16R1", "wrote"):
         assert expected in out
     results = json.loads((folder / "short.json").read_text())
-    assert [case["requested"] for case in results["cases"]] == ["muse", "block_diagonal", "moba"]
+    assert [case["request"]["attention"] for case in results["cases"]] == ["muse", "block_diagonal", "moba"]
     (command,) = results["commands"]
     assert command.startswith("muse bench --device cpu --length 512 --heads 1 ")
     assert command in (folder / "short.md").read_text()
@@ -197,7 +197,9 @@ def test_bench_continues_what_is_the_same_and_refuses_what_differs(tmp_path: Pat
     assert_refused(run(*asked, "exact", "--heads", "3"), "heads was 1, now 3; choose another --name or --output")
     assert json.loads((tmp_path / "cpu.json").read_text()) == after
     assert run(*asked, "exact", "--heads", "3", "--overwrite")[0] == 0
-    assert [case["heads"] for case in json.loads((tmp_path / "cpu.json").read_text())["cases"]] == [3]
+    assert [case["request"]["shape"]["heads"] for case in json.loads((tmp_path / "cpu.json").read_text())["cases"]] == [
+        3
+    ]
 
 
 def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
@@ -214,7 +216,7 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
     assert code == 0, err
     results = json.loads((folder / "cpu-heads.json").read_text())
     (case,) = results["cases"]
-    assert (case["heads"], case["head_dim"]) == (2, 8)
+    assert (case["request"]["shape"]["heads"], case["request"]["shape"]["head_dim"]) == (2, 8)
     assert results["settings"]["captures"]["model"] == "a model"
     (command,) = results["commands"]
     assert "--captures heads.pt --repeat-captures" in command

@@ -299,7 +299,7 @@ def made_up(**runs: tuple[str, int, float, list[float]]) -> ComparisonResults:
     for name, (attention, parameters, speed, losses) in runs.items():
         recipe = override(tiny(), [f"attention={attention}", "length=64", "batch=2"])
         curves = TrainingCurves.of([metrics_line(index, 5.0, speed, attention) for index in range(1, 9)])
-        results.runs[name] = Run(name, recipe, parameters, recipe.steps, curves)
+        results.runs[name] = Run(name, recipe, parameters, recipe.steps, curves, "cuda")
         # positions 1 and 2: an odd split, whose mean is the loss
         bins = [[loss - 0.5, loss + 0.5] for loss in losses]
         results.cells.append(Cell(name, recipe.steps, "", "exact", [1, 1], bins))
@@ -358,7 +358,7 @@ def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
     results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:QK8R2B128", 10, 1.0, [1.0, 1.0]))
     assert unlike(results, results.runs["muse"]) == []
     muse = results.runs["muse"]
-    results.runs["muse"] = Run("muse", override(muse.recipe, ["seed=1", "steps=512"]), 10, 512, muse.curves)
+    results.runs["muse"] = Run("muse", override(muse.recipe, ["seed=1", "steps=512"]), 10, 512, muse.curves, "cuda")
     assert unlike(results, results.runs["muse"]) == ["tokens", "steps", "seed"]
     assert "muse differs from exact by more than its attention: tokens, steps, seed." in warnings(results)
 

@@ -37,7 +37,7 @@ def trained(*runs: tuple[str, int, float]) -> ComparisonResults:
         recipe = override(tiny(), [f"attention={attention}", f"seed={seed}", "length=64"])
         speed = 300.0 if attention == MUSE else 150.0
         curves = TrainingCurves.of([metrics_line(index, 5.0, speed, attention) for index in range(1, 9)])
-        results.runs[name] = Run(name, recipe, 10, recipe.steps, curves)
+        results.runs[name] = Run(name, recipe, 10, recipe.steps, curves, "cuda")
         results.cells.append(
             Cell(name, recipe.steps, "", "exact", [1, 1], [[loss - 1, loss - 1], [loss + 1, loss + 1]])
         )
@@ -66,7 +66,7 @@ def test_a_run_that_was_trained_further_is_compared_with_exact_training_of_as_ma
     for name in ("muse-0", "exact-0"):
         run = results.runs[name]
         further = override(run.recipe, ["further_steps=5", "further_attention=exact"])
-        results.runs[f"{name}-further"] = Run(f"{name}-further", further, 10, further.updates, run.curves)
+        results.runs[f"{name}-further"] = Run(f"{name}-further", further, 10, further.updates, run.curves, "cuda")
         expected = {"muse-0": "exact-0", "muse-0-further": "exact-0"}  # for want of one trained as long
         if name == "exact-0":
             expected |= {"muse-0-further": "exact-0-further", "exact-0-further": "exact-0-further"}
@@ -104,16 +104,16 @@ def test_a_seed_without_its_exact_run_leaves_the_difference_out() -> None:
 def test_other_recipes_are_no_seeds() -> None:
     results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
     run = results.runs["exact-1"]
-    results.runs["exact-1"] = Run(run.name, override(run.recipe, ["peak_rate=0.1"]), 10, run.step, run.curves)
+    results.runs["exact-1"] = Run(run.name, override(run.recipe, ["peak_rate=0.1"]), 10, run.step, run.curves, "cuda")
     assert seeds_of(results) == []
-    results.runs["exact-1"] = Run(run.name, override(run.recipe, ["keep=7"]), 10, run.step, run.curves)
+    results.runs["exact-1"] = Run(run.name, override(run.recipe, ["keep=7"]), 10, run.step, run.curves, "cuda")
     assert [len(group.runs) for group in seeds_of(results)] == [2]
 
 
 def test_what_the_far_context_is_worth() -> None:
     results = ComparisonResults({}, ComparisonSettings("made up", "", 4096, 2, 9, "cpu", "float32"))
     recipe = override(tiny(), ["length=4k", "attention=exact"])
-    results.runs["exact"] = Run("exact", recipe, 10, recipe.steps, TrainingCurves.of([]))
+    results.runs["exact"] = Run("exact", recipe, 10, recipe.steps, TrainingCurves.of([]), "cuda")
     sizes = [1 << power for power in range(11)] + [2049]
     bins = [[9.0] * 10 + [2.0, 1.5], [9.0] * 10 + [4.0, 3.7]]
     results.cells.append(Cell("exact", recipe.steps, "", "exact", sizes, bins))
@@ -128,7 +128,7 @@ def test_runs_that_differ_by_their_exact_updates_are_told_apart() -> None:
     for seed in (0, 1):
         muse = results.runs[f"muse-{seed}"]
         recipe = override(muse.recipe, ["exact_start=0.3", "exact_tail=0.2", f"initial=short-{seed}"])
-        results.runs[f"start-{seed}"] = Run(f"start-{seed}", recipe, 10, muse.step, muse.curves)
+        results.runs[f"start-{seed}"] = Run(f"start-{seed}", recipe, 10, muse.step, muse.curves, "cuda")
         results.cells.append(Cell(f"start-{seed}", muse.step, "", "exact", [1, 1], [[3.0, 3.0], [3.0, 3.0]]))
     text = shown(results)
     assert "| Q8K8R2SP1B128, exact for the first 30%, exact for the last 20% | 0.0M | 0, 1 |" in text

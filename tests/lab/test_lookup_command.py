@@ -210,7 +210,7 @@ def test_the_command_writes_tables_and_a_page(measured: Path) -> None:
     assert "--samples-per-depth 1 --lookups --seed 0" in spelled
     assert PAPER in (measured / "tiny-lookups.html").read_text()
     document = json.loads((measured / "tiny-lookups.json").read_text())
-    assert document["attentions"][0]["config"]["block_size"] == 64
+    assert {config["block_size"] for config in document["attentions"].values()} == {64}
 
 
 @pytest.mark.long
@@ -265,13 +265,3 @@ def test_a_file_that_holds_something_else_is_refused(content: str, options: list
     assert code == 2
     assert "does not hold the results of muse eval needles --lookups" in err
     assert len(err.splitlines()) == 1
-
-
-def test_a_file_of_other_defaults_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "lookups.json"
-    hand_made().write(path)
-    document = json.loads(path.read_text())
-    document["attentions"][0]["config"]["seed"] = 7
-    path.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match="measured with other defaults"):
-        LookupResults.read(path)

@@ -138,6 +138,7 @@ def test_a_benchmark_shows_names_as_they_are() -> None:
         {"relative_squared_error": 0.0, "cosine": 1.0},
         0,
         0,
+        "FlashAttention",
     )
     results = BenchmarkResults(describe_machine(), settings, ["muse bench\n```\n# a"], [case])
     report = as_markdown(bench_report(results, HOSTILE))

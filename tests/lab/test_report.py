@@ -18,8 +18,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands, result_files
-from muse_lab.records.attention_names import check_meaning, settings_of
-from tests.lab.test_tasks import MUSE, PARTS, Scripted, run_parts
+from tests.lab.test_tasks import PARTS, Scripted, run_parts
 
 
 def report(*paths: Path) -> tuple[int, str, list[str]]:
@@ -39,11 +38,6 @@ def spoilt(good: Path, spoil: Callable[[Any], Any]) -> str:
     document = json.loads(good.read_text())
     spoil(document)
     return json.dumps(document)
-
-
-def with_other_defaults(document: Any) -> None:
-    (named,) = (named for named in document["attentions"] if named["attention"] == MUSE)
-    named["config"]["key_clusters"] += 1
 
 
 @pytest.mark.parametrize(
@@ -81,10 +75,6 @@ def first_answer(document: Any) -> Any:
     ("spoil", "reason"),
     [
         (lambda good: good.read_text()[:-100], "it is not whole"),
-        (
-            lambda good: spoilt(good, with_other_defaults),
-            f"{MUSE} was measured with other defaults than it has now",
-        ),
         (
             lambda good: spoilt(good, lambda document: document["settings"].pop("model")),
             "{bad} does not hold the results of muse eval tasks",
@@ -211,12 +201,3 @@ def test_nothing_is_written_if_something_is_not_there(good: Path) -> None:
     assert (code, out) == (2, "")
     assert "there is no file or folder" in lines[0]
     assert not good.with_suffix(".html").exists()
-
-
-def test_results_from_before_a_setting_existed_keep_their_meaning() -> None:
-    name = "muse:Q64K64R4SP1B2k"
-    settings = settings_of(name)
-    assert settings is not None
-    check_meaning(name, {field: value for field, value in settings.items() if field != "tolerance"})
-    with pytest.raises(ValueError, match="other defaults"):
-        check_meaning(name, {**settings, "lloyd_iterations": 2})

@@ -94,7 +94,16 @@ def of_benchmark(folder: Path) -> Report:
     settings, times = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
     fidelity = {"relative_squared_error": 0.01, "cosine": 0.99, "keys_per_query": 12.0}
     cases = [
-        Case(BenchmarkRequest(name, settings.shape(length)), name, times, Times((2.0,), (6.0,)), fidelity, 2**20, None)
+        Case(
+            BenchmarkRequest(name, settings.shape(length)),
+            name,
+            times,
+            Times((2.0,), (6.0,)),
+            fidelity,
+            2**20,
+            None,
+            "FlashAttention",
+        )
         for length in (1024, 2048)
         for name in (LONG, "moba:L64B16R2")
     ]

@@ -1,18 +1,19 @@
-"""Results as one file: what is written is read back, files of the first version too, and others are refused."""
+"""Results as one file: what is written is read back, and others are refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from muse_attention import MuSeConfig
 from muse_lab.records import stored_results as stored
-from muse_lab.records.attention_names import settings_of
+from muse_lab.records.dataclass_json import entries
 from muse_lab.records.earlier_results import WAY_OUT_BY_NAME
-from muse_lab.records.stored_results import StoredResults, entries
+from muse_lab.records.stored_results import StoredResults
 
 NAME = "muse:Q8K8R2SP1B64,clustering=lloyd"
 
@@ -76,9 +77,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert document["version"] == stored.VERSION
     assert document["numbers"] == [{"attention": NAME, "length": 64, "samples": [[1.0, 2.0]]}]
     assert document["marks"][0]["given"][0] == {"index": 3, "right": True, "points": [[1, {"0": 0.5, "7": 1.0}]]}
-    assert document["attentions"] == [
-        {"attention": name, "config": settings_of(name)} for name in dict.fromkeys((NAME, "exact"))
-    ]
+    assert document["attentions"] == {NAME: asdict(MuSeConfig.parse(NAME.removeprefix("muse:"))), "exact": None}
 
 
 def changed(path: Path, **changes: Any) -> Path:
@@ -88,19 +87,10 @@ def changed(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_files_of_the_first_version_have_settings_beside_names(tmp_path: Path) -> None:
-    entry = {"attention": NAME, "length": 64, "samples": [[1.0, 2.0]], "config": settings_of(NAME), "unknown": 1}
-    path = changed(tmp_path / "a.json", version=..., attentions=..., numbers=[entry])
-    assert Measured.read(path) == made_up()
-    other = {**entry, "config": {**(settings_of(NAME) or {}), "seed": 7}}
-    with pytest.raises(ValueError, match=f"{NAME} was measured with other defaults than it has now$"):
-        Measured.read(changed(path, version=..., attentions=..., numbers=[other]))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 99}, "has version 99 of its results; install a newer muse-attention to read it"),
+        ({"version": 99}, "has version 99 of its results, not 1; measure again"),
         ({"numbers": ...}, "does not hold the results of muse measure$"),
         ({"settings": {}}, "does not hold the results"),
         ({"best": {"index": "3", "right": True}}, "does not hold the results"),

@@ -398,7 +398,7 @@ def test_saved_groups_are_benchmarked_as_groups(folder: Path, tmp_path: Path) ->
     result = CliRunner().invoke(commands.app, list(map(str, arguments)))
     assert (result.exit_code, result.stderr) == (0, "")
     (case,) = json.loads((tmp_path / "cpu-groups.json").read_text())["cases"]
-    assert (case["heads"], case["key_heads"]) == (4, 2)
+    assert (case["request"]["shape"]["heads"], case["request"]["shape"]["key_heads"]) == (4, 2)
     assert case["fidelity"]["relative_squared_error"] < 1e-9
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple, fields
 
 from muse_lab.benchmark.request import Shape
 from muse_lab.benchmark.results import BenchmarkResults, Case
@@ -138,7 +139,7 @@ def _csv(cases: Sequence[Case]) -> str:
     measures = list(dict.fromkeys(name for case in cases for name in case.fidelity))
     rows = [
         [
-            *(case.attention, *case.shape, case.times.forward_median, case.times.forward_backward_median),
+            *(case.attention, *astuple(case.shape), case.times.forward_median, case.times.forward_backward_median),
             *(case.sdpa_times.forward_median, case.sdpa_times.forward_backward_median),
             *(case.extra_memory_bytes, case.sdpa_extra_memory_bytes),
             *(case.fidelity.get(name, "") for name in measures),
@@ -147,4 +148,4 @@ def _csv(cases: Sequence[Case]) -> str:
     ]
     times = ("forward_seconds", "forward_backward_seconds", "sdpa_forward_seconds", "sdpa_forward_backward_seconds")
     memory = ("extra_memory_bytes", "sdpa_extra_memory_bytes")
-    return csv_text(["attention", *Shape._fields, *times, *memory, *measures], rows)
+    return csv_text(["attention", *(one.name for one in fields(Shape)), *times, *memory, *measures], rows)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +19,9 @@ from muse_attention.documents.rows import EXACT, attend_to_documents
 from muse_attention.documents.varlen import muse_attn_varlen_func
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.benchmark.timing import Times, time_interleaved
-from muse_lab.benchmark.workload import DTYPES, AttentionCall, Workload, check_device
-from muse_lab.records.files import replace_file
+from muse_lab.benchmark.workload import DTYPES, AttentionCall, Workload
 from muse_lab.records.machine import describe_machine
-from muse_lab.records.regular_files import read_regular
-from muse_lab.records.strict_json import parse_json
+from muse_lab.records.stored_results import StoredResults
 from muse_lab.synthetic import clustered_qkv
 
 
@@ -43,9 +39,6 @@ class DocumentsSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_device(self.device)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {self.dtype!r}; use one of {', '.join(DTYPES)}")
         for name in ("heads", "key_heads", "head_dim", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -62,29 +55,18 @@ class PackedCase:
 
 
 @dataclass
-class DocumentsResults:
-    machine: dict[str, Any]
+class DocumentsResults(StoredResults):
+    command = "muse bench --documents"
+    packages = ()
+
     settings: DocumentsSettings
     packed: list[PackedCase] = field(default_factory=list)
     """the baseline first"""
-    commands: list[str] = field(default_factory=list)
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        try:
-            stored = parse_json(read_regular(path))
-            settings = stored["settings"]
-            settings["documents"] = tuple(settings["documents"])
-            cases = [
-                PackedCase(case["attention"], Times(*map(tuple, case["times"].values())), case["error"])
-                for case in stored["packed"]
-            ]
-            return cls(stored["machine"], DocumentsSettings(**settings), cases, stored["commands"])
-        except (KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path} has no results of packed documents; measure them again") from None
-
-    def write(self, path: Path) -> None:
-        replace_file(path, json.dumps(asdict(self), indent=1) + "\n")
+    @property
+    def named(self) -> list[str]:
+        """None: a configuration of packed documents may follow the length of each."""
+        return []
 
     def speedup(self, case: PackedCase) -> float:
         """Forward and backward, over the baseline."""
@@ -133,7 +115,7 @@ def measure_documents(
         PackedCase(name, some, None if place == 0 else error)
         for place, (name, some, error) in enumerate(zip(attentions, times, errors, strict=True))
     ]
-    return DocumentsResults(describe_machine(), settings, cases)
+    return DocumentsResults(describe_machine(), settings, packed=cases)
 
 
 def _workload(settings: DocumentsSettings) -> Workload:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from muse_lab.benchmark.matched import at_matched_sparsity
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Shape:
     """What cases of one run may differ in besides the attention."""
 
     length: int
@@ -19,7 +20,8 @@ class Shape(NamedTuple):
     batch: int
 
 
-class BenchmarkRequest(NamedTuple):
+@dataclass(frozen=True)
+class BenchmarkRequest:
     attention: str
     """as it was asked for: `moba`"""
     shape: Shape

@@ -1,14 +1,13 @@
-"""What a benchmark found, and its JSON file: `machine`, `settings`, `commands`, and one entry of `cases` at a time."""
+"""What a benchmark found, and its JSON file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from muse_lab.benchmark.captured import CapturedData
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
 from muse_lab.benchmark.timing import Times
-from muse_lab.records.stored_results import StoredResults, as_json, called
+from muse_lab.records.stored_results import StoredResults
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,17 @@ class Case:
     request: BenchmarkRequest
     attention: str
     """the name with the settings it had at this length: `moba:L4kB256R1`"""
-    times: Times = field(metadata=called("seconds"))
-    sdpa_times: Times = field(metadata=called("sdpa_seconds"))
+    times: Times
+    sdpa_times: Times
     fidelity: dict[str, float]
     """measures of `fidelity.Fidelity`, against exact attention in the same dtype, averaged over heads, those of its
-    retrieval included; earlier files have the first four, an attention that retrieves nothing lacks the last, and
-    one without an lse lacks its gap"""
+    retrieval included; an attention that retrieves nothing lacks the last, and one without an lse lacks its gap"""
     extra_memory_bytes: int | None
     sdpa_extra_memory_bytes: int | None
+    sdpa_backend: str
+    """the operator of PyTorch that the baseline ran through"""
     stage_milliseconds: dict[str, float] | None = None
     """of one forward and backward pass, by `STAGES`, where they were measured"""
-    sdpa_backend: str | None = None
-    """the operator of PyTorch that the baseline ran through; None in earlier files"""
 
     @property
     def shape(self) -> Shape:
@@ -76,11 +74,8 @@ class Case:
 
 @dataclass
 class BenchmarkResults(StoredResults):
-    """In the file, a case has its request and shape beside its numbers, and medians and ratios for other programs."""
-
     command = "a benchmark"
     packages = ()
-    indent = 2
 
     settings: BenchmarkSettings
     cases: list[Case] = field(default_factory=list)
@@ -88,28 +83,3 @@ class BenchmarkResults(StoredResults):
     @property
     def named(self) -> list[str]:
         return [case.attention for case in self.cases]
-
-    @classmethod
-    def modernised(cls, document: dict[str, Any]) -> dict[str, Any]:
-        """Keys had as many heads as queries in earlier files, and all cases the shape of the settings."""
-        settings = {"key_heads": document["settings"]["heads"], **document["settings"]}
-        shape = {name: settings[name] for name in ("heads", "head_dim", "batch")}
-        entries = [shape | {"key_heads": entry.get("heads", settings["heads"])} | entry for entry in document["cases"]]
-        for entry in entries:
-            entry["request"] = (entry["requested"], [entry[name] for name in Shape._fields])
-        return {**document, "settings": settings, "cases": entries}
-
-    def as_document(self) -> dict[str, Any]:
-        return {**as_json(self), "cases": [_entry(case) for case in self.cases]}
-
-
-def _entry(case: Case) -> dict[str, Any]:
-    about = {"requested": case.request.attention, "attention": case.attention, **case.shape._asdict()}
-    ratios = {name: getattr(case, name) for name in ("speedup_forward", "speedup_forward_backward")}
-    numbers = as_json(case)
-    for name, times in (("seconds", case.times), ("sdpa_seconds", case.sdpa_times)):
-        medians = {median: getattr(times, median) for median in ("forward_median", "forward_backward_median")}
-        numbers[name] = medians | numbers[name]
-    optional = {name: numbers.pop(name) for name in ("sdpa_backend", "stage_milliseconds")}
-    del numbers["request"], numbers["attention"]
-    return {**about, **ratios, **numbers, **{name: value for name, value in optional.items() if value is not None}}

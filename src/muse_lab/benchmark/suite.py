@@ -158,7 +158,7 @@ def _finish_case(
             measured = [case for case in results.cases if _has_same_memory(case.shape, request.shape)]
             sdpa_memory = measured[0].sdpa_extra_memory_bytes if measured else _extra_memory(plan, SDPA, request.shape)
     backend = shared.workload.sdpa_backend
-    return Case(request, name, times, sdpa_times, fidelity, memory, sdpa_memory, sdpa_backend=backend)
+    return Case(request, name, times, sdpa_times, fidelity, memory, sdpa_memory, backend)
 
 
 def _has_same_memory(shape: Shape, other: Shape) -> bool:

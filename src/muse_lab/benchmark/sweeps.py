@@ -5,6 +5,7 @@ Most are the rows of a table of the paper: sizes, retrieval and blocks around `B
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ TOKENS = 128 * 1024
 SPAN = 16 * 1024
 """Tokens that the retrieved blocks of a cluster span, where they follow the block size."""
 CLUSTERS_PER_RETRIEVED = 16
+_SHAPE = tuple(field.name for field in dataclasses.fields(Shape))
 
 
 def _same(value: int) -> int:
@@ -53,16 +55,16 @@ class Sweep:
         changes: dict[str, Any] = {name: at(value) for name, at in self.fields.items()}
         of_shape = {name: changes.pop(name) for name in self.varied_in_shape}
         base = self.base or MuSeConfig.for_length(shape.length)
-        return BenchmarkRequest(f"muse:{base.replace(**changes)}", shape._replace(**of_shape))
+        return BenchmarkRequest(f"muse:{base.replace(**changes)}", dataclasses.replace(shape, **of_shape))
 
     def value_of(self, request: BenchmarkRequest) -> int:
         name = next(iter(self.fields))
-        value: int = getattr(request.shape if name in Shape._fields else _config(request), name)
+        value: int = getattr(request.shape if name in _SHAPE else _config(request), name)
         return value
 
     @property
     def varied_in_shape(self) -> tuple[str, ...]:
-        return tuple(name for name in self.fields if name in Shape._fields)
+        return tuple(name for name in self.fields if name in _SHAPE)
 
 
 _CLUSTERS = {"query_clusters": _same, "key_clusters": _same}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from muse_attention.fidelity.error import compare, future_influence, position_er
 from muse_attention.registry import get_attention
 from muse_lab.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_lab.benchmark.timing import time_interleaved
-from muse_lab.benchmark.workload import Workload, check_device, sdpa
+from muse_lab.benchmark.workload import Workload, sdpa
 from muse_lab.records.earlier_results import WAY_OUT
 from muse_lab.records.stored_results import OnStep, StoredResults
 
@@ -34,7 +33,6 @@ class ErrorSettings:
 
     def __post_init__(self) -> None:
         """Refuse what could not run, or would show nothing."""
-        check_device(self.device)
         if self.heads < 1:
             raise ValueError(f"heads is {self.heads}; it must be at least 1")
         if self.length < 2 * self.block_size:
@@ -75,7 +73,6 @@ class Errors(StoredResults):
     command = "muse errors"
     way_out = WAY_OUT
     packages = ()
-    indent = 2
 
     settings: ErrorSettings
     bin_centres: list[float] = field(default_factory=list)
@@ -84,10 +81,6 @@ class Errors(StoredResults):
     @property
     def named(self) -> list[str]:
         return [line.attention for line in self.lines]
-
-    @classmethod
-    def modernised(cls, document: dict[str, Any]) -> dict[str, Any]:
-        return {"commands": [], **document}
 
 
 def measure_errors(results: Errors, *, on_step: OnStep = lambda description, finished: None) -> None:

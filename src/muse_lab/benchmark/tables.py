@@ -31,10 +31,7 @@ def _backend_sentence(results: BenchmarkResults) -> str:
     """Which operator SDPA ran through, and at which shapes where there are several."""
     shapes: dict[str, dict[str, None]] = {}
     for case in sorted_cases(results):
-        if case.sdpa_backend is not None:
-            shapes.setdefault(case.sdpa_backend, {})[format_shape(case.shape, results.settings.sweep)] = None
-    if not shapes:
-        return "On CUDA, SDPA goes through cuDNN."  # as it did when that was not recorded
+        shapes.setdefault(case.sdpa_backend, {})[format_shape(case.shape, results.settings.sweep)] = None
     if len(shapes) == 1:
         return f"SDPA ran through {next(iter(shapes))}."
     return f"SDPA ran through {'; '.join(f'{name} at {_listed(where)}' for name, where in shapes.items())}."
@@ -97,7 +94,7 @@ def format_share(part: float, whole: float) -> str:
 
 
 def retrieval_columns(cases: Sequence[Case]) -> list[Column]:
-    """The tail of the error and what was retrieved, as far as it is known of any case; none of earlier files."""
+    """The tail of the error and what was retrieved, as far as it is known of any case."""
     return known((*TAIL, *RETRIEVAL), [case.fidelity for case in cases])
 
 

@@ -21,10 +21,10 @@ from muse_attention.config import MuSeConfig
 from muse_attention.fidelity.error import future_influence, position_error
 from muse_attention.fidelity.error import measure as measure_fidelity
 from muse_attention.fidelity.lookups import look_up
-from muse_attention.registry import full_name, get_attention
+from muse_attention.registry import config_at, full_name, get_attention
 from muse_lab.benchmark.timing import Times, time_interleaved
 from muse_lab.benchmark.workload import Workload, sdpa
-from muse_lab.records.attention_names import EXACT, settings_of
+from muse_lab.records.attention_names import EXACT
 from muse_lab.records.captured_heads import Captures
 from muse_lab.records.stored_results import OnStep, StoredResults
 
@@ -292,7 +292,7 @@ def _samples(captures: Captures) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def _look_up(captures: Captures, attention: str) -> Found | None:
     """None for attentions without a selection, and for captures without lookups."""
-    if settings_of(attention) is None:
+    if config_at(attention) is None:
         return None
     weight, found, exact = 0.0, 0.0, 0.0
     for number, sample in enumerate(_samples(captures)):

@@ -131,7 +131,7 @@ def compare_runs(
             run_recipe(folder)  # a run that is missing is said before a corpus that is
         corpus = read_corpus(request.corpus)
         needs_weights = request.samples > 0
-        runs = open_runs(folders, corpus, device=request.place.device, needs_weights=needs_weights, on_refused=say)
+        runs = open_runs(folders, corpus, needs_weights=needs_weights, on_refused=say)
     if not request.samples:
         results = _start(request, corpus, length=0, windows=0)
         add_command(results, command([run.name for run in runs]))

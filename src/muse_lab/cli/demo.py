@@ -144,13 +144,13 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
     import torch
 
     from muse_lab.pretraining.parallel import World
-    from muse_lab.pretraining.run.folder import MODEL, RUN, run_corpus, run_recipe
+    from muse_lab.pretraining.run.folder import MODEL, RUN, run_corpus, run_recipe, with_full_name
     from muse_lab.pretraining.training import train
 
     what = f"training on {recipe.steps * recipe.tokens_per_step:,} tokens with {recipe.attention}"
     is_done = (output / MODEL).exists() and not overwrite
     if is_done:
-        before = run_recipe(output)
+        before, recipe = run_recipe(output), with_full_name(recipe)
         names = differences(before, recipe)
         check_same(
             output / RUN,

@@ -11,7 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
-from muse_attention.registry import full_name, has_settings_of_length
+from muse_attention.registry import config_at, full_name
 from muse_attention.sizes import format_size, parse_size_list
 from muse_lab.cli.app import busy, console, new_table, phases_bar, say, user_errors
 from muse_lab.cli.evaluate import evaluations
@@ -134,7 +134,7 @@ def _each_once(attentions: Sequence[str]) -> tuple[str, ...]:
 def _checked(attention: str) -> str:
     """In one spelling; `muse` and `muse:paper` stay as they are: their settings are those of each sample's length."""
     name = full_name(attention, 1)
-    return attention if has_settings_of_length(attention) else name
+    return attention if config_at(attention) is None else name
 
 
 def _some_tokens(tokenizer: PreTrainedTokenizerBase) -> Tensor:

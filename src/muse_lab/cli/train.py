@@ -147,7 +147,7 @@ def train(
             raise ValueError(f"there is no run in {output} to go on with; name a --recipe to start one")
         if continue_from is not None:
             _check_continues(continue_from, output, recipe, resume=resume)
-            chosen = further_recipe(continue_from, wanted, place)
+            chosen = further_recipe(continue_from, wanted)
         else:
             continues = recipe is None and has_run(output) and not overwrite
             base = run_recipe(output) if continues else get_recipe(recipe or "tiny")

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from muse_attention.registry import full_name, get_attention
+from muse_attention.registry import get_attention
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.pretraining.mesh_shape import AUTO, read_mesh
 from muse_lab.pretraining.schedule import attention_at
-from muse_lab.records.recorded_names import may_mean
 
 PAPER_ATTENTION = "muse:Q128K128R8SP1B8k"
 """The paper's sizes, with the clustering of this library."""
@@ -360,10 +359,7 @@ def differences(recorded: Recipe, other: Recipe) -> list[str]:
     """Fields that change what is learnt, and differ between a recorded recipe and another."""
     free = [name for name in FREE if name != "probe_every" or not recorded.error_limit]
     names = [field.name for field in dataclasses.fields(recorded) if field.name not in free]
-    differing = [name for name in names if getattr(recorded, name) != getattr(other, name)]
-    if may_mean(recorded.attention, full_name(other.attention, other.length), recorded.length):
-        differing = [name for name in differing if name != "attention"]
-    return differing
+    return [name for name in names if getattr(recorded, name) != getattr(other, name)]
 
 
 def _sized(scale: int) -> Recipe:

@@ -113,7 +113,7 @@ def train(
     with claimed(output, world, overwrite=overwrite):  # before anything is decided by what is in there
         if continue_from is not None:
             begin_with_finished(continue_from, output, recipe, corpus, world)
-        recipe = with_full_name(recipe, output, world.device)
+        recipe = with_full_name(recipe)
         start = _find_start(
             output, recipe, corpus, world, on_refused, resume=resume, continues=continue_from is not None
         )

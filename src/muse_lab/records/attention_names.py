@@ -1,15 +1,13 @@
-"""What the full names of attentions say: the settings behind them, in words, and in short."""
+"""What attentions are called in reports: in words, and in short."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
 
 from muse_attention.config import MuSeConfig
-from muse_attention.registry import config_at, full_name, has_settings_of_length
+from muse_attention.registry import config_at, full_name
 from muse_attention.sizes import format_size
 
 EXACT = "exact"
@@ -19,50 +17,20 @@ _OTHERS = {
     "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
 }
 _FROZEN = "differentiable_aggregation=false"
-_LENGTHS = (1024, 4096, 16384, 65536, 262144)
-"""At these, the settings of a name that follows the length are recorded."""
 
 
 def forward_name(attention: str, length: int) -> str:
     """The full name without what gradients alone depend on: attentions that compute the same share it."""
-    name = full_name(attention, length)
-    config = muse_config(name)
-    return name if config is None else _without_freezing(config)
+    config = config_at(attention, length)
+    return full_name(attention, length) if config is None else _without_freezing(config)
 
 
 def _without_freezing(config: MuSeConfig) -> str:
     return f"muse:{config.replace(differentiable_aggregation=True)}"
 
 
-def muse_config(attention: str) -> MuSeConfig | None:
-    """What a full name says of MuSe; None for other attentions, and for names that say nothing without a length."""
-    return None if has_settings_of_length(attention) else config_at(attention, 1)
-
-
-def settings_of(attention: str) -> dict[str, Any] | None:
-    """All settings behind a name, the seed of the clustering among them; None for other attentions than MuSe.
-
-    A name that stands for other settings at another length has them by length.
-    """
-    if has_settings_of_length(attention):
-        return {format_size(length): str(config_at(attention, length)) for length in _LENGTHS}
-    config = muse_config(attention)
-    return None if config is None else asdict(config)
-
-
-def check_meaning(attention: str, settings: dict[str, Any] | None) -> None:
-    """Raise ValueError if a recorded name had other settings when it was written: defaults can change.
-
-    A field that is newer than the record has its default, which is what was done before the field existed.
-    """
-    if settings is not None and not has_settings_of_length(attention):
-        settings = {**asdict(MuSeConfig()), **settings}
-    if settings != settings_of(attention):
-        raise ValueError(f"{attention} was measured with other defaults than it has now")
-
-
 def in_words(attention: str) -> str:
-    config = muse_config(attention)
+    config = config_at(attention)
     if config is not None and not config.differentiable_aggregation:
         return f"{in_words(_without_freezing(config))}, frozen aggregation"
     if config is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_lab.records.declared_types import check_types
+from muse_lab.records.dataclass_json import from_json
 from muse_lab.records.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -250,15 +250,13 @@ def _read(path: Path) -> Captures:
             text = file.metadata()[_ABOUT]
             tensors = {name: file.get_tensor(name) for name in _TENSORS}
     about = parse_json(text)
-    origin = Origin(**{**about["origin"], "heads": tuple(about["origin"]["heads"])})
-    lookups = tuple(LookupAt(at["sample"], at["position"], tuple(at["needle"])) for at in about["lookups"])
+    origin, lookups = from_json(Origin, about["origin"]), from_json(tuple[LookupAt, ...], about["lookups"])
     captures = Captures(tensors["query"], tensors["key"], tensors["value"], origin, lookups)
     _check(captures)
     return captures
 
 
 def _check(captures: Captures) -> None:
-    check_types(captures)
     query, key, value = (tuple(getattr(captures, name).shape) for name in _TENSORS)
     if {len(query), len(key), len(value)} != {4} or key[:3] != value[:3] or query[3] != key[3]:
         raise ValueError("the tensors are not of the same heads")

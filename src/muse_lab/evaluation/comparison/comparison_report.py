@@ -42,10 +42,7 @@ _TOKENS = Note(
     "begin to learn, not where they end."
 )
 _SPEED = f"Median of the updates without a probe; the first {UNSETTLED} after a change of the attention are left out."
-_SECONDS = (
-    "Time of the updates alone, without checkpoints and pauses, on whatever machine trained the run; probes of the "
-    "attention's error may count in runs from before 0.2.0."
-)
+_SECONDS = "Time of the updates alone, without checkpoints and pauses, on whatever machine trained the run."
 _PAPER_SPEED = Note(
     "The paper's: 88.9k tokens/s with MuSe and 65.3k with cuDNN's exact attention, 1.36x, for the 1B model at 64k on "
     "8 A100."

@@ -5,20 +5,19 @@ It is all that a report needs: the runs themselves may be gone.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from muse_attention.registry import full_name
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.evaluation.means import Mean
-from muse_lab.pretraining.recipes import Recipe, read_recipe
+from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import forward_name
+from muse_lab.records.dataclass_json import entries
 from muse_lab.records.earlier_results import WAY_OUT
-from muse_lab.records.recorded_names import recorded_name
-from muse_lab.records.stored_results import StoredResults, entries
+from muse_lab.records.stored_results import StoredResults
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Run:
     step: int
     """updates that the weights have seen which are compared"""
     curves: TrainingCurves
-    device: str | None = None
-    """cpu or cuda, where it was trained; None if it is from before that was recorded"""
+    device: str
+    """cpu or cuda, where it was trained"""
 
     @property
     def attention(self) -> str:
@@ -106,7 +105,6 @@ class ComparisonResults(StoredResults):
     command = "muse compare"
     way_out = WAY_OUT
     is_finite = True
-    readers: ClassVar[Mapping[type, Callable[[Any], Any]]] = {Recipe: read_recipe}
 
     settings: ComparisonSettings
     runs: dict[str, Run] = field(default_factory=dict, metadata=entries("name"))
@@ -117,12 +115,8 @@ class ComparisonResults(StoredResults):
         return [cell.attention for cell in self.cells]
 
     def check(self) -> None:
-        """And attentions of training curves, which stand in no file beside their settings, by their full names."""
-        for name, run in self.runs.items():
-            if run.parameters < 1:
-                raise ValueError("a model without parameters")
-            rename = functools.partial(recorded_name, length=run.recipe.length, device=self.settings.device)
-            self.runs[name] = replace(run, curves=run.curves.with_names(rename))
+        if any(run.parameters < 1 for run in self.runs.values()):
+            raise ValueError("a model without parameters")
         for cell in self.cells:
             if len(cell.bins) > self.settings.samples or sum(cell.sizes) != self.settings.length:
                 raise ValueError("the numbers are not those of the settings")

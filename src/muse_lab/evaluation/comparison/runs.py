@@ -6,8 +6,6 @@ before anything is read from them.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,6 @@ from muse_lab.pretraining.run.folder import (
     run_device,
     run_recipe,
 )
-from muse_lab.records.recorded_names import recorded_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,26 +48,24 @@ class StoredRun:
     """whether its newest weights are those of the model, and not of a checkpoint"""
     earlier: tuple[int, ...]
     """updates that its checkpoints before that have seen"""
-    device: str | None
-    """that it was trained on, if that was recorded"""
+    device: str
+    """that it was trained on"""
 
 
 def open_runs(
     folders: Sequence[Path],
     corpus: Corpus,
     *,
-    device: str = "cpu",
     needs_weights: bool = True,
     on_refused: Callable[[str], None] = lambda message: None,
 ) -> list[StoredRun]:
     """What there is in each folder; a ValueError if it is no run of this corpus, or lacks the weights that it needs.
 
     Where it needs none, its newest are those of the last update that was recorded, wherever they may be.
-    A run from before recorded names were full is taken for one that ran on `device`.
     `on_refused` hears of each checkpoint of an unfinished run that is not whole, and of broken lines of metrics.
     """
     return [
-        _open_run(folder, name, corpus, device, needs_weights, on_refused)
+        _open_run(folder, name, corpus, needs_weights, on_refused)
         for folder, name in zip(folders, _names([folder.expanduser().resolve() for folder in folders]), strict=True)
     ]
 
@@ -97,15 +92,13 @@ def choose_evenly(steps: Sequence[int], number: int) -> list[int]:
 
 
 def _open_run(
-    folder: Path, name: str, corpus: Corpus, device: str, needs_weights: bool, on_refused: Callable[[str], None]
+    folder: Path, name: str, corpus: Corpus, needs_weights: bool, on_refused: Callable[[str], None]
 ) -> StoredRun:
-    recorded = run_recipe(folder)
-    rename = functools.partial(recorded_name, length=recorded.length, device=device)
-    recipe = dataclasses.replace(recorded, attention=rename(recorded.attention))
+    recipe = run_recipe(folder)
     if run_corpus(folder) != corpus.fingerprint:
         raise ValueError(f"the run in {folder} is of another corpus than {corpus.folder}; give that one by --corpus")
     steps = read_metrics(folder, on_refused)
-    curves = _curves_of(steps, folder).with_names(rename)
+    curves = _curves_of(steps, folder)
     if not needs_weights:
         if not steps:
             raise ValueError(

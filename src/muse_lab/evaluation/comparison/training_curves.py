@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,14 +110,6 @@ class TrainingCurves:
                 for step in steps
                 if (found := _under_exact_attention(step.get("evaluation", {}), step["attention"]))
             ),
-        )
-
-    def with_names(self, rename: Callable[[str], str]) -> TrainingCurves:
-        """The same with attentions called otherwise."""
-        return dataclasses.replace(
-            self,
-            speeds={rename(attention): speed for attention, speed in self.speeds.items()},
-            answers=tuple(answers._replace(attention=rename(answers.attention)) for answers in self.answers),
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from muse_attention.config import Clustering, MuSeConfig
+from muse_attention.config import MuSeConfig
+from muse_attention.registry import config_at
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.fidelity.layers import FidelityRequest, FidelityResults
 from muse_lab.evaluation.fidelity.paper import TABLES
 from muse_lab.evaluation.fidelity.presets import ERROR_CONTROL, NO_TILT, Preset, Row, find_presets
 from muse_lab.evaluation.fits import PowerLaw
-from muse_lab.records.attention_names import muse_config, short_names
+from muse_lab.records.attention_names import short_names
 from muse_lab.report import fidelity_columns
 from muse_lab.report.fidelity_columns import measure_columns
 from muse_lab.report.figures import heat_map, line_figure
@@ -35,8 +36,6 @@ _PAPER_COUNTS = (
 _ERROR = "relative squared error"
 _WORDS = ("attention", "summaries", "centroids", "added", "family", "rule", "what is attended to")
 """Columns of presets and of the paper that hold words."""
-_CLUSTERINGS: tuple[Clustering, ...] = ("lloyd", "streaming")
-"""Results from before there was one default for all devices have the second in place of the first."""
 
 
 def fidelity_report(results: FidelityResults, file_name: str) -> Report:
@@ -111,25 +110,19 @@ def _key_figure(curves: dict[str, list[tuple[float, float]]]) -> Figure:
 
 
 def shown_presets(results: FidelityResults) -> list[Preset]:
-    """The tables that there are numbers for, in most of their rows, around the clustering that has most of them."""
-    length = results.settings.length
-    shown = [
-        [
-            preset
-            for preset in find_presets(["all"], length, clustering)
-            if 2 * sum(map(results.is_whole, preset.requests)) > len(preset.rows)
-        ]
-        for clustering in _CLUSTERINGS
+    """The tables that there are numbers for, in most of their rows."""
+    return [
+        preset
+        for preset in find_presets(["all"], results.settings.length)
+        if 2 * sum(map(results.is_whole, preset.requests)) > len(preset.rows)
     ]
-    return max(shown, key=len)
 
 
 def headline(results: FidelityResults) -> FidelityRequest:
     """The request whose heads are shown: that of the paper's sizes, or else the first that was measured."""
     length = results.settings.length
-    configs = [MuSeConfig.paper_sizes(length).replace(clustering=clustering) for clustering in _CLUSTERINGS]
-    bases = [FidelityRequest(f"muse:{config}", length) for config in configs]
-    found = [request for request in (*bases, *results.measured) if results.is_whole(request)]
+    base = FidelityRequest(f"muse:{MuSeConfig.paper_sizes(length)}", length)
+    found = [request for request in (base, *results.measured) if results.is_whole(request)]
     if not found:
         raise ValueError("no attention has been measured in all layers and samples; run the command again to continue")
     return found[0]
@@ -187,7 +180,7 @@ def cluster_curves(results: FidelityResults, preset: Preset) -> dict[str, list[t
     """RSE against clusters, with tilt and without."""
     curves: dict[str, list[tuple[float, float]]] = {"tilt": [], NO_TILT: []}
     for row in preset.rows:
-        config = muse_config(row.request.attention)
+        config = config_at(row.request.attention)
         if config is not None and results.is_whole(row.request):
             error = results.pooled(row.request)["relative_squared_error"]
             if error > 0:  # else everything fits into one block

@@ -19,7 +19,8 @@ from muse_attention.fidelity.error import measure as measure_fidelity
 from muse_attention.fidelity.gradients import ExactGradients, measure_gradients
 from muse_attention.registry import get_attention
 from muse_lab.evaluation.settings import TextSettings
-from muse_lab.records.stored_results import OnStep, StoredResults, entries, rounded
+from muse_lab.records.dataclass_json import entries
+from muse_lab.records.stored_results import OnStep, StoredResults, rounded
 from muse_lab.report.markup import csv_text
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ MEASURES = (
     *("pairs_per_query", "keys_per_query", "share_retrieving", "at_budget"),
     *GRADIENTS,
 )
-"""Those of `fidelity.Fidelity`, each a number for every head, and of gradients. Earlier files have the first four, and
-an attention that retrieves nothing has nothing to tell of it."""
+"""Those of `fidelity.Fidelity`, each a number for every head, and of gradients. An attention that
+retrieves nothing has nothing to tell of it."""
 
 _DIGITS = 6
 

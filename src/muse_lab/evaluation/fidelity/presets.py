@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muse_attention.config import Clustering, MuSeConfig
+from muse_attention.config import MuSeConfig
 from muse_attention.registry import full_name
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.fidelity.layers import FidelityRequest
@@ -43,14 +43,14 @@ class Preset:
         return [row.request for row in self.rows]
 
 
-def find_presets(names: list[str], length: int, clustering: Clustering = "auto") -> list[Preset]:
+def find_presets(names: list[str], length: int) -> list[Preset]:
     """The presets with these names at a length; all of them for `all`."""
     if "all" in names:
         names = list(PRESETS)
     for name in names:
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; use all or some of {', '.join(PRESETS)}")
-    base = _Base(MuSeConfig.paper_sizes(length).replace(clustering=clustering), length)
+    base = _Base(MuSeConfig.paper_sizes(length), length)
     found = [PRESETS[name](base) for name in dict.fromkeys(names)]
     return [preset for preset in found if preset.rows]
 
@@ -273,7 +273,7 @@ def _length(base: _Base) -> Iterable[Row]:
     """
     lengths = [base.length >> step for step in range(base.length.bit_length()) if base.length >> step >= 2048]
     for length in reversed(lengths):
-        config = MuSeConfig.paper_sizes(length).replace(clustering=base.config.clustering)
+        config = MuSeConfig.paper_sizes(length)
         sizes = (length, config.key_clusters, format_size(config.block_size))
         yield _Base(config, length).row(format_size(length), *sizes[1:])
 

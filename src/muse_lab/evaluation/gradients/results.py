@@ -19,7 +19,8 @@ from torch.nn.functional import cross_entropy
 from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_sample
 from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
 from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.stored_results import OnStep, entries
+from muse_lab.records.dataclass_json import entries
+from muse_lab.records.stored_results import OnStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,8 @@ from muse_attention.fidelity.lookups import Lookup, look_up
 from muse_attention.registry import get_attention
 from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_sample
 from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
-from muse_lab.records.stored_results import OnStep, entries, rounded
+from muse_lab.records.dataclass_json import entries
+from muse_lab.records.stored_results import OnStep, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

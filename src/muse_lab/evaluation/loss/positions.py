@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from muse_lab.evaluation.settings import TextSettings
-from muse_lab.records.stored_results import OnStep, StoredResults, entries
+from muse_lab.records.dataclass_json import entries
+from muse_lab.records.stored_results import OnStep, StoredResults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

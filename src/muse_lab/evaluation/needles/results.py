@@ -9,13 +9,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from muse_lab.evaluation.needles.scores import Answer, answer
 from muse_lab.pretraining.needles.samples import BUCKETS, KINDS, NeedleSamples, Sample, check_kind
-from muse_lab.records.stored_results import OnStep, StoredResults, entries
+from muse_lab.records.dataclass_json import entries
+from muse_lab.records.stored_results import OnStep, StoredResults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,8 +52,7 @@ class NeedleSettings:
         )
 
 
-@dataclass(frozen=True, order=True)
-class NeedleTask:
+class NeedleTask(NamedTuple):
     """One sample under one attention."""
 
     number: int

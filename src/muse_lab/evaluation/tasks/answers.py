@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.tasks.benchmarks import BENCHMARKS, Benchmark, Data
-from muse_lab.records.stored_results import StoredResults, entries
+from muse_lab.records.dataclass_json import entries
+from muse_lab.records.stored_results import StoredResults
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import FREE, Recipe, override
 from muse_lab.pretraining.run.folder import CHECKPOINTS, MODEL, has_learnt, open_checkpoint, run_recipe
 from muse_lab.records.files import errors_naming, replace_file
-from muse_lab.records.recorded_names import recorded_name
 from muse_lab.records.regular_files import read_regular
 
 _ATTENTION, _TOKENS, _STEPS = "attention", "tokens", "steps"
@@ -34,12 +33,11 @@ _MILLIONS = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([MB])")
 _UNITS = {"M": 10**6, "B": 10**9}
 
 
-def further_recipe(run: Path, changes: Iterable[str], device: str = "cpu") -> Recipe:
+def further_recipe(run: Path, changes: Iterable[str]) -> Recipe:
     """The recipe of a finished run with further updates; a ValueError if it cannot be continued so.
 
     Args:
         changes: `attention=`, `tokens=` or `steps=`, and fields that do not change what is learnt, as `key=value`
-        device: where the run is continued; a run from before recorded names were full ran on it, too
     """
     before = run_recipe(run)
     _check_finished(run, before)
@@ -58,9 +56,7 @@ def further_recipe(run: Path, changes: Iterable[str], device: str = "cpu") -> Re
             free.append(change)
         else:
             asked[key] = text
-    attention = recorded_name(before.attention, before.length, device)
-    before = dataclasses.replace(before, attention=full_name(attention, before.length))
-    last = full_name(before.attention_at(before.updates - 1), before.length)
+    last = before.attention_at(before.updates - 1)
     wanted = full_name(asked[_ATTENTION], before.length) if _ATTENTION in asked else last
     if before.further_steps and wanted != last:
         raise ValueError(

@@ -37,7 +37,6 @@ from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import Recipe, differences, read_recipe
 from muse_lab.pretraining.run.state import RunState, read_state
 from muse_lab.records.files import alone_in, errors_naming, remove_folder, replace_file
-from muse_lab.records.recorded_names import recorded_name
 from muse_lab.records.regular_files import read_regular
 from muse_lab.records.strict_json import parse_json
 
@@ -111,10 +110,9 @@ def run_corpus(output: Path) -> str:
     return str(_read_run(output).get("corpus"))
 
 
-def run_device(output: Path) -> str | None:
-    """Where the run in a folder trains, cpu or cuda; None if it is from before that was recorded."""
-    device = _read_run(output).get("device")
-    return device if isinstance(device, str) else None
+def run_device(output: Path) -> str:
+    """Where the run in a folder trains, cpu or cuda."""
+    return str(_read_run(output).get("device"))
 
 
 def write_run(output: Path, about: dict[str, Any]) -> None:
@@ -128,16 +126,9 @@ def check_may_start(output: Path) -> None:
         _read_run(output)  # a file that is of something else is not overwritten
 
 
-def with_full_name(recipe: Recipe, output: Path, device: torch.device) -> Recipe:
-    """With the full name of the attention, for `run.json` to say what ran.
-
-    If there is a run of this recipe in the folder from before names were full, it goes on as it ran on this device.
-    """
+def with_full_name(recipe: Recipe) -> Recipe:
+    """With the full name of the attention, for `run.json` to say what ran."""
     name = full_name(recipe.attention, recipe.length)
-    if has_run(output) and has_learnt(output):
-        recorded = run_recipe(output)
-        if full_name(recorded.attention, recorded.length) == name:
-            name = recorded_name(recorded.attention, recorded.length, device.type)
     further = recipe.further_attention and full_name(recipe.further_attention, recipe.length)
     return dataclasses.replace(recipe, attention=name, further_attention=further)
 
