@@ -22,12 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from safetensors.torch import load_file, save
 
 from muse_lab.pretraining import checkpoints
@@ -39,7 +33,6 @@ from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.run.folder import describe_last_good, find_checkpoint, run_recipe
 from muse_lab.pretraining.training import train
 from tests.lab.test_prepare import contents
-from tests.old_checkpoints import write_old
 from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, training_alone, wait_for
 from tests.training_runs import SMALL, STEPS, assert_same_run, inode_of, losses, stop_at
@@ -356,14 +349,6 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_one_line(whole_run: Path, tm
     assert "\n" not in str(raised.value)
 
 
-def test_old_shards_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
-    write_old(tmp_path, 1, {}, [{"a": torch.ones(2, 3)}, {"a": torch.ones(2, 4)}])
-    with pytest.raises(
-        checkpoints.CheckpointError, match=r"is damaged: rank-00001-.* holds no tensors of a run: its shard of a does"
-    ):
-        checkpoints.verify(tmp_path, 1)
-
-
 @pytest.mark.parametrize("cut", [(4, 3, 2), (6, 4), (9,), ()])
 def test_chunks_make_up_a_tensor_if_each_place_is_in_one_of_them(cut: tuple[int, ...]) -> None:
     """Random cuts do, and where a chunk is moved, or grows while another shrinks, places are counted to tell."""
@@ -586,26 +571,6 @@ def test_large_states_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     found = dict(checkpoints.read_tensors(checkpoint))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-
-
-def test_an_old_checkpoint_still_loads(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    """One of three ranks, whose manifest has no table of tensors; the last rank has nothing of one of them."""
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path / "checkpoints"
-    checkpoint = checkpoints.verify(folder, 6)
-    ranks: list[dict[str, torch.Tensor]] = [{}, {}, {}]
-    for name, tensor in checkpoints.read_tensors(checkpoint):
-        rows = -(-len(tensor) // 2) if name.endswith("norm.weight") else -(-len(tensor) // 3)
-        for rank, tensors in enumerate(ranks):
-            tensors[name] = tensor[rank * rows : (rank + 1) * rows].clone()
-    assert any(not len(tensor) for tensor in ranks[-1].values())
-    for step in (6, 8):
-        shutil.rmtree(folder / f"step-{step:08}")
-    write_old(folder, 6, checkpoint.about, ranks)
-    steps: list[int] = []
-    train(corpus, SMALL, tmp_path, resume=True, on_refused=pytest.fail, on_step=lambda done: steps.append(done.step))
-    assert steps == [7, 8]
-    assert_same_run(tmp_path, whole_run)
 
 
 def save_and_prune(folder: Path, step: int) -> None:

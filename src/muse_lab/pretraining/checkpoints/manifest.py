@@ -1,12 +1,11 @@
 """The manifest of a checkpoint: the hash of every file, and of itself, and where each part of each tensor is.
 
-    {"format": 2, "step": 500, "about": {...}, "sha256": "...",
+    {"format": 1, "step": 500, "about": {...}, "sha256": "...",
      "files": [{"name": "rank-00000-00000.safetensors", "size": 1234, "sha256": "..."}, ...],
      "tensors": {"weight/lm_head.weight": {"dtype": "float32", "shape": [512, 64],
                                            "chunks": [[0, [0, 0], [256, 64]], [1, [256, 0], [256, 64]]]}}}
 
-A chunk is the number of its file, its offsets and its sizes. Format 1 has no `tensors`: there, shards are joined along
-the first dimension in the order of the files, and shapes are those in the files' headers.
+A chunk is the number of its file, its offsets and its sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from muse_lab.records.regular_files import read_regular
 from muse_lab.records.strict_json import parse_json
 
 MANIFEST = "manifest.json"
-_FORMAT, _FORMAT_WITHOUT_TENSORS = 2, 1
+_FORMAT = 1
 _MOST_DIMENSIONS = 5
 """Of a tensor: its chunks have 2 to the power of so many corners."""
 LARGEST_MANIFEST = 2**28
@@ -92,8 +91,7 @@ class Manifest:
     step: int
     about: dict[str, Any]
     files: tuple[StoredFile, ...]
-    tensors: dict[str, StoredTensor] | None
-    """None if the files say it themselves"""
+    tensors: dict[str, StoredTensor]
     sha256: str
 
 
@@ -141,14 +139,13 @@ def read_manifest(path: Path, step: int) -> Manifest:
         document = parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))
         claimed = document.pop("sha256")
         files = tuple(StoredFile(**file) for file in document["files"])
-        has_tensors = document["format"] == _FORMAT
-        if _own_hash(document) != claimed or document["format"] not in (_FORMAT, _FORMAT_WITHOUT_TENSORS):
+        if _own_hash(document) != claimed or document["format"] != _FORMAT:
             raise ValueError
         if type(document["step"]) is not int or document["step"] != step:
             raise ValueError
         if not isinstance(document["about"], dict) or len({file.name for file in files}) != len(files):
             raise ValueError
-        tensors = _parse_tensors(document["tensors"], files) if has_tensors else None
+        tensors = _parse_tensors(document["tensors"], files)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} is torn: its {MANIFEST}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:

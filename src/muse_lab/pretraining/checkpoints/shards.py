@@ -78,9 +78,7 @@ def check_contents(folder: Path, file: str, expected: Mapping[str, TensorKind]) 
     from safetensors import safe_open
 
     with reading(folder, file), safe_open(folder / file, "pt") as opened:
-        # A rank that has nothing of a tensor did write that, in checkpoints of format 1.
-        names = {name for name in opened.keys() if 0 not in opened.get_slice(name).get_shape()}  # noqa: SIM118
-        for name in sorted(names ^ expected.keys()):
+        for name in sorted(set(opened.keys()) ^ expected.keys()):
             has = "has no" if name in expected else "has another"
             raise CheckpointError(f"checkpoint {folder} is damaged: {file} {has} {as_line(name)}")
         for name, kind in expected.items():
@@ -91,28 +89,6 @@ def check_contents(folder: Path, file: str, expected: Mapping[str, TensorKind]) 
                 raise CheckpointError(
                     f"checkpoint {folder} is damaged: {as_line(name)} has numbers that are not finite"
                 )
-
-
-def read_headers(folder: Path, files: Iterable[str]) -> dict[str, StoredTensor]:
-    """The tensors of files whose manifest does not list them: shards along the first dimension, in order."""
-    from safetensors import safe_open
-
-    kinds: dict[str, TensorKind] = {}
-    chunks: dict[str, list[Chunk]] = {}
-    for file in files:
-        with reading(folder, file), safe_open(folder / file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - no mapping
-                part = opened.get_slice(name)
-                shape, dtype = tuple(part.get_shape()), part[:0].dtype if part.get_shape() else torch.float32
-                before = kinds.get(name, TensorKind((0, *shape[1:]), dtype))
-                if before.shape[1:] != shape[1:] or before.dtype != dtype or not shape:
-                    raise ValueError(f"its shard of {name} does not fit those of other files")
-                chunks.setdefault(name, []).append(Chunk(file, (before.shape[0], *(0 for _ in shape[1:])), shape))
-                kinds[name] = TensorKind((before.shape[0] + shape[0], *shape[1:]), dtype)
-    return {
-        name: StoredTensor(kind, tuple(chunk for chunk in chunks[name] if chunk.sizes[0]))
-        for name, kind in kinds.items()
-    }
 
 
 def read_tensor(folder: Path, name: str, tensor: StoredTensor) -> Tensor:

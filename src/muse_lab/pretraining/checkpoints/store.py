@@ -38,7 +38,6 @@ from muse_lab.pretraining.checkpoints.shards import (
     Piece,
     check_contents,
     contents_by_file,
-    read_headers,
     read_tensor,
     reading,
     whole_pieces,
@@ -192,18 +191,14 @@ def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
                 raise CheckpointError(f"checkpoint {path} is damaged: {file.name} is not what was written")
 
     all_check(world, check_hashes)
-    tensors = manifest.tensors
-    if tensors is None:
-        names = [file.name for file in manifest.files]
-        tensors = agree(world, str(path), lambda: read_headers(path, names), str)
-    contents = contents_by_file(tensors)
+    contents = contents_by_file(manifest.tensors)
 
     def check_share() -> None:
         for file in share:
             check_contents(path, file.name, contents.get(file.name, {}))
 
     all_check(world, check_share)
-    return Checkpoint(path, step, manifest.about, tuple(file.name for file in manifest.files), tensors)
+    return Checkpoint(path, step, manifest.about, tuple(file.name for file in manifest.files), manifest.tensors)
 
 
 def _look_at(path: Path, step: int) -> Manifest:
@@ -217,14 +212,11 @@ def _look_at(path: Path, step: int) -> Manifest:
             raise CheckpointError(f"checkpoint {path} is torn: {file.name}: {error.strerror}") from None
         if size != file.size:
             raise CheckpointError(f"checkpoint {path} is torn: {file.name} has {size} bytes, not {file.size}")
-    if manifest.tensors is not None:
-        expected = {MANIFEST, *(file.name for file in manifest.files)}
-        with reading(path, "its folder"):
-            unexpected = sorted({found.name for found in path.iterdir()} - expected)
-        for name in unexpected:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {as_line(name)} was not written with it; move it away"
-            )
+    expected = {MANIFEST, *(file.name for file in manifest.files)}
+    with reading(path, "its folder"):
+        unexpected = sorted({found.name for found in path.iterdir()} - expected)
+    for name in unexpected:
+        raise CheckpointError(f"checkpoint {path} is damaged: {as_line(name)} was not written with it; move it away")
     return manifest
 
 
