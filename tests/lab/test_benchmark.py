@@ -604,7 +604,6 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.M
 
 
 def test_the_pictures_of_speedups_are_drawn() -> None:
-    pytest.importorskip("matplotlib")
     results = BenchmarkResults(
         describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(length)) for length in (512, 600)]
     )

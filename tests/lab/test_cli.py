@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -109,6 +105,11 @@ def test_a_mistyped_command_is_answered_by_the_one_that_was_meant() -> None:
     assert_refused(run("xyz"), "muse: there is no command 'xyz'; muse --help lists all\n")
 
 
+@pytest.mark.parametrize("command", ["bench", "fidelity", "loss", "eval needles", "eval tasks", "tune"])
+def test_every_command_that_measures_takes_overwrite(command: str) -> None:
+    assert "--overwrite" in run(*command.split(), "--help")[1]
+
+
 def test_a_warning_is_one_line_without_the_stack_of_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
     with short_warnings():
         warnings.simplefilter("always")
@@ -167,7 +168,6 @@ def test_info_says_what_triton_needs(
 
 
 def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     folder = tmp_path / "benchmarks"
     code, out, err = run(*SHORT_BENCH, "--output", folder, "--name", "short")
     assert code == 0, err
@@ -231,7 +231,6 @@ def test_bench_writes_to_out_and_not_to_committed_records(tmp_path: Path, monkey
 
 
 def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     asked = (*SHORT_BENCH[:3], "--length", "2100", *SHORT_BENCH[5:], "--sweep", "block-size", "--output", tmp_path)
     code, out, err = run(*asked)
     assert code == 0, err
@@ -334,7 +333,6 @@ def test_cuda_without_a_device_is_refused() -> None:
 
 @pytest.mark.long
 def test_errors_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     code, out, err = run("errors", "--device", "cpu", "--length", "1k", "--heads", "1", "--output", tmp_path / "out")
     assert code == 0, err
     files = ["errors-by-position.png", *(f"errors.{ending}" for ending in ("csv", "html", "json", "md"))]

@@ -16,14 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands
@@ -524,7 +518,6 @@ def test_the_name_of_a_run_is_text_in_every_report() -> None:
 
 
 def test_the_name_of_a_run_is_text_in_pictures() -> None:
-    pytest.importorskip("matplotlib")
     curve = [(1.0, 2.0), (2.0, 1.0)]
     for name in (r"$\frac$", "$_$", "$$", "a$b"):
         assert draw_lines([Line(name, curve, "#000000")], Axis("x"), Axis("y")).startswith(b"\x89PNG")
@@ -542,7 +535,6 @@ def test_a_folder_whose_name_is_no_text_can_be_reported(corpus: Corpus, trained:
 
 @pytest.mark.long
 def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     output = tmp_path / "compare"
     asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", output, "--samples", 3)
     code, out, err = run_command(*asked, "--checkpoints", 1)

@@ -7,12 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands
@@ -44,7 +38,6 @@ def copies(trained: Path, tmp_path: Path) -> Path:
 def test_runs_whose_weights_are_gone_are_compared_by_what_they_recorded(
     corpus: Corpus, trained: Path, copies: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     for name in ("exact", "muse"):
         shutil.rmtree(copies / name / "model")
         shutil.rmtree(copies / name / "checkpoints")

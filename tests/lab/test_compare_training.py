@@ -7,11 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from muse_lab.evaluation.comparison.comparison_report import comparison_report, warnings
 from muse_lab.evaluation.comparison.findings import scaling_laws, sizes
 from muse_lab.evaluation.comparison.further import further_points, further_table
@@ -106,7 +101,6 @@ def test_checkpoints_are_measured_under_both_attentions(compared: ComparisonResu
 
 
 def test_pictures_by_position_have_both_attentions_and_the_block(compared: ComparisonResults) -> None:
-    pytest.importorskip("matplotlib")
     figures = history_figures(compared)
     assert [figure.name for figure in figures] == [f"positions-{place}" for place in (1, 2, 3, 4)]
     for figure in figures[:2]:

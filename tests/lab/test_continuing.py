@@ -9,12 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands

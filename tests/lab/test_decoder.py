@@ -12,9 +12,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("transformers")
-
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from muse_attention import get_attention

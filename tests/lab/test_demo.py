@@ -11,13 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 from typer.testing import CliRunner
 
 from muse_lab.benchmark.results import BenchmarkResults

@@ -8,11 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions.failures import (

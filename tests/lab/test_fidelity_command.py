@@ -10,11 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 import transformers
 from typer.testing import CliRunner
 
@@ -455,7 +450,6 @@ def asked(folder: Path, tmp_path: Path) -> list[object]:
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     code, out, err = run(*asked)
     assert (code, err) == (0, "")
     names = {file.name for file in (tmp_path / "out").iterdir()}
@@ -488,7 +482,6 @@ def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list
 
 
 def test_the_preset_of_error_control_draws_error_against_keys(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     (preset,) = find_presets(["error-control"], 8192)
     results = results_of({request.attention: 1 / number for number, request in enumerate(preset.requests, start=1)})
     for number, samples in enumerate(results.measured.values(), start=1):

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 

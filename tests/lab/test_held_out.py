@@ -11,12 +11,6 @@ from typing import cast
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.testing import CliRunner
 
 from muse_attention.huggingface import use_attention

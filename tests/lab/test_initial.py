@@ -12,10 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-
 from safetensors.torch import load_file, save_file
 
 from muse_lab.models import load_model

@@ -12,14 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-import transformers
 from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
@@ -287,7 +282,6 @@ def test_attentions_of_a_preset_of_muse_fidelity(asked: list[object], monkeypatc
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     code, out, err = run(*asked)
     assert (code, err) == (0, "")
     files = sorted((tmp_path / "out").iterdir())

@@ -11,11 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.mesh_shape import MeshShape, choose_shape

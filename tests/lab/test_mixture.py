@@ -15,12 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 

@@ -9,11 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 import transformers
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands

@@ -14,12 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from tokenizers import Tokenizer, models
 
 from muse_lab.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus

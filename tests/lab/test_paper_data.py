@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from muse_lab.pretraining.data.corpus import read_corpus
 from muse_lab.pretraining.data.datasets import dolma_documents, stack_repositories
 from muse_lab.pretraining.data.filters import is_prose, read_prose

@@ -16,12 +16,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions.failures import TrainingError

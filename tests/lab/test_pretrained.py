@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer

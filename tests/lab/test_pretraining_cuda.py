@@ -11,9 +11,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.model.chunked_loss import IGNORED, chunked_cross_entropy
 from muse_lab.pretraining.model.configuration import DecoderConfig

@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands
@@ -110,7 +106,6 @@ def test_every_slow_part_of_a_command_is_announced(
     wait_for: WaitFor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("transformers")
     from tests.models import write_model_folder
 
     def wait_in(place: str, line: str) -> None:

@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands, result_files

@@ -12,12 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.errors_report import errors_report
 from muse_lab.benchmark.request import BenchmarkRequest

@@ -13,12 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands

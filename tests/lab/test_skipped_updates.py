@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.batches import Batches, Windows

@@ -14,12 +14,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from safetensors.torch import load_file
 
 from muse_lab.evaluation.loss.positions import position_losses

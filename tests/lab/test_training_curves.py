@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-pytest.importorskip("transformers")
-
 from muse_lab.evaluation.comparison.training_curves import POINTS, Speed, TrainingCurves
 from tests.training_runs import metrics_line
 

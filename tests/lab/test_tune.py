@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, defaults, exact_attention
@@ -333,7 +330,6 @@ def assert_refused(outcome: tuple[int, str, str], message: str, code: int = 2) -
 
 
 def test_the_command_measures_and_names_the_fastest(asked: list[object], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     code, out, err = run(*asked, "--error", "1")
     assert (code, err) == (0, "")
     names = sorted(file.name for file in (tmp_path / "out").iterdir())

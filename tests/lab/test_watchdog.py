@@ -12,11 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from muse_lab.pretraining.batches import Batches
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions import watchdog
