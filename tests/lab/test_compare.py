@@ -302,7 +302,7 @@ def made_up(**runs: tuple[str, int, float, list[float]]) -> ComparisonResults:
 
 def test_differences_are_paired_and_relative_to_the_exact_run() -> None:
     results = made_up(
-        muse=("muse:QK8R2B128", 10, 300.0, [2.02, 4.06]),
+        muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 300.0, [2.02, 4.06]),
         exact=("exact", 10, 150.0, [2.0, 4.0]),
         odd=("exact", 9, 1.0, [1.0, 1.0]),
     )
@@ -323,7 +323,9 @@ def test_differences_are_paired_and_relative_to_the_exact_run() -> None:
 
 
 def test_without_an_exact_run_the_first_is_the_reference_and_no_speed_is_compared() -> None:
-    results = made_up(a=("muse:QK8R2B128", 10, 300.0, [2.0, 4.0]), b=("moba:L64B8R1", 10, 600.0, [1.0, 2.0]))
+    results = made_up(
+        a=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 300.0, [2.0, 4.0]), b=("moba:L64B8R1", 10, 600.0, [1.0, 2.0])
+    )
     first, second = results.runs.values()
     found = difference(results, second)
     assert found is not None
@@ -339,7 +341,7 @@ def test_one_sample_has_no_standard_error() -> None:
 
 
 def test_switching_compares_one_model_with_itself() -> None:
-    results = made_up(muse=("muse:QK8R2B128", 10, 1.0, [2.0, 4.0]))
+    results = made_up(muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [2.0, 4.0]))
     (run,) = results.runs.values()
     assert switching(results, run, MUSE) is None
     results.cells.append(Cell("muse", run.step, "", MUSE, [1, 1], [[2.1, 2.1], [4.3, 4.3]]))
@@ -349,7 +351,9 @@ def test_switching_compares_one_model_with_itself() -> None:
 
 
 def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
-    results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:QK8R2B128", 10, 1.0, [1.0, 1.0]))
+    results = made_up(
+        exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [1.0, 1.0])
+    )
     assert unlike(results, results.runs["muse"]) == []
     muse = results.runs["muse"]
     results.runs["muse"] = Run("muse", override(muse.recipe, ["seed=1", "steps=512"]), 10, 512, muse.curves, "cuda")
@@ -373,7 +377,9 @@ def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
     ],
 )
 def test_whatever_changes_learning_or_speed_is_said(changes: list[str], named: list[str], remark: str) -> None:
-    results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:QK8R2B128", 10, 300.0, [2.0, 4.0]))
+    results = made_up(
+        exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 300.0, [2.0, 4.0])
+    )
     muse = results.runs["muse"]
     results.runs["muse"] = Run("muse", override(muse.recipe, changes), 10, muse.step, muse.curves, "cpu")
     assert unlike(results, results.runs["muse"]) == named
@@ -396,7 +402,9 @@ def test_a_speedup_between_deterministic_runs_says_so_wherever_it_stands(
     changes: list[str], device: str | None, remark: str
 ) -> None:
     """Of a GPU, where they leave out cuDNN's attention, which has no float32."""
-    results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:QK8R2B128", 10, 300.0, [2.0, 4.0]))
+    results = made_up(
+        exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 300.0, [2.0, 4.0])
+    )
     for name, run in results.runs.items():
         results.runs[name] = dataclasses.replace(run, recipe=override(run.recipe, changes), device=device)
     report = report_of(results)
@@ -417,8 +425,8 @@ def test_scaling_laws_need_three_sizes() -> None:
         a=("exact", 10**8, 1.0, law(10**8)),
         b=("exact", 10**7, 1.0, law(10**7)),
         c=("exact", 10**9, 1.0, law(10**9)),
-        d=("muse:QK8R2B128", 10**7, 1.0, [1.0, 2.0]),
-        e=("muse:QK8R2B128", 10**8, 1.0, [1.0, 2.0]),
+        d=("muse:Q8K8R2SP1B128,clustering=lloyd", 10**7, 1.0, [1.0, 2.0]),
+        e=("muse:Q8K8R2SP1B128,clustering=lloyd", 10**8, 1.0, [1.0, 2.0]),
     )
     (found,) = scaling_laws(results).values()
     assert (found.law.exponent, found.law.factor) == (pytest.approx(-0.17), pytest.approx(9))
@@ -453,7 +461,9 @@ def markdown_report_of(results: ComparisonResults) -> str:
 
 
 def test_losses_by_position_are_less_those_of_a_reference_that_is_measured() -> None:
-    results = made_up(exact=("exact", 10, 1.0, [1.0, 3.0]), muse=("muse:QK8R2B128", 10, 1.0, [2.0, 2.5]))
+    results = made_up(
+        exact=("exact", 10, 1.0, [1.0, 3.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [2.0, 2.5])
+    )
     table = positions_table(results)
     assert table.titles == ["positions", "exact", "muse less exact"]
     assert table.rows == [("1", "1.5000", "+0.2500"), ("2", "2.5000", "+0.2500")]
@@ -464,7 +474,9 @@ def test_losses_by_position_are_less_those_of_a_reference_that_is_measured() -> 
 
 
 def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
-    results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:QK8R2B128", 10, 1.0, [2.0]))
+    results = made_up(
+        exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [2.0])
+    )
     report = markdown_report_of(results)
     assert "| exact | exact | 1.0000 ± 0.0000 |  |  |" in report
     assert "| muse | Q8K8R2SP1B128 |  |  |  |" in report
@@ -503,7 +515,10 @@ HOSTILE = "=1+1|`<b>x</b>`\n## y $z$"
 
 
 def test_the_name_of_a_run_is_text_in_every_report() -> None:
-    runs: dict[str, Any] = {"exact": ("exact", 10, 1.0, [1.0, 1.0]), HOSTILE: ("muse:QK8R2B128", 10, 2.0, [2.0, 2.0])}
+    runs: dict[str, Any] = {
+        "exact": ("exact", 10, 1.0, [1.0, 1.0]),
+        HOSTILE: ("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 2.0, [2.0, 2.0]),
+    }
     results = made_up(**runs)
     recipe = override(results.runs[HOSTILE].recipe, [f"initial={HOSTILE}"])
     results.runs[HOSTILE] = dataclasses.replace(results.runs[HOSTILE], recipe=recipe)

@@ -25,7 +25,7 @@ from muse_lab.records.machine import describe_machine
 from muse_lab.report.markdown import as_markdown
 from tests.training_runs import metrics_line
 
-MUSE = "muse:QK8R2B128"
+MUSE = "muse:Q8K8R2SP1B128,clustering=lloyd"
 
 
 def trained(*runs: tuple[str, int, float]) -> ComparisonResults:

@@ -22,21 +22,11 @@ from muse_lab.evaluation.gradients.results import GradientResults, Gradients, Pr
 from muse_lab.evaluation.needles.results import NeedleSettings, NeedleTask, plan
 from muse_lab.pretraining.needles.samples import NeedleSamples
 from muse_lab.report.markdown import as_markdown
-from tests.needle_models import eval_needles, needle_haystack, needle_llama, needle_tokenizer, write_needle_folder
+from tests.needle_models import eval_needles, needle_llama, write_needle_folder
 
 LENGTH = 512
 COARSE, ALL = "muse:Q4K4R1SP1B64,clustering=lloyd", "muse:Q4K4R4SP8B64,clustering=lloyd"
 SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return needle_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def samples(tokenizer: Tokenizer) -> NeedleSamples:
-    return NeedleSamples(tokenizer, needle_haystack(tokenizer))
 
 
 @pytest.fixture(scope="module")

@@ -32,22 +32,12 @@ from muse_lab.evaluation.lookups.results import Found, LookupResults, measure
 from muse_lab.evaluation.needles.results import NeedleSettings, NeedleTask, plan
 from muse_lab.pretraining.needles.samples import NeedleSamples
 from muse_lab.report.markdown import as_markdown
-from tests.needle_models import eval_needles, needle_haystack, needle_llama, needle_tokenizer, write_needle_folder
+from tests.needle_models import eval_needles, needle_llama, write_needle_folder
 
 LENGTH = 512
 PAPER, TOLERANT = "muse:Q4K4R1SP1B64,clustering=lloyd", "muse:Q4K8R4T0.001B64,clustering=lloyd"
 SHORT_PAPER, SHORT_TOLERANT = "Q4K4R1SP1B64", "Q4K8R4T0.001B64"
 SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return needle_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def samples(tokenizer: Tokenizer) -> NeedleSamples:
-    return NeedleSamples(tokenizer, needle_haystack(tokenizer))
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,9 @@ from muse_lab.cli import commands
 from muse_lab.evaluation.fidelity.presets import find_presets
 from muse_lab.evaluation.fits import Decay, PowerLaw
 from muse_lab.evaluation.loss import positions as loss
-from muse_lab.evaluation.loss.attentions import figure_attentions
 from muse_lab.evaluation.loss.curves import binned, cumulative_mean, doublings, fit_exact, gap, ratio_per_doubling
 from muse_lab.evaluation.loss.loss_report import as_csv
-from muse_lab.evaluation.loss.positions import Losses, LossResults, measure, position_losses
+from muse_lab.evaluation.loss.positions import Losses, LossResults, figure_attentions, measure, position_losses
 from muse_lab.evaluation.settings import TextSettings, take_fingerprint
 from muse_lab.records.attention_names import in_words
 from tests.models import SIZES, tiny_llama, token_ids, write_model_folder

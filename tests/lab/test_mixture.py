@@ -35,7 +35,7 @@ from muse_lab.pretraining.recipes import Recipe, override, tiny
 from muse_lab.pretraining.run.folder import run_recipe
 from muse_lab.pretraining.training import make_batches, train
 from tests.lab.test_prepare import make
-from tests.needle_models import DEFINITION, QUESTION, needle_corpus, needle_tokenizer
+from tests.needle_models import DEFINITION, QUESTION, needle_corpus
 from tests.patience import PATIENCE
 from tests.ranks import CONTEXT
 from tests.training_runs import assert_same_run, stop_at
@@ -47,11 +47,6 @@ RECIPE: Recipe = override(
         *("checkpoint_every=2", "probe_every=0", "mixture=niah", "mixture_share=0.5"),
     ],
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return needle_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands
@@ -18,28 +17,13 @@ from muse_lab.evaluation.needles import results as needle_results
 from muse_lab.evaluation.needles.results import NeedleResults, NeedleSettings
 from muse_lab.evaluation.needles.scores import answer
 from muse_lab.evaluation.needles.statistics import failures
-from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
+from muse_lab.pretraining.needles.samples import Sample
 from tests.lab.test_prepare import make
-from tests.needle_models import eval_needles, needle_haystack, needle_tokenizer, write_needle_folder
+from tests.needle_models import eval_needles, write_needle_folder
 
 LENGTH = 1024
 COARSE = "muse:Q4K4R1SP1B128,clustering=lloyd"
 SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return needle_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def words(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def samples(tokenizer: Tokenizer) -> NeedleSamples:
-    return NeedleSamples(tokenizer, needle_haystack(tokenizer))
 
 
 @pytest.fixture(scope="module")

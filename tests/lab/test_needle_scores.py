@@ -23,26 +23,11 @@ from muse_lab.evaluation.needles.statistics import failures
 from muse_lab.pretraining.model.configuration import DecoderConfig
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.needles.samples import KINDS, NeedleSamples, Sample
-from tests.needle_models import needle_haystack, needle_llama, needle_tokenizer
+from tests.needle_models import needle_llama
 
 LENGTH = 1024
 COARSE = "muse:Q4K4R1SP1B128"
 SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return needle_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def words(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def samples(tokenizer: Tokenizer) -> NeedleSamples:
-    return NeedleSamples(tokenizer, needle_haystack(tokenizer))
 
 
 def log_probabilities(model: Any, tokens: Tensor, attention: str = "exact") -> Tensor:

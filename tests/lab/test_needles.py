@@ -26,14 +26,9 @@ from muse_lab.pretraining.needles.samples import BUCKETS, CANDIDATES, KINDS, Nee
 from muse_lab.pretraining.needles.words import ENOUGH, words_for
 from muse_lab.pretraining.needles.writer import EVALUATION, TRAINING, Needle, NeedleWriter, occurrences
 from tests.lab.test_prepare import source
-from tests.needle_models import DEFINITION, needle_corpus, needle_haystack, needle_tokenizer, texts
+from tests.needle_models import DEFINITION, needle_corpus, needle_haystack, texts
 
 LENGTH = 2048
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return needle_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 from muse_lab.cli import commands
-from muse_lab.cli.durations import parse_duration
+from muse_lab.cli.train import parse_duration
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.batches import Batches
 from muse_lab.pretraining.data.corpus import Corpus

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from muse_attention.baselines.flash_sparse import check_flash_sparse
+from muse_attention.baselines.flex import check_flex
+from muse_attention.baselines.nsa import check_nsa
 from muse_attention.registry import get_attention
 from muse_lab.benchmark.captured import CapturesFile
-from muse_lab.benchmark.peers import check_peer
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.sweeps import sweep_requests
@@ -61,7 +63,7 @@ class Plan:
             raise ValueError("there is nothing to measure; name at least one length and one attention")
         for request in self.requests:
             get_attention(request.full_name)
-            check_peer(request, settings.device, is_causal=settings.causal)
+            _check_peer(request, settings.device, is_causal=settings.causal)
             if self.captures is not None:
                 self.captures.check(request.shape)
 
@@ -94,3 +96,14 @@ class Plan:
 def by_shape(requests: Sequence[BenchmarkRequest]) -> itertools.groupby[Shape, BenchmarkRequest]:
     """Requests in their order, those of one shape together."""
     return itertools.groupby(requests, key=lambda request: request.shape)
+
+
+def _check_peer(request: BenchmarkRequest, device: str, *, is_causal: bool) -> None:
+    """Raise ValueError if an attention of another library cannot serve the request."""
+    kind, _, _ = request.attention.partition(":")
+    if kind == "flex_attention":
+        check_flex(device)
+    elif kind == "flash_sparse_attn":
+        check_flash_sparse(device)
+    elif kind == "nsa":
+        check_nsa(device, request.shape.heads, request.shape.key_heads, is_causal=is_causal)

@@ -16,12 +16,17 @@ from muse_lab.benchmark import tables
 from muse_lab.benchmark.bench_report import bench_report, retrieval_table
 from muse_lab.benchmark.captured import CapturesFile
 from muse_lab.benchmark.matched import MATCHED_KINDS
-from muse_lab.benchmark.packed_documents import DocumentsSettings, parse_documents
+from muse_lab.benchmark.packed_documents import (
+    DocumentsSettings,
+    format_documents,
+    measure_documents,
+    parse_documents,
+)
+from muse_lab.benchmark.packed_documents_report import CAPTION, documents_report, documents_table
 from muse_lab.benchmark.plan import Plan
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.suite import run_plan, start_results
 from muse_lab.benchmark.sweeps import SWEEPS, find_sweep, format_shape
-from muse_lab.cli import bench_documents
 from muse_lab.cli.app import (
     Device,
     Overwrite,
@@ -132,7 +137,7 @@ def bench(
         settled = {name: getattr(packed, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")}
         command = spell(context, {**settled, "name": stem}, is_recorded=True)
         with run_errors(lambda: "nothing was written"):
-            bench_documents.run(packed, configs, path, command)
+            _measure_documents(packed, configs, path, command)
         return
     with user_errors():
         settings = BenchmarkSettings(
@@ -249,3 +254,14 @@ def _bench_table(results: BenchmarkResults) -> Table:
 
 def _time_cell(seconds: float, speedup: float | None = None) -> str:
     return f"{tables.format_seconds(seconds)} {'' if speedup is None else tables.format_ratio(speedup):>5}"
+
+
+def _measure_documents(settings: DocumentsSettings, configs: list[str], path: Path, command: str) -> None:
+    """Measure packed documents, show and write."""
+    with progress_bar(settings.repeats + 1) as on_step:
+        results = measure_documents(settings, configs, lambda number: on_step(f"round {number}", number))
+    add_command(results, command)
+    results.write(path)
+    table = documents_table(results)
+    show(table, format_documents(settings.documents), table.titles[1:], CAPTION)
+    write(documents_report(results, path.stem), path, path)

@@ -121,8 +121,13 @@ def compare_runs(
     asked_length = None if request.length is None else parse_size(request.length)
     with busy(f"importing transformers, and reading the corpus {request.corpus} and the runs"):
         import muse_attention.huggingface  # noqa: F401 - where transformers is missing, it says what to install
-        from muse_lab.evaluation.comparison.matrix import attentions_of, measure, open_windows, weights_to_measure
-        from muse_lab.evaluation.comparison.recorded import take_records
+        from muse_lab.evaluation.comparison.matrix import (
+            attentions_of,
+            measure,
+            open_windows,
+            take_records,
+            weights_to_measure,
+        )
         from muse_lab.evaluation.comparison.runs import open_runs
         from muse_lab.pretraining.run.folder import run_recipe
 

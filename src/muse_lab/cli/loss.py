@@ -15,10 +15,9 @@ from muse_lab.cli.language_model import Length, Model, Text, open_subject
 from muse_lab.cli.measuring import Measurement, ModelRun, Samples, show
 from muse_lab.cli.options import Words, attentions, listed, with_option_groups
 from muse_lab.evaluation.fidelity.presets import PRESETS, find_presets
-from muse_lab.evaluation.loss.attentions import figure_attentions
 from muse_lab.evaluation.loss.curves import SHORTEST, fit_exact
 from muse_lab.evaluation.loss.loss_report import loss_report, summary_table
-from muse_lab.evaluation.loss.positions import LossResults, measure
+from muse_lab.evaluation.loss.positions import LossResults, figure_attentions, measure
 from muse_lab.models import DEFAULT_MODEL
 
 _RUN = ModelRun(output=Path("out/loss"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,6 @@ from muse_lab.cli.app import (
     say,
     user_errors,
 )
-from muse_lab.cli.durations import parse_duration
 from muse_lab.cli.language_model import short_warnings
 from muse_lab.cli.options import with_option_groups
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
@@ -55,6 +55,8 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+_DURATION = re.compile(r"(?:(\d{1,6})d)?(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?")
+_SECONDS = (86400, 3600, 60, 1)
 _OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("attention", "steps", "length", "batch", "micro_batch"), ()),
     "peak_rate": ("--learning-rate", "--peak-rate"),
@@ -210,6 +212,15 @@ def train(
     except TrainingError as error:
         say(str(error))
         raise typer.Exit(1) from None
+
+
+def parse_duration(text: str) -> int:
+    """In seconds, of `45s`, `90m`, `3h`, `1h30m` or `2d`; a ValueError for anything else, and for 0."""
+    match = _DURATION.fullmatch(text.strip())
+    seconds = sum(int(count or 0) * unit for count, unit in zip(match.groups(), _SECONDS, strict=True)) if match else 0
+    if seconds < 1:
+        raise ValueError(f"cannot read the duration {text.strip()!r}: write it like 45s, 90m, 3h or 1h30m")
+    return seconds
 
 
 def _check_continues(run: Path, output: Path, recipe: str | None, *, resume: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from muse_attention.registry import full_name
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.training_curves import Answers
 from muse_lab.report.figures import line_figure
@@ -36,7 +35,7 @@ def answers_by_attention(run: Run) -> dict[str, list[Answers]]:
     """Of each attention that they were measured under, by its full name."""
     found: dict[str, list[Answers]] = {}
     for answers in run.curves.answers:
-        found.setdefault(full_name(answers.attention, run.recipe.length), []).append(answers)
+        found.setdefault(answers.attention, []).append(answers)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Sequence
 
-from muse_attention.registry import full_name
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.comparison import findings
 from muse_lab.evaluation.comparison.answers import answers_by_attention, answers_sections
@@ -185,7 +184,7 @@ def speed_table(results: ComparisonResults) -> Table:
     return Table.of(
         rows,
         (text("run"), lambda row: row[0].name),
-        (text("attention of the update"), lambda row: names[full_name(row[1], row[0].recipe.length)]),
+        (text("attention of the update"), lambda row: names[row[1]]),
         (number("tokens/s", _SPEED), lambda row: f"{row[2].tokens_per_second:,.0f}"),
         (number("updates"), lambda row: f"{row[2].updates:,}"),
         (number("speed-up over exact training"), lambda row: _speedup(results, row[0]) if row[3] else None),
@@ -312,7 +311,7 @@ def _runs(results: ComparisonResults) -> Iterable[Run]:
 def _named(results: ComparisonResults) -> list[str]:
     """All attentions of the report, by their full names."""
     trained = [run.attention for run in _runs(results)]
-    updates = [full_name(name, run.recipe.length) for run in _runs(results) for name in run.curves.speeds]
+    updates = [name for run in _runs(results) for name in run.curves.speeds]
     answered = [name for run in _runs(results) for name in answers_by_attention(run)]
     return [*trained, *results.named, *updates, *answered]
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muse_attention.registry import full_name
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.fits import PowerLaw
 from muse_lab.evaluation.means import Mean
@@ -128,7 +127,7 @@ def besides(run: Run) -> str:
     parts = "".join(f", exact for the {which} {100 * share:g}%" for which, share in shares.items() if share)
     if not recipe.further_steps:
         return parts
-    (name,) = short_names([full_name(recipe.attention_at(recipe.steps), recipe.length)]).values()
+    (name,) = short_names([recipe.attention_at(recipe.steps)]).values()
     return f"{parts}, then {name} for {recipe.further_steps:,} further updates"
 
 

@@ -22,6 +22,8 @@ from muse_lab.evaluation.settings import take_fingerprint
 from muse_lab.pretraining.batches import Windows
 from muse_lab.pretraining.checkpoints.manifest import CheckpointError
 from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
+from muse_lab.pretraining.initial_model import make_empty_model
+from muse_lab.pretraining.recipes import differences
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import forward_name
 from muse_lab.records.stored_results import OnStep, rounded
@@ -102,6 +104,17 @@ def measure(
                 _add(results, run.name, step, fingerprint, attention, losses)
                 results.write(path)
                 finished += 1
+
+
+def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonResults, path: Path) -> None:
+    """Fill `results` with what runs recorded while they trained; a ValueError if it has another of the same name."""
+    for run in runs:
+        earlier = results.runs.get(run.name)
+        if earlier is not None and differences(earlier.recipe, run.recipe):
+            raise ValueError(f"{path} has another run called {run.name}; {results.way_out}")
+        parameters = make_empty_model(corpus, run.recipe).num_parameters()
+        results.runs[run.name] = Run(run.name, run.recipe, parameters, run.newest, run.curves, run.device)
+    results.write(path)
 
 
 def _sample_losses(model: PreTrainedModel, window: Tensor, attention: str, settings: ComparisonSettings) -> Tensor:

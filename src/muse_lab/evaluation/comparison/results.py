@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muse_attention.registry import full_name
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import Recipe
@@ -55,7 +54,7 @@ class Run:
     @property
     def attention(self) -> str:
         """That it was trained with, by its full name."""
-        return full_name(self.recipe.attention, self.recipe.length)
+        return self.recipe.attention
 
     @property
     def tested_attention(self) -> str:

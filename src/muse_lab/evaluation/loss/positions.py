@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from muse_attention.config import MuSeConfig
 from muse_lab.evaluation.settings import TextSettings
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.stored_results import OnStep, StoredResults
@@ -83,6 +84,22 @@ class LossResults(StoredResults):
         done = {name: len(losses.means) for name, losses in self.losses.items()}
         samples = range(self.settings.samples)
         return [(sample, name) for sample in samples for name in attentions if done.get(name, 0) <= sample]
+
+
+def figure_attentions(length: int) -> tuple[str, ...]:
+    """Those of the paper's Llama figure, around `MuSeConfig.paper_sizes`.
+
+    Exact attention; MuSe with half, all, twice and four times the clusters, a sixteenth of them opened; one query
+    cluster, tilted; and no tilt.
+    """
+    base = MuSeConfig.paper_sizes(length)
+    clusters = base.key_clusters
+    configs = [
+        base.replace(query_clusters=number, key_clusters=number, retrieved_clusters=max(1, number // 16))
+        for number in (clusters // 2, clusters, 2 * clusters, 4 * clusters)
+    ]
+    configs += [base.replace(query_clusters=1), base.replace(tilt=False)]
+    return ("exact", *(f"muse:{config}" for config in configs))
 
 
 def measure(
