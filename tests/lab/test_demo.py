@@ -184,7 +184,7 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
         ("corpus/manifest.json", "standard library", "other library", "other library, now "),
         ("exact/run.json", '"corpus": "', '"corpus": "0', "corpus was 0"),
         ("muse/run.json", '"steps": 8', '"steps": 9', "steps was 9, now 8"),
-        ("attention.json", '"repeats": 1', '"repeats": 2', "repeats was 2, now 1"),
+        ("attention.json", '"repeats":1', '"repeats":2', "repeats was 2, now 1"),
         ("compare/compare.json", '"fingerprint":"', '"fingerprint":"0', "fingerprint"),
         ("compare/compare.json", '"cells"', '"sells"', "does not hold the results of muse compare"),
     ],
