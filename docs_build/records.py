@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from muse_lab.benchmark.tuning.candidates import TuningResults
+from muse_lab.benchmark.tuning import TuningResults
 
 from muse_attention.config import MuSeConfig
 from muse_lab.benchmark.results import BenchmarkResults

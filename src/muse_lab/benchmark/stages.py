@@ -57,7 +57,7 @@ def _stages_of_kernels() -> dict[str, stages.Stage]:
     """The stage of each Triton kernel of the library by its name: nothing where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return {}
-    importlib.import_module("muse_attention.backends.triton.far_field")  # all of them
+    importlib.import_module("muse_attention.backends.triton.backend")  # all of them
     from muse_attention.backends.triton.runtime.launching import stages_of_kernels
 
     return stages_of_kernels()
