@@ -331,39 +331,6 @@ def test_cuda_without_a_device_is_refused() -> None:
     assert_refused(run("bench", "--device", "cuda"), "PyTorch finds none here")
 
 
-@pytest.mark.long
-def test_errors_prints_a_table_and_writes_the_picture(tmp_path: Path) -> None:
-    code, out, err = run("errors", "--device", "cpu", "--length", "1k", "--heads", "1", "--output", tmp_path / "out")
-    assert code == 0, err
-    files = ["errors-by-position.png", *(f"errors.{ending}" for ending in ("csv", "html", "json", "md"))]
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == files
-    assert "errors-by-position.png" in out
-    found = json.loads((tmp_path / "out" / "errors.json").read_text())
-    lines = {line["kind"]: line for line in found["lines"]}
-    assert list(lines) == ["exact", "muse", "block_diagonal", "moba"]
-    for line in lines.values():
-        assert line["attention"].removeprefix("muse:").partition(",")[0] in out
-        assert len(line["error_by_position"]) == len(found["bin_centres"]) == 128
-    assert lines["exact"]["relative_squared_error"] == lines["exact"]["future_influence"] == 0
-    assert 0 < lines["muse"]["relative_squared_error"] < lines["block_diagonal"]["relative_squared_error"]
-    assert max(lines["muse"]["error_by_position"][:32]) < 1e-9  # the first of four blocks is exact
-
-    assert found["commands"] == ["muse errors --length 1k --heads 1 --device cpu"]
-    page = (tmp_path / "out" / "errors.html").read_bytes()
-    assert run("report", tmp_path / "out")[0] == 0
-    assert (tmp_path / "out" / "errors.html").read_bytes() == page
-    assert "Errors on synthetic data" in (tmp_path / "out" / "index.html").read_text()
-
-    before = (tmp_path / "out" / "errors.json").read_bytes()
-    asked = ("errors", "--device", "cpu", "--length", "1k", "--output", tmp_path / "out", "--heads")
-    code, again, err = run(*asked, "1")
-    assert (code, again) == (0, out), err
-    assert_refused(run(*asked, "2"), "heads was 1, now 2; choose another --output, or replace it with --overwrite")
-    assert (tmp_path / "out" / "errors.json").read_bytes() == before
-    assert run(*asked, "2", "--overwrite")[0] == 0
-    assert json.loads((tmp_path / "out" / "errors.json").read_text())["settings"]["heads"] == 2
-
-
 def test_without_the_extra_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

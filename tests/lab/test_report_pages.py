@@ -13,11 +13,8 @@ from pathlib import Path
 import pytest
 
 from muse_lab.benchmark.bench_report import bench_report
-from muse_lab.benchmark.errors_report import errors_report
 from muse_lab.benchmark.request import BenchmarkRequest
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
-from muse_lab.benchmark.synthetic_errors import Errors, ErrorSettings
-from muse_lab.benchmark.synthetic_errors import Line as ErrorLine
 from muse_lab.benchmark.timing import Times
 from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.benchmark.tuning_report import tuning_report
@@ -104,15 +101,6 @@ def of_benchmark(folder: Path) -> Report:
     return bench_report(BenchmarkResults(describe_machine(), settings, ["muse bench"], cases), "bench")
 
 
-def of_errors(folder: Path) -> Report:
-    names = {"exact": "exact", "muse": LONG, "block_diagonal": "block_diagonal:256", "moba": "moba:L256B16R1"}
-    lines = [
-        ErrorLine(kind, name, 1.0 + place, 1.0, 0.1 * place, 0.9, 0.0, [0.0, 0.01 * place, 0.1 * place])
-        for place, (kind, name) in enumerate(names.items())
-    ]
-    return errors_report(Errors(describe_machine(), ErrorSettings(1024), ["muse errors"], [0.0, 300.0, 600.0], lines))
-
-
 KINDS: dict[str, Callable[[Path], Report]] = {
     "fidelity": of_fidelity,
     "loss": of_loss,
@@ -123,7 +111,6 @@ KINDS: dict[str, Callable[[Path], Report]] = {
     "tasks": of_tasks,
     "tuning": of_tuning,
     "benchmark": of_benchmark,
-    "errors": of_errors,
 }
 
 

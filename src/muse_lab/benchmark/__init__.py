@@ -6,5 +6,5 @@ a model (`captured.py`); `peers.py` checks what other libraries need. `timing.py
 `suite.py` goes through a plan, `results.py` keeps what was found, and `bench_report.py` shows it, with `tables.py`.
 
 `packed_documents.py`: the same for packed documents. `tuning.py`: many configurations on heads of a model, to find the
-fastest below an error. `synthetic_errors.py`: where attentions err on synthetic data. Each has a report beside it.
+fastest below an error. Each has a report beside it.
 """

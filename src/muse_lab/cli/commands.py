@@ -9,7 +9,6 @@ __all__ = ["app"]
 list_command("demo", "See MuSe at work: one long attention call, and a tiny model trained with and without it.")
 list_command("info", "Show versions, hardware, backends and default configurations.")
 list_command("bench", "Measure time, memory and error of attentions on this machine.")
-list_command("errors", "Measure the errors of attentions on synthetic data, by position.")
 list_command("prepare", "Make a corpus of tokens for pretraining from source code and texts.")
 list_command("train", "Pretrain a language model with any attention.")
 list_command("recipes", "List the recipes of muse train, and what their fields mean.")

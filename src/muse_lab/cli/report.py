@@ -10,11 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from muse_lab.benchmark.bench_report import bench_report
-from muse_lab.benchmark.errors_report import errors_report
 from muse_lab.benchmark.packed_documents import DocumentsResults
 from muse_lab.benchmark.packed_documents_report import documents_report
 from muse_lab.benchmark.results import BenchmarkResults
-from muse_lab.benchmark.synthetic_errors import Errors
 from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.benchmark.tuning_report import tuning_report
 from muse_lab.cli.app import CONTENTS, app, nonempty_path, run_errors, say, user_errors
@@ -67,11 +65,10 @@ _KINDS = (
     _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
     _Kind("Benchmarks", "cases", BenchmarkResults.read, bench_report),
     _Kind("Packed documents", "packed", DocumentsResults.read, documents_report),
-    _Kind("Errors on synthetic data", "bin_centres", Errors.read, errors_report),
 )
 
 
-_COMMANDS = "muse bench, errors, fidelity, loss, compare, eval or tune"
+_COMMANDS = "muse bench, fidelity, loss, compare, eval or tune"
 
 
 @dataclass(frozen=True)
