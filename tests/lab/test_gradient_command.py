@@ -1,37 +1,26 @@
-"""`muse eval needles --gradients`: what it measures, what it writes, how it goes on, and one line for mistakes."""
+"""`muse eval needles --gradients`: what it measures, and its report."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
 from muse_attention.huggingface import use_attention
-from muse_lab.cli import commands
-from muse_lab.evaluation.gradients import results as gradient_results
 from muse_lab.evaluation.gradients.gradient_report import as_csv, depth_table, gradient_report, pool, summary_table
 from muse_lab.evaluation.gradients.results import GradientResults, Gradients, Products, differentiate, measure
 from muse_lab.evaluation.needles.results import NeedleSettings, NeedleTask, plan
 from muse_lab.pretraining.needles.samples import NeedleSamples
 from muse_lab.report.markdown import as_markdown
-from tests.needle_models import eval_needles, needle_llama, write_needle_folder
+from tests.needle_models import needle_llama
 
 LENGTH = 512
 COARSE, ALL = "muse:Q4K4R1SP1B64,clustering=lloyd", "muse:Q4K4R4SP8B64,clustering=lloyd"
 SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle_folder(tmp_path_factory.mktemp("gradients"), tokenizer)
 
 
 def tasks_of(*attentions: str, kind: str = "single") -> list[NeedleTask]:
@@ -83,7 +72,7 @@ def test_numbers_are_products_of_the_gradients(tokenizer: Tokenizer, samples: Ne
     assert all(weight.grad is None for weight in model.parameters()), "the model is left as it was"
     sample = samples.make(task.kind, LENGTH, task.bucket, task.number)
     (loss, own), (exact_loss, exact) = (differentiate(model, sample, attention) for attention in (COARSE, "exact"))
-    found = results.gradients[task]
+    found = results.measured[task]
     assert (found.loss, found.exact_loss) == pytest.approx((loss, exact_loss), rel=1e-5)
     for products, chosen in (
         (found.all_weights, list(own)),
@@ -96,7 +85,7 @@ def test_numbers_are_products_of_the_gradients(tokenizer: Tokenizer, samples: Ne
         ]
         assert [products.square, products.exact_square, products.product] == pytest.approx(expected, rel=1e-4)
     assert 0 < found.queries_and_keys.exact_square < found.all_weights.exact_square
-    assert GradientResults.read(tmp_path / "gradients.json").gradients == results.gradients
+    assert GradientResults.read(tmp_path / "gradients.json").measured == results.measured
 
 
 def test_a_loss_or_a_gradient_that_is_no_number_is_refused(tokenizer: Tokenizer, samples: NeedleSamples) -> None:
@@ -111,27 +100,6 @@ def test_a_loss_or_a_gradient_that_is_no_number_is_refused(tokenizer: Tokenizer,
         model.lm_head.weight.fill_(math.nan)
     with pytest.raises(ValueError, match=refused):
         differentiate(model, sample, "exact")
-
-
-@pytest.mark.long
-def test_an_interrupted_run_goes_on_to_the_same_results(
-    tokenizer: Tokenizer, samples: NeedleSamples, tmp_path: Path
-) -> None:
-    model, tasks = needle_llama(tokenizer), tasks_of(COARSE, ALL)
-    whole = GradientResults({}, SETTINGS)
-    measure(model, samples, tasks, whole, tmp_path / "whole.json")
-    path = tmp_path / "gradients.json"
-
-    def interrupt(description: str, finished: int) -> None:
-        if finished:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(model, samples, tasks, GradientResults.start(SETTINGS, path), path, on_step=interrupt)
-    results = GradientResults.start(SETTINGS, path)
-    assert results.missing(tasks) == tasks[1:]
-    measure(model, samples, tasks, results, path)
-    assert GradientResults.read(path).gradients == whole.gradients
 
 
 # The reports
@@ -160,86 +128,8 @@ def test_what_is_kept_is_a_share_of_all_that_there_is() -> None:
     assert "At 512, Q4K4R1SP1B64 keeps 0.950 ± 0.090 of the gradient of answers." in text
     assert as_csv(results).splitlines()[1] == f'"{COARSE}",512,single,0,0,2.0,1.0,0.25,1.0,0.5,0.0,0.0,0.0'
     zeros = Products(0.0, 0.0, 0.0)
-    nothing = {task: Gradients(0.0, 0.0, zeros, zeros) for task in results.gradients}
-    text = as_markdown(gradient_report(dataclasses.replace(results, gradients=nothing), "tiny"))
+    nothing = {task: Gradients(0.0, 0.0, zeros, zeros) for task in results.measured}
+    text = as_markdown(gradient_report(dataclasses.replace(results, measured=nothing), "tiny"))
     assert "At 512, exact attention has no gradient for the answers that Q4K4R1SP1B64 could keep." in text
     with pytest.raises(ValueError, match="no sample has been differentiated yet"):
         gradient_report(GradientResults({}, SETTINGS), "tiny")
-
-
-# The command
-
-
-@pytest.fixture(scope="module")
-def options(folder: Path) -> list[object]:
-    return [
-        *(folder / "model", "--text", folder / "texts", "--length", "512", "--kind", "single", "--gradients"),
-        *("--attention", COARSE, "--samples-per-depth", 1, "--device", "cpu", "--name", "tiny"),
-    ]
-
-
-@pytest.fixture(scope="module")
-def measured(folder: Path, options: list[object]) -> Path:
-    code, out, err = eval_needles(*options, "--output", folder / "out")
-    assert (code, err) == (0, "")
-    assert "kept" in out
-    assert "Q4K4R1SP1B64" in out, "a terminal has room for the name"
-    return folder / "out"
-
-
-@pytest.mark.long
-def test_the_command_writes_tables_and_a_page(measured: Path) -> None:
-    assert {file.name for file in measured.iterdir()} == {
-        f"tiny-gradients.{end}" for end in ("json", "md", "csv", "html")
-    }
-    results = GradientResults.read(measured / "tiny-gradients.json")
-    assert len(results.gradients) == 9, "exact attention is what it is compared with, and no attention of its own"
-    (spelled,) = results.commands
-    assert "--samples-per-depth 1 --gradients --seed 0" in spelled
-    text = (measured / "tiny-gradients.md").read_text()
-    assert "of the gradient of answers, and" in text
-    assert "| 0.85 |" in text
-
-
-def test_an_interruption_says_how_to_go_on(
-    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def interrupted(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return differentiate(*given)
-
-    monkeypatch.setattr(gradient_results, "differentiate", interrupted)
-    code, _, err = eval_needles(*options, "--output", tmp_path)
-    assert code == 130
-    assert f"what is finished is in {tmp_path / 'tiny-gradients.json'}; continue with: muse eval needles" in err
-    assert len(GradientResults.read(tmp_path / "tiny-gradients.json").gradients) == 1
-
-
-def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> None:
-    shutil.copy(measured / "tiny-gradients.json", tmp_path)
-    result = CliRunner().invoke(commands.app, ["report", str(tmp_path)])
-    assert result.exit_code == 0
-    for ending in ("md", "csv", "html"):
-        name = f"tiny-gradients.{ending}"
-        assert (tmp_path / name).read_text() == (measured / name).read_text()
-    assert "Gradients of lookups" in (tmp_path / "index.html").read_text()
-
-
-def test_lookups_and_gradients_are_asked_for_one_by_one(options: list[object], tmp_path: Path) -> None:
-    code, _, err = eval_needles(*options, "--lookups", "--output", tmp_path)
-    assert code == 2
-    assert "--lookups and --gradients measure different things; ask for one, then for the other" in err
-    assert len(err.splitlines()) == 1
-
-
-def test_a_file_that_holds_something_else_is_refused(measured: Path, options: list[object], tmp_path: Path) -> None:
-    document = json.loads((measured / "tiny-gradients.json").read_text())
-    document["gradients"][0]["loss"] = math.nan
-    (tmp_path / "tiny-gradients.json").write_text(json.dumps(document))
-    code, _, err = eval_needles(*options, "--output", tmp_path)
-    assert code == 2
-    assert "does not hold the results of muse eval needles --gradients" in err

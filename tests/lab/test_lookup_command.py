@@ -1,24 +1,18 @@
-"""`muse eval needles --lookups`: what it measures, what it writes, how it goes on, and one line for mistakes."""
+"""`muse eval needles --lookups`: what it measures, and its report."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
 from muse_attention import get_attention
 from muse_attention.core.recording import recorded_calls
-from muse_attention.fidelity.lookups import found_weight, look_up
+from muse_attention.fidelity.lookups import found_weight
 from muse_attention.huggingface.capture import capture
-from muse_lab.cli import commands
-from muse_lab.evaluation.lookups import results as lookup_results
 from muse_lab.evaluation.lookups.lookup_report import (
     STRONG,
     as_csv,
@@ -32,17 +26,12 @@ from muse_lab.evaluation.lookups.results import Found, LookupResults, measure
 from muse_lab.evaluation.needles.results import NeedleSettings, NeedleTask, plan
 from muse_lab.pretraining.needles.samples import NeedleSamples
 from muse_lab.report.markdown import as_markdown
-from tests.needle_models import eval_needles, needle_llama, write_needle_folder
+from tests.needle_models import needle_llama
 
 LENGTH = 512
 PAPER, TOLERANT = "muse:Q4K4R1SP1B64,clustering=lloyd", "muse:Q4K8R4T0.001B64,clustering=lloyd"
 SHORT_PAPER, SHORT_TOLERANT = "Q4K4R1SP1B64", "Q4K8R4T0.001B64"
 SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
-def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_needle_folder(tmp_path_factory.mktemp("lookups"), tokenizer)
 
 
 # The numbers
@@ -61,8 +50,8 @@ def test_the_numbers_are_those_of_the_captured_layers(
     tasks = tasks_of(PAPER, TOLERANT, "exact", "moba:L64B16R2")
     measure(model, samples, tasks, results, tmp_path / "lookups.json")
     assert results.layers == [0, 1]
-    assert list(results.lookups) == tasks
-    for task, found in results.lookups.items():
+    assert list(results.measured) == tasks
+    for task, found in results.measured.items():
         sample = samples.make("single", LENGTH, task.bucket, 0)
         position = len(sample.prompt) - 1
         for layer, inputs in enumerate(capture(model, torch.from_numpy(sample.prompt)[None])):
@@ -78,29 +67,9 @@ def test_the_numbers_are_those_of_the_captured_layers(
             assert found.pairs[layer] == expected.pairs[0].tolist()
         if task.attention == "exact":
             assert found.found == found.weight
-    retrieved = [number for found in results.lookups.values() for layer in found.pairs for number in layer]
+    retrieved = [number for found in results.measured.values() for layer in found.pairs for number in layer]
     assert max(retrieved) > 1
-    assert LookupResults.read(tmp_path / "lookups.json").lookups == results.lookups
-
-
-def test_an_interrupted_run_goes_on_to_the_same_results(
-    tokenizer: Tokenizer, samples: NeedleSamples, tmp_path: Path
-) -> None:
-    model, tasks = needle_llama(tokenizer), tasks_of(PAPER, TOLERANT)
-    whole = LookupResults({}, SETTINGS)
-    measure(model, samples, tasks, whole, tmp_path / "whole.json")
-    path = tmp_path / "lookups.json"
-
-    def interrupt(description: str, finished: int) -> None:
-        if finished:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(model, samples, tasks, LookupResults.start(SETTINGS, path), path, on_step=interrupt)
-    results = LookupResults.start(SETTINGS, path)
-    assert results.missing(tasks) == tasks[2:], "both attentions of the first sample are there"
-    measure(model, samples, tasks, results, path)
-    assert LookupResults.read(path).lookups == whole.lookups
+    assert LookupResults.read(tmp_path / "lookups.json").measured == results.measured
 
 
 # The reports
@@ -119,7 +88,7 @@ def hand_made() -> LookupResults:
         NeedleTask(0, LENGTH, "single", 1, TOLERANT): Found(weight, weight, weight, [[4, 0], [2, 2]]),
     }
     machine = LookupResults.start(SETTINGS, Path("missing")).machine
-    return LookupResults(machine, SETTINGS, ["muse eval needles --lookups"], [0, 3], lookups)
+    return LookupResults(machine, SETTINGS, ["muse eval needles --lookups"], lookups, [0, 3])
 
 
 def test_pools_of_known_weights() -> None:
@@ -159,94 +128,7 @@ def test_no_weight_has_no_share() -> None:
     zeros = [[0.0, 0.0], [0.0, 0.0]]
     nothing = {
         task: dataclasses.replace(found, weight=zeros, found=zeros, exact=zeros)
-        for task, found in results.lookups.items()
+        for task, found in results.measured.items()
     }
-    (first, _) = summary_table(dataclasses.replace(results, lookups=nothing)).rows
+    (first, _) = summary_table(dataclasses.replace(results, measured=nothing)).rows
     assert first[4:] == ("", "", "1.00", "0.0", "0.0", "", "", "")
-
-
-# The command
-
-
-@pytest.fixture(scope="module")
-def options(folder: Path) -> list[object]:
-    return [
-        *(folder / "model", "--text", folder / "texts", "--length", "512", "--kind", "single", "--lookups"),
-        *("--attention", PAPER, "--samples-per-depth", 1, "--device", "cpu", "--name", "tiny"),
-    ]
-
-
-@pytest.fixture(scope="module")
-def measured(folder: Path, options: list[object]) -> Path:
-    code, out, err = eval_needles(*options, "--output", folder / "out")
-    assert (code, err) == (0, "")
-    assert "found" in out
-    assert SHORT_PAPER in out, "a terminal has room for the name"
-    return folder / "out"
-
-
-def test_the_command_writes_tables_and_a_page(measured: Path) -> None:
-    assert {file.name for file in measured.iterdir()} == {
-        f"tiny-lookups.{end}" for end in ("json", "md", "csv", "html")
-    }
-    results = LookupResults.read(measured / "tiny-lookups.json")
-    assert len(results.lookups) == 9, "nothing is asked of exact attention"
-    (spelled,) = results.commands
-    assert "--samples-per-depth 1 --lookups --seed 0" in spelled
-    assert PAPER in (measured / "tiny-lookups.html").read_text()
-    document = json.loads((measured / "tiny-lookups.json").read_text())
-    assert {config["block_size"] for config in document["attentions"].values()} == {64}
-
-
-@pytest.mark.long
-def test_results_are_extended(measured: Path, options: list[object], tmp_path: Path) -> None:
-    shutil.copytree(measured, tmp_path / "out")
-    path = tmp_path / "out" / "tiny-lookups.json"
-    before = LookupResults.read(path)
-    code, _, err = eval_needles(*options, "--attention", TOLERANT, "--output", tmp_path / "out")
-    assert (code, err) == (0, "")
-    after = LookupResults.read(path)
-    assert {task: after.lookups[task] for task in before.lookups} == before.lookups
-    assert len(after.lookups) == 2 * 9
-    code, _, err = eval_needles(*options, "--seed", 1, "--output", tmp_path / "out")
-    assert code == 2
-    assert f"{path} has other results: seed was 0, now 1; choose another --name or --output, or" in err
-
-
-def test_an_interruption_says_how_to_go_on(
-    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def interrupted(*given: Any, **others: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return look_up(*given, **others)
-
-    monkeypatch.setattr(lookup_results, "look_up", interrupted)
-    code, _, err = eval_needles(*options, "--output", tmp_path)
-    assert code == 130
-    assert f"what is finished is in {tmp_path / 'tiny-lookups.json'}; continue with: muse eval needles" in err
-    assert "--lookups" in err
-    assert "--resume" not in err
-    assert len(LookupResults.read(tmp_path / "tiny-lookups.json").lookups) == 1
-
-
-def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> None:
-    shutil.copy(measured / "tiny-lookups.json", tmp_path)
-    result = CliRunner().invoke(commands.app, ["report", str(tmp_path)])
-    assert result.exit_code == 0
-    for ending in ("md", "csv", "html"):
-        name = f"tiny-lookups.{ending}"
-        assert (tmp_path / name).read_text() == (measured / name).read_text()
-    assert "Lookups" in (tmp_path / "index.html").read_text()
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"lookups": 1}'])
-def test_a_file_that_holds_something_else_is_refused(content: str, options: list[object], tmp_path: Path) -> None:
-    (tmp_path / "tiny-lookups.json").write_text(content)
-    code, _, err = eval_needles(*options, "--output", tmp_path)
-    assert code == 2
-    assert "does not hold the results of muse eval needles --lookups" in err
-    assert len(err.splitlines()) == 1

@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
+from muse_lab.evaluation.gradients import results as gradient_results
+from muse_lab.evaluation.gradients.results import GradientResults
+from muse_lab.evaluation.lookups import results as lookup_results
+from muse_lab.evaluation.lookups.results import LookupResults
 from muse_lab.evaluation.needles import results as needle_results
-from muse_lab.evaluation.needles.results import NeedleResults, NeedleSettings
+from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleResults
 from muse_lab.evaluation.needles.scores import answer
 from muse_lab.evaluation.needles.statistics import failures
 from muse_lab.pretraining.needles.samples import Sample
+from tests.command_line import run_muse
 from tests.lab.test_prepare import make
 from tests.needle_models import eval_needles, write_needle_folder
 
 LENGTH = 1024
-COARSE = "muse:Q4K4R1SP1B128,clustering=lloyd"
-SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
+COARSE, SHORT = "muse:Q4K4R1SP1B128,clustering=lloyd", "muse:Q4K4R1SP1B64,clustering=lloyd"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def test_the_command_writes_tables_pictures_and_a_page(measured: Path) -> None:
     endings |= {f"tiny-{measure}-{place}.png" for measure in ("exact-match", "right-of-8") for place in (1, 2)}
     assert {file.name for file in measured.iterdir()} == endings
     results = NeedleResults.read(measured / "tiny.json")
-    assert len(results.outcomes) == 2 * 9 * 2
+    assert len(results.measured) == 2 * 9 * 2
     assert failures(results) == []
     page = (measured / "tiny.html").read_text()
     assert page.count("data:image/png") == 4
@@ -79,8 +83,8 @@ def test_results_are_continued_and_extended(
     assert code == 0, err
     assert ": 1 of 18, ETA 0:00:0" in err, "there is no terminal"
     after = NeedleResults.read(path)
-    assert {task: after.outcomes[task] for task in before.outcomes} == before.outcomes
-    assert len(after.outcomes) == 3 * 9 * 2
+    assert {task: after.measured[task] for task in before.measured} == before.measured
+    assert len(after.measured) == 3 * 9 * 2
     assert len(after.commands) == 2
     code, _, err = eval_needles(*options, "--seed", 1, "--output", tmp_path / "out")
     assert code == 2
@@ -118,7 +122,7 @@ def test_kinds_without_room_are_left_out(options: list[object], tmp_path: Path) 
     assert code == 0
     assert re.search(r"^muse: left out: multi-query-4 at 640, which needs \d{3} tokens$", err, re.MULTILINE)
     results = NeedleResults.read(tmp_path / "tiny.json")
-    found = {(task.length, task.kind) for task in results.outcomes}
+    found = {(task.length, task.kind) for task in results.measured}
     assert found == {(640, "single"), (1024, "single"), (1024, "multi-query-4")}
 
 
@@ -138,7 +142,7 @@ def test_an_interruption_says_how_to_go_on(
     assert code == 130
     assert f"what is finished is in {tmp_path / 'tiny.json'}; continue with: muse eval needles" in err
     assert err.rstrip().endswith(f"--output {tmp_path}")
-    assert len(NeedleResults.read(tmp_path / "tiny.json").outcomes) == 2
+    assert len(NeedleResults.read(tmp_path / "tiny.json").measured) == 2
 
 
 @pytest.mark.long
@@ -167,12 +171,126 @@ def test_failures_are_counted_and_the_rest_is_reported(
 @pytest.mark.long
 def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> None:
     shutil.copy(measured / "tiny.json", tmp_path)
-    result = CliRunner().invoke(commands.app, ["report", str(tmp_path)])
-    assert result.exit_code == 0
+    assert run_muse("report", tmp_path)[0] == 0
     for name in ("tiny.md", "tiny.csv", "tiny.html"):
         assert (tmp_path / name).read_text() == (measured / name).read_text()
     (tmp_path / "tiny.json").write_text('{"needles": []}')
-    assert CliRunner().invoke(commands.app, ["report", str(tmp_path)]).exit_code == 2
+    assert run_muse("report", tmp_path)[0] == 2
+
+
+# What is measured beside answers
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the command measures with another option."""
+
+    option: str
+    results: type[MeasuredSamples]
+    module: ModuleType
+    measured_by: str
+    """a function of the module"""
+    title: str
+    """in the list of reports"""
+    in_report: str
+
+    @property
+    def file(self) -> str:
+        return f"tiny-{self.option}.json"
+
+
+BESIDE = (
+    Beside("lookups", LookupResults, lookup_results, "look_up", "Lookups", "strong heads"),
+    Beside("gradients", GradientResults, gradient_results, "differentiate", "Gradients of lookups", "answers, and"),
+)
+
+
+@pytest.fixture(scope="module", params=BESIDE, ids=lambda beside: beside.option)
+def beside(request: pytest.FixtureRequest) -> Beside:
+    found: Beside = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def beside_options(folder: Path, beside: Beside) -> list[object]:
+    return [
+        *(folder / "model", "--text", folder / "texts", "--length", "512", "--kind", "single", f"--{beside.option}"),
+        *("--attention", SHORT, "--samples-per-depth", 1, "--device", "cpu", "--name", "tiny"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def measured_beside(folder: Path, beside: Beside, beside_options: list[object]) -> Path:
+    output = folder / beside.option
+    code, out, err = eval_needles(*beside_options, "--output", output)
+    assert (code, err) == (0, "")
+    assert "Q4K4R1SP1B64" in out, "a terminal has room for the name"
+    return output
+
+
+def test_what_is_measured_beside_answers_is_written_and_reported_anew(
+    beside: Beside, measured_beside: Path, tmp_path: Path
+) -> None:
+    files = {f"tiny-{beside.option}.{ending}" for ending in ("json", "md", "csv", "html")}
+    assert {file.name for file in measured_beside.iterdir()} == files
+    results = beside.results.read(measured_beside / beside.file)
+    assert len(results.measured) == 9, "nothing is asked of exact attention"
+    (spelled,) = results.commands
+    assert f"--samples-per-depth 1 --{beside.option} --seed 0" in spelled
+    document = json.loads((measured_beside / beside.file).read_text())
+    assert {config["block_size"] for config in document["attentions"].values()} == {64}
+    assert beside.in_report in (measured_beside / beside.file).with_suffix(".md").read_text()
+    shutil.copy(measured_beside / beside.file, tmp_path)
+    assert run_muse("report", tmp_path)[0] == 0
+    for name in files:
+        assert (tmp_path / name).read_text() == (measured_beside / name).read_text()
+    assert beside.title in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.long
+def test_what_is_measured_beside_answers_goes_on_after_an_interruption(
+    beside: Beside, beside_options: list[object], measured_beside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = getattr(beside.module, beside.measured_by), []
+
+    def interrupted(*given: Any, **others: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*given, **others)
+
+    monkeypatch.setattr(beside.module, beside.measured_by, interrupted)
+    code, _, err = eval_needles(*beside_options, "--output", tmp_path)
+    assert code == 130
+    assert f"what is finished is in {tmp_path / beside.file}; continue with: muse eval needles" in err
+    assert f"--{beside.option}" in err
+    assert len(beside.results.read(tmp_path / beside.file).measured) == 1
+    assert eval_needles(*beside_options, "--output", tmp_path)[0] == 0
+    whole = beside.results.read(measured_beside / beside.file)
+    assert beside.results.read(tmp_path / beside.file).measured == whole.measured
+    code, _, err = eval_needles(*beside_options, "--attention", COARSE, "--output", tmp_path)
+    assert (code, err) == (0, "")
+    extended = beside.results.read(tmp_path / beside.file).measured
+    assert {task: extended[task] for task in whole.measured} == whole.measured
+    assert len(extended) == 2 * 9
+
+
+def test_a_file_that_holds_something_else_is_refused(
+    beside: Beside, beside_options: list[object], measured_beside: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / beside.file
+    spoilt = ["{", "[]", f'{{"{beside.option}": 1}}']
+    if beside.results is GradientResults:
+        spoilt.append(re.sub(r'"loss":[^,]*', '"loss":NaN', (measured_beside / beside.file).read_text()))
+    for content in spoilt:
+        path.write_text(content)
+        code, _, err = eval_needles(*beside_options, "--output", tmp_path)
+        assert code == 2
+        assert f"does not hold the results of muse eval needles --{beside.option}" in err
+        assert len(err.splitlines()) == 1
+
+
+# Mistakes
 
 
 @pytest.mark.parametrize(
@@ -185,6 +303,7 @@ def test_muse_report_writes_the_reports_anew(measured: Path, tmp_path: Path) -> 
         (["--samples-per-depth", "0"], "--samples-per-depth 0 measures nothing"),
         (["--corpus", "nowhere"], "a haystack is either a corpus or texts"),
         (["--name", "a/b"], "must be a plain file name"),
+        (["--lookups", "--gradients"], "measure different things; ask for one, then for the other"),
     ],
 )
 def test_mistakes(options: list[object], changes: list[str], message: str, tmp_path: Path) -> None:
@@ -212,9 +331,3 @@ def test_a_corpus_must_have_the_tokenizer_of_the_model(folder: Path, tmp_path: P
     code, _, err = eval_needles(folder / "model", "--corpus", tmp_path / "corpus", "--device", "cpu", "--length", "1k")
     assert code == 2
     assert "the model has another tokenizer than the corpus" in err
-
-
-def test_the_group_shows_its_commands() -> None:
-    result = CliRunner().invoke(commands.app, ["eval"])
-    assert result.exit_code == 0
-    assert "needles" in result.stdout

@@ -63,10 +63,10 @@ def hand_made() -> NeedleResults:
     machine = {**describe_machine(), "transformers": transformers.__version__}
     results = NeedleResults(machine, SETTINGS)
     for number, (exact, muse) in enumerate([(True, True), (True, False), (True, False), (False, False)]):
-        results.outcomes[NeedleTask(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, exact),))
-        results.outcomes[NeedleTask(number, 2048, "single", 0, COARSE)] = Outcome((made_up(0, muse, muse, (0, 3)),))
-    results.outcomes[NeedleTask(9, 2048, "single", 5, "exact")] = Outcome((made_up(5, True),))
-    results.outcomes[NeedleTask(9, 2048, "single", 5, COARSE)] = Outcome(error="RuntimeError: no")
+        results.measured[NeedleTask(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, exact),))
+        results.measured[NeedleTask(number, 2048, "single", 0, COARSE)] = Outcome((made_up(0, muse, muse, (0, 3)),))
+    results.measured[NeedleTask(9, 2048, "single", 5, "exact")] = Outcome((made_up(5, True),))
+    results.measured[NeedleTask(9, 2048, "single", 5, COARSE)] = Outcome(error="RuntimeError: no")
     return results
 
 
@@ -74,7 +74,7 @@ def test_names_and_what_a_model_generates_are_text() -> None:
     hostile = "=1+1|`<b>`\n## y"
     results = hand_made()
     task = NeedleTask(0, 2048, "single", 0, "exact")
-    results.outcomes[task] = Outcome((dataclasses.replace(made_up(0, True), generated=hostile),))
+    results.measured[task] = Outcome((dataclasses.replace(made_up(0, True), generated=hostile),))
     results.commands.append("muse\n```\n## y")
     results.settings = dataclasses.replace(SETTINGS, model=hostile)
     models = {hostile: results, "b": hand_made()}
@@ -112,7 +112,7 @@ def test_shares_are_by_the_depth_of_the_definition() -> None:
         *(Share(3, 4), None, None, None, None, Share(1, 1), None, None, None)
     ]
     asked = Outcome((made_up(7, True), made_up(2, False)))
-    query = NeedleResults({}, SETTINGS, outcomes={NeedleTask(0, 2048, "multi-query-2", 2, "exact"): asked})
+    query = NeedleResults({}, SETTINGS, measured={NeedleTask(0, 2048, "multi-query-2", 2, "exact"): asked})
     found = by_depth(Asked(query, "exact").answers([(2048, "multi-query-2")]), is_exact)
     assert (found[7], found[2]) == (Share(1, 1), Share(0, 1))
 
@@ -164,7 +164,7 @@ def test_reports_say_where_muse_was_exact() -> None:
     report = as_markdown(needle_report(results, "t"))
     assert "MuSe is exact attention" not in report
     for length in (4096, 2048, 8192):
-        results.outcomes[NeedleTask(0, length, "single", 0, "muse:QK4R1B4k")] = Outcome((made_up(0, True),))
+        results.measured[NeedleTask(0, length, "single", 0, "muse:QK4R1B4k")] = Outcome((made_up(0, True),))
     assert "MuSe is exact attention: muse:QK4R1B4k at 2k, 4k\n" in as_markdown(needle_report(results, "t"))
     assert "MuSe is exact attention" in as_html(needle_report(results, "t"))
 
@@ -188,7 +188,7 @@ def other_model(*, right: int) -> NeedleResults:
     """Asked the same as `hand_made`; right so often of the first four."""
     results = hand_made()
     for number in range(4):
-        results.outcomes[NeedleTask(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, number < right),))
+        results.measured[NeedleTask(number, 2048, "single", 0, "exact")] = Outcome((made_up(0, number < right),))
     return results
 
 
@@ -222,7 +222,7 @@ def test_models_are_drawn_by_depth_in_one_picture_for_each_attention_that_reads(
 def with_more(results: NeedleResults, length: int, kind: str, *names: str) -> NeedleResults:
     asked = (made_up(0, True), made_up(2, False))[: KINDS[kind].asked]
     for name in names:
-        results.outcomes[NeedleTask(0, length, kind, 2, name)] = Outcome(asked)
+        results.measured[NeedleTask(0, length, kind, 2, name)] = Outcome(asked)
     return results
 
 
@@ -245,8 +245,8 @@ def test_questions_of_one_sample_count_together_in_the_error_of_a_difference() -
     for number, (ours, theirs) in enumerate([(True, False), (True, True), (True, True)]):
         for name, right in (("exact", ours), (COARSE, theirs)):
             asked = Outcome((made_up(0, right), made_up(3, right)))
-            results.outcomes[NeedleTask(number, 2048, "multi-query-2", 0, name)] = asked
-            results.outcomes[NeedleTask(number, 2048, "single", 0, name)] = Outcome((made_up(0, right),))
+            results.measured[NeedleTask(number, 2048, "multi-query-2", 0, name)] = asked
+            results.measured[NeedleTask(number, 2048, "single", 0, name)] = Outcome((made_up(0, right),))
     coarse, exact = Asked(results, COARSE), Asked(results, "exact")
     groups = [(2048, "single"), (2048, "multi-query-2")]
     alone = difference(coarse, exact, groups[:1], is_exact)
@@ -278,7 +278,7 @@ def test_models_that_were_asked_something_else_are_not_compared() -> None:
     assert have_same_questions(ours, theirs)
     for name in ("exact", COARSE):
         asked = dataclasses.replace(made_up(0, True), uid="87654321")
-        theirs.outcomes[NeedleTask(0, 2048, "single", 0, name)] = Outcome((asked,))
+        theirs.measured[NeedleTask(0, 2048, "single", 0, name)] = Outcome((asked,))
     assert not have_same_questions(ours, theirs)
     assert not have_same_questions(ours, NeedleResults({}, SETTINGS)), "nothing"
     elsewhere = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, haystack="other files"))
@@ -287,8 +287,8 @@ def test_models_that_were_asked_something_else_are_not_compared() -> None:
 
 def test_samples_that_failed_for_one_model_are_told_and_compared_in_no_difference() -> None:
     ours, theirs = hand_made(), hand_made()
-    theirs.outcomes[NeedleTask(0, 2048, "single", 0, "exact")] = Outcome(error="RuntimeError: no")
-    theirs.outcomes[NeedleTask(0, 2048, "single", 0, COARSE)] = Outcome(error="RuntimeError: no")
+    theirs.measured[NeedleTask(0, 2048, "single", 0, "exact")] = Outcome(error="RuntimeError: no")
+    theirs.measured[NeedleTask(0, 2048, "single", 0, COARSE)] = Outcome(error="RuntimeError: no")
     assert have_same_questions(ours, theirs)
     models = {"one": ours, "other": theirs}
     table, *_ = models_report.summary_tables(models, EXACT_MATCH)
@@ -305,7 +305,7 @@ def test_where_errors_are() -> None:
         ("multi-query-2", 0): [made_up(0, True), made_up(2, False, ranks=(1, 1))],
     }
     for (kind, number), answered in found.items():
-        results.outcomes[NeedleTask(number, 2048, kind, 0, "exact")] = Outcome(tuple(answered))
+        results.measured[NeedleTask(number, 2048, kind, 0, "exact")] = Outcome(tuple(answered))
     rows = places_table(results).rows
     assert rows[0] == (
         "exact",
@@ -441,7 +441,7 @@ def test_every_length_is_compared_over_the_trainings_that_answered_it(tmp_path: 
         for results in trainings[training].values():
             with_more(results, 4096, "single", "exact")
             with_more(results, 4096, "multi-key-2", "exact")
-    failed = trainings["seed-2"]["coarse"].outcomes
+    failed = trainings["seed-2"]["coarse"].measured
     failed |= {task: Outcome(error="RuntimeError: no") for task in failed if task.length == 4096}
     report = needles_over_trainings(trainings)
     titles = [section.title for section in report.sections]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -20,14 +20,21 @@ from muse_lab.cli.measuring import Measurement, ModelRun, show
 from muse_lab.cli.needle_comparisons import COMPARED, OVER_TRAININGS
 from muse_lab.cli.options import Words, attentions, flag, listed, option, with_option_groups
 from muse_lab.evaluation.gradients import gradient_report
-from muse_lab.evaluation.gradients import results as gradients_found
 from muse_lab.evaluation.gradients.results import GradientResults
+from muse_lab.evaluation.gradients.results import measure as measure_gradients
 from muse_lab.evaluation.lookups import lookup_report
-from muse_lab.evaluation.lookups import results as lookups_found
 from muse_lab.evaluation.lookups.results import LookupResults
+from muse_lab.evaluation.lookups.results import measure as measure_lookups
+from muse_lab.evaluation.needles import needle_report
 from muse_lab.evaluation.needles.captures import fast_tokenizer
-from muse_lab.evaluation.needles.needle_report import needle_report, summary_table
-from muse_lab.evaluation.needles.results import NeedleResults, NeedleSettings, NeedleTask, measure, plan
+from muse_lab.evaluation.needles.results import (
+    MeasuredSamples,
+    NeedleResults,
+    NeedleSettings,
+    NeedleTask,
+    measure,
+    plan,
+)
 from muse_lab.evaluation.settings import check_context
 from muse_lab.evaluation.texts import describe_texts, read_texts
 from muse_lab.models import DEFAULT_MODEL
@@ -36,6 +43,8 @@ from muse_lab.pretraining.data.tokenizer import read_tokenizer
 from muse_lab.pretraining.needles.haystacks import CorpusHaystack, Haystack, TextHaystack, check_enough
 from muse_lab.pretraining.needles.samples import KINDS, NeedleSamples, check_kind
 from muse_lab.pretraining.needles.writer import VERSION
+from muse_lab.records.stored_results import OnStep
+from muse_lab.report.tree import Report, Table
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,11 +52,11 @@ if TYPE_CHECKING:
 
 _TEXT_TOKENS = 2**20
 """Of a haystack of texts, unless four times the longest context is more."""
-_LOOKUPS = (
+_LOOKUPS_HELP = (
     "Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in every head. "
     "Writes NAME-lookups.json, .md, .csv and .html."
 )
-_GRADIENTS = (
+_GRADIENTS_HELP = (
     "Ask nothing: measure how much of exact attention's gradient for the answers each attention keeps, in the weights. "
     "Writes NAME-gradients.json, .md, .csv and .html."
 )
@@ -70,8 +79,8 @@ def needles(
         Words, attentions("Attention that reads the prompt, beside exact attention", "MuSeConfig.for_length")
     ] = None,
     samples_per_depth: Annotated[int, option("Of each kind and length, in each of nine depths.")] = 2,
-    lookups: Annotated[bool, flag("--lookups", _LOOKUPS)] = False,
-    gradients: Annotated[bool, flag("--gradients", _GRADIENTS)] = False,
+    lookups: Annotated[bool, flag("--lookups", _LOOKUPS_HELP)] = False,
+    gradients: Annotated[bool, flag("--gradients", _GRADIENTS_HELP)] = False,
     seed: Annotated[int, option("Of the samples.")] = 0,
     run: ModelRun = _RUN,
 ) -> None:
@@ -98,12 +107,10 @@ def needles(
         stem = run.name_for(model)
         if stem in (COMPARED, OVER_TRAININGS):
             raise ValueError(f"--name {stem} is that of the comparison of several models; choose another")
-        kind_of_results: type[NeedleResults | LookupResults | GradientResults] = NeedleResults
-        if lookups or gradients:
-            kind_of_results = LookupResults if lookups else GradientResults
-        measurement = Measurement(
-            *(context, kind_of_results, run, stem),
-            ending="-lookups" if lookups else "-gradients" if gradients else "",
+        measured = _LOOKUPS if lookups else _GRADIENTS if gradients else _ANSWERS
+        measurement: Measurement[MeasuredSamples] = Measurement(
+            *(context, measured.results, run, stem),
+            ending=measured.ending,
             settled={"length": ",".join(map(format_size, lengths)), "kind": ",".join(kinds), "attention": asked_for},
         )
     with measurement.errors():
@@ -111,26 +118,12 @@ def needles(
         results = measurement.start(subject.settings)
         tasks = plan(names, subject.kinds, samples_per_depth)
         with measurement.progress(results, len(results.missing(tasks))) as on_step:
-            if isinstance(results, LookupResults):
-                lookups_found.measure(subject.model, subject.samples, tasks, results, measurement.path, on_step=on_step)
-            elif isinstance(results, GradientResults):
-                differentiated = (subject.model, subject.samples, tasks)
-                gradients_found.measure(*differentiated, results, measurement.path, on_step=on_step)
-            else:
-                asked = (subject.model, subject.tokenizer, subject.samples, tasks)
-                measure(*asked, results, measurement.path, on_step=on_step)
-        if isinstance(results, LookupResults):
-            _show_lookups(results)
-            measurement.write(lookup_report.lookup_report(results, measurement.path.stem))
-            return
-        if isinstance(results, GradientResults):
-            _show_gradients(results)
-            measurement.write(gradient_report.gradient_report(results, measurement.path.stem))
-            return
-        failed = _tell_failures(results, tasks, measurement.again)
-        if any(not outcome.error for outcome in results.outcomes.values()):
-            _show_needles(results)
-            measurement.write(needle_report(results, measurement.path.stem))
+            measured.measure(subject, tasks, results, measurement.path, on_step)
+        failed = isinstance(results, NeedleResults) and _tell_failures(results, tasks, measurement.again)
+        if not failed or any(not outcome.error for outcome in results.measured.values()):
+            title = f"{results.settings.model}\n{results.settings.haystack}"
+            show(measured.table(results), title, measured.columns, measured.caption)
+            measurement.write(measured.report(results, measurement.path.stem))
         if failed:
             raise typer.Exit(1)
 
@@ -145,6 +138,54 @@ class _Subject:
     kinds: dict[int, list[str]]
     """that have room, by length"""
     settings: NeedleSettings
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One of the things that can be measured on needle samples, and what of it is shown on the terminal."""
+
+    results: type[MeasuredSamples]
+    ending: str
+    """of the files, after the name of the model"""
+    measure: Callable[[_Subject, Sequence[NeedleTask], Any, Path, OnStep], None]
+    report: Callable[[Any, str], Report]
+    table: Callable[[Any], Table]
+    columns: Mapping[str, str] | Sequence[str]
+    caption: str
+
+
+_ANSWERS = _Measured(
+    NeedleResults,
+    "",
+    lambda of, *rest: measure(of.model, of.tokenizer, of.samples, *rest),
+    needle_report.needle_report,
+    needle_report.summary_table,
+    {name: name for name in ("length", "kind", "n")}
+    | {
+        "exact match": "exact\nmatch",
+        "exact match: against exact": "against\nexact",
+        "right of 8": "right\nof 8",
+    },
+    "In parentheses: 95% Wilson interval; against exact attention on the same samples, ± standard error.",
+)
+_LOOKUPS = _Measured(
+    LookupResults,
+    "-lookups",
+    lambda of, *rest: measure_lookups(of.model, of.samples, *rest),
+    lookup_report.lookup_report,
+    lookup_report.summary_table,
+    ("length", "kind", "samples", "found", "exact", "pairs", "strong heads", "found, strong"),
+    "Share of exact attention's weight on the needle that is retrieved, or in the query's own block.",
+)
+_GRADIENTS = _Measured(
+    GradientResults,
+    "-gradients",
+    lambda of, *rest: measure_gradients(of.model, of.samples, *rest),
+    gradient_report.gradient_report,
+    gradient_report.summary_table,
+    ("length", "samples", "kept", "cosine", "kept, q and k", "cosine, q and k"),
+    "Of the answers' gradient: the component along exact attention's, as a share of it; q and k: projections.",
+)
 
 
 def _open(
@@ -204,37 +245,11 @@ def _corpus_haystack(tokenizer: Tokenizer, folder: Path) -> Haystack:
     return CorpusHaystack(corpus, HELD_OUT)
 
 
-def _show_needles(results: NeedleResults) -> None:
-    title = f"{results.settings.model}\n{results.settings.haystack}"
-    columns = {name: name for name in ("length", "kind", "n")}
-    columns |= {
-        "exact match": "exact\nmatch",
-        "exact match: against exact": "against\nexact",
-        "right of 8": "right\nof 8",
-    }
-    caption = "In parentheses: 95% Wilson interval; against exact attention on the same samples, ± standard error."
-    show(summary_table(results), title, columns, caption)
-
-
-def _show_lookups(results: LookupResults) -> None:
-    title = f"{results.settings.model}\n{results.settings.haystack}"
-    columns = ("length", "kind", "samples", "found", "exact", "pairs", "strong heads", "found, strong")
-    caption = "Share of exact attention's weight on the needle that is retrieved, or in the query's own block."
-    show(lookup_report.summary_table(results), title, columns, caption)
-
-
-def _show_gradients(results: GradientResults) -> None:
-    title = f"{results.settings.model}\n{results.settings.haystack}"
-    columns = ("length", "samples", "kept", "cosine", "kept, q and k", "cosine, q and k")
-    caption = "Of the answers' gradient: the component along exact attention's, as a share of it; q and k: projections."
-    show(gradient_report.summary_table(results), title, columns, caption)
-
-
 def _tell_failures(results: NeedleResults, tasks: Sequence[NeedleTask], again: str) -> bool:
     """Report failures among the requested samples; whether there are any."""
-    failed = [task for task in tasks if results.outcomes[task].error]
+    failed = [task for task in tasks if results.measured[task].error]
     if failed:
-        task, error = failed[0], results.outcomes[failed[0]].error
+        task, error = failed[0], results.measured[failed[0]].error
         say(
             f"{len(failed)} samples failed, one of {task.length} tokens under {task.attention} among them: {error}; "
             f"ask them again with: {again}"

@@ -88,18 +88,18 @@ def pool(results: GradientResults, length: int, attention: str, bucket: int | No
     return Pool(
         [
             found
-            for task, found in results.gradients.items()
+            for task, found in results.measured.items()
             if (task.length, task.attention) == (length, attention) and bucket in (None, task.bucket)
         ]
     )
 
 
 def gradient_report(results: GradientResults, file_name: str) -> Report:
-    if not results.gradients:
+    if not results.measured:
         raise ValueError("no sample has been differentiated yet; run the command again to continue")
     settings, names = results.settings, short_names(results.named)
-    lengths = _lengths(results)
-    longest = {name: pool(results, lengths[-1], name) for name in _attentions(results, lengths[-1])}
+    lengths = results.lengths
+    longest = {name: pool(results, lengths[-1], name) for name in results.attentions(lengths[-1])}
     return Report(
         f"Gradients of lookups: {file_name}",
         verdict=[
@@ -125,8 +125,8 @@ def summary_table(results: GradientResults) -> Table:
     names = short_names(results.named)
     rows = [
         (length, names[attention], pool(results, length, attention))
-        for length in _lengths(results)
-        for attention in _attentions(results, length)
+        for length in results.lengths
+        for attention in results.attentions(length)
     ]
     return Table.of(
         rows,
@@ -146,13 +146,13 @@ def summary_table(results: GradientResults) -> Table:
 
 def depth_table(results: GradientResults, length: int) -> Table:
     """What is kept of the gradient of all weights, by the depth of a needle that is asked for."""
-    names, attentions = short_names(results.named), _attentions(results, length)
+    names, attentions = short_names(results.named), results.attentions(length)
     squares = [0.0] * BUCKETS
-    for task, found in results.gradients.items():
+    for task, found in results.measured.items():
         if (task.length, task.attention) == (length, attentions[0]):
             squares[task.bucket] += found.all_weights.exact_square
     rows = []
-    for bucket in sorted({task.bucket for task in results.gradients if task.length == length}):
+    for bucket in sorted({task.bucket for task in results.measured if task.length == length}):
         pools = (pool(results, length, attention, bucket) for attention in attentions)
         share = f"{100 * squares[bucket] / (sum(squares) or 1):.0f}%"
         rows.append((f"{depth_of(bucket):.2f}", share, *(_with_error(of.all_weights.kept) for of in pools)))
@@ -166,20 +166,11 @@ def as_csv(results: GradientResults) -> str:
     header = ["attention", "length", "kind", "bucket", "number", "loss", "exact_loss"]
     header += [f"{weights}_{part}" for weights in ("all_weights", "queries_and_keys") for part in parts]
     rows: list[Sequence[object]] = []
-    for task, found in results.gradients.items():
+    for task, found in results.measured.items():
         products = (getattr(of, part) for of in (found.all_weights, found.queries_and_keys) for part in parts)
         place = (task.attention, task.length, task.kind, task.bucket, task.number)
         rows.append([*place, found.loss, found.exact_loss, *products])
     return csv_text(header, rows)
-
-
-def _lengths(results: GradientResults) -> list[int]:
-    return sorted({task.length for task in results.gradients})
-
-
-def _attentions(results: GradientResults, length: int) -> list[str]:
-    """In the order they were measured in."""
-    return list(dict.fromkeys(task.attention for task in results.gradients if task.length == length))
 
 
 def _in_words(name: str, length: int, of_name: Pool) -> str:

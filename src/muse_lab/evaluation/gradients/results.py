@@ -7,7 +7,7 @@ it, as in training. The results are one JSON file, from which an interrupted run
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_sample
+from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleTask, by_task, measure_samples
 from muse_lab.pretraining.needles.samples import NeedleSamples, Sample
 from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.dataclass_json import entries
 from muse_lab.records.stored_results import OnStep
 
 if TYPE_CHECKING:
@@ -57,13 +56,7 @@ class GradientResults(MeasuredSamples):
     command = "muse eval needles --gradients"
     is_finite = True
 
-    gradients: dict[NeedleTask, Gradients] = field(
-        default_factory=dict, metadata=entries("number", "length", "kind", "bucket", "attention")
-    )
-
-    @property
-    def measured(self) -> Mapping[NeedleTask, Gradients]:
-        return self.gradients
+    measured: dict[NeedleTask, Gradients] = field(default_factory=dict, metadata=by_task(name="gradients"))
 
 
 def measure(
@@ -72,25 +65,16 @@ def measure(
     tasks: Sequence[NeedleTask],
     results: GradientResults,
     path: Path,
-    *,
     on_step: OnStep = lambda description, finished: None,
 ) -> None:
-    """Fill `results` with what is missing of `tasks`; exact attention is differentiated once for each sample.
+    """Fill `results` with what is missing of `tasks`; exact attention is differentiated once for each sample."""
 
-    The file is written on the way.
-    """
-    finished = 0
-    with results.saving(path) as save:
-        for sample, of_sample in by_sample(samples, results.missing(tasks)):
-            what = f"{sample.kind} of {len(sample.tokens)} tokens"
-            on_step(f"{EXACT}, {what}", finished)
-            exact = differentiate(model, sample, EXACT)
-            for task in of_sample:
-                on_step(f"{task.attention}, {what}", finished)
-                results.gradients[task] = _compare(differentiate(model, sample, task.attention), exact)
-                finished += 1
-                save()
-            del exact  # before the next is computed: it is as large as the model
+    def measure_sample(sample: Sample, of_sample: list[NeedleTask]) -> Iterator[Gradients]:
+        exact = differentiate(model, sample, EXACT)
+        for task in of_sample:
+            yield _compare(differentiate(model, sample, task.attention), exact)
+
+    measure_samples(samples, tasks, results, path, measure_sample, on_step)
 
 
 def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tuple[float, dict[str, Tensor]]:

@@ -94,7 +94,7 @@ def pool(results: LookupResults, length: int, kind: str | None, attention: str) 
     """Of one kind of samples, or of all for None."""
     chosen = [
         found
-        for task, found in results.lookups.items()
+        for task, found in results.measured.items()
         if (task.length, task.attention) == (length, attention) and kind in (None, task.kind)
     ]
     names = [field.name for field in dataclasses.fields(Pool)]
@@ -102,10 +102,10 @@ def pool(results: LookupResults, length: int, kind: str | None, attention: str) 
 
 
 def lookup_report(results: LookupResults, file_name: str) -> Report:
-    if not results.lookups:
+    if not results.measured:
         raise ValueError("no sample has been read yet; run the command again to continue")
     settings, names = results.settings, short_names(results.named)
-    lengths = sorted({task.length for task in results.lookups})
+    lengths = results.lengths
     longest = _pools(results, lengths[-1])
     best, found = max(longest.items(), key=lambda item: item[1].share or 0)
     most = "Heads with most weight on the needle"
@@ -194,14 +194,13 @@ def as_csv(results: LookupResults) -> str:
 
 def _groups(results: LookupResults) -> list[tuple[int, str, str]]:
     """The (length, kind, attention) there are, by length and kind; attentions in the order they were measured in."""
-    found = dict.fromkeys((task.length, task.kind, task.attention) for task in results.lookups)
+    found = dict.fromkeys((task.length, task.kind, task.attention) for task in results.measured)
     return sorted(found, key=lambda group: group[:2])
 
 
 def _pools(results: LookupResults, length: int) -> dict[str, Pool]:
     """All kinds together, by attention."""
-    attentions = dict.fromkeys(task.attention for task in results.lookups if task.length == length)
-    return {attention: pool(results, length, None, attention) for attention in attentions}
+    return {attention: pool(results, length, None, attention) for attention in results.attentions(length)}
 
 
 def _share(weight: Tensor, found: Tensor) -> float | None:

@@ -174,7 +174,7 @@ def _named(models: Models) -> list[str]:
 
 def _cells(models: Models) -> list[tuple[int, str, str]]:
     """Every length, kind and attention that some model has; exact attention first."""
-    tasks = [task for results in models.values() for task in results.outcomes]
+    tasks = [task for results in models.values() for task in results.measured]
     found = in_order({(task.length, task.kind, task.attention) for task in tasks})
     return sorted(found, key=lambda cell: (cell[2] != EXACT, cell[2]))
 
@@ -182,6 +182,6 @@ def _cells(models: Models) -> list[tuple[int, str, str]]:
 def _uids(results: NeedleResults) -> dict[tuple[int, str, int, int], list[str]]:
     return {
         (task.length, task.kind, task.bucket, task.number): [answer.uid for answer in outcome.answers]
-        for task, outcome in results.outcomes.items()
+        for task, outcome in results.measured.items()
         if outcome.answers
     }

@@ -63,7 +63,7 @@ multi-query-4 | 1060 | 83.58 ± 1.14% | 98.77 ± 0.34%"""
 
 
 def needle_report(results: NeedleResults, file_name: str) -> Report:
-    if len(failures(results)) == len(results.outcomes):
+    if len(failures(results)) == len(results.measured):
         raise ValueError("no sample has been answered yet; run the command again to continue")
     settings = results.settings
     failed = [
@@ -72,7 +72,7 @@ def needle_report(results: NeedleResults, file_name: str) -> Report:
         for task, error in failures(results)
     ]
     columns = columns_of(results)
-    warnings = [f"Failed: {len(failed)} of {len(results.outcomes)} samples"] if failed else []
+    warnings = [f"Failed: {len(failed)} of {len(results.measured)} samples"] if failed else []
     if same := _exact_in_one_block(results):
         warnings.append(f"One block is the whole context, so MuSe is exact attention: {'; '.join(same)}")
     return Report(
@@ -172,7 +172,7 @@ def as_csv(results: NeedleResults) -> str:
         *("exact", "preferred", "log_probability", "margin", "ranks", "error"),
     )
     rows: list[Sequence[object]] = []
-    for task, outcome in results.outcomes.items():
+    for task, outcome in results.measured.items():
         sample = [task.length, task.kind, task.attention, task.bucket, task.number]
         for question, answer in enumerate(outcome.answers):
             asked = [question, f"{depth_of(answer.bucket):.2f}", answer.uid, answer.generated]
@@ -193,7 +193,7 @@ def format_difference(difference: Mean | None) -> str:
 def _exact_in_one_block(results: NeedleResults) -> list[str]:
     """MuSe and the lengths at which it approximates nothing."""
     lengths: dict[str, list[int]] = {}
-    for attention, length in sorted({(task.attention, task.length) for task in results.outcomes}):
+    for attention, length in sorted({(task.attention, task.length) for task in results.measured}):
         config = config_at(attention)
         if config is not None and config.block_size >= length:
             lengths.setdefault(attention, []).append(length)

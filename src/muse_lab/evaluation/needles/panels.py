@@ -113,7 +113,7 @@ def failed_in_words(models: Mapping[str, NeedleResults]) -> Iterator[str]:
     """Of each model of which samples failed, by what it is called."""
     for name, results in models.items():
         if failed := failures(results):
-            yield f"Failed of {name}: {len(failed)} of {len(results.outcomes)} samples, which count in no share"
+            yield f"Failed of {name}: {len(failed)} of {len(results.measured)} samples, which count in no share"
 
 
 def cards(columns: Columns) -> list[Card]:

@@ -5,11 +5,12 @@ A sample that fails is kept with its error, and the others go on; a run that is 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -71,19 +72,28 @@ class Outcome:
     error: str = ""
 
 
+by_task = functools.partial(entries, "number", "length", "kind", "bucket", "attention")
+"""Metadata of what was measured, by task."""
+
+
 @dataclass
 class MeasuredSamples(StoredResults):
-    """What is measured on needle samples, once under each attention. A subclass declares it, by task."""
+    """What is measured on needle samples, once under each attention. A subclass says what that is."""
 
     settings: NeedleSettings
-
-    @property
-    def measured(self) -> Mapping[NeedleTask, object]:
-        raise NotImplementedError
+    measured: dict[NeedleTask, Any] = field(default_factory=dict)
 
     @property
     def named(self) -> Iterator[str]:
         return (task.attention for task in self.measured)
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({task.length for task in self.measured})
+
+    def attentions(self, length: int) -> list[str]:
+        """In the order they were measured in."""
+        return list(dict.fromkeys(task.attention for task in self.measured if task.length == length))
 
     def check(self) -> None:
         for task in self.measured:
@@ -95,26 +105,19 @@ class MeasuredSamples(StoredResults):
 
 
 @dataclass
-class NeedleResults(StoredResults):
+class NeedleResults(MeasuredSamples):
     command = "muse eval needles"
 
-    settings: NeedleSettings
-    outcomes: dict[NeedleTask, Outcome] = field(
-        default_factory=dict, metadata=entries("number", "length", "kind", "bucket", "attention", name="needles")
-    )
-
-    @property
-    def named(self) -> Iterator[str]:
-        return (task.attention for task in self.outcomes)
+    measured: dict[NeedleTask, Outcome] = field(default_factory=dict, metadata=by_task(name="needles"))
 
     def check(self) -> None:
-        for task, outcome in self.outcomes.items():
+        for task, outcome in self.measured.items():
             if not outcome.error and len(outcome.answers) != KINDS[task.kind].asked:
                 raise ValueError("the answers are not those of the kind")
 
     def missing(self, tasks: Iterable[NeedleTask]) -> list[NeedleTask]:
         """What is still to do, what failed included."""
-        return [task for task in tasks if task not in self.outcomes or self.outcomes[task].error]
+        return [task for task in tasks if task not in self.measured or self.measured[task].error]
 
 
 def plan(
@@ -134,10 +137,31 @@ def plan(
     ]
 
 
-def by_sample(samples: NeedleSamples, tasks: Iterable[NeedleTask]) -> Iterator[tuple[Sample, list[NeedleTask]]]:
-    """Each sample, and those of its tasks that follow each other."""
-    for (number, length, kind, bucket), group in itertools.groupby(tasks, key=_sample_of):
-        yield samples.make(kind, length, bucket, number), list(group)
+def measure_samples(
+    samples: NeedleSamples,
+    tasks: Sequence[NeedleTask],
+    results: MeasuredSamples,
+    path: Path,
+    measure_sample: Callable[[Sample, list[NeedleTask]], Iterable[object]],
+    on_step: OnStep,
+) -> None:
+    """Fill `results` with what is missing of `tasks`, one sample after another. The file is written on the way.
+
+    Args:
+        measure_sample: gives what it finds for each of the tasks of a sample, in their order
+    """
+    finished = 0
+    with results.saving(path) as save:
+        for (number, length, kind, bucket), group in itertools.groupby(
+            results.missing(tasks), key=lambda task: task[:4]
+        ):
+            on_step(f"{kind} of {length} tokens", finished)
+            of_sample = list(group)
+            found = measure_sample(samples.make(kind, length, bucket, number), of_sample)
+            for task, result in zip(of_sample, found, strict=True):
+                results.measured[task] = result
+                save()
+            finished += len(of_sample)
 
 
 def measure(
@@ -147,19 +171,14 @@ def measure(
     tasks: Sequence[NeedleTask],
     results: NeedleResults,
     path: Path,
-    *,
     on_step: OnStep = lambda description, finished: None,
 ) -> None:
     """Fill `results` with what is missing of `tasks`. The file is written on the way."""
     with results.saving(path) as save:
         for finished, task in enumerate(results.missing(tasks)):
             on_step(f"{task.attention}, {task.kind} of {task.length} tokens", finished)
-            results.outcomes[task] = _attempt(model, tokenizer, samples, task)
+            results.measured[task] = _attempt(model, tokenizer, samples, task)
             save()
-
-
-def _sample_of(task: NeedleTask) -> tuple[int, int, str, int]:
-    return task.number, task.length, task.kind, task.bucket
 
 
 def _attempt(

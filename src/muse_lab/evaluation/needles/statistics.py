@@ -41,7 +41,7 @@ class Asked(NamedTuple):
         wanted = set(found)
         return {
             (task.length, task.kind, task.bucket, task.number): outcome
-            for task, outcome in self.results.outcomes.items()
+            for task, outcome in self.results.measured.items()
             if task.attention == self.attention and (task.length, task.kind) in wanted and outcome.answers
         }
 
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
 def groups(results: NeedleResults) -> list[Group]:
     """Those there are, in order."""
-    return in_order({(task.length, task.kind) for task in results.outcomes})
+    return in_order({(task.length, task.kind) for task in results.measured})
 
 
 def in_order(found: Iterable[Cell]) -> list[Cell]:
@@ -62,7 +62,7 @@ def in_order(found: Iterable[Cell]) -> list[Cell]:
 
 def attentions(results: NeedleResults, group: Group) -> list[str]:
     """In the order in which they were measured."""
-    return list(dict.fromkeys(task.attention for task in results.outcomes if (task.length, task.kind) == group))
+    return list(dict.fromkeys(task.attention for task in results.measured if (task.length, task.kind) == group))
 
 
 def share(found: Iterable[Answer], measure: Measure) -> Share | None:
@@ -107,4 +107,4 @@ def token_means(found: Iterable[Answer]) -> Tokens | None:
 
 
 def failures(results: NeedleResults) -> list[tuple[NeedleTask, str]]:
-    return [(task, outcome.error) for task, outcome in results.outcomes.items() if outcome.error]
+    return [(task, outcome.error) for task, outcome in results.measured.items() if outcome.error]
