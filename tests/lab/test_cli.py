@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import muse_attention
 from muse_attention.config import MuSeConfig
@@ -23,37 +22,22 @@ from muse_lab.cli import commands, info, main
 from muse_lab.cli.app import console, new_table, phases_bar
 from muse_lab.cli.language_model import short_warnings
 from muse_lab.records.captured_heads import Captures, Origin, save_captures
+from tests.command_line import assert_refused, run_muse
 
 SHORT_BENCH = ("bench", "--device", "cpu", "--lengths", "512", "--head-dim", "8", "--repeats", "1", "--no-memory")
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    result = CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def assert_refused(outcome: tuple[int, str, str], message: str) -> None:
-    code, out, err = outcome
-    assert code == 2
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert message in err
 
 
 def _with_output() -> list[tuple[str, ...]]:
     """Every command that has an option for its folder, with what else it needs."""
     needed = {"compare": ("run",), "train": ("corpus",)}
-    measuring = [
-        (name,) for name in ("bench", "errors", "fidelity", "loss", "tune", "prepare", "demo", "compare", "train")
-    ]
+    measuring = [(name,) for name in ("bench", "fidelity", "loss", "tune", "prepare", "demo", "compare", "train")]
     return [(*words, *needed.get(words[0], ())) for words in [*measuring, ("eval", "needles"), ("eval", "tasks")]]
 
 
 def test_without_a_command_the_help_is_shown() -> None:
-    code, out, _ = run()
+    code, out, _ = run_muse()
     assert code == 0
-    for command in ("info", "bench", "errors", "demo"):
+    for command in ("info", "bench", "demo"):
         assert command in out
 
 
@@ -100,14 +84,14 @@ def test_threads_of_the_command_line_wait_without_spinning(monkeypatch: pytest.M
 
 
 def test_a_mistyped_command_is_answered_by_the_one_that_was_meant() -> None:
-    assert_refused(run("trian"), "muse: there is no command 'trian'; did you mean muse train?\n")
-    assert_refused(run("eval", "neddles"), "Did you mean 'needles'?")
-    assert_refused(run("xyz"), "muse: there is no command 'xyz'; muse --help lists all\n")
+    assert_refused(run_muse("trian"), "muse: there is no command 'trian'; did you mean muse train?\n")
+    assert_refused(run_muse("eval", "neddles"), "Did you mean 'needles'?")
+    assert_refused(run_muse("xyz"), "muse: there is no command 'xyz'; muse --help lists all\n")
 
 
 @pytest.mark.parametrize("command", ["bench", "fidelity", "loss", "eval needles", "eval tasks", "tune"])
 def test_every_command_that_measures_takes_overwrite(command: str) -> None:
-    assert "--overwrite" in run(*command.split(), "--help")[1]
+    assert "--overwrite" in run_muse(*command.split(), "--help")[1]
 
 
 def test_a_warning_is_one_line_without_the_stack_of_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +117,7 @@ def test_brackets_in_names_mean_nothing(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_info_lists_versions_backends_and_configs() -> None:
-    code, out, _ = run("info", "--json")
+    code, out, _ = run_muse("info", "--json")
     assert code == 0
     found = json.loads(out)
     assert found["machine"]["muse_attention"] == muse_attention.__version__
@@ -143,7 +127,7 @@ def test_info_lists_versions_backends_and_configs() -> None:
         assert found["backends"]["triton"] == "needs a CUDA device"
     assert found["configs"]["64k"] == str(MuSeConfig.for_length(65536))
 
-    code, out, _ = run("info")
+    code, out, _ = run_muse("info")
     assert code == 0
     assert torch.__version__ in out
     assert found["configs"]["64k"] in out
@@ -169,7 +153,7 @@ def test_info_says_what_triton_needs(
 
 def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
-    code, out, err = run(*SHORT_BENCH, "--output", folder, "--name", "short")
+    code, out, err = run_muse(*SHORT_BENCH, "--output", folder, "--name", "short")
     assert code == 0, err
     endings = ("-forward-backward.png", "-forward.png", ".csv", ".html", ".json", ".md")
     assert sorted(file.name for file in folder.iterdir()) == [f"short{ending}" for ending in endings]
@@ -187,16 +171,16 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
 
 def test_bench_continues_what_is_the_same_and_refuses_what_differs(tmp_path: Path) -> None:
     asked = (*SHORT_BENCH, "--output", tmp_path, "--attention")
-    assert run(*asked, "exact")[0] == 0
+    assert run_muse(*asked, "exact")[0] == 0
     before = json.loads((tmp_path / "cpu.json").read_text())
-    assert run(*asked, "exact,block_diagonal:128")[0] == 0
+    assert run_muse(*asked, "exact,block_diagonal:128")[0] == 0
     after = json.loads((tmp_path / "cpu.json").read_text())
     assert after["cases"][0] == before["cases"][0]
     assert [case["attention"] for case in after["cases"]] == ["exact", "block_diagonal:128"]
     assert len(after["commands"]) == 2
-    assert_refused(run(*asked, "exact", "--heads", "3"), "heads was 1, now 3; choose another --name or --output")
+    assert_refused(run_muse(*asked, "exact", "--heads", "3"), "heads was 1, now 3; choose another --name or --output")
     assert json.loads((tmp_path / "cpu.json").read_text()) == after
-    assert run(*asked, "exact", "--heads", "3", "--overwrite")[0] == 0
+    assert run_muse(*asked, "exact", "--heads", "3", "--overwrite")[0] == 0
     assert [case["request"]["shape"]["heads"] for case in json.loads((tmp_path / "cpu.json").read_text())["cases"]] == [
         3
     ]
@@ -211,8 +195,8 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
     asked = ("bench", "--device", "cpu", "--length", "512", "--attention", "exact", "--repeats", "1", "--no-memory")
     folder = tmp_path / "results"
     captures = ("--captures", file, "--output", folder)
-    assert_refused(run(*asked, *captures), "less than 512; choose a smaller --length, or lay them end to end")
-    code, _, err = run(*asked, *captures, "--repeat-captures")
+    assert_refused(run_muse(*asked, *captures), "less than 512; choose a smaller --length, or lay them end to end")
+    code, _, err = run_muse(*asked, *captures, "--repeat-captures")
     assert code == 0, err
     results = json.loads((folder / "cpu-heads.json").read_text())
     (case,) = results["cases"]
@@ -225,14 +209,14 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
 
 def test_bench_writes_to_out_and_not_to_committed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(*SHORT_BENCH, "--attention", "exact")[0] == 0
+    assert run_muse(*SHORT_BENCH, "--attention", "exact")[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "bench" / "cpu.json").exists()
 
 
 def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     asked = (*SHORT_BENCH[:3], "--length", "2100", *SHORT_BENCH[5:], "--sweep", "block-size", "--output", tmp_path)
-    code, out, err = run(*asked)
+    code, out, err = run_muse(*asked)
     assert code == 0, err
     name = "cpu-sweep-block-size"
     assert {f"{name}.{ending}" for ending in ("csv", "html", "json", "md")} <= {
@@ -246,7 +230,7 @@ def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     (command,) = results["commands"]
     assert "--sweep block-size" in command
     assert "--attention" not in command
-    assert run(*asked)[0] == 0
+    assert run_muse(*asked)[0] == 0
     assert json.loads((tmp_path / f"{name}.json").read_text()) == results
 
 
@@ -256,7 +240,7 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr("muse_lab.cli.bench.run_plan", interrupted)
-    code, _, err = run(*SHORT_BENCH, "--output", tmp_path, "--attention", "exact")
+    code, _, err = run_muse(*SHORT_BENCH, "--output", tmp_path, "--attention", "exact")
     assert code == 130
     assert len(err.strip().splitlines()) == 1
     assert "cpu.json (1)" in err
@@ -275,6 +259,7 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
         (("bench", "--dtype", "int8"), "unknown dtype 'int8'"),
         (("bench", "--heads", "0"), "heads is 0"),
         (("bench", "--heads", "two"), "--heads"),
+        (("bench", "--key-heads", "0"), "key_heads is 0"),
         (("bench", "--heads", "6", "--key-heads", "4"), "6 heads cannot share 4 key heads"),
         (("bench", "--captures", "no.pt"), "there is no file 'no.pt' of captures"),
         (("bench", "--repeat-captures"), "--repeat-captures needs --captures FILE"),
@@ -288,8 +273,6 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
         (("bench", "--sweep", "heads", "--attention", "muse"), "leave out --attention"),
         (("bench", "--sweep", "block-size", "--lengths", "2k"), "needs a length above 2k"),
         (("bench", "--sweep", "monopole-length", "--lengths", "2k"), "has lengths of its own; leave out --length"),
-        (("errors", "--length", "256"), "too few blocks"),
-        (("errors", "--heads", "0"), "heads is 0"),
         (("dance",), "dance"),
     ],
 )
@@ -297,7 +280,7 @@ def test_every_mistake_is_answered_by_one_line(
     arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_refused(run(*arguments), message)
+    assert_refused(run_muse(*arguments), message)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -313,22 +296,22 @@ def test_an_empty_path_is_not_the_current_folder(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_refused(run(*arguments), "it is empty; give a folder, or . for the current one")
+    assert_refused(run_muse(*arguments), "it is empty; give a folder, or . for the current one")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_path_that_is_too_long_is_refused() -> None:
-    assert_refused(run("eval", "tasks", "--data", "9" * 5000), "File name too long")
+    assert_refused(run_muse("eval", "tasks", "--data", "9" * 5000), "File name too long")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert_refused(run("bench", "--output", tmp_path / "file"), "cannot make the folder")
+    assert_refused(run_muse("bench", "--output", tmp_path / "file"), "cannot make the folder")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_without_a_device_is_refused() -> None:
-    assert_refused(run("bench", "--device", "cuda"), "PyTorch finds none here")
+    assert_refused(run_muse("bench", "--device", "cuda"), "PyTorch finds none here")
 
 
 def test_without_the_extra_one_line_says_what_to_install(

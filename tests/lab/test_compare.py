@@ -18,9 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.evaluation.comparison import matrix
 from muse_lab.evaluation.comparison.comparison_report import as_csv, comparison_report, headline, warnings
 from muse_lab.evaluation.comparison.findings import difference, reference_of, scaling_laws, speedup, switching, unlike
@@ -40,6 +38,7 @@ from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, draw_lines
 from muse_lab.report.tree import Report
+from tests.command_line import Outcome, assert_refused, run_muse
 from tests.lab.test_prepare import make
 from tests.training_runs import SMALL, metrics_line, stop_at
 
@@ -47,37 +46,13 @@ MUSE = "muse:Q4K4R1SP1B16,clustering=lloyd"
 RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_every=2", "exact_tail=0"])
 
 
-@pytest.fixture(scope="module")
-def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs on the same tokens, called exact and muse."""
-    folder = tmp_path_factory.mktemp("runs")
-    train(corpus, override(RECIPE, ["attention=exact"]), folder / "exact")
-    train(corpus, RECIPE, folder / "muse")
-    return folder
-
-
-@pytest.fixture
-def copies(trained: Path, tmp_path: Path) -> Path:
-    """To be broken."""
-    shutil.copytree(trained, tmp_path / "runs")
-    return tmp_path / "runs"
-
-
 def settings_of(corpus: Corpus, samples: int = 2) -> ComparisonSettings:
     windows = len(open_windows(corpus, 64))
     return ComparisonSettings("made up", corpus.fingerprint, 64, samples, windows, "cpu", "float32")
 
 
-def run_command(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(commands.app, ["compare", *map(str, arguments), "--device", "cpu"])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def assert_refused(outcome: tuple[int, str, str], message: str) -> None:
-    code, _, err = outcome
-    assert code == 2
-    assert len(err.splitlines()) == 1
-    assert message in err
+def run_command(*arguments: object) -> Outcome:
+    return run_muse("compare", *arguments, "--device", "cpu")
 
 
 def flip_a_byte(path: Path) -> None:
@@ -489,15 +464,11 @@ def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda run: run.update(parameters=0),
-        lambda run: run.update(parameters="many"),
-        lambda run: run.update(name=None),
-        lambda run: run.update(step=1.5),
-        lambda run: run["recipe"].update(peak_rate=1e38),
-        lambda run: run["curves"].update(points=[["a", 1, 2]]),
-        lambda run: run["curves"].update(seconds=math.nan),
-        lambda run: run["curves"].update(averaged=[]),
-        lambda run: run["curves"].update(tokens=10**400),
+        lambda document: document["runs"][0].update(parameters=0),
+        lambda document: document["runs"][0]["recipe"].update(peak_rate=1e38),
+        lambda document: document["runs"][0]["curves"].update(points=[["a", 1, 2]]),
+        lambda document: document["runs"][0]["curves"].update(seconds=math.nan),
+        lambda document: document["cells"][0]["bins"][0].pop(),
     ],
 )
 def test_results_of_other_types_are_refused(spoil: Callable[[Any], object], tmp_path: Path) -> None:
@@ -505,7 +476,7 @@ def test_results_of_other_types_are_refused(spoil: Callable[[Any], object], tmp_
     made_up(exact=("exact", 10, 1.0, [1.0, 1.0])).write(path)
     ComparisonResults.read(path)
     document = json.loads(path.read_text())
-    spoil(document["runs"][0])
+    spoil(document)
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"does not hold the results of muse compare$"):
         ComparisonResults.read(path)
@@ -579,8 +550,8 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     shutil.rmtree(copies)
     for name in expected - {"compare.json"}:
         (output / name).unlink()
-    result = CliRunner().invoke(commands.app, ["report", str(output)])
-    assert result.exit_code == 0, result.stderr
+    code, _, err = run_muse("report", output)
+    assert code == 0, err
     assert {file.name for file in output.iterdir()} == {*expected, "index.html"}
     assert (output / "compare.html").read_text() == page
     contents = (output / "index.html").read_text()
@@ -641,30 +612,6 @@ def test_runs_of_two_lengths_need_a_choice(corpus: Corpus, copies: Path, tmp_pat
     assert_refused(run_command(*asked), "trained on 32 and 64 tokens; choose one length by --length")
 
 
-@pytest.mark.long
-def test_other_settings_are_not_continued(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
-    asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path, "--checkpoints", 0)
-    assert run_command(*asked, "--samples", 1)[0] == 0
-    assert_refused(
-        run_command(*asked, "--samples", 2), "now 2; choose another --output, or replace it with --overwrite"
-    )
-    assert run_command(*asked, "--samples", 2, "--overwrite")[0] == 0
-    assert ComparisonResults.read(tmp_path / "compare.json").settings.samples == 2
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", "cut"])
-def test_a_file_that_holds_something_else_is_refused(
-    corpus: Corpus, trained: Path, tmp_path: Path, content: str
-) -> None:
-    path = tmp_path / "compare.json"
-    measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], ComparisonResults({}, settings_of(corpus)), path)
-    document = json.loads(path.read_text())
-    document["cells"][0]["bins"][0].pop()
-    path.write_text(json.dumps(document) if content == "cut" else content)
-    with pytest.raises(ValueError, match="does not hold the results of muse compare"):
-        ComparisonResults.read(path)
-
-
 def test_ctrl_c_says_how_to_go_on(
     corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -685,6 +632,6 @@ def test_ctrl_c_says_how_to_go_on(
     command = err.partition("continue with: muse ")[2].split()
     assert len(ComparisonResults.read(tmp_path / "compare.json").cells[0].bins) == 1
     monkeypatch.setattr(matrix, "token_losses", original)
-    result = CliRunner().invoke(commands.app, command)
-    assert result.exit_code == 0, result.stderr
+    code, _, err = run_muse(*command)
+    assert code == 0, err
     assert len(ComparisonResults.read(tmp_path / "compare.json").cells[0].bins) == 2

@@ -7,31 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.runs import load_weights, open_runs
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.training import train
-from tests.lab.test_compare import RECIPE, assert_refused, run_command
-
-
-@pytest.fixture(scope="module")
-def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs on the same tokens, called exact and muse."""
-    folder = tmp_path_factory.mktemp("runs")
-    train(corpus, override(RECIPE, ["attention=exact"]), folder / "exact")
-    train(corpus, RECIPE, folder / "muse")
-    return folder
-
-
-@pytest.fixture
-def copies(trained: Path, tmp_path: Path) -> Path:
-    """To be broken."""
-    shutil.copytree(trained, tmp_path / "runs")
-    return tmp_path / "runs"
+from tests.command_line import assert_refused, run_muse
+from tests.lab.test_compare import run_command
 
 
 @pytest.mark.long
@@ -63,7 +44,7 @@ def test_runs_whose_weights_are_gone_are_compared_by_what_they_recorded(
     assert len(ComparisonResults.read(output / "compare.json").commands) == 2
     (output / "compare.json").write_text(stored)
     (output / "compare.md").unlink()
-    assert CliRunner().invoke(commands.app, ["report", str(output)]).exit_code == 0
+    assert run_muse("report", output)[0] == 0
     assert (output / "compare.md").read_text() == report
     assert_refused(run_command(*asked[:-1], 1), "has neither a model nor a checkpoint yet")
     assert_refused(run_command(trained / "exact", *asked[2:-1], 1), "samples was 0, now 1")

@@ -59,6 +59,7 @@ def test_a_seed_without_exact_training_has_no_difference() -> None:
     assert muse.differences(results, is_percent=True) == [pytest.approx(10.0), None]
     assert muse.difference(results) is None
     assert exact.differences(results) == [None]
+    assert seeds_headline(results) == []
 
 
 def test_a_run_that_was_trained_further_is_compared_with_exact_training_of_as_many_tokens() -> None:
@@ -92,13 +93,6 @@ def test_the_error_is_that_over_seeds() -> None:
         "seeds, 2.00x its tokens per second"
     )
     assert "| 0, 1 |" in as_markdown(comparison_report(results))
-
-
-def test_a_seed_without_its_exact_run_leaves_the_difference_out() -> None:
-    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
-    _, muse = seeds_of(results)
-    assert muse.difference(results) is None
-    assert seeds_headline(results) == []
 
 
 def test_other_recipes_are_no_seeds() -> None:

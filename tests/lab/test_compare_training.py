@@ -24,12 +24,10 @@ from tests.lab.test_compare import MUSE, RECIPE, settings_of
 
 
 @pytest.fixture(scope="module")
-def compared(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> ComparisonResults:
+def compared(corpus: Corpus, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> ComparisonResults:
     """An exact run, a MuSe run of six updates, and that one after one and three further updates, which are exact."""
     folder = tmp_path_factory.mktemp("runs")
-    exact, muse, one, three = (folder / name for name in ("exact", "muse", "one", "three"))
-    train(corpus, override(RECIPE, ["attention=exact"]), exact)
-    train(corpus, RECIPE, muse)
+    exact, muse, one, three = trained / "exact", trained / "muse", folder / "one", folder / "three"
     train(corpus, further_recipe(muse, ["attention=exact", "steps=1"]), one, continue_from=muse)
     train(corpus, further_recipe(one, ["steps=2", "checkpoint_every=100"]), three, continue_from=one)
     results = ComparisonResults(describe_machine(), settings_of(corpus))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, get_attention
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.fidelity.gradients import measure_gradients
 from muse_attention.huggingface.capture import capture
 from muse_attention.registry import full_name
-from muse_lab.cli import commands
 from muse_lab.cli.measuring import write
 from muse_lab.evaluation.fidelity import layers, paper
 from muse_lab.evaluation.fidelity.fidelity_report import (
@@ -37,7 +34,8 @@ from muse_lab.evaluation.texts import read_samples, read_samples_inside
 from muse_lab.models import load_model
 from muse_lab.records import stored_results as stored
 from muse_lab.report.html import as_html
-from tests.models import SIZES, tiny_llama, token_ids, write_model_folder, write_tokenizer
+from tests.command_line import assert_refused, run_muse
+from tests.models import SIZES, tiny_llama, token_ids, write_tokenizer
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 SETTINGS = TextSettings("tiny", "letters", 128, 2, "cpu", "float32")
@@ -113,19 +111,6 @@ def test_an_interrupted_run_goes_on_to_the_same_results(
     measure(model, tokens, REQUESTS, results, path)
     assert results.measured == whole.measured
     assert FidelityResults.read(path).measured == whole.measured
-
-
-def test_a_run_that_measures_nothing_leaves_the_file_alone(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    measure(tiny_llama(), token_ids(128, batch=2), REQUESTS, FidelityResults({}, SETTINGS), path)
-    before = path.read_text()
-
-    def interrupt(description: str, finished: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(tiny_llama(), token_ids(128, batch=2), REQUESTS, FidelityResults({}, SETTINGS), path, on_step=interrupt)
-    assert path.read_text() == before
 
 
 def test_a_model_with_windows_in_every_layer_is_refused(tmp_path: Path) -> None:
@@ -220,23 +205,7 @@ def test_results_from_before_a_measure_existed_are_reported(tmp_path: Path) -> N
     assert first.endswith(",0.25,1,0,0")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"measured": 1}'])
-def test_a_file_that_holds_something_else_is_refused(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"results\.json does not hold the results of muse fidelity"):
-        FidelityResults.read(path)
-
-
 # Texts
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_model_folder(folder)
-    (folder.parent / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 20)
-    return folder
 
 
 def test_samples_follow_one_another_through_files(folder: Path, tmp_path: Path) -> None:
@@ -419,7 +388,7 @@ def test_a_table_with_gaps_has_the_rows_there_are() -> None:
 
 def test_errors_of_zero_have_no_power_law(asked: list[object]) -> None:
     """A text that fits into one block is attended to exactly."""
-    code, out, err = run(*asked, "--length", "256", "--preset", "joint")
+    code, out, err = run_muse(*asked, "--length", "256", "--preset", "joint")
     assert (code, err) == (0, "")
     assert "error-against-clusters" not in out
 
@@ -436,12 +405,6 @@ def test_what_was_not_measured_is_absent() -> None:
 # The commands
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    result = CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
 @pytest.fixture
 def asked(folder: Path, tmp_path: Path) -> list[object]:
     text = folder.parent / "text.txt"
@@ -450,7 +413,7 @@ def asked(folder: Path, tmp_path: Path) -> list[object]:
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:
-    code, out, err = run(*asked)
+    code, out, err = run_muse(*asked)
     assert (code, err) == (0, "")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {"tiny.json", "tiny.csv", "tiny.md", "tiny.html", "tiny-error-of-every-head.png"}
@@ -463,10 +426,17 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
     for said in ("n = 8 heads x one sample", "2 layers", "128 tokens of text.txt", COARSE, "data:image/png;base64,"):
         assert said in page
     assert COARSE in out
+    markdown = tmp_path / "out" / "tiny.md"
+    before = markdown.read_text()
+    markdown.unlink()
+    code, out, err = run_muse("report", tmp_path)
+    assert (code, err) == (0, "")
+    assert "tiny.md" in out
+    assert markdown.read_text() == before
 
 
 def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list[object], tmp_path: Path) -> None:
-    code, out, err = run(*asked, "--attention", "muse:Q4K8R2T0.003B32", "--gradients")
+    code, out, err = run_muse(*asked, "--attention", "muse:Q4K8R2T0.003B32", "--gradients")
     assert (code, err) == (0, "")
     for said in ("99.9%", "pairs", "keys", "retrieving", "budget", "dq"):
         assert said in out
@@ -477,7 +447,7 @@ def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list
     assert "sum |dq - dq_exact|^2" in (tmp_path / "out" / "tiny.html").read_text()
     (command,) = FidelityResults.read(tmp_path / "out" / "tiny.json").commands
     assert "--gradients --device cpu" in command
-    assert run(*asked, "--overwrite")[0] == 0
+    assert run_muse(*asked, "--overwrite")[0] == 0
     assert "dq" not in (tmp_path / "out" / "tiny.md").read_text()
 
 
@@ -498,44 +468,14 @@ def test_the_preset_of_error_control_draws_error_against_keys(tmp_path: Path) ->
     assert "tolerance, Q16K256" in page
 
 
-def test_reports_can_be_written_anew(asked: list[object], tmp_path: Path) -> None:
-    run(*asked)
-    markdown = tmp_path / "out" / "tiny.md"
-    before = markdown.read_text()
-    markdown.unlink()
-    code, out, err = run("report", tmp_path)
-    assert (code, err) == (0, "")
-    assert "tiny.md" in out
-    assert markdown.read_text() == before
-
-
 def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(*asked)[0] == 0
+    assert run_muse(*asked)[0] == 0
 
     def never(*arguments: Any, **others: Any) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(layers, "measure_fidelity", never)
-    assert run(*asked)[0] == 0
-
-
-def test_a_full_disk_is_one_line_and_the_file_is_whole(
-    asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(*asked)[0] == 0
-    path = tmp_path / "out" / "tiny.json"
-    before = path.read_text()
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    code, out, err = run(*asked, "--overwrite")
-    assert (code, out) == (1, "")
-    assert len(err.splitlines()) == 1
-    assert f"No space left on device; the earlier results in {path} were not replaced; start again with: " in err
-    assert err.rstrip().endswith(" --overwrite")
-    assert path.read_text() == before
+    assert run_muse(*asked)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -544,22 +484,14 @@ def test_a_full_disk_is_one_line_and_the_file_is_whole(
         (["--attention", "nonsense"], "unknown attention 'nonsense'"),
         (["--preset", "nonsense"], "unknown preset 'nonsense'; use all or some of methods"),
         (["--length", "1000"], "too few for 1 samples of 1000"),
+        (["--length", "2k"], "the model's context is 1024 tokens, less than 2048; choose a smaller length"),
         (["--text", "missing.txt"], "there is no text 'missing.txt'"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--name", "a/b"], "must be a plain file name"),
     ],
 )
 def test_every_mistake_is_answered_by_one_line(asked: list[object], changes: list[str], message: str) -> None:
-    code, out, err = run(*asked, *changes)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert message in err
-
-
-def test_more_tokens_than_the_model_knows_are_refused(asked: list[object]) -> None:
-    code, out, err = run(*asked, "--length", "2k")
-    assert (code, out) == (2, "")
-    assert err == "muse: the model's context is 1024 tokens, less than 2048; choose a smaller length\n"
+    assert_refused(run_muse(*asked, *changes), message)
 
 
 def test_a_model_without_attention_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -568,15 +500,14 @@ def test_a_model_without_attention_is_refused(folder: Path, tmp_path: Path) -> N
     transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
     ).save_pretrained(mamba)
-    code, _, err = run("fidelity", mamba, "--text", folder.parent / "text.txt", "--length", "128", "--device", "cpu")
+    code, _, err = run_muse(
+        "fidelity", mamba, "--text", folder.parent / "text.txt", "--length", "128", "--device", "cpu"
+    )
     assert code == 2
     assert "no attention heads" in err.splitlines()[-1]
 
 
 def test_a_missing_model_and_missing_results_are_one_line(tmp_path: Path) -> None:
-    code, out, err = run("fidelity", tmp_path / "missing", "--length", "128")
-    assert (code, out) == (2, "")
-    assert "there is no model folder" in err
-    assert len(err.splitlines()) == 1
-    assert run("report", tmp_path)[0] == 2
-    assert "there is no file or folder" in run("report", tmp_path / "missing")[2]
+    assert_refused(run_muse("fidelity", tmp_path / "missing", "--length", "128"), "there is no model folder")
+    assert run_muse("report", tmp_path)[0] == 2
+    assert "there is no file or folder" in run_muse("report", tmp_path / "missing")[2]

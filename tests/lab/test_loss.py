@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -12,14 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GraniteConfig, GraniteForCausalLM
-from typer.testing import CliRunner
 
 from muse_attention.registry import full_name
-from muse_lab.cli import commands
 from muse_lab.evaluation.fidelity.presets import find_presets
 from muse_lab.evaluation.fits import Decay, PowerLaw
 from muse_lab.evaluation.loss import positions as loss
@@ -28,11 +26,13 @@ from muse_lab.evaluation.loss.loss_report import as_csv
 from muse_lab.evaluation.loss.positions import Losses, LossResults, figure_attentions, measure, position_losses
 from muse_lab.evaluation.settings import TextSettings, take_fingerprint
 from muse_lab.records.attention_names import in_words
-from tests.models import SIZES, tiny_llama, token_ids, write_model_folder
+from tests.command_line import assert_refused, run_muse
+from tests.models import SIZES, tiny_llama, token_ids
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 BOTH = ("exact", COARSE)
 SETTINGS = TextSettings("tiny", "letters", 128, 2, "cpu", "float32")
+run = functools.partial(run_muse, "loss")
 
 
 def expected_losses(model: Any, ids: Tensor) -> Tensor:
@@ -120,26 +120,6 @@ def test_all_attentions_see_a_sample_before_the_next() -> None:
     assert LossResults({}, SETTINGS).missing(BOTH) == [(0, "exact"), (0, COARSE), (1, "exact"), (1, COARSE)]
 
 
-def test_the_file_has_versions_settings_and_seeds(tmp_path: Path) -> None:
-    path = tmp_path / "loss.json"
-    measure(tiny_llama(), token_ids(128, batch=2), BOTH, LossResults.start(SETTINGS, path), path)
-    document = json.loads(path.read_text())
-    assert document["machine"]["transformers"] == transformers.__version__
-    assert document["settings"]["length"] == 128
-    exact, muse = document["attentions"].values()
-    assert exact is None
-    assert (muse["seed"], muse["block_size"]) == (0, 32)
-
-
-def test_other_settings_are_not_continued(tmp_path: Path) -> None:
-    path = tmp_path / "loss.json"
-    LossResults.start(SETTINGS, path).write(path)
-    other = TextSettings("tiny", "letters", 256, 2, "cpu", "float32", "0123")
-    with pytest.raises(ValueError, match=r"loss.json has other results: length was 128, now 256, fingerprint was "):
-        LossResults.start(other, path)
-    assert LossResults.start(other, path, overwrite=True).settings == other
-
-
 def test_fingerprints_tell_weights_and_tokens_apart() -> None:
     model, tokens = tiny_llama(), token_ids(64)
     found = take_fingerprint(model, tokens)
@@ -148,14 +128,9 @@ def test_fingerprints_tell_weights_and_tokens_apart() -> None:
     assert take_fingerprint(tiny_llama(), tokens) != found
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"machine": {}, "settings": {}, "commands": [], "losses": []}', "cut"]
-)
-def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, content: str) -> None:
+def test_losses_of_another_length_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
-    losses = Losses([1.0], [1.0] * 127)
-    LossResults({}, SETTINGS, [], {"exact": losses}).write(path)
-    path.write_text(path.read_text().replace("1.0,1.0,", "1.0,", 1) if content == "cut" else content)
+    LossResults({}, SETTINGS, [], {"exact": Losses([1.0], [1.0] * 126)}).write(path)
     with pytest.raises(ValueError, match="does not hold the results of muse loss"):
         LossResults.read(path)
 
@@ -237,32 +212,11 @@ def test_the_attentions_of_the_figure() -> None:
 # The command
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder, with a tokenizer of letters, and a text beside it."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_model_folder(folder)
-    (folder.parent / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 20)
-    return folder
-
-
 @pytest.fixture
 def asked(folder: Path, tmp_path: Path) -> list[object]:
     text = folder.parent / "text.txt"
     arguments = [folder, "--text", text, "--length", "128", "--samples", "2", "--attention", "muse:QK4R1B32"]
     return [*arguments, "--device", "cpu", "--output", tmp_path / "out"]
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    result = CliRunner().invoke(commands.app, ["loss", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def assert_refused(outcome: tuple[int, str, str], message: str, code: int = 2) -> None:
-    assert outcome[:2] == (code, "")
-    assert len(outcome[2].splitlines()) == 1
-    assert message in outcome[2]
 
 
 def test_attentions_of_a_preset_of_muse_fidelity(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,13 +288,6 @@ def test_the_command_continues_what_is_the_same_and_refuses_what_differs(
     assert LossResults.read(path).settings.samples == 1
 
 
-def test_progress_is_lines_where_there_is_no_terminal(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muse_lab.cli.app.LONG_RUN_SECONDS", -1.0)
-    code, _, err = run(*asked)
-    assert code == 0
-    assert ": 1 of 4, ETA 0:00:0" in err
-
-
 @pytest.mark.parametrize("name", ["tiny.json", "tiny.csv", "tiny.html"])
 def test_a_full_disk_leaves_what_was_whole(
     asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -402,9 +349,7 @@ def test_an_unfinished_run_has_no_report(asked: list[object], tmp_path: Path) ->
         entry["means"] = entry["means"][:1]
     path.write_text(json.dumps(document))
     before = (tmp_path / "out" / "tiny.md").read_text()
-    result = CliRunner().invoke(commands.app, ["report", str(path)])
-    assert result.exit_code == 2
-    assert "exact attention has not seen all samples yet" in result.stderr
+    assert_refused(run_muse("report", path), "exact attention has not seen all samples yet")
     assert (tmp_path / "out" / "tiny.md").read_text() == before
 
 

@@ -105,6 +105,13 @@ def test_what_cannot_be_read_is_refused_by_one_line(tmp_path: Path, changes: dic
     assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"numbers": 1}'])
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=r"a\.json does not hold the results of muse measure$"):
+        Measured.read(tmp_path / "a.json")
+
+
 def test_a_file_is_written_on_the_way_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, results = tmp_path / "a.json", made_up()
     with results.saving(path):
@@ -131,8 +138,10 @@ def test_results_go_on_with_the_same_settings_only(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     Measured.start(Where("cpu"), path).write(path)
     assert Measured.start(Where("cpu"), path).settings == Where("cpu")
-    with pytest.raises(ValueError, match=rf"a\.json has other results: note was , now x; {WAY_OUT_BY_NAME}$"):
-        Measured.start(Where("cpu", "x"), path)
+    with pytest.raises(
+        ValueError, match=rf"a\.json has other results: device was cpu, now cuda, note was , now x; {WAY_OUT_BY_NAME}$"
+    ):
+        Measured.start(Where("cuda", "x"), path)
     assert Measured.start(Where("cpu", "x"), path, overwrite=True).settings.note == "x"
     path.write_text("{")
     with pytest.raises(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
+import functools
 import hashlib
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.evaluation.tasks import tasks_report
 from muse_lab.evaluation.tasks.answers import Answer, Part, TaskAnswers, TaskResults, TaskSettings, measure
 from muse_lab.evaluation.tasks.benchmarks import (
@@ -32,10 +29,11 @@ from muse_lab.evaluation.tasks.benchmarks import (
 from muse_lab.evaluation.tasks.edit_similarity import edit_similarity, first_line_of_code, ratio
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
-from tests.models import write_model_folder
+from tests.command_line import assert_refused, run_muse
 
 MUSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 BOTH = ("exact", MUSE)
+run = functools.partial(run_muse, "eval", "tasks")
 ARC_ROWS = [
     {"id": "1", "question": "Up?", "choices": {"text": ["yes", "no"], "label": ["A", "B"]}, "answerKey": "A"},
     {"id": "2", "question": "Down?", "choices": {"text": ["yes", "no"], "label": ["1", "2"]}, "answerKey": "2"},
@@ -338,13 +336,6 @@ def test_muse_without_settings_has_the_block_of_each_sample() -> None:
 # The command
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_model_folder(folder)
-    return folder
-
-
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """Stands where lm-eval does in the command."""
@@ -358,18 +349,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
 def asked(folder: Path, tmp_path: Path) -> list[object]:
     choice = ["--task", "niah_single_1,niah_multikey_2", "--length", "64,128", "--attention", "muse:QK4R1B32"]
     return [folder, *choice, "--limit", "2", "--device", "cpu", "--output", tmp_path / "out"]
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    result = CliRunner().invoke(commands.app, ["eval", "tasks", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def assert_refused(outcome: tuple[int, str, str], message: str, code: int = 2) -> None:
-    assert outcome[:2] == (code, "")
-    assert len(outcome[2].splitlines()) == 1
-    assert message in outcome[2]
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], scripted: Scripted, tmp_path: Path) -> None:
@@ -391,7 +370,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], scripted: S
     for file in files:
         if file.suffix != ".json":
             file.unlink()
-    assert CliRunner().invoke(commands.app, ["report", str(tmp_path / "out" / "tiny.json")]).exit_code == 0
+    assert run_muse("report", tmp_path / "out" / "tiny.json")[0] == 0
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
@@ -411,19 +390,11 @@ def test_the_command_continues(asked: list[object], scripted: Scripted, tmp_path
     assert_refused(run(*asked, "--name", "whole"), "does not hold the results of muse eval tasks")
 
 
-def test_progress_is_lines_where_there_is_no_terminal(
-    asked: list[object], scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("muse_lab.cli.app.LONG_RUN_SECONDS", -1.0)
-    code, _, err = run(*asked)
-    assert code == 0
-    assert ": 1 of 4, ETA 0:00:0" in err
-
-
 def test_without_a_command_there_is_help() -> None:
-    result = CliRunner().invoke(commands.app, ["eval"])
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert "tasks" in result.stdout
+    code, out, err = run_muse("eval")
+    assert (code, err) == (0, "")
+    assert "tasks" in out
+    assert "needles" in out
 
 
 def test_a_failure_is_one_line_and_the_exit_code(asked: list[object], scripted: Scripted) -> None:
@@ -496,21 +467,6 @@ def test_ruler_runs_what_has_data_and_says_what_has_not(
     assert "--task niah_single_1,niah_multikey_2,niah_multikey_3 " in command
 
 
-def test_a_full_disk_leaves_what_was_whole(
-    asked: list[object], scripted: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(*asked)[0] == 0
-    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    outcome = run(*asked, "--overwrite")
-    assert_refused(outcome, "tiny.json: No space left on device; the earlier results in ", code=1)
-    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -545,11 +501,3 @@ def test_without_lm_eval_one_line_says_what_to_install(asked: list[object], monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert_refused(run(*asked), "standard tasks need lm-eval: pip install 'muse-attention[evaluation]'")
-
-
-def test_an_empty_file_has_no_report(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.json"
-    TaskResults.start(SETTINGS, path).write(path)
-    result = CliRunner().invoke(commands.app, ["report", str(path)])
-    assert result.exit_code == 2
-    assert "no sample has been answered yet" in result.stderr

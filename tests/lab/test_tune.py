@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from muse_attention import MuSeConfig, defaults, exact_attention
 from muse_attention.defaults import Default
@@ -27,7 +27,6 @@ from muse_lab.benchmark.tuning import (
     measure,
 )
 from muse_lab.benchmark.tuning_report import as_csv, table_of, tuning_report, verdict
-from muse_lab.cli import commands
 from muse_lab.records.captured_heads import (
     Captures,
     LookupAt,
@@ -40,16 +39,13 @@ from muse_lab.records.captured_heads import (
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
-from tests.models import tiny_llama, token_ids, write_model_folder
+from tests.command_line import assert_refused, run_muse
+from tests.models import tiny_llama, token_ids
 from tests.needle_models import needle_tokenizer, write_needle_model, write_texts
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 FINE = "muse:Q4K8R8T0.001B32,clustering=lloyd"
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
+run = functools.partial(run_muse, "tune")
 
 
 def some_captures(length: int = 128, samples: int = 2, lookups: tuple[LookupAt, ...] = ()) -> Captures:
@@ -252,21 +248,6 @@ def test_too_little_memory_for_one_is_no_end(tmp_path: Path) -> None:
     assert f"Too little memory for: {COARSE}." in as_html(tuning_report(results, "t"))
 
 
-def test_results_of_other_settings_are_not_continued(tmp_path: Path) -> None:
-    found, path = some_captures(), tmp_path / "tune.json"
-    TuningResults.start(settings(found), path).write(path)
-    TuningResults.start(settings(found), path)
-    with pytest.raises(ValueError, match=r"has other results: length was 128, now 64, fingerprint was "):
-        TuningResults.start(settings(found.with_length(64)), path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tuned": 1}'])
-def test_other_results_are_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "tune.json").write_text(content)
-    with pytest.raises(ValueError, match="does not hold the results of muse tune"):
-        TuningResults.read(tmp_path / "tune.json")
-
-
 def test_the_verdict_names_what_to_take() -> None:
     found = some_captures()
     paper = f"muse:{MuSeConfig.paper(128)}"
@@ -301,32 +282,11 @@ def test_reports_have_every_configuration() -> None:
 # The command
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder, with a tokenizer of letters, and a text beside it."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_model_folder(folder)
-    (folder.parent / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 80)
-    return folder
-
-
 @pytest.fixture
 def asked(folder: Path, tmp_path: Path) -> list[object]:
-    text = folder.parent / "text.txt"
+    text = folder.parent / "long.txt"
     arguments = [folder, "--text", text, "--length", "128", "--heads", "2", "--repeats", "1"]
     return [*arguments, "--only", COARSE, "--only", FINE, "--device", "cpu", "--output", tmp_path / "out"]
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    result = CliRunner().invoke(commands.app, ["tune", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def assert_refused(outcome: tuple[int, str, str], message: str, code: int = 2) -> None:
-    assert outcome[:2] == (code, "")
-    assert len(outcome[2].splitlines()) == 1
-    assert message in outcome[2]
 
 
 def test_the_command_measures_and_names_the_fastest(asked: list[object], tmp_path: Path) -> None:
@@ -337,14 +297,13 @@ def test_the_command_measures_and_names_the_fastest(asked: list[object], tmp_pat
     assert "The fastest with an RSE of at most 1 is muse:Q4K" in out
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert document["commands"] == [
-        f"muse tune tiny --text text.txt --length 128 --error 1.0 --heads 2 --samples 1 --only {COARSE} --only {FINE} "
+        f"muse tune tiny --text long.txt --length 128 --error 1.0 --heads 2 --samples 1 --only {COARSE} --only {FINE} "
         "--repeats 1 --device cpu --dtype float32 --name tiny"
     ]
     assert document["settings"]["heads"] == ["layer 0, head 2", "layer 1, head 2"]
     for file in (tmp_path / "out").iterdir():
         assert str(tmp_path).encode() not in file.read_bytes()
-    found = CliRunner().invoke(commands.app, ["report", str(tmp_path / "out")])
-    assert found.exit_code == 0
+    assert run_muse("report", tmp_path / "out")[0] == 0
     assert "Time against error" in (tmp_path / "out" / "index.html").read_text()
 
 
@@ -372,7 +331,7 @@ def test_captures_are_measured_without_the_model(asked: list[object], folder: Pa
     other = tmp_path / "other.json"
     other.write_text("{}")
     saving = ["--save-captures", file, "--output", tmp_path, "--name", "other"]
-    code, out, err = run(folder, "--text", folder.parent / "text.txt", "--length", "64", *saving)
+    code, out, err = run(folder, "--text", folder.parent / "long.txt", "--length", "64", *saving)
     assert (code, err) == (0, ""), "nothing is measured, so results that cannot be continued are in nobody's way"
     assert f"muse tune --captures {file}" in out
     assert other.read_text() == "{}"
@@ -388,18 +347,18 @@ def test_captures_are_measured_without_the_model(asked: list[object], folder: Pa
 def test_saved_groups_are_benchmarked_as_groups(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "groups.pt"
     saving = ["--length", "64", "--heads", "4", "--save-captures", file, "--groups", "--output", tmp_path]
-    assert run(folder, "--text", folder.parent / "text.txt", *saving)[::2] == (0, "")
+    assert run(folder, "--text", folder.parent / "long.txt", *saving)[::2] == (0, "")
     arguments = ["bench", "--captures", file, "--length", "64", "--attention", "exact", "--repeats", "1", "--no-memory"]
     arguments += ["--device", "cpu", "--output", tmp_path]
-    result = CliRunner().invoke(commands.app, list(map(str, arguments)))
-    assert (result.exit_code, result.stderr) == (0, "")
+    code, _, err = run_muse(*arguments)
+    assert (code, err) == (0, "")
     (case,) = json.loads((tmp_path / "cpu-groups.json").read_text())["cases"]
     assert (case["request"]["shape"]["heads"], case["request"]["shape"]["key_heads"]) == (4, 2)
     assert case["fidelity"]["relative_squared_error"] < 1e-9
 
 
 def test_beyond_the_context_captures_are_laid_end_to_end(folder: Path, tmp_path: Path) -> None:
-    arguments = [folder, "--text", folder.parent / "text.txt", "--length", "2k", "--heads", "1", "--repeats", "1"]
+    arguments = [folder, "--text", folder.parent / "long.txt", "--length", "2k", "--heads", "1", "--repeats", "1"]
     arguments += ["--only", "muse:QK4R1B512", "--device", "cpu", "--output", tmp_path / "out"]
     assert_refused(run(*arguments), "context is 1024 tokens, less than 2048")
     assert run(*arguments, "--repeat-captures")[0] == 0
