@@ -52,7 +52,7 @@ def test_one_document_has_muse_attention_beside_it(tmp_path: Path) -> None:
         (["--documents", "300x0"], "write them like 32k,2k,2k or 1kx64"),
         (["--documents", "300", "--length", "1k"], "leave out --length"),
         (["--documents", "300", "--attention", "exact"], "--documents measures muse"),
-        (["--documents", "300", "--heads", "3", "--key-heads", "2"], "do not divide"),
+        (["--documents", "300", "--heads", "3", "--key-heads", "2"], "3 heads cannot share 2 key heads"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, options: list[str], message: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muse_lab.cli.measuring import write
-from muse_lab.evaluation.comparison.answers import answers_sections, answers_table, kind_tables
+from muse_lab.evaluation.comparison.answers import answers_section, answers_table, kind_tables
 from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.pretraining.recipes import override
@@ -40,7 +40,7 @@ def test_answers_are_told_by_the_attention_they_were_measured_under(tmp_path: Pa
 
 def test_a_run_without_needles_has_no_such_section() -> None:
     results = trained(plain=[metrics_line(1, 5.0, 100.0, MUSE)])
-    assert list(answers_sections(results, NAMES)) == []
+    assert not answers_section(results, NAMES).is_shown
     assert "look needles up" not in as_markdown(comparison_report(results))
 
 

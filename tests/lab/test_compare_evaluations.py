@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from muse_lab.evaluation.comparison.comparison_report import comparison_report
-from muse_lab.evaluation.comparison.evaluations import evaluations_sections, evaluations_tables, when_reached
+from muse_lab.evaluation.comparison.evaluations import evaluations_tables, when_reached
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.pretraining.recipes import override
 from muse_lab.report.markdown import as_markdown
@@ -52,7 +52,8 @@ def test_evaluations_are_those_under_exact_attention_whatever_the_run_was_traine
 
 def test_a_run_that_was_not_evaluated_has_no_such_section() -> None:
     results = trained(exact=[metrics_line(1, 5.0, 100.0, "exact")])
-    assert list(evaluations_sections(results)) == []
+    assert list(evaluations_tables(results)) == []
+    assert "Evaluated on the way" not in as_markdown(comparison_report(results))
 
 
 def test_needles_that_were_asked_for_under_the_attention_of_the_run_alone_do_not_count() -> None:

@@ -1,4 +1,4 @@
-"""Heads of a real model as inputs, from a file that `muse tune --save-captures` wrote."""
+"""The inputs: heads of a real model, from a file that `muse tune --save-captures` wrote, or synthetic data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from muse_lab.benchmark.request import Shape
+from muse_lab.benchmark.workload import DTYPES, Workload
 from muse_lab.records.captured_heads import Captures, load_captures
+from muse_lab.synthetic import clustered_qkv
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,16 @@ class CapturesFile:
         found = self.captures.with_heads(shape.heads, shape.key_heads).with_length(shape.length, repeat=self.repeat)
         query, key, value = (tensor[: shape.batch].contiguous() for tensor in (found.query, found.key, found.value))
         return query, key, value
+
+
+def create_workload(
+    captures: CapturesFile | None, shape: Shape, *, dtype: str, device: str, is_causal: bool, seed: int = 0
+) -> Workload:
+    """On captured heads, or on clustered synthetic data."""
+    if captures is not None:
+        tensors = captures.tensors(shape)
+    else:
+        sizes = (shape.batch, shape.heads, shape.length, shape.head_dim)
+        tensors = clustered_qkv(*sizes, key_heads=shape.key_heads, seed=seed)
+    moved = (tensor.to(device, DTYPES[dtype]) for tensor in tensors)
+    return Workload.of(*moved, is_causal=is_causal, seed=seed)

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from muse_attention.registry import get_attention
-from muse_lab.benchmark.captured import CapturesFile
+from muse_lab.benchmark.captured import CapturesFile, create_workload
 from muse_lab.benchmark.matched import at_matched_sparsity
 from muse_lab.benchmark.request import Shape
-from muse_lab.benchmark.workload import DTYPES, SDPA, AttentionCall, Workload, sdpa
+from muse_lab.benchmark.workload import SDPA, AttentionCall, Workload, sdpa
 
 _SHORT_LENGTH = 1024
 _KEEP_NOTHING = {"MIMALLOC_PURGE_DELAY": "0"}
@@ -97,21 +97,10 @@ def _attention(name: str) -> AttentionCall:
 
 
 def _workload(case: MemoryCase, length: int) -> Workload:
-    if case.captures is not None:
-        file = CapturesFile(Path(case.captures), case.repeat_captures)
-        tensors = file.tensors(Shape(length, heads=1, key_heads=1, head_dim=case.head_dim, batch=1))
-        moved = (tensor.to(case.device, DTYPES[case.dtype]) for tensor in tensors)
-        return Workload.of(*moved, is_causal=case.is_causal, seed=case.seed)
-    return Workload.create(
-        batch=1,
-        heads=1,
-        length=length,
-        head_dim=case.head_dim,
-        dtype=DTYPES[case.dtype],
-        device=case.device,
-        is_causal=case.is_causal,
-        seed=case.seed,
-    )
+    captures = None if case.captures is None else CapturesFile(Path(case.captures), case.repeat_captures)
+    shape = Shape(length, heads=1, key_heads=1, head_dim=case.head_dim, batch=1)
+    named = {"dtype": case.dtype, "device": case.device}
+    return create_workload(captures, shape, **named, is_causal=case.is_causal, seed=case.seed)
 
 
 def _run_short(case: MemoryCase) -> None:

@@ -19,7 +19,7 @@ from muse_attention.documents.rows import EXACT, attend_to_documents
 from muse_attention.documents.varlen import muse_attn_varlen_func
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.benchmark.timing import Times, time_interleaved
-from muse_lab.benchmark.workload import DTYPES, AttentionCall, Workload
+from muse_lab.benchmark.workload import DTYPES, AttentionCall, Workload, check_sizes
 from muse_lab.records.machine import describe_machine
 from muse_lab.records.stored_results import StoredResults
 from muse_lab.synthetic import clustered_qkv
@@ -39,11 +39,7 @@ class DocumentsSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("heads", "key_heads", "head_dim", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.heads % self.key_heads:
-            raise ValueError(f"the {self.key_heads} heads of keys do not divide the {self.heads} heads")
+        check_sizes(self)
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def format_documents(lengths: tuple[int, ...]) -> str:
 
 
 def measure_documents(
-    settings: DocumentsSettings, configs: list[str], on_round: Callable[[int], None] = lambda number: None
+    settings: DocumentsSettings, configs: list[str], on_turn: Callable[[int, int], None]
 ) -> DocumentsResults:
     """Times of the baseline, of each configuration (`""` is the default), and of `muse_attention` for one document."""
     boundaries = DocumentBoundaries.from_lengths(settings.documents)
@@ -107,7 +103,7 @@ def measure_documents(
         attentions[f"{name}, packed"] = functools.partial(_packed, boundaries, config or None)
         if len(settings.documents) == 1:
             attentions[f"{name}, muse_attention"] = functools.partial(_one, config or None)
-    times = time_interleaved(list(attentions.values()), workload, settings.repeats, on_round)
+    times = time_interleaved(list(attentions.values()), workload, settings.repeats, on_turn)
     with torch.no_grad():
         exact = workload.forward(next(iter(attentions.values())))
         errors = [_error(workload.forward(attention), exact) for attention in attentions.values()]
@@ -126,15 +122,11 @@ def _workload(settings: DocumentsSettings) -> Workload:
         )
         for place, length in enumerate(settings.documents)
     ]
-    query, key, value = (
-        torch.cat([tensor[0].transpose(0, 1) for tensor in tensors])
-        .to(settings.device, DTYPES[settings.dtype])
-        .requires_grad_()
+    packed = (
+        torch.cat([tensor[0].transpose(0, 1) for tensor in tensors]).to(settings.device, DTYPES[settings.dtype])
         for tensors in zip(*documents, strict=True)
     )
-    generator = torch.Generator().manual_seed(settings.seed + 1)
-    grad_out = torch.randn(*query.shape[:2], value.shape[2], generator=generator).to(value)
-    return Workload(query, key, value, grad_out, settings.causal)
+    return Workload.of(*packed, is_causal=settings.causal, seed=settings.seed)
 
 
 def _packed(

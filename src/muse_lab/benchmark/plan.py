@@ -15,7 +15,7 @@ from muse_lab.benchmark.captured import CapturesFile
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.sweeps import sweep_requests
-from muse_lab.benchmark.workload import DTYPES, check_device
+from muse_lab.benchmark.workload import DTYPES, check_device, check_sizes
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,7 @@ class Plan:
         check_device(settings.device)
         if settings.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {settings.dtype!r}; use one of {', '.join(DTYPES)}")
-        for name in ("batch", "heads", "key_heads", "head_dim", "repeats"):
-            if getattr(settings, name) < 1:
-                raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
-        if settings.heads % settings.key_heads:
-            raise ValueError(
-                f"{settings.heads} heads cannot share {settings.key_heads} key heads evenly; choose a --key-heads that "
-                f"divides {settings.heads}"
-            )
+        check_sizes(settings)
         if not self.requests:
             raise ValueError("there is nothing to measure; name at least one length and one attention")
         for request in self.requests:

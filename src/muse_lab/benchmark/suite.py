@@ -14,6 +14,7 @@ from torch import Tensor
 from muse_attention.baselines import exact_attention
 from muse_attention.fidelity.error import measure
 from muse_attention.registry import Attention, get_attention
+from muse_lab.benchmark.captured import create_workload
 from muse_lab.benchmark.memory import MemoryCase, extra_memory_on_cuda, measure_extra_memory
 from muse_lab.benchmark.plan import Plan, by_shape
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
@@ -21,7 +22,7 @@ from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.stages import measure_stages
 from muse_lab.benchmark.sweeps import format_shape
 from muse_lab.benchmark.timing import Times, time_interleaved
-from muse_lab.benchmark.workload import DTYPES, SDPA, Workload, sdpa
+from muse_lab.benchmark.workload import SDPA, Workload, sdpa
 from muse_lab.records.earlier_results import WAY_OUT_BY_NAME, check_same
 from muse_lab.records.stored_results import OnStep
 
@@ -82,7 +83,7 @@ def _time_together(
             begin(requests[turn - 1], what)
 
     attentions = [sdpa, *(get_attention(request.full_name) for request in requests)]
-    return time_interleaved(attentions, workload, settings.repeats, on_turn=begin_turn)
+    return time_interleaved(attentions, workload, settings.repeats, begin_turn)
 
 
 def _measure_stages(
@@ -117,20 +118,8 @@ class _SharedByShape:
 
 def _create_workload(plan: Plan, shape: Shape) -> Workload:
     settings = plan.settings
-    if plan.captures is not None:
-        tensors = (tensor.to(settings.device, DTYPES[settings.dtype]) for tensor in plan.captures.tensors(shape))
-        return Workload.of(*tensors, is_causal=settings.causal, seed=settings.seed)
-    return Workload.create(
-        batch=shape.batch,
-        heads=shape.heads,
-        key_heads=shape.key_heads,
-        length=shape.length,
-        head_dim=shape.head_dim,
-        dtype=DTYPES[settings.dtype],
-        device=settings.device,
-        is_causal=settings.causal,
-        seed=settings.seed,
-    )
+    named = {"dtype": settings.dtype, "device": settings.device}
+    return create_workload(plan.captures, shape, **named, is_causal=settings.causal, seed=settings.seed)
 
 
 def _finish_case(

@@ -21,24 +21,11 @@ TOKENS = 128 * 1024
 """Of all sequences together, where their length is varied."""
 SPAN = 16 * 1024
 """Tokens that the retrieved blocks of a cluster span, where they follow the block size."""
-CLUSTERS_PER_RETRIEVED = 16
 _SHAPE = tuple(field.name for field in dataclasses.fields(Shape))
 
 
 def _same(value: int) -> int:
     return value
-
-
-def _sixteenth(clusters: int) -> int:
-    return clusters // CLUSTERS_PER_RETRIEVED
-
-
-def _blocks_in_span(block_size: int) -> int:
-    return SPAN // block_size
-
-
-def _sequences(length: int) -> int:
-    return TOKENS // length
 
 
 @dataclass(frozen=True)
@@ -67,22 +54,23 @@ class Sweep:
         return tuple(name for name in self.fields if name in _SHAPE)
 
 
+_A_SIXTEENTH: Mapping[str, Callable[[int], int]] = {"retrieved_clusters": lambda clusters: clusters // 16}
 _CLUSTERS = {"query_clusters": _same, "key_clusters": _same}
 _HEADS = {"heads": _same, "key_heads": _same}
-_LENGTH_OF_TOKENS = {"length": _same, "batch": _sequences}
+_LENGTH_OF_TOKENS: Mapping[str, Callable[[int], int]] = {"length": _same, "batch": lambda length: TOKENS // length}
 
 SWEEPS = {
     "clusters": Sweep("clusters of queries and of keys", (32, 64, 128, 256), _CLUSTERS),
     "clusters-and-retrieved": Sweep(
         "clusters of queries and of keys, a sixteenth retrieved",
         (16, 32, 64, 128, 256, 512),
-        {**_CLUSTERS, "retrieved_clusters": _sixteenth},
+        {**_CLUSTERS, **_A_SIXTEENTH},
     ),
     "query-clusters": Sweep("clusters of queries", (16, 32, 64, 128, 256), {"query_clusters": _same}),
     "key-clusters": Sweep(
         "clusters of keys, a sixteenth retrieved",
         (16, 32, 64, 128, 256),
-        {"key_clusters": _same, "retrieved_clusters": _sixteenth},
+        {"key_clusters": _same, **_A_SIXTEENTH},
     ),
     "retrieved": Sweep("retrieved clusters", (1, 2, 4, 8, 16), {"retrieved_clusters": _same}),
     "blocks-retrieved": Sweep("retrieved blocks of a cluster", (1, 2, 4), {"retrieved_blocks": _same}),
@@ -90,7 +78,7 @@ SWEEPS = {
     "block-size-of-span": Sweep(
         "block size, retrieved blocks of 16k tokens",
         (2048, 4096, 8192, 16384),
-        {"block_size": _same, "retrieved_blocks": _blocks_in_span},
+        {"block_size": _same, "retrieved_blocks": lambda block_size: SPAN // block_size},
         BASE.replace(retrieved_clusters=4),
     ),
     "monopole-length": Sweep("sequence length", (32768, 65536, 131072), _LENGTH_OF_TOKENS, MONOPOLE_ONLY),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.sweeps import find_sweep, format_heads, format_shape
@@ -34,11 +34,8 @@ def _backend_sentence(results: BenchmarkResults) -> str:
         shapes.setdefault(case.sdpa_backend, {})[format_shape(case.shape, results.settings.sweep)] = None
     if len(shapes) == 1:
         return f"SDPA ran through {next(iter(shapes))}."
-    return f"SDPA ran through {'; '.join(f'{name} at {_listed(where)}' for name, where in shapes.items())}."
-
-
-def _listed(parts: Iterable[str]) -> str:
-    return ", ".join(parts)
+    listed = {name: ", ".join(where) for name, where in shapes.items()}
+    return f"SDPA ran through {'; '.join(f'{name} at {where}' for name, where in listed.items())}."
 
 
 def noise_lines(results: BenchmarkResults) -> list[str]:

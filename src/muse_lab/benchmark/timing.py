@@ -45,18 +45,16 @@ def time_interleaved(
     attentions: Sequence[AttentionCall],
     workload: Workload,
     repeats: int,
-    on_round: Callable[[int], None] = lambda round_number: None,
     on_turn: Callable[[int, int], None] = lambda round_number, attention: None,
 ) -> list[Times]:
     """`Times` of each attention, run in turn: A B C, A B C, ..., `repeats` + 1 rounds.
 
-    `on_round` is told the number of each round, `on_turn` that and the number of the attention whose turn it is.
-    Round 0 is a warm-up and is not counted. On a CPU, an attention that takes more than `LONG_RUN_SECONDS` has its
-    warm-up counted as its first repeat, and sits out the last round.
+    `on_turn` is told the number of the round, and that of the attention whose turn it is. Round 0 is a warm-up and is
+    not counted. On a CPU, an attention that takes more than `LONG_RUN_SECONDS` has its warm-up counted as its first
+    repeat, and sits out the last round.
     """
     runs: list[list[tuple[float, float]]] = [[] for _ in attentions]
     for round_number in range(repeats + 1):
-        on_round(round_number)
         for turn, (attention, finished) in enumerate(zip(attentions, runs, strict=True)):
             on_turn(round_number, turn)
             if len(finished) == repeats:

@@ -1,4 +1,4 @@
-"""What is measured: one attention layer's forward and backward pass on clustered synthetic data."""
+"""What is measured: one attention layer's forward and backward pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-
-from muse_lab.synthetic import clustered_qkv
 
 AttentionCall = Callable[..., Tensor]
 """Anything with the call of `scaled_dot_product_attention`."""
@@ -60,29 +58,9 @@ class Workload:
     is_causal: bool
 
     @classmethod
-    def create(
-        cls,
-        *,
-        batch: int,
-        heads: int,
-        length: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        is_causal: bool,
-        seed: int = 0,
-        key_heads: int | None = None,
-    ) -> Self:
-        """Of clustered synthetic data."""
-        tensors = clustered_qkv(
-            batch, heads, length, head_dim, key_heads=key_heads, seed=seed, dtype=dtype, device=device
-        )
-        return cls.of(*tensors, is_causal=is_causal, seed=seed)
-
-    @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, seed: int = 0) -> Self:
         generator = torch.Generator().manual_seed(seed + 1)
-        grad_out = torch.randn(*query.shape[:3], value.shape[3], generator=generator).to(value)
+        grad_out = torch.randn(*query.shape[:-1], value.shape[-1], generator=generator).to(value)
         query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
         return cls(query, key, value, grad_out, is_causal)
 
@@ -121,3 +99,16 @@ def check_device(device: str) -> None:
         raise ValueError(f"unknown device {device!r}; use cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' needs a CUDA device, and PyTorch finds none here; use cpu")
+
+
+def check_sizes(settings: Any) -> None:
+    """A ValueError unless inputs can have the sizes that settings name."""
+    for name in ("batch", "heads", "key_heads", "head_dim", "repeats"):
+        size = getattr(settings, name, 1)
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    heads, key_heads = settings.heads, settings.key_heads
+    if heads % key_heads:
+        raise ValueError(
+            f"{heads} heads cannot share {key_heads} key heads evenly; choose a --key-heads that divides {heads}"
+        )

@@ -259,7 +259,7 @@ def _time_cell(seconds: float, speedup: float | None = None) -> str:
 def _measure_documents(settings: DocumentsSettings, configs: list[str], path: Path, command: str) -> None:
     """Measure packed documents, show and write."""
     with progress_bar(settings.repeats + 1) as on_step:
-        results = measure_documents(settings, configs, lambda number: on_step(f"round {number}", number))
+        results = measure_documents(settings, configs, lambda number, _: on_step(f"round {number}", number))
     add_command(results, command)
     results.write(path)
     table = documents_table(results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.training_curves import Answers
@@ -23,12 +23,10 @@ _LEARNT = 1 / 2
 """Share of the first loss from which on a kind of answer counts as being learnt."""
 
 
-def answers_sections(results: ComparisonResults, names: Names) -> Iterable[Section]:
-    """None where no run learnt from needles."""
-    table = answers_table(results, names)
-    if table.rows:
-        tables = (table, *kind_tables(results, names))
-        yield Section.of("Learning to look needles up", _ABOUT, _figure(results, names), *tables)
+def answers_section(results: ComparisonResults, names: Names) -> Section:
+    """Not shown where no run learnt from needles."""
+    tables = (answers_table(results, names), *kind_tables(results, names))
+    return Section.optional("Learning to look needles up", _ABOUT, _figure(results, names), *tables)
 
 
 def answers_by_attention(run: Run) -> dict[str, list[Answers]]:

@@ -6,13 +6,12 @@ import datetime
 from collections.abc import Callable, Iterable, Sequence
 
 from muse_attention.sizes import format_size
-from muse_lab.evaluation.comparison import findings
-from muse_lab.evaluation.comparison.answers import answers_by_attention, answers_sections
-from muse_lab.evaluation.comparison.evaluations import evaluations_sections
+from muse_lab.evaluation.comparison import evaluations, findings, seeds
+from muse_lab.evaluation.comparison.answers import answers_by_attention, answers_section
 from muse_lab.evaluation.comparison.further import further_sections
 from muse_lab.evaluation.comparison.positions import positions_section
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
-from muse_lab.evaluation.comparison.seeds import in_percent, seeds_differences, seeds_headline, seeds_sections
+from muse_lab.evaluation.comparison.seeds import in_percent, seeds_differences, seeds_headline
 from muse_lab.evaluation.comparison.training_curves import UNSETTLED
 from muse_lab.evaluation.loss.loss_report import LEAK
 from muse_lab.evaluation.means import Mean
@@ -75,8 +74,8 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
     recorded = [
         _training_section(results, averages),
         Section.optional("The attention's error in training", _PROBE, *_error_figures(results), probe_table(results)),
-        *answers_sections(results, short_names(_named(results))),
-        *evaluations_sections(results),
+        answers_section(results, short_names(_named(results))),
+        Section.optional("Evaluated on the way", evaluations.ABOUT, *evaluations.evaluations_tables(results)),
     ]
     windows = (
         f"{settings.samples} windows of {format_size(settings.length)} tokens, evenly spaced among "
@@ -108,7 +107,7 @@ def comparison_report(results: ComparisonResults, file_name: str = "") -> Report
 
 
 def _by_attention(results: ComparisonResults, runs: Sequence[Table | Note]) -> Iterable[Section]:
-    yield from seeds_sections(results)
+    yield Section.optional("Over seeds", seeds.ABOUT, seeds.seeds_table(results))
     yield Section.of("Training attention against test attention", matrix_table(results))
     yield Section.of("Runs", *runs)
     if any(name != EXACT for name in results.attentions):
@@ -160,7 +159,7 @@ def matrix_table(results: ComparisonResults) -> Table:
         (text("trained with"), lambda run: names[run.attention]),
         *((number(f"tested: {names[name]}", _LOSS), loss(name)) for name in results.attentions),
         (number("difference, tested: exact", _DIFFERENCE), lambda run: (gap := found[run.name]) and gap.nats.signed()),
-        (number("percent", _DIFFERENCE), lambda run: (gap := found[run.name]) and _percent(gap)),
+        (number("percent", _DIFFERENCE), lambda run: (gap := found[run.name]) and in_percent(gap.percent)),
     )
 
 
@@ -188,7 +187,10 @@ def speed_table(results: ComparisonResults) -> Table:
         (number("tokens/s", _SPEED), lambda row: f"{row[2].tokens_per_second:,.0f}"),
         (number("updates"), lambda row: f"{row[2].updates:,}"),
         (number("speed-up over exact training"), lambda row: _speedup(results, row[0]) if row[3] else None),
-        (number("all updates", _SECONDS), lambda row: _duration(row[0].curves.seconds) if row[3] else None),
+        (
+            number("all updates", _SECONDS),
+            lambda row: datetime.timedelta(seconds=round(row[0].curves.seconds)) if row[3] else None,
+        ),
     )
 
 
@@ -224,7 +226,7 @@ def headline(results: ComparisonResults) -> list[str]:
     for run in _runs(results):
         if found := findings.difference(results, run):
             ratio = _speedup(results, run, " its tokens per second")
-            gap = f"{abs(found.percent.mean):.2f}% of {found.reference} ({_percent(found)})"
+            gap = f"{abs(found.percent.mean):.2f}% of {found.reference} ({in_percent(found.percent)})"
             lines.append(
                 f"{run.name}, trained with {run.attention}{findings.besides(run)}: held-out loss under exact attention "
                 f"within {gap}{ratio and f', {ratio}'}"
@@ -296,14 +298,6 @@ def _are_deterministic(runs: Sequence[Run]) -> str:
     return f"{' and '.join(run.name for run in runs)} {'is' if len(runs) == 1 else 'are'} deterministic"
 
 
-def _duration(seconds: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=round(seconds))
-
-
-def _percent(found: findings.Difference) -> str:
-    return in_percent(found.percent)
-
-
 def _runs(results: ComparisonResults) -> Iterable[Run]:
     return results.runs.values()
 
@@ -332,7 +326,7 @@ def _cards(results: ComparisonResults) -> list[Card]:
             return [
                 *([Card("speed-up in training", f"{ratio:.2f}x", about)] if ratio is not None else []),
                 over_seeds.get(run.name)
-                or Card("held-out loss", _percent(found), f"{run.name} against {found.reference}"),
+                or Card("held-out loss", in_percent(found.percent), f"{run.name} against {found.reference}"),
                 *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),
                 Card("tokens", f"{run.tokens:,}", f"{run.tokens / run.parameters:.2g} per parameter"),
             ]

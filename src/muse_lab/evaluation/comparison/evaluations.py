@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from muse_lab.evaluation.comparison.findings import reference_of
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.runs import choose_evenly
 from muse_lab.report.plots import Curve
-from muse_lab.report.tree import Section, Table, number, text
+from muse_lab.report.tree import Table, number, text
 
-_ABOUT = (
+ABOUT = (
     "Held-out windows, and needle documents of held-out files, the same at every evaluation of a run, under exact "
     "attention whatever the attention of the update; in columns of million tokens. The last column of losses says "
     "after how many million tokens the reference, exact training where there is one, had the last loss of the row, "
@@ -23,13 +23,6 @@ _ABOUT = (
 _LOSSES = {"held_out_loss": "Held-out loss", "needles_loss": "Loss of answers to needles"}
 _SHARES = {"needles_right": "Needles of which every token is right"}
 _COLUMNS = 6
-
-
-def evaluations_sections(results: ComparisonResults) -> Iterable[Section]:
-    """None where no run was evaluated on the way."""
-    tables = list(evaluations_tables(results))
-    if tables:
-        yield Section.of("Evaluated on the way", _ABOUT, *tables)
 
 
 def evaluations_tables(results: ComparisonResults) -> Iterator[Table]:

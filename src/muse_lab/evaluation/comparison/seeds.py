@@ -13,9 +13,9 @@ from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import FREE, Recipe
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import short_names
-from muse_lab.report.tree import Section, Table, number, text
+from muse_lab.report.tree import Table, number, text
 
-_ABOUT = (
+ABOUT = (
     "Runs that differ by their seed alone: other initial weights, and another order of the samples. ± is the standard "
     "error over seeds, of one number for each: its mean over all held-out samples."
 )
@@ -103,11 +103,6 @@ def seeds_table(results: ComparisonResults) -> Table:
         (number("percent", _PAIRED), percent),
         *([] if results.settings.shared_gpu else [speed]),
     )
-
-
-def seeds_sections(results: ComparisonResults) -> Iterable[Section]:
-    table = seeds_table(results)
-    return [Section("Over seeds", [_ABOUT], tables=[table])] if table.rows else []
 
 
 def seeds_differences(results: ComparisonResults) -> Iterable[tuple[Seeds, Mean]]:
