@@ -1,5 +1,4 @@
-"""What tests of needles share: a haystack, a tokenizer that knows its words, models that fit both, and the
-command that asks them."""
+"""What tests of needles share: a haystack, a tokenizer that knows its words, and models that fit both."""
 
 from __future__ import annotations
 
@@ -78,13 +77,3 @@ def write_needle_folder(folder: Path, tokenizer: Tokenizer) -> Path:
     write_needle_model(folder / "model", tokenizer)
     write_texts(folder / "texts")
     return folder
-
-
-def eval_needles(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command."""
-    from typer.testing import CliRunner  # here: models and haystacks are for tests without the command, too
-
-    from muse_lab.cli import commands
-
-    result = CliRunner().invoke(commands.app, ["eval", "needles", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr

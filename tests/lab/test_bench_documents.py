@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from muse_lab.benchmark.packed_documents import DocumentsResults, format_documents, parse_documents
-from muse_lab.cli.commands import app
+from tests.command_line import run_muse
 
 
 def run(folder: Path, *options: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["bench", "--output", str(folder), "--device", "cpu", "--repeats", "2", *options])
-    return result.exit_code, " ".join(result.output.split())
+    code, out, err = run_muse("bench", "--output", folder, "--device", "cpu", "--repeats", "2", *options)
+    return code, " ".join(f"{out} {err}".split())
 
 
 def test_documents_are_measured_and_reported(tmp_path: Path) -> None:
@@ -35,7 +34,7 @@ def test_documents_are_measured_and_reported(tmp_path: Path) -> None:
     code, printed = run(tmp_path, "--documents", "300")
     assert code == 2
     assert "exists; choose another --name, or --overwrite it" in printed
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "cpu-documents.json")]).exit_code == 0
+    assert run_muse("report", tmp_path / "cpu-documents.json")[0] == 0
 
 
 def test_one_document_has_muse_attention_beside_it(tmp_path: Path) -> None:

@@ -355,21 +355,6 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     assert BenchmarkResults.read(path).cases[0] == kept
 
 
-def test_other_settings_or_another_machine_cannot_continue(tmp_path: Path) -> None:
-    path = tmp_path / "cpu.json"
-    BenchmarkResults(describe_machine(), SETTINGS).write(path)
-    other = Plan.at_lengths(dataclasses.replace(SETTINGS, heads=3, key_heads=3), PLAN.lengths, PLAN.attentions)
-    with pytest.raises(
-        ValueError, match=r" heads was 2, now 3, .*; choose another --name or --output, or .* --overwrite$"
-    ):
-        start_results(other, path)
-    assert start_results(other, path, overwrite=True).cases == []
-
-    BenchmarkResults(describe_machine() | {"torch": "1.0"}, SETTINGS).write(path)
-    with pytest.raises(ValueError, match=r"torch was 1\.0, now "):
-        start_results(PLAN, path)
-
-
 def test_the_report_names_machine_versions_command_and_settings(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     plan = Plan.at_lengths(SETTINGS, lengths=(512,), attentions=MATCHED_KINDS)

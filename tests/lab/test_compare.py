@@ -34,10 +34,10 @@ from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override, tiny
 from muse_lab.pretraining.training import train
+from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, draw_lines
-from muse_lab.report.tree import Report
 from tests.command_line import Outcome, assert_refused, run_muse
 from tests.lab.test_prepare import make
 from tests.training_runs import SMALL, metrics_line, stop_at
@@ -193,10 +193,10 @@ def test_an_unfinished_run_is_measured_at_its_newest_good_checkpoint(corpus: Cor
     (run,) = open_runs([copies / "muse"], corpus, on_refused=refused.append)
     assert (run.newest, run.earlier) == (4, (2,))
     assert "step-00000006 is damaged" in refused[0]
-    results = ComparisonResults({}, settings_of(corpus))
+    results = ComparisonResults(describe_machine(), settings_of(corpus))
     measure([run], corpus, ["exact"], results, copies / "compare.json")
     assert warnings(results) == ["muse is not finished: its weights are those of update 4 of 6."]
-    assert "its newest checkpoint, of 6 updates" in markdown_report_of(results)
+    assert "its newest checkpoint, of 6 updates" in as_markdown(comparison_report(results))
 
 
 def test_a_damaged_earlier_checkpoint_is_left_out_and_named(corpus: Corpus, copies: Path) -> None:
@@ -264,7 +264,8 @@ def test_a_torn_last_line_of_metrics_is_left_out(corpus: Corpus, copies: Path) -
 
 def made_up(**runs: tuple[str, int, float, list[float]]) -> ComparisonResults:
     """Of each run: its attention, size, speed, and the losses of two samples under exact attention."""
-    results = ComparisonResults({}, ComparisonSettings("made up", "", 2, 2, 9, "cpu", "float32"))
+    settings = ComparisonSettings("made up", "", 2, 2, 9, "cpu", "float32")
+    results = ComparisonResults(describe_machine(), settings)
     for name, (attention, parameters, speed, losses) in runs.items():
         recipe = override(tiny(), [f"attention={attention}", "length=64", "batch=2"])
         curves = TrainingCurves.of([metrics_line(index, 5.0, speed, attention) for index in range(1, 9)])
@@ -360,7 +361,7 @@ def test_whatever_changes_learning_or_speed_is_said(changes: list[str], named: l
     assert unlike(results, results.runs["muse"]) == named
     (line,) = headline(results)
     assert line.endswith(f", 2.00x its tokens per second{remark}")
-    assert f"| 2.00x{remark} |" in markdown_report_of(results)
+    assert f"| 2.00x{remark} |" in as_markdown(comparison_report(results))
 
 
 @pytest.mark.parametrize(
@@ -382,13 +383,13 @@ def test_a_speedup_between_deterministic_runs_says_so_wherever_it_stands(
     )
     for name, run in results.runs.items():
         results.runs[name] = dataclasses.replace(run, recipe=override(run.recipe, changes), device=device)
-    report = report_of(results)
+    report = comparison_report(results)
     behind = f" ({remark})" if remark else ""
     assert report.verdict[0].endswith(f", 2.00x its tokens per second{behind}")
     advice = "which leaves out cuDNN's attention. Train with deterministic=false to compare speeds."
     assert [line.endswith(advice) for line in report.verdict[1:]] == [True] * bool(remark)
     assert report.cards[0].note == ("muse" if not remark else f"muse; {remark}")
-    assert f"| 2.00x{behind} |" in markdown_report_of(results)
+    assert f"| 2.00x{behind} |" in as_markdown(comparison_report(results))
 
 
 def law(parameters: int) -> list[float]:
@@ -407,7 +408,7 @@ def test_scaling_laws_need_three_sizes() -> None:
     assert (found.law.exponent, found.law.factor) == (pytest.approx(-0.17), pytest.approx(9))
     assert found.r_squared == pytest.approx(1)
     assert [parameters for parameters, _ in found.points] == [10**7, 10**8, 10**9]
-    report = markdown_report_of(results)
+    report = as_markdown(comparison_report(results))
     assert "| exact | 10.0M, 100.0M, 1,000.0M | -0.170 | 1.0000 |" in report
     assert "muse:Q8K8R2SP1B128,clustering=lloyd: 2 sizes of model, 1 fewer than a power law needs." in report
 
@@ -424,15 +425,6 @@ def test_r_squared_falls_with_what_the_law_does_not_explain() -> None:
     expected = 1 - residuals.square().sum() / (logarithms - logarithms.mean()).square().sum()
     assert found.r_squared == pytest.approx(float(expected))
     assert 0.5 < found.r_squared < 0.9
-
-
-def report_of(results: ComparisonResults) -> Report:
-    machine = {"cpu": "c", "cores": 2, "threads": 1, "memory_gib": 1, "gpu": None, "os": "o", "date": "d"}
-    return comparison_report(ComparisonResults(machine, results.settings, [], results.runs, results.cells))
-
-
-def markdown_report_of(results: ComparisonResults) -> str:
-    return as_markdown(report_of(results))
 
 
 def test_losses_by_position_are_less_those_of_a_reference_that_is_measured() -> None:
@@ -452,12 +444,12 @@ def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
     results = made_up(
         exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [2.0])
     )
-    report = markdown_report_of(results)
+    report = as_markdown(comparison_report(results))
     assert "| exact | exact | 1.0000 ± 0.0000 |  |  |" in report
     assert "| muse | Q8K8R2SP1B128 |  |  |  |" in report
     assert headline(results) == []
     assert positions_table(results).rows == [("1", "0.5000"), ("2", "1.5000")]
-    page = as_html(report_of(results))
+    page = as_html(comparison_report(results))
     assert "<img" not in page
 
 
@@ -493,7 +485,7 @@ def test_the_name_of_a_run_is_text_in_every_report() -> None:
     results = made_up(**runs)
     recipe = override(results.runs[HOSTILE].recipe, [f"initial={HOSTILE}"])
     results.runs[HOSTILE] = dataclasses.replace(results.runs[HOSTILE], recipe=recipe)
-    report = markdown_report_of(results)
+    report = as_markdown(comparison_report(results))
     assert "## y" not in [line[:4] for line in report.splitlines()]
     assert not re.search(r"(?<!\\)[`<|]x|(?<!\\)<b>|(?<!\\)\$z", report)
     assert "| =1+1\\|\\`\\<b\\>x\\</b\\>\\` ## y \\$z\\$ |" in report

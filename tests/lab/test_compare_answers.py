@@ -60,10 +60,6 @@ def test_what_is_learnt_first_is_told_by_kind_of_answer(tmp_path: Path) -> None:
     assert ComparisonResults.read(path) == results
 
 
-def test_metrics_of_before_have_no_kinds() -> None:
-    assert list(kind_tables(trained(muse=[probed(1, 3.0)]), NAMES)) == []
-
-
 def test_what_a_run_began_with_is_told() -> None:
     results = trained(muse=[probed(1, 3.0)])
     assert "began with the weights of" not in as_markdown(comparison_report(results))

@@ -56,12 +56,6 @@ def test_a_run_that_was_not_evaluated_has_no_such_section() -> None:
     assert "Evaluated on the way" not in as_markdown(comparison_report(results))
 
 
-def test_needles_that_were_asked_for_under_the_attention_of_the_run_alone_do_not_count() -> None:
-    """As metrics were before needles were asked for under exact attention too."""
-    results = trained(muse=[evaluated(1, MUSE, held_out_loss=3.0, held_out_loss_exact=2.5, needles_loss=1.0)])
-    assert [table.title for table in evaluations_tables(results)] == ["Held-out loss"]
-
-
 def test_runs_that_were_asked_something_else_are_not_timed_against_each_other() -> None:
     results = two_runs()
     run = results.runs["muse"]

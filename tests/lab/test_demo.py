@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.benchmark.tables import format_error, format_ratio, format_seconds
-from muse_lab.cli import commands, demo
+from muse_lab.cli import demo
 from muse_lab.cli.demo_report import demo_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import Recipe, override, tiny
 from muse_lab.pretraining.schedule import EXACT
+from tests.command_line import run_muse
 from tests.lab.test_prepare import SMALL as SMALL_CORPUS
 from tests.lab.test_prepare import as_repositories, contents, sources
 from tests.training_runs import SMALL
@@ -29,8 +29,7 @@ REAL_RECIPE = demo.demo_recipe
 
 
 def run(output: Path, *options: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(commands.app, ["demo", "--device", "cpu", "--output", str(output), *options])
-    return result.exit_code, result.stdout, result.stderr
+    return run_muse("demo", "--device", "cpu", "--output", output, *options)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -189,22 +189,6 @@ def test_gradients_are_measured_where_they_are_asked_for(tmp_path: Path) -> None
     assert "" not in first.split(",")
 
 
-def test_results_from_before_a_measure_existed_are_reported(tmp_path: Path) -> None:
-    old = results_of({COARSE: 0.25, "exact": 0.0})
-    path = tmp_path / "old.json"
-    old.write(path)
-    results = FidelityResults.read(path)
-    assert set(results.pooled(FidelityRequest(COARSE, 8192))) == {
-        "relative_squared_error",
-        "cosine",
-        "energy_error",
-        "lse_gap",
-    }
-    assert "pairs" not in as_html(fidelity_report(results, "t"))
-    _, first, _ = results.as_csv().splitlines()
-    assert first.endswith(",0.25,1,0,0")
-
-
 # Texts
 
 
@@ -486,8 +470,6 @@ def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: 
         (["--length", "1000"], "too few for 1 samples of 1000"),
         (["--length", "2k"], "the model's context is 1024 tokens, less than 2048; choose a smaller length"),
         (["--text", "missing.txt"], "there is no text 'missing.txt'"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--name", "a/b"], "must be a plain file name"),
     ],
 )
 def test_every_mistake_is_answered_by_one_line(asked: list[object], changes: list[str], message: str) -> None:

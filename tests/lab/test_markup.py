@@ -9,12 +9,11 @@ import re
 import pytest
 
 from muse_lab.benchmark.bench_report import bench_report
-from muse_lab.benchmark.request import BenchmarkRequest
-from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
-from muse_lab.benchmark.timing import Times
+from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.markdown import as_markdown
-from muse_lab.report.markup import Code, csv_text, fenced, markdown_line, markdown_list, markdown_table
+from muse_lab.report.markup import csv_text, fenced, markdown_line, markdown_list, markdown_table
+from tests.lab.test_benchmark import SETTINGS, some_case
 
 HOSTILE = "=cmd|' /C calc'!A0 | `x` <img src=x onerror=alert(1)> [a](javascript:b) *b* _c_ $d$ ~~e~~ &lt; \\| # f\n## g"
 
@@ -31,7 +30,7 @@ def without_escapes(markdown: str) -> str:
 
 @pytest.mark.parametrize("text", [HOSTILE, "a|b", "a\r\nb", "\\", "\\|", "`", "__init__", "<script>", "a\x00b\u2028c"])
 def test_text_in_a_table_stays_in_its_cell(text: str) -> None:
-    table = markdown_table(["run", text], [[text, "-0.5"], ["b", "+1.0 ± 2"]])
+    table = markdown_table(["run", text], [[text, "-0.5"], ["b", "+1.0 ± 2"]], [False, True])
     assert len(table.splitlines()) == 4
     for line in table.splitlines():
         assert without_escapes(line).count("|") == 3
@@ -44,7 +43,7 @@ def test_text_in_a_table_stays_in_its_cell(text: str) -> None:
 
 def test_names_of_attentions_read_as_before() -> None:
     name = "muse:Q8K8R2SP1B128,differentiable_aggregation=false"
-    assert markdown_table(["a"], [[name]]) == f"| a |\n| --- |\n| {name} |"
+    assert markdown_table(["a"], [[name]], [False]) == f"| a |\n| --- |\n| {name} |"
     assert markdown_line(f"{name}: 1.5 ± 0.2 (n = 3), 10% more") == f"{name}: 1.5 ± 0.2 (n = 3), 10% more"
 
 
@@ -77,35 +76,10 @@ def test_no_line_ends_a_fence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("exact", "`exact`"), ("a`b", "``a`b``"), ("`a", "`` `a ``"), ("a|b", "`a\\|b`"), ("a\nb", "`a b`")],
-)
-def test_code_in_a_table(text: str, expected: str) -> None:
-    assert markdown_table(["a", "b"], [["1", Code(text)]], text_column=1).splitlines()[1:] == [
-        "| ---: | --- |",
-        f"| 1 | {expected} |",
-    ]
-
-
-@pytest.mark.parametrize(
     "text",
     [
-        *(
-            "=1+1",
-            "+1+1",
-            "-1+1",
-            "@SUM(A1)",
-            "\t=1",
-            "\r=1",
-            "\n=1",
-            " =1",
-            "-",
-            "=",
-            "-a",
-            "--resume",
-            "+",
-            "\uff1d1",
-        ),
+        *("=1+1", "+1+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "\n=1"),
+        *(" =1", "-", "=", "-a", "--resume", "+", "\uff1d1"),
         *("-1 ± 2", "=cmd|' /C calc'!A0", '=HYPERLINK("http://x","y")', "-0.5e", "1e5=", "-infinite"),
     ],
 )
@@ -128,19 +102,8 @@ def test_lines_in_a_cell_of_csv_are_one_cell() -> None:
 
 
 def test_a_benchmark_shows_names_as_they_are() -> None:
-    settings = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False)
-    times = Times((1.0,), (1.0,))
-    case = Case(
-        BenchmarkRequest(HOSTILE, settings.shape(64)),
-        HOSTILE,
-        times,
-        times,
-        {"relative_squared_error": 0.0, "cosine": 1.0},
-        0,
-        0,
-        "FlashAttention",
-    )
-    results = BenchmarkResults(describe_machine(), settings, ["muse bench\n```\n# a"], [case])
+    case = some_case(SETTINGS.shape(64), HOSTILE)
+    results = BenchmarkResults(describe_machine(), SETTINGS, ["muse bench\n```\n# a"], [case])
     report = as_markdown(bench_report(results, HOSTILE))
     first, *headings = [line for line in report.splitlines() if line.startswith("#")]
     assert first == f"# {markdown_line(f'Benchmark: {HOSTILE}')}"

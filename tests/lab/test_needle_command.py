@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -22,11 +23,11 @@ from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleResults
 from muse_lab.evaluation.needles.scores import answer
 from muse_lab.evaluation.needles.statistics import failures
 from muse_lab.pretraining.needles.samples import Sample
-from tests.command_line import run_muse
+from tests.command_line import assert_refused, run_muse
 from tests.lab.test_prepare import make
-from tests.needle_models import eval_needles, write_needle_folder
+from tests.needle_models import write_needle_folder
 
-LENGTH = 1024
+eval_needles = functools.partial(run_muse, "eval", "needles")
 COARSE, SHORT = "muse:Q4K4R1SP1B128,clustering=lloyd", "muse:Q4K4R1SP1B64,clustering=lloyd"
 
 
@@ -284,10 +285,8 @@ def test_a_file_that_holds_something_else_is_refused(
         spoilt.append(re.sub(r'"loss":[^,]*', '"loss":NaN', (measured_beside / beside.file).read_text()))
     for content in spoilt:
         path.write_text(content)
-        code, _, err = eval_needles(*beside_options, "--output", tmp_path)
-        assert code == 2
-        assert f"does not hold the results of muse eval needles --{beside.option}" in err
-        assert len(err.splitlines()) == 1
+        refused = f"does not hold the results of muse eval needles --{beside.option}"
+        assert_refused(eval_needles(*beside_options, "--output", tmp_path), refused)
 
 
 # Mistakes
@@ -307,10 +306,7 @@ def test_a_file_that_holds_something_else_is_refused(
     ],
 )
 def test_mistakes(options: list[object], changes: list[str], message: str, tmp_path: Path) -> None:
-    code, out, err = eval_needles(*options, "--output", tmp_path / "out", *changes)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert message in err
+    assert_refused(eval_needles(*options, "--output", tmp_path / "out", *changes), message)
     assert not (tmp_path / "out").exists()
 
 

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import transformers
 from matplotlib.figure import Figure
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.cli.language_model import name_of
 from muse_lab.evaluation.means import Mean, Share
 from muse_lab.evaluation.needles import models_report
@@ -41,6 +39,7 @@ from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.tree import Table
+from tests.command_line import assert_refused, run_muse
 
 COARSE = "muse:Q4K4R1SP1B128"
 SHORT = "Q4K4R1SP1B128"
@@ -334,8 +333,8 @@ def test_everything_together_is_shown_by_depth_first() -> None:
 
 
 def run_report(folder: Path) -> tuple[int, list[str]]:
-    found = CliRunner().invoke(commands.app, ["report", str(folder)])
-    return found.exit_code, found.stderr.splitlines()
+    code, _, err = run_muse("report", folder)
+    return code, err.splitlines()
 
 
 @pytest.mark.long
@@ -470,9 +469,8 @@ def test_results_with_the_name_of_a_comparison_are_not_overwritten(tmp_path: Pat
     assert code == 0
     assert line.endswith("needles-compared.json has the name of a comparison; rename it, and the models are compared")
     assert (tmp_path / "needles-compared.md").read_text().startswith("# Needles: needles-compared\n")
-    refused = CliRunner().invoke(commands.app, ["eval", "needles", "--name", "needles-compared", "--device", "cpu"])
-    assert refused.exit_code == 2
-    assert "is that of the comparison of several models; choose another" in refused.stderr
+    refused = run_muse("eval", "needles", "--name", "needles-compared", "--device", "cpu")
+    assert_refused(refused, "is that of the comparison of several models; choose another")
 
 
 def test_a_model_of_a_run_has_the_name_of_the_run(tmp_path: Path) -> None:

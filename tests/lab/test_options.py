@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.cli.measuring import spell
 from muse_lab.cli.options import Words, attentions, listed, with_option_groups
+from tests.command_line import assert_refused, run_muse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,8 @@ def test_a_model_of_the_hub_is_downloaded_on_request_alone(
     arguments = [*command, "org/llama-9", "--device", "cpu", "--output", str(tmp_path)]
     if command == ("eval", "tasks"):
         pytest.importorskip("lm_eval")
-    refused = CliRunner().invoke(commands.app, arguments)
-    assert refused.exit_code == 2
-    assert "add --download" in refused.stderr
+    assert_refused(run_muse(*arguments), "add --download")
     assert asked == []
-    refused = CliRunner().invoke(commands.app, [*arguments, "--download"])
-    assert refused.stderr.splitlines()[-1] == "muse: cannot download org/llama-9: no network"
+    _, _, err = run_muse(*arguments, "--download")
+    assert err.splitlines()[-1] == "muse: cannot download org/llama-9: no network"
     assert asked == ["org/llama-9"]

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.cli.app import busy, phases_bar, progress_bar
+from tests.command_line import run_muse
 
 WaitFor = Callable[[str], None]
 
@@ -102,12 +101,11 @@ LOADING, WRITING = ("language_model.load_model", "loading tiny"), ("measuring.wr
 def test_every_slow_part_of_a_command_is_announced(
     command: list[str],
     slow: list[tuple[str, str]],
+    folder: Path,
     tmp_path: Path,
     wait_for: WaitFor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tests.models import write_model_folder
-
     def wait_in(place: str, line: str) -> None:
         module, _, name = place.rpartition(".")
         original: Any = getattr(importlib.import_module(f"muse_lab.cli.{module}"), name)
@@ -122,9 +120,7 @@ def test_every_slow_part_of_a_command_is_announced(
     waited: list[str] = []
     for place, line in slow:
         wait_in(place, line)
-    write_model_folder(tmp_path / "tiny")
-    (tmp_path / "text.txt").write_text("a quick brown fox " * 200)
-    folders = [str(tmp_path / "tiny"), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")]
-    found = CliRunner().invoke(commands.app, [*command, *folders, "--length", "128", "--device", "cpu"])
-    assert found.exit_code == 0, found.output
+    folders = (folder, "--text", folder.parent / "text.txt", "--output", tmp_path / "out")
+    code, _, err = run_muse(*command, *folders, "--length", "128", "--device", "cpu")
+    assert code == 0, err
     assert waited == [line for _, line in slow]

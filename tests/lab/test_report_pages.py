@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from muse_lab.benchmark.bench_report import bench_report
-from muse_lab.benchmark.request import BenchmarkRequest
-from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
+from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.benchmark.timing import Times
 from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.benchmark.tuning_report import tuning_report
@@ -36,6 +35,7 @@ from muse_lab.report.provenance import names_table
 from muse_lab.report.tree import Card, Figure, Link, Note, Provenance, Report, Section, Table, number, text
 from tests.chromium import EXECUTABLE, Page, chromium
 from tests.lab import (
+    test_benchmark,
     test_compare,
     test_fidelity_command,
     test_lookup_command,
@@ -62,7 +62,7 @@ def of_loss(folder: Path) -> Report:
 def of_comparison(folder: Path) -> Report:
     sizes = {f"exact-{size}": ("exact", 10**size, 150.0, test_compare.law(10**size)) for size in (7, 8, 9)}
     results = test_compare.made_up(**sizes, muse=("muse:QK8R2B128", 10**8, 300.0, [2.0, 4.0]))
-    return comparison_report(dataclasses.replace(results, machine=describe_machine(), commands=["muse compare a b"]))
+    return comparison_report(dataclasses.replace(results, commands=["muse compare a b"]))
 
 
 def of_needle_comparison(folder: Path) -> Report:
@@ -82,23 +82,13 @@ def of_tuning(folder: Path) -> Report:
 
 
 def of_benchmark(folder: Path) -> Report:
-    settings, times = BenchmarkSettings("cpu", 1, 2, 2, 8, "float32", True, 1, False), Times((1.0, 1.2), (3.0, 2.0))
     fidelity = {"relative_squared_error": 0.01, "cosine": 0.99, "keys_per_query": 12.0}
     cases = [
-        Case(
-            BenchmarkRequest(name, settings.shape(length)),
-            name,
-            times,
-            Times((2.0,), (6.0,)),
-            fidelity,
-            2**20,
-            None,
-            "FlashAttention",
-        )
+        dataclasses.replace(test_benchmark.some_case(test_benchmark.SETTINGS.shape(length), name), fidelity=fidelity)
         for length in (1024, 2048)
         for name in (LONG, "moba:L64B16R2")
     ]
-    return bench_report(BenchmarkResults(describe_machine(), settings, ["muse bench"], cases), "bench")
+    return bench_report(BenchmarkResults(describe_machine(), test_benchmark.SETTINGS, ["muse bench"], cases), "bench")
 
 
 KINDS: dict[str, Callable[[Path], Report]] = {

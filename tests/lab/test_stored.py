@@ -143,6 +143,11 @@ def test_results_go_on_with_the_same_settings_only(tmp_path: Path) -> None:
     ):
         Measured.start(Where("cuda", "x"), path)
     assert Measured.start(Where("cpu", "x"), path, overwrite=True).settings.note == "x"
+    elsewhere = Measured.start(Where("cpu"), path)
+    elsewhere.machine["torch"] = "1.0"
+    elsewhere.write(path)
+    with pytest.raises(ValueError, match=r"torch was 1\.0, now "):
+        Measured.start(Where("cpu"), path)
     path.write_text("{")
     with pytest.raises(
         ValueError, match=r"does not hold the results of muse measure; choose another --name or --output"

@@ -476,14 +476,11 @@ def test_ruler_runs_what_has_data_and_says_what_has_not(
         (("--task", "sciq", "--data", "{folder}"), "put allenai/sciq, split test as {folder}/sciq/test.jsonl"),
         (("--data", "nowhere"), "there is no folder 'nowhere'"),
         (("--attention", "sparse"), "unknown attention 'sparse'"),
-        (("--attention", "muse:X1"), "cannot read 'X1'"),
         (("--length", "many"), "cannot read the size 'many'"),
         (("--length", "2k"), "the model's context is 1024 tokens, less than 2048"),
         (("--samples", "0"), "--samples 0 leaves nothing to answer"),
-        (("--device", "abacus"), "unknown device 'abacus'"),
         (("--name", "a/b"), "plain file name"),
         (("--name", "Index"), "--name Index would be overwritten by index.html of muse report"),
-        (("--loudly",), "--loudly"),
     ],
 )
 def test_every_mistake_is_answered_by_one_line(

@@ -93,7 +93,9 @@ def _measure_stages(
         workload = _create_workload(plan, shape)
         for request in requests:
             begin(request, "stages")
-            _add_stages(results, request, measure_stages(get_attention(request.full_name), workload))
+            stages = measure_stages(get_attention(request.full_name), workload)
+            place = next(place for place, case in enumerate(results.cases) if case.request == request)
+            results.cases[place] = dataclasses.replace(results.cases[place], stage_milliseconds=stages)
             results.write(path)
 
 
@@ -170,10 +172,3 @@ def _extra_memory(plan: Plan, name: str, shape: Shape) -> int | None:
             repeat_captures=captures is not None and captures.repeat,
         )
     )
-
-
-def _add_stages(results: BenchmarkResults, request: BenchmarkRequest, stages: dict[str, float] | None) -> None:
-    results.cases[:] = [
-        dataclasses.replace(case, stage_milliseconds=stages) if case.request == request else case
-        for case in results.cases
-    ]

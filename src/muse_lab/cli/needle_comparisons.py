@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from muse_lab.cli.app import say
 from muse_lab.cli.measuring import write
@@ -11,6 +12,8 @@ from muse_lab.evaluation.needles.models_report import Models, have_same_question
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.needles.trainings_report import is_answered, needles_over_trainings
 from muse_lab.report.tree import Report
+
+Item = TypeVar("Item")
 
 COMPARED = "needles-compared"
 """Name of the files that compare the models in a folder."""
@@ -27,7 +30,7 @@ def write_needle_comparisons(folders: Mapping[Path, Mapping[str, NeedleResults]]
     pages: dict[Path, str] = {}
     trainings: dict[Path, list[tuple[str, Models]]] = {}
     for folder, found in folders.items():
-        several = [reference_first(group) for group in _same_questions(found.items()) if len(group) > 1]
+        several = [reference_first(group) for group in _grouped(found.items(), have_same_questions) if len(group) > 1]
         if not several or _is_taken(COMPARED, folder, found):
             continue
         compared = {name for group in several for name in group}
@@ -36,7 +39,7 @@ def write_needle_comparisons(folders: Mapping[Path, Mapping[str, NeedleResults]]
         pages |= _write_numbered([needle_comparison(models) for models in several], folder / COMPARED)
         trainings.setdefault(folder.parent, []).extend((folder.name, models) for models in several)
     for parent, of_parent in trainings.items():
-        alike = _alike(of_parent)
+        alike = _grouped(_answered(of_parent), _are_alike)
         repeated = [group for group in alike if len(group) > 1]
         if not repeated or _is_taken(OVER_TRAININGS, parent, folders.get(parent, {})):
             continue
@@ -53,34 +56,28 @@ def _is_taken(page: str, folder: Path, found: Mapping[str, NeedleResults]) -> bo
     return page in found
 
 
-def _same_questions(found: Iterable[tuple[str, NeedleResults]]) -> list[dict[str, NeedleResults]]:
-    """Models that were asked the same, together."""
-    alike: list[dict[str, NeedleResults]] = []
-    for name, results in found:
-        group = next((group for group in alike if have_same_questions(next(iter(group.values())), results)), None)
+def _grouped(found: Iterable[tuple[str, Item]], are_alike: Callable[[Item, Item], bool]) -> list[dict[str, Item]]:
+    """Together those that are like the first of a group."""
+    groups: list[dict[str, Item]] = []
+    for name, one in found:
+        group = next((group for group in groups if are_alike(next(iter(group.values())), one)), None)
         if group is None:
-            alike.append({name: results})
+            groups.append({name: one})
         else:
-            group[name] = results
-    return alike
+            group[name] = one
+    return groups
 
 
-def _alike(trainings: Iterable[tuple[str, Models]]) -> list[dict[str, Models]]:
-    """Together those whose models are compared with one of the same name and shape, and were asked the same."""
-    alike: list[dict[str, Models]] = []
+def _answered(trainings: Iterable[tuple[str, Models]]) -> Iterator[tuple[str, Models]]:
+    """The models of each training that answered something, if there are several."""
     for training, models in trainings:
         answered = {name: results for name, results in models.items() if is_answered(results)}
-        if len(answered) < 2:
-            continue
-        group = next((group for group in alike if _are_alike(answered, next(iter(group.values())))), None)
-        if group is None:
-            alike.append({training: answered})
-        else:
-            group[training] = answered
-    return alike
+        if len(answered) > 1:
+            yield training, answered
 
 
 def _are_alike(models: Models, others: Models) -> bool:
+    """Whether they are compared with one of the same name and shape, and were asked the same."""
     (name, results), (other, other_results) = next(iter(models.items())), next(iter(others.items()))
     is_same_shape = results.settings.shape == other_results.settings.shape
     return name == other and is_same_shape and have_same_questions(results, other_results)

@@ -111,14 +111,8 @@ def report(
                     reported.append(_Reported(kind, path, found, described.headline))
                 elif path in results:
                     raise ValueError(f"it holds no results of {_COMMANDS}")
-            except ValueError as error:
+            except (ArithmeticError, FileExistsError, ValueError) as error:
                 say(f"{path} is left out: {_reason(error)}")
-                are_left_out = True
-            except FileExistsError as error:
-                say(f"{path} is left out: {error.filename}: {error.strerror}")
-                are_left_out = True
-            except ArithmeticError as error:
-                say(f"{path} is left out: it has numbers that no measurement gives: {error}")
                 are_left_out = True
         for folder in filter(Path.is_dir, results):
             inside = [done for done in reported if done.path.is_relative_to(folder)]
@@ -161,8 +155,12 @@ def _find_kind(path: Path) -> _Kind | None:
     return next((kind for kind in _KINDS if kind.key in document), None)
 
 
-def _reason(error: ValueError) -> str:
-    """The message without its advice, which is for the command that measures."""
+def _reason(error: Exception) -> str:
+    """The message of a ValueError without its advice, which is for the command that measures."""
+    if isinstance(error, FileExistsError):
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ArithmeticError):
+        return f"it has numbers that no measurement gives: {error}"
     return str(error).partition(";")[0]
 
 

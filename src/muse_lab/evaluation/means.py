@@ -37,14 +37,15 @@ class Mean(NamedTuple):
         return cls(mean, math.sqrt(rest * samples / (samples - 1)) / sum(numbers))
 
     def __str__(self) -> str:
-        return f"{self.mean:.4f}{self._error}"
+        return self.shown(".4f")
 
     def signed(self) -> str:
-        return f"{self.mean:+.4f}{self._error}"
+        return self.shown("+.4f")
 
-    @property
-    def _error(self) -> str:
-        return "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
+    def shown(self, form: str, *, scale: float = 1) -> str:
+        """So many times the mean, ± its standard error."""
+        error = "" if self.standard_error is None else f" ± {scale * self.standard_error:{form.lstrip('+')}}"
+        return f"{scale * self.mean:{form}}{error}"
 
 
 WILSON = "In parentheses: the 95% Wilson interval, for independent questions."

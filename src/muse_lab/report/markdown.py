@@ -21,7 +21,7 @@ def _parts(report: Report, pictures: Mapping[str, str]) -> Iterator[str]:
     yield markdown_list(report.verdict)
     if report.cards:
         labels, values = [card.label for card in report.cards], [card.value for card in report.cards]
-        yield markdown_table(labels, [values], are_numbers=[True] * len(labels))
+        yield markdown_table(labels, [values], [True] * len(labels))
     for section in report.sections:
         yield from _section(section, pictures)
     if report.names is not None:
@@ -51,4 +51,4 @@ def _section(section: Section, pictures: Mapping[str, str]) -> Iterator[str]:
 
 
 def _table(table: Table) -> str:
-    return markdown_table(table.titles, table.rows, are_numbers=table.are_numbers)
+    return markdown_table(table.titles, table.rows, table.are_numbers)

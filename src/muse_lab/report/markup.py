@@ -21,21 +21,10 @@ _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
 """By which spreadsheets know a formula, in half and full width."""
 
 
-class Code(str):
-    """Text of a cell that is shown as code."""
-
-
-def markdown_table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    text_column: int = 0,
-    are_numbers: Sequence[bool] | None = None,
-) -> str:
-    """Numbers are aligned to the right. Unless `are_numbers` says which columns have them, all but one do."""
-    are_numbers = are_numbers or [column != text_column for column in range(len(header))]
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], are_numbers: Sequence[bool]) -> str:
+    """Columns of numbers are aligned to the right."""
     rule = ["---:" if is_number else "---" for is_number in are_numbers]
-    lines = [list(map(_cell, header)), rule, *(list(map(_cell, row)) for row in rows)]
+    lines = [list(map(_escaped, header)), rule, *(list(map(_escaped, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -66,19 +55,8 @@ def csv_text(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return lines.getvalue()
 
 
-def _cell(text: str) -> str:
-    return _code(text) if isinstance(text, Code) else _escaped(text)
-
-
 def _escaped(text: str) -> str:
     return _MARKUP.sub(lambda match: f"\\{match[0]}", _SPACE.sub(" ", text).strip())
-
-
-def _code(text: str) -> str:
-    shown = _SPACE.sub(" ", text).replace("|", "\\|")
-    quotes = "`" * (1 + _longest_backticks(shown))
-    padding = " " if shown[:1] == "`" or shown[-1:] == "`" else ""
-    return f"{quotes}{padding}{shown}{padding}{quotes}"
 
 
 def _longest_backticks(text: str) -> int:

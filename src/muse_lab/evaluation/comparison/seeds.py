@@ -127,7 +127,7 @@ def seeds_headline(results: ComparisonResults) -> list[str]:
 
 
 def in_percent(gap: Mean) -> str:
-    return f"{gap.mean:+.2f}%" if gap.standard_error is None else f"{gap.mean:+.2f} ± {gap.standard_error:.2f}%"
+    return f"{gap.shown('+.2f')}%"
 
 
 def _without_seed(recipe: Recipe) -> Recipe:

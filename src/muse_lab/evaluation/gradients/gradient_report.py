@@ -187,6 +187,4 @@ def _number(value: float | None) -> str:
 
 
 def _with_error(kept: Mean | None) -> str:
-    if kept is None:
-        return ""
-    return f"{kept.mean:.3f}" if kept.standard_error is None else f"{kept.mean:.3f} ± {kept.standard_error:.3f}"
+    return "" if kept is None else kept.shown(".3f")

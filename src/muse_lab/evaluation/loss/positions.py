@@ -74,11 +74,6 @@ class LossResults(StoredResults):
         """The attentions that have seen every sample."""
         return [name for name, losses in self.losses.items() if len(losses.means) == self.settings.samples]
 
-    @property
-    def finished(self) -> int:
-        """Samples, over all attentions."""
-        return sum(len(losses.means) for losses in self.losses.values())
-
     def missing(self, attentions: Sequence[str]) -> list[tuple[int, str]]:
         """What is still to do: all attentions on one sample before the next, for any part to be a fair comparison."""
         done = {name: len(losses.means) for name, losses in self.losses.items()}

@@ -184,10 +184,7 @@ def as_csv(results: NeedleResults) -> str:
 
 
 def format_difference(difference: Mean | None) -> str:
-    if difference is None:
-        return ""
-    error = "" if difference.standard_error is None else f" ± {100 * difference.standard_error:.1f}"
-    return f"{100 * difference.mean:+.1f}{error}"
+    return "" if difference is None else difference.shown("+.1f", scale=100)
 
 
 def _exact_in_one_block(results: NeedleResults) -> list[str]:

@@ -121,8 +121,14 @@ def found_table(length: _Length) -> Table:
     for model in length.models:
         found = length.found(model)
         if found:
-            mean = _percent(Mean.of([one.value for one in found.values()])) if model in length.everywhere else ""
-            rows.append((model, *(shown(found.get(name)) for name in length.trainings), mean))
+            mean = Mean.of([one.value for one in found.values()]).shown(".1f", scale=100)
+            rows.append(
+                (
+                    model,
+                    *(shown(found.get(name)) for name in length.trainings),
+                    f"{mean}%" if model in length.everywhere else "",
+                )
+            )
     return Table([text("model"), *map(number, length.trainings), number("mean")], rows)
 
 
@@ -239,11 +245,6 @@ def _sure_depths(length: _Length, model: str) -> tuple[int, int, int]:
     gaps = [gap for bucket in range(BUCKETS) for gap in length.differences(model, bucket).values()]
     sure = [gap.mean for gap in gaps if gap.standard_error is not None and abs(gap.mean) > _SURE * gap.standard_error]
     return sum(gap < 0 for gap in sure), sum(gap > 0 for gap in sure), len(gaps)
-
-
-def _percent(mean: Mean) -> str:
-    error = "" if mean.standard_error is None else f" ± {100 * mean.standard_error:.1f}"
-    return f"{100 * mean.mean:.1f}{error}%"
 
 
 def _share(value: float | None) -> str:

@@ -157,17 +157,13 @@ def format_score(answers: Sequence[Answer], metric: str) -> str:
         return "-"
     if set(scores) <= {0.0, 1.0}:
         return str(Share(round(sum(scores)), len(scores)))
-    return _with_error(Mean.of(scores), ".3f")
+    return Mean.of(scores).shown(".3f")
 
 
 def format_gap(cell: TaskAnswers, attention: str, metric: str) -> str:
     """Empty for exact attention itself."""
     gap = gap_to_exact(cell, attention, metric)
-    return "" if attention == EXACT else "-" if gap is None else _with_error(gap, "+.3f")
-
-
-def _with_error(mean: Mean, form: str) -> str:
-    return f"{mean.mean:{form}}" + ("" if mean.standard_error is None else f" ± {mean.standard_error:.3f}")
+    return "" if attention == EXACT else "-" if gap is None else gap.shown("+.3f")
 
 
 def _length(cell: TaskAnswers) -> str:
