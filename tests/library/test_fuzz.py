@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz import check
 from tests.fuzz_cases import draw
 
-CASES, AT_ONCE = 80, 20
+CASES, AT_ONCE = 60, 20
 
 
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))

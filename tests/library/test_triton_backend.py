@@ -24,34 +24,25 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, k
 SHAPES = [
     Shape("one token", "QK4R1B16", length=1),
     Shape("one whole block", "QK4R1B64", length=64),
-    Shape("just over a block", "QK4R1B64", length=65),
     Shape("ragged", "Q6K5R2B48", length=110, heads=1, key_heads=1),
     Shape("batch 2, query heads 2 to 1", "Q3K4R2SP2B32", length=70, batch=2, key_heads=1),
-    Shape("query heads 3 to 1", "Q3K6R2B32", length=70, heads=3, key_heads=1),
     Shape("head dim 80", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=80, value_dim=80),
     Shape("wide values", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=16, value_dim=40),
     Shape("narrow values, full", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=40, is_causal=False),
     Shape("blocks of three tokens", "QK3R2B3", length=20, heads=1, key_heads=1),
-    Shape("more words than one", "Q2K33R3B32", length=80, heads=1, key_heads=1),
 ]
 VARIANTS = [
     "Q3K5R2SP2B32",
-    "Q2K3R3SP9B32",
     "Q3K5R0B32",
     "Q3K5R2B32,monopole=false",
-    "Q3K5R2B32,tilt=false",
+    "Q3K5R2B32,tilt=false,cap_factor=none",
     "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
-    "Q3K5R2B32,cap_factor=none",
     "Q3K5R2SP2B32,second_order=true",
     "Q3K5R9T0.03B32,caution=2",
     "Q2K33R1T0.003B32",
 ]
 FROZEN = [VARIANTS[0], VARIANTS[-2]]
 """Variants that are also tested with frozen aggregation, causal; on a GPU all are."""
-OFFSET = [
-    ("Q3K5R2SP2B32", True),
-    ("Q3K5R1T0.003B32,caution=2", False),
-]
 FOUND = [
     "Q4K5R2B32,clustering=streaming",
     "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
@@ -66,9 +57,14 @@ class TestTritonBackend(OperatorConformance):
     few_heads, short = 1, 70
 
     # What equals the reference to rounding has its properties. (The interpreter has one order of everything.)
+    test_property_1_exact_when_one_block_or_everything_is_retrieved = None
     test_property_2_exact_when_queries_are_their_centroids = None
+    test_property_2_exact_when_all_keys_of_a_cluster_are_equal = None
+    test_property_3_lse_is_never_above_the_exact_lse = None
     test_property_4_invariance_under_translation_of_keys = None
     test_property_4_invariance_under_change_of_basis = None
+    test_property_5_weights_sum_to_one_over_exactly_the_visible_keys = None
+    test_property_6_values_of_later_tokens_have_no_influence_at_all = None
     test_property_7_error_falls_as_clusters_or_retrieval_grow = None
     test_same_inputs_give_the_same_bits_twice = None
 
@@ -77,7 +73,7 @@ class TestTritonBackend(OperatorConformance):
         self._check_against_reference(shape, torch.float64)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-    @pytest.mark.parametrize("shape", SHAPES[3:4], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES[2:3], ids=str)
     def test_is_as_accurate_as_the_reference_in_its_precision(self, shape: Shape, dtype: torch.dtype) -> None:
         self._check_against_reference(shape, dtype)
 
@@ -92,11 +88,9 @@ class TestTritonBackend(OperatorConformance):
         shape = Shape(variant, variant, length=80, heads=1, key_heads=1, value_dim=8, is_causal=is_causal)
         self._check_against_reference(shape, torch.float64)
 
-    @pytest.mark.parametrize(("variant", "is_causal"), OFFSET)
-    def test_keys_with_a_large_common_offset_equal_reference(self, variant: str, is_causal: bool) -> None:
-        shape = Shape(
-            variant, variant, length=70, heads=1, key_heads=1, value_dim=8, is_causal=is_causal, key_offset=10.0
-        )
+    def test_keys_with_a_large_common_offset_equal_reference(self) -> None:
+        config = "Q3K5R1T0.003B32,caution=2"
+        shape = Shape("", config, length=70, heads=1, key_heads=1, value_dim=8, is_causal=False, key_offset=10.0)
         self._check_against_reference(shape, torch.float64)
 
     @pytest.mark.long
@@ -107,20 +101,6 @@ class TestTritonBackend(OperatorConformance):
     @pytest.mark.parametrize("variant", FOUND)
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
         super().test_finds_the_clusters_and_selection_of_the_reference(variant)
-
-    @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
-    @pytest.mark.parametrize("config", ["Q3K5R25T0B64"])
-    def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
-        super().test_property_1_exact_when_one_block_or_everything_is_retrieved(config, is_causal)
-
-    @pytest.mark.parametrize("is_causal", [True], ids=["causal"])
-    @pytest.mark.parametrize("variant", ["Q4K5R2SP1B32", "Q4K5R0B32,tilt=false"])
-    def test_property_3_lse_is_never_above_the_exact_lse(self, variant: str, is_causal: bool) -> None:
-        super().test_property_3_lse_is_never_above_the_exact_lse(variant, is_causal)
-
-    @pytest.mark.parametrize(("variant", "is_causal"), [("Q4K5R2SP1B32", False), ("Q4K5R1T0.01B32", True)])
-    def test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(self, variant: str, is_causal: bool) -> None:
-        super().test_property_5_weights_sum_to_one_over_exactly_the_visible_keys(variant, is_causal)
 
     @pytest.mark.long
     @pytest.mark.parametrize("variant", ["Q4K5R9T0.01B32"])
@@ -139,8 +119,6 @@ class TestTritonBackend(OperatorConformance):
         [
             ("equal keys", "QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"),
             ("zeros", "QK4R1T0.001B64"),
-            ("logits 1e4", "QK4R1T0.001B64"),
-            ("gigantic key", "QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"),
             ("gigantic query", "QK4R1T0.001B64"),
         ],
     )
@@ -159,7 +137,7 @@ class TestTritonBackend(OperatorConformance):
 
     @pytest.mark.long
     def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
-        shape = Shape("", "", length=40, heads=4, key_heads=2)
+        shape = Shape("", "", length=24, heads=4, key_heads=2)
         query, key, value = (tensor.detach() for tensor in shape.tensors(torch.float32))
         settings = {"config": "Q3K5R1T0.001B16,caution=2", "backend": "triton", "is_causal": True, "enable_gqa": True}
         together = muse_attention(query, key, value, **settings)
@@ -174,6 +152,12 @@ class TestTritonBackend(OperatorConformance):
         self, config: str, target: int, poison: float
     ) -> None:
         super().test_nan_and_inf_come_out_where_they_do_in_exact_attention(config, target, poison)
+
+    @pytest.mark.parametrize("target", [0, 1], ids=["query", "key"])
+    @pytest.mark.parametrize(("length", "config"), [(40, "QK4R2B8")], ids=["blocks of 8"])
+    @pytest.mark.parametrize("value_dim", [8])
+    def test_nan_in_short_blocks_stays_nan(self, value_dim: int, length: int, config: str, target: int) -> None:
+        super().test_nan_in_short_blocks_stays_nan(value_dim, length, config, target)
 
 
 @pytest.mark.long
@@ -198,7 +182,7 @@ def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -
     from muse_attention.backends.triton import layout
     from muse_attention.backends.triton.runtime import schedule
 
-    inputs = Shape("", "", length=40).tensors(torch.float32)
+    inputs = Shape("", "", length=24).tensors(torch.float32)
     results = []
     for room in (1 << 40, 0):
         monkeypatch.setattr(schedule, "_schedules", {})
@@ -280,10 +264,9 @@ def test_finds_the_clusters_of_the_reference_in_chunks(variant: str) -> None:
 
 
 @pytest.mark.usefixtures("small_chip")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_of_equally_near_centroids_the_first_with_room_counts(dtype: torch.dtype) -> None:
+def test_of_equally_near_centroids_the_first_with_room_counts() -> None:
     """Also of those in different chunks: with zeros, all are equally near."""
-    zeros = torch.zeros(1, 1, 40, 32, dtype=dtype)
+    zeros = torch.zeros(1, 1, 40, 32, dtype=torch.float16)
     found = find_clusters(zeros, zeros, config="QK50R1B20,cap_factor=1.0", backend="triton")
     assert (found.query_assignment == 0).all()
     assert found.key_assignment.flatten().tolist() == 2 * list(range(20))
