@@ -26,6 +26,7 @@ from muse_lab.cli import main
 from muse_lab.pretraining import checkpoints, optimiser
 from muse_lab.pretraining.checkpoints import together
 from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.interruptions import watchdog
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.recipes import Recipe
 from tests.patience import PATIENCE
@@ -183,6 +184,7 @@ def save_slowly(milliseconds: int) -> None:
 
 def hang(number: int) -> None:
     """In this update of the weights, with a child."""
+    watchdog._PATIENCE = 0.5
     step, updates = torch.optim.AdamW.step, 0
 
     def hanging(optimiser: torch.optim.AdamW) -> None:

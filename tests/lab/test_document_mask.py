@@ -109,7 +109,7 @@ def test_the_loss_of_a_row_is_that_of_its_documents(packed: Corpus) -> None:
 
 @pytest.mark.long
 def test_training_on_a_packed_corpus(packed: Corpus, tmp_path: Path) -> None:
-    train(packed, SEPARATE, tmp_path / "run")
+    train(packed, override(SEPARATE, ["steps=3"]), tmp_path / "run")
     found = losses(tmp_path / "run")
     assert found[-1] < found[0]
     model = make_model(packed, SEPARATE)

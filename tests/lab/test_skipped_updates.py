@@ -69,13 +69,12 @@ def test_a_batch_that_is_not_finite_is_skipped(corpus: Corpus, tmp_path: Path, p
     assert curves.tokens == lines[-1]["tokens"]
 
 
-@pytest.mark.parametrize("step", [4, 5, 6, 8])
-def test_a_run_that_is_resumed_skips_the_same(step: int, corpus: Corpus, tmp_path: Path, poison: Poison) -> None:
+def test_a_run_that_is_resumed_skips_the_same(corpus: Corpus, tmp_path: Path, poison: Poison) -> None:
     """And AdamW counts the updates that were made: else its bias correction would be another."""
     poison(1, 4, 6)
     train(corpus, QUICK, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(corpus, QUICK, tmp_path / "out", on_step=stop_at(step))
+        train(corpus, QUICK, tmp_path / "out", on_step=stop_at(5))
     train(corpus, QUICK, tmp_path / "out", resume=True)
     assert_same_run(tmp_path / "out", tmp_path / "whole")
     assert [line["step"] for line in read_metrics(tmp_path / "out") if "skipped" in line] == [1, 4, 6]
@@ -104,7 +103,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(
         return clip(*arguments) * (math.inf if calls == 2 else 1)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoil)
-    train(corpus, QUICK, tmp_path)
+    train(corpus, override(QUICK, ["steps=2"]), tmp_path)
     second = read_metrics(tmp_path)[1]
     assert second["skipped"] == "its gradient is inf"
     assert math.isfinite(second["loss"])
@@ -120,8 +119,6 @@ def test_an_outlier_is_skipped_if_asked_for(
     lines = read_metrics(tmp_path / "whole")
     assert [line["step"] for line in lines if "skipped" in line] == [6]
     assert "more than 6 sigma" in lines[5]["skipped"]
-    train(corpus, QUICK, tmp_path / "taken")
-    assert all("skipped" not in line for line in read_metrics(tmp_path / "taken"))
     with pytest.raises(KeyboardInterrupt):  # what recent losses were is in the checkpoint
         train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out", on_step=stop_at(6))
     train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out", resume=True)
@@ -160,15 +157,12 @@ def test_a_state_is_read_as_it_was_written() -> None:
             read_state(broken)
 
 
-@pytest.mark.parametrize("skipped", ["many", 8])
-def test_a_checkpoint_with_a_forged_state_is_refused(
-    skipped: object, corpus: Corpus, whole_run: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_a_forged_state_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(whole_run, output)
     folder = output / "checkpoints"
     tensors = dict(checkpoints.read_tensors(checkpoints.verify(folder, 8)))
-    about = {**checkpoints.verify(folder, 8).about, "state": {"skipped": skipped}}
+    about = {**checkpoints.verify(folder, 8).about, "state": {"skipped": 8}}
     checkpoints.save(folder, 8, about, tensors)
     refused: list[str] = []
     train(corpus, SMALL, output, resume=True, on_refused=refused.append)

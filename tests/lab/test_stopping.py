@@ -55,12 +55,9 @@ def calling_first(call: Callable[..., Any], action: Callable[[], None], *, at: i
 MOMENTS: dict[str, tuple[object, str, int, int]] = {
     "while a batch is read": (Batches, "read", 4, 3),
     "during the backward pass": (torch.Tensor, "backward", 5, 4),
-    "during an update": (torch.optim.AdamW, "step", 5, 5),
     "during a probe": (probe, "measure_attention", 1, 2),
     "during an evaluation": (Evaluation, "_ask", 2, 3),
-    "before a checkpoint": (checkpoints, "begin", 2, 4),
     "while a checkpoint is written": (checkpoints, "write_shard", 2, 4),
-    "while a checkpoint is finished": (checkpoints, "finish", 2, 4),
     "while metrics are written": (Metrics, "add", 3, 3),
 }
 """What is called then, its how manyth call it is, and the step after which the run stops.
@@ -145,7 +142,7 @@ def test_a_second_signal_stops_at_once(
 
     def send() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
+        time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=send)
@@ -159,7 +156,7 @@ def test_a_second_signal_stops_at_once(
     monkeypatch.setattr(stopping, "_TOGETHER", together)
     monkeypatch.setattr(torch.optim.AdamW, "step", calling_first(torch.optim.AdamW.step, wait_long, at=4))
     with pytest.raises(Stopped) as raised, stop_on_signals(asked):
-        train(corpus, SMALL, tmp_path, stopping=asked)
+        train(corpus, QUICK, tmp_path, stopping=asked)
     sender.join()
     assert raised.value.exit_code == (143 if is_at_once else 130)
     assert str(raised.value) == ("stopped by SIGTERM" if is_at_once else "stopped by SIGINT after step 4")
@@ -270,16 +267,16 @@ def test_what_is_no_duration(text: str) -> None:
 
 
 @pytest.mark.long
-def test_signals_at_six_random_moments_cost_nothing(corpus: Corpus, tmp_path: Path) -> None:
+def test_signals_at_four_random_moments_cost_nothing(corpus: Corpus, tmp_path: Path) -> None:
     """Some of them during a save. No update is made twice, and the run ends bit for bit as without."""
-    recipe = override(QUICK, ["steps=72", "checkpoint_every=8"])
+    recipe = override(QUICK, ["steps=48", "checkpoint_every=8"])
     train(corpus, recipe, tmp_path / "whole")
     output, errors = tmp_path / "out", tmp_path / "errors.txt"
     metrics, folder = output / "metrics.jsonl", output / "checkpoints"
     slow = Mishap(0, "save_slowly", 50)  # for the signal to arrive meanwhile
     draw = random.Random(0)
     done = 0
-    for attempt in range(6):
+    for attempt in range(4):
         number = draw.choice([signal.SIGTERM, signal.SIGINT])
         before = inode_of(metrics)
         with training_alone(corpus, recipe, output, errors, slow) as process:
@@ -304,7 +301,7 @@ def test_signals_at_six_random_moments_cost_nothing(corpus: Corpus, tmp_path: Pa
         done = len(read_metrics(output))
         assert done <= made + 3, "it was not noticed"
         assert (checkpoints.steps_in(folder) or [0])[-1] == done, "an update was lost"
-    assert 6 < done < recipe.steps
+    assert 4 < done < recipe.steps
     with training_alone(corpus, recipe, output, errors, slow) as process:
         process.join(timeout=PATIENCE)
     assert process.exitcode == 0, errors.read_text()

@@ -25,7 +25,7 @@ from tests.patience import PATIENCE
 from tests.ranks import Mishap, training_alone
 from tests.training_runs import QUICK
 
-NEEDLES = override(QUICK, ["length=256", "steps=6", "mixture=niah", "stall_minutes=0.1"])
+NEEDLES = override(QUICK, ["length=256", "steps=6", "mixture=niah", "stall_minutes=0.05"])
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def stall(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 @pytest.mark.long
 def test_a_reader_that_stalls_ends_the_run(needles: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stall(monkeypatch, at=3)
-    message = r"^no progress for 0.1 minutes while reading the batch of step 4; stacks are in .*stacks.txt$"
+    message = r"^no progress for 0.05 minutes while reading the batch of step 4; stacks are in .*stacks.txt$"
     with pytest.raises(TrainingError, match=message):
         train(needles, NEEDLES, tmp_path)
     assert "reading.py" in (tmp_path / "stacks.txt").read_text()
@@ -93,7 +93,7 @@ def read_all(pipe: int, seconds: float) -> str:
 @pytest.mark.long
 def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> None:
     """And its children, which would keep stderr open."""
-    recipe = override(QUICK, ["stall_minutes=0.1"])
+    recipe = override(QUICK, ["stall_minutes=0.05"])
     errors = tmp_path / "errors"
     os.mkfifo(errors)
     reading = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)
@@ -104,7 +104,7 @@ def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> N
     assert process.exitcode == 1
     stacks = tmp_path / "out" / "stacks.txt"
     assert line.startswith(
-        f"muse: no progress for 0.1 minutes while changing the weights at step 4; stacks are in {stacks}; the last "
+        f"muse: no progress for 0.05 minutes while changing the weights at step 4; stacks are in {stacks}; the last "
     )
     assert line.endswith("step-00000002; resume the run")
     assert "in hanging" in stacks.read_text()
