@@ -33,7 +33,7 @@ from muse_lab.pretraining.recipes import Recipe, override
 from muse_lab.pretraining.training import train
 from tests.training_runs import SMALL
 
-UPDATES = 20
+UPDATES = 8
 WINDOW = 24
 """Of the local layers: it crosses the edge of a part, and is longer than half of the shortest sequences."""
 PLAIN, PACKED, NEEDLES = "plain", "packed", "needles"
@@ -42,7 +42,7 @@ PLAIN, PACKED, NEEDLES = "plain", "packed", "needles"
 _BASE = override(
     SMALL,
     [
-        *("batch=2", "micro_batch=1", "head_dim=32", "checkpoint_every=9", "keep=3", "probe_every=0"),
+        *("batch=2", "micro_batch=1", "head_dim=32", "checkpoint_every=5", "probe_every=0"),
         *("seed=1", "peak_rate=1e-3"),  # no two clusters of MuSe are so close that rounding decides
     ],
 )
@@ -152,7 +152,8 @@ def limited(ranks: Ranks) -> None:
 
 
 def asked(ranks: Ranks) -> None:
-    ranks.train("asked", "1x2")
+    for mesh in MESHES[ranks.world.ranks]:
+        ranks.train("asked", mesh)
 
 
 def another_mesh(ranks: Ranks) -> None:

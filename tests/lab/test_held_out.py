@@ -218,11 +218,11 @@ def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, mon
     assert [logged[step]["loss"] for step in range(1, 9)] == losses(output)
     assert logged[3]["evaluation/held_out_loss"] == read_metrics(output)[2]["evaluation"]["held_out_loss"]
     assert {"rse/layer 1", "attention/error_p99"} <= logged[6].keys()
-    train(corpus, RECIPE, output, overwrite=True)
+    train(corpus, override(RECIPE, ["steps=1", "warmup=1"]), output, overwrite=True)
     assert not (output / "wandb-id.txt").exists()
 
 
-@pytest.mark.parametrize(("broken", "logged"), [("init", 0), ("log", 0), ("finish", 8)])
+@pytest.mark.parametrize(("broken", "logged"), [("init", 0), ("log", 0), ("finish", 2)])
 def test_a_board_that_fails_is_left_out(
     broken: str, logged: int, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,10 +245,10 @@ def test_a_board_that_fails_is_left_out(
     steps: list[int] = []
     notes: list[str] = []
     monkeypatch.setitem(sys.modules, "wandb", cast(ModuleType, SimpleNamespace(init=init)))
-    train(corpus, QUICK, tmp_path, wandb=True, on_note=notes.append)
+    train(corpus, override(QUICK, ["steps=2"]), tmp_path, wandb=True, on_note=notes.append)
     assert notes == ["Weights & Biases is left out from now on: no network"]
     assert len(steps) == logged
-    assert len(losses(tmp_path)) == 8
+    assert len(losses(tmp_path)) == 2
 
 
 def test_what_is_not_installed_is_one_line(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

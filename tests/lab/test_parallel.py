@@ -27,7 +27,6 @@ from muse_lab.pretraining.run.folder import claimed
 from muse_lab.pretraining.training import train
 from muse_lab.records.files import alone_in
 from tests.lab.test_prepare import contents
-from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, Mishap, run_command, words_of
 from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, learnt, losses
@@ -86,29 +85,17 @@ def assert_close_runs(output: Path, expected: Path) -> None:
 @pytest.mark.long
 def test_two_processes_continue_what_one_has_finished(corpus: Corpus, tmp_path: Path) -> None:
     finished, alone, two = (tmp_path / name for name in ("finished", "alone", "two"))
-    train(corpus, override(SMALL, ["micro_batch=1", "steps=4", "probe_every=0"]), finished)
+    train(corpus, override(SMALL, ["micro_batch=1", "steps=2", "probe_every=0"]), finished)
     train(corpus, further_recipe(finished, ["attention=exact", "steps=2"]), alone, continue_from=finished)
     run_together([str(corpus.folder), "--continue-from", str(finished), "attention=exact", "steps=2"], two)
-    assert len(read_metrics(two)) == 6
+    assert len(read_metrics(two)) == 4
     assert_close_runs(two, alone)
-
-
-@pytest.mark.long
-def test_two_processes_learn_from_the_same_needles(tmp_path: Path) -> None:
-    """Read ahead by each, and what was learnt of answers measured by both, on documents of their own."""
-    corpus = needle_corpus(needle_tokenizer(), tmp_path)
-    changes = ["length=256", "steps=3", "mixture=niah", "attention=exact", "exact_tail=0", "probe_every=2"]
-    recipe = override(SMALL, ["micro_batch=1", *changes])
-    train(corpus, recipe, tmp_path / "alone")
-    train_together(corpus, recipe, tmp_path / "two")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
-    assert ["answers_loss" in step for step in read_metrics(tmp_path / "two")] == [False, True, False]
 
 
 @pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_path: Path) -> None:
     """With a checkpoint of that step, from which both go on."""
-    recipe = override(QUICK, ["micro_batch=1", "steps=24", "checkpoint_every=20"])
+    recipe = override(QUICK, ["micro_batch=1", "steps=16", "checkpoint_every=14"])
     whole, output = tmp_path / "whole", tmp_path / "out"
     train_together(corpus, recipe, whole)
     with ranks_of(words_of(corpus, recipe), output) as processes:
@@ -122,7 +109,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_pat
             process.join(timeout=PATIENCE)
             assert process.exitcode == 143, file.read_text()
     step = len(read_metrics(output))
-    assert 3 <= step < 24
+    assert 3 <= step < 16
     assert checkpoints.steps_in(output / "checkpoints")[-1] == step
     assert f"stopped as another rank was after step {step}; " in processes[0][1].read_text()
     assert f"stopped by SIGTERM after step {step}; " in processes[1][1].read_text()
