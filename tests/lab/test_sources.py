@@ -305,16 +305,6 @@ def test_a_directory_cannot_fill_the_memory(tmp_path: Path) -> None:
         list(read_archive(path, is_python, largest=LARGEST))
 
 
-@pytest.mark.parametrize("write", [write_tar, write_zip])
-@pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
-def test_broken_archives_say_so(tmp_path: Path, write: Any, damage: str) -> None:
-    path = tmp_path / f"x{'.tar.gz' if write is write_tar else '.zip'}"
-    content = write(path, {f"{n}.py": os.urandom(500).hex() for n in range(50)}).read_bytes()
-    path.write_bytes({"cut": content[: len(content) // 2], "garbage": b"no archive" * 99, "empty": b""}[damage])
-    with pytest.raises(BrokenSourceError):
-        list(read_archive(path, is_python, largest=LARGEST))
-
-
 def outcome(path: Path) -> dict[str, bytes] | str:
     """What an archive gives, or why it gives nothing."""
     try:
@@ -325,7 +315,7 @@ def outcome(path: Path) -> dict[str, bytes] | str:
 
 @pytest.mark.parametrize("write", [write_tar, write_zip])
 def test_damage_anywhere_never_changes_what_an_archive_gives(tmp_path: Path, write: Any) -> None:
-    """One bit of every byte: it is found, or it does not matter, as in the date of a member."""
+    """One bit of every byte: it is found, or it does not matter, as in the date of a member. Every end is missed."""
     path = tmp_path / f"x{'.tar.gz' if write is write_tar else '.zip'}"
     content = write(path, {**{f"{n}.py": f"x = {n}\n" for n in range(3)}, "README.md": "read me"}, "x-1/").read_bytes()
     whole = outcome(path)
@@ -336,6 +326,8 @@ def test_damage_anywhere_never_changes_what_an_archive_gives(tmp_path: Path, wri
         assert isinstance(found, str) or found == whole, position
         path.write_bytes(content[:position])
         assert isinstance(outcome(path), str), position
+    path.write_bytes(b"no archive" * 99)
+    assert isinstance(outcome(path), str)
 
 
 @pytest.mark.parametrize(

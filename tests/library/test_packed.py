@@ -135,17 +135,6 @@ def test_a_changed_document_changes_no_other(changed: int) -> None:
             assert torch.equal(one, two) == (index != changed)
 
 
-def test_no_gradient_crosses_a_boundary() -> None:
-    lengths = [33, 20, 48]
-    tensors = row(sum(lengths))
-    out = packed(tensors, lengths)
-    for gradient in torch.autograd.grad(out.split(lengths)[1].square().sum(), tensors):
-        first, own, last = gradient.split(lengths)
-        assert own.any()
-        assert not first.any()
-        assert not last.any()
-
-
 @pytest.mark.parametrize("order", [[40, 9, 70], [70, 40, 9]], ids=str)
 def test_what_a_document_gets_does_not_depend_on_where_it_lies(order: list[int]) -> None:
     documents = {length: [tensor.detach() for tensor in row(length)] for length in (9, 40, 70)}

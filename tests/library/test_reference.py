@@ -9,7 +9,7 @@ from torch import Tensor
 from muse_attention import Clusters, MuSeConfig
 from muse_attention.backends.reference import find_clusters, reference_attention
 from muse_attention.core.structures import Selection
-from tests.conformance import Conformance
+from tests.conformance import FORMS, Conformance
 from tests.shapes import VARIANTS, Shape
 
 
@@ -27,8 +27,7 @@ class TestReference(Conformance):
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
 
-    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("frozen", [False, True], ids=["differentiable", "frozen"])
+    @FORMS
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_variant_equals_reference(self, variant: str, frozen: bool, is_causal: bool) -> None:
         text = f"{variant},differentiable_aggregation={str(not frozen).lower()}"

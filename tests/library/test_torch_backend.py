@@ -67,7 +67,7 @@ def configurations(draw: st.DrawFn) -> MuSeConfig:
 
 
 @pytest.mark.long
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     config=configurations(),
     length=st.integers(1, 90),

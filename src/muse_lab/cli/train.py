@@ -131,7 +131,7 @@ def train(
         from muse_lab.pretraining.interruptions.failures import TrainingError
         from muse_lab.pretraining.interruptions.stopping import Stopping, stop_on_signals
         from muse_lab.pretraining.parallel import has_launcher, open_world
-        from muse_lab.pretraining.run.continuing import check_whole, further_recipe
+        from muse_lab.pretraining.run.continuing import further_recipe, open_last
         from muse_lab.pretraining.run.folder import CHECKPOINTS, describe_last_good, has_learnt, has_run, run_recipe
         from muse_lab.pretraining.training import train as train_model
 
@@ -161,7 +161,7 @@ def train(
                 )
         data = read_corpus(corpus)
         if continue_from is not None and overwrite:
-            check_whole(continue_from, data)  # before anything is removed
+            open_last(continue_from, data)  # before anything is removed
         if place == "cpu":
             _warn_of_long_run(chosen, data, chosen.updates if continue_from is None else chosen.further_steps)
         make_folder(output)

@@ -93,15 +93,6 @@ class World:
         dist.all_gather(parts, part.contiguous(), group=self.sequence.get_group())
         return torch.cat(parts)
 
-    def range_of(self, number: int) -> tuple[int, int]:
-        """The smallest and the largest of all ranks' numbers. Collective: every rank must call it."""
-        if self.mesh is None:
-            return number, number
-        least, greatest = (torch.tensor(number, device=self.device) for _ in range(2))
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        dist.all_reduce(greatest, dist.ReduceOp.MAX)
-        return int(least), int(greatest)
-
 
 def has_launcher() -> bool:
     """Whether `torchrun` has started more processes than this one."""

@@ -263,55 +263,40 @@ def far() -> Recipe:
     )
 
 
-def s1() -> Recipe:
-    """12M parameters, 0.23B tokens. Not a size of the paper: its rule, for models that are trained fast."""
-    return _sized(1)
+_SIZES = {
+    1: "12M parameters, 0.23B tokens. Not a size of the paper: its rule, for models that are trained fast.",
+    2: "36M parameters, 0.71B tokens. Not a size of the paper either.",
+    3: "96M parameters, 2.0B tokens.",
+    4: "185M parameters, 4.0B tokens.",
+    5: "356M parameters, 7.5B tokens.",
+    6: "560M parameters, 12.9B tokens.",
+    8: "1.07B parameters, 23.6B tokens.",
+}
+"""by scale: what `muse recipes` says of the recipe `s1`, and so on"""
 
 
-def s2() -> Recipe:
-    """36M parameters, 0.71B tokens. Not a size of the paper either."""
-    return _sized(2)
-
-
-def s3() -> Recipe:
-    """96M parameters, 2.0B tokens."""
-    return _sized(3)
-
-
-def s4() -> Recipe:
-    """185M parameters, 4.0B tokens."""
-    return _sized(4)
-
-
-def s5() -> Recipe:
-    """356M parameters, 7.5B tokens."""
-    return _sized(5)
-
-
-def s6() -> Recipe:
-    """560M parameters, 12.9B tokens."""
-    return _sized(6)
-
-
-def s8() -> Recipe:
-    """1.07B parameters, 23.6B tokens."""
-    return _sized(8)
-
-
-def _to_the_letter(sized: Callable[[], Recipe]) -> Callable[[], Recipe]:
+def _of_scale(scale: int, about: str, **changes: Any) -> Callable[[], Recipe]:
     def recipe() -> Recipe:
-        return dataclasses.replace(sized(), attention=PAPER_METHOD, exact_tail=0.0)
+        return dataclasses.replace(_sized(scale), **changes)
 
-    recipe.__doc__ = f"{sized.__doc__} The paper's attention to the letter, slower than that of {sized.__name__}."
+    recipe.__doc__ = about
     return recipe
 
 
-_OURS = {recipe.__name__: recipe for recipe in (tiny, near, far, s1, s2, s3, s4, s5, s6, s8)}
 GOES_ON_FROM = {far.__name__: near.__name__}
 """Recipes for a model that another has trained first, which is given by `initial=`."""
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    **_OURS,
-    **{f"paper-s{scale}": _to_the_letter(_OURS[f"s{scale}"]) for scale in PAPER_TOKENS},
+    **{recipe.__name__: recipe for recipe in (tiny, near, far)},
+    **{f"s{scale}": _of_scale(scale, about) for scale, about in _SIZES.items()},
+    **{
+        f"paper-s{scale}": _of_scale(
+            scale,
+            f"{_SIZES[scale]} The paper's attention to the letter, slower than that of s{scale}.",
+            attention=PAPER_METHOD,
+            exact_tail=0.0,
+        )
+        for scale in PAPER_TOKENS
+    },
 }
 
 

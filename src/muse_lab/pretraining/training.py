@@ -102,7 +102,7 @@ def train(
     """
     world = world or World(torch.device("cpu"))
     if not world.is_first:
-        on_refused = on_note = _say_nothing
+        on_refused = on_note = lambda message: None
     batches, world = _share_work(corpus, recipe, world)
     wanted = [name for name, is_wanted in ((TENSORBOARD, tensorboard), (WANDB, wandb)) if is_wanted]
     for name in wanted:
@@ -120,7 +120,7 @@ def train(
         checkpoint, step = start.checkpoint, start.step
         initial = read_initial(corpus, recipe) if recipe.initial and checkpoint is None else None
         about = describe_run(recipe, corpus, initial.fingerprint if initial else None, checkpoint, world.device)
-        _check_same_step(output, step, world)  # all have looked before the first one writes
+        world.all_succeed(True)  # all have looked before the first one writes
         if world.is_first:
             _begin_folder(output, start, recipe, about, world.device, on_note)
         with determinism(recipe, world.device):
@@ -219,16 +219,6 @@ def _find_start(
     return _Start(checkpoint, failures)
 
 
-def _check_same_step(output: Path, step: int, world: World) -> None:
-    """Collective: every rank must call it."""
-    lowest, highest = world.range_of(step)
-    if lowest != highest:
-        raise TrainingError(
-            f"some ranks would continue from step {lowest} and some from step {highest}: not all of them see all "
-            f"files in {output / CHECKPOINTS} yet; resume again in a minute"
-        )
-
-
 def _begin_folder(
     output: Path,
     start: _Start,
@@ -280,7 +270,3 @@ def _may_fail_again(error: RuntimeError) -> bool:
     if isinstance(error, TrainingError):
         return isinstance(error, StepError)
     return not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error)
-
-
-def _say_nothing(message: str) -> None:
-    pass

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from muse_lab.pretraining.checkpoints.manifest import CheckpointError
+from muse_lab.pretraining.checkpoints.manifest import CheckpointError, Manifest, StoredFile
 from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.parallel import World
-
-Result = TypeVar("Result")
-
-
-class _HasSize(Protocol):
-    @property
-    def size(self) -> int: ...
-
-
-File = TypeVar("File", bound=_HasSize)
 
 
 def gather(world: World | None, value: Any) -> list[Any]:
@@ -31,27 +22,23 @@ def gather(world: World | None, value: Any) -> list[Any]:
     return values
 
 
-def agree(world: World | None, what: str, action: Callable[[], Result], identify: Callable[[Result], object]) -> Result:
-    """What all ranks find. Collective: every rank must call it.
+def agree(world: World | None, path: Path, read: Callable[[], Manifest]) -> Manifest:
+    """The manifest that all ranks find. Collective: every rank must call it.
 
     Raises CheckpointError if all of them refuse it, and TrainingError if they find different things, as where a
     network's folder is listed before all of it is there.
-
-    Args:
-        what: is looked at, in words
-        identify: what of a result must be the same
     """
-    result, mishap = None, None
+    found: Manifest | CheckpointError
     try:
-        result = action()
+        found = read()
     except CheckpointError as error:
-        mishap = error
-    first, *others = gather(world, str(mishap) if result is None else identify(result))
+        found = error
+    first, *others = gather(world, found.sha256 if isinstance(found, Manifest) else str(found))
     if any(other != first for other in others):
-        raise TrainingError(f"not all ranks see the same in {what} yet; resume again in a minute")
-    if result is None:
-        raise mishap or AssertionError
-    return result
+        raise TrainingError(f"not all ranks see the same in {path} yet; resume again in a minute")
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
 
 
 def all_check(world: World | None, action: Callable[[], object]) -> None:
@@ -66,7 +53,7 @@ def all_check(world: World | None, action: Callable[[], object]) -> None:
             raise CheckpointError(found)
 
 
-def share_of(world: World | None, files: Sequence[File]) -> list[File]:
+def share_of(world: World | None, files: Sequence[StoredFile]) -> list[StoredFile]:
     """Files that this rank verifies: each has one rank, and ranks have about the same number of bytes.
 
     With one file for each rank, each has its own, which it reads next.

@@ -104,7 +104,9 @@ def make_manifest(step: int, about: dict[str, Any], parts: Iterable[StoredPart])
         files[part.file.name] = part.file
         kinds[part.name] = part.kind
         chunks.setdefault(part.name, []).append(part.chunk)
-    tensors = {name: StoredTensor(kind, tuple(sorted(chunks[name], key=_by_offsets))) for name, kind in kinds.items()}
+    for found in chunks.values():
+        found.sort(key=lambda chunk: chunk.offsets)
+    tensors = {name: StoredTensor(kind, tuple(chunks[name])) for name, kind in kinds.items()}
     return write_manifest(step, about, [files[name] for name in sorted(files)], tensors)
 
 
@@ -227,10 +229,6 @@ def _as_size(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError
     return value
-
-
-def _by_offsets(chunk: Chunk) -> tuple[int, ...]:
-    return chunk.offsets
 
 
 def _own_hash(document: dict[str, Any]) -> str:

@@ -21,15 +21,12 @@ CHUNK_BYTES = 1 << 28
 IGNORED = -100
 """The target of a row that does not count."""
 
-_REDUCTIONS = ("mean", "sum")
-
 
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
-    ignore_index: int = IGNORED,
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
@@ -38,11 +35,12 @@ def chunked_cross_entropy(
     Args:
         hidden: (N, d); under autocast it and `weight` are multiplied in the autocast dtype
         weight: (vocabulary, d)
-        targets: (N) integers below the vocabulary, or `ignore_index`
+        targets: (N) integers below the vocabulary, or `IGNORED`
         reduction: "mean", over the rows that count (nan if there are none), or "sum"
         chunk_size: rows whose logits are in memory at the same time; None is as many as `CHUNK_BYTES` hold
     """
-    _check_arguments(hidden, weight, targets, reduction, chunk_size)
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(f"targets is {targets.dtype} {tuple(targets.shape)}; it must be int64 ({hidden.shape[0]},)")
     dtype = hidden.dtype
     if dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -53,13 +51,12 @@ def chunked_cross_entropy(
         hidden,
         weight,
         targets,
-        ignore_index,
         chunk_size,
         dtype,
         differentiate and hidden.requires_grad,
         differentiate and weight.requires_grad,
     )
-    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+    return total / (targets != IGNORED).sum() if reduction == "mean" else total
 
 
 @torch.library.custom_op(f"{NAMESPACE}::chunked_cross_entropy", mutates_args=())
@@ -67,7 +64,6 @@ def _forward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    ignore_index: int,
     chunk_size: int,
     dtype: torch.dtype,
     needs_grad_hidden: bool,
@@ -86,7 +82,6 @@ def _forward(
             loss, grad_logits = _of_rows(
                 states @ output_weight.mT,
                 targets[rows],
-                ignore_index,
                 differentiate=needs_grad_hidden or needs_grad_weight,
             )
             total += loss
@@ -97,14 +92,14 @@ def _forward(
     return total, grad_hidden, grad_weight.to(weight.dtype)
 
 
-def _of_rows(logits: Tensor, targets: Tensor, ignore_index: int, *, differentiate: bool) -> tuple[Tensor, Tensor]:
+def _of_rows(logits: Tensor, targets: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor]:
     """The summed loss of some rows, and their gradients if they are wanted; the logits are gone afterwards."""
     if logits.device.type == "cuda" and HAS_TRITON and logits.dtype != torch.float64:
         from muse_lab.pretraining.model.loss_kernel import replace_by_gradients
 
-        losses = replace_by_gradients(logits, targets, ignore_index=ignore_index, differentiate=differentiate)
+        losses = replace_by_gradients(logits, targets, ignore_index=IGNORED, differentiate=differentiate)
         return losses.sum(), logits
-    dtype, counts = logits.dtype, targets[:, None] != ignore_index
+    dtype, counts = logits.dtype, targets[:, None] != IGNORED
     target = torch.where(counts, targets[:, None], 0)
     logits = logits.to(compute_dtype(dtype))
     lse = logits.logsumexp(-1, keepdim=True)
@@ -120,7 +115,6 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    ignore_index: int,
     chunk_size: int,
     dtype: torch.dtype,
     needs_grad_hidden: bool,
@@ -152,7 +146,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, grad_total: Tensor | None, *_: None) -> tuple[Any, ...]:
-    nothing = (None,) * 8
+    nothing = (None,) * 7
     if grad_total is None:
         return nothing
     grad_hidden, grad_weight = _backward(grad_total, *ctx.saved_tensors)
@@ -173,21 +167,3 @@ def _refuse_double_backward(ctx: Any, *_: Any) -> Any:
 
 
 _backward.register_autograd(_refuse_double_backward)
-
-
-def _check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str, chunk_size: int | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}; they must be (N, d) and "
-            "(vocabulary, d)"
-        )
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; it must be ({hidden.shape[0]},), one for each row")
-    if targets.dtype != torch.int64:
-        raise ValueError(f"targets has dtype {targets.dtype}; convert it to torch.int64")
-    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise ValueError(f"hidden has dtype {hidden.dtype}, weight {weight.dtype}; convert them to one dtype")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} must be one of {', '.join(_REDUCTIONS)}")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
-        raise ValueError(f"chunk_size={chunk_size!r} must be an integer of at least 1")

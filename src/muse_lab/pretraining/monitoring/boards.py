@@ -58,9 +58,6 @@ class Boards:
             with self._leaving_out(name):
                 self._boards[name] = _TensorBoard(output, step) if name == TENSORBOARD else _Wandb(output, recipe)
 
-    def __bool__(self) -> bool:
-        return bool(self._boards)
-
     def add(self, values: Mapping[str, float], step: int) -> None:
         for name, board in list(self._boards.items()):
             with self._leaving_out(name):

@@ -66,11 +66,6 @@ def further_recipe(run: Path, changes: Iterable[str]) -> Recipe:
     return override(dataclasses.replace(before, further_steps=steps, further_attention=wanted), free)
 
 
-def check_whole(run: Path, corpus: Corpus) -> None:
-    """A ValueError unless the last checkpoint of a finished run is whole, and of this corpus."""
-    _open_last(run, corpus)
-
-
 def begin_with_finished(run: Path, output: Path, recipe: Recipe, corpus: Corpus, world: World) -> None:
     """Put the last checkpoint and the metrics of a finished run into the folder of the run that continues it.
 
@@ -88,7 +83,7 @@ def begin_with_finished(run: Path, output: Path, recipe: Recipe, corpus: Corpus,
 
 
 def _copy_state(run: Path, output: Path, recipe: Recipe, corpus: Corpus) -> None:
-    finished = _open_last(run, corpus)
+    finished = open_last(run, corpus)
     metrics = run / FILE
     if metrics.exists():  # first: a folder that has a checkpoint has all lines before it
         with errors_naming(metrics):
@@ -97,7 +92,8 @@ def _copy_state(run: Path, output: Path, recipe: Recipe, corpus: Corpus) -> None
     checkpoints.copy_checkpoint(finished, output / CHECKPOINTS, about)
 
 
-def _open_last(run: Path, corpus: Corpus) -> checkpoints.Checkpoint:
+def open_last(run: Path, corpus: Corpus) -> checkpoints.Checkpoint:
+    """The last checkpoint of a finished run; a ValueError unless it is whole, and of this corpus."""
     recipe = run_recipe(run)
     return open_checkpoint(run, recipe.updates, recipe, corpus)
 
