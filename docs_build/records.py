@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from muse_lab.benchmark.tuning import TuningResults
-
 from muse_attention.config import MuSeConfig
 from muse_lab.benchmark.results import BenchmarkResults
+from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.training_curves import Speed, TrainingCurves
 from muse_lab.pretraining.monitoring.metrics import read_metrics
