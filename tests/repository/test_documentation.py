@@ -55,9 +55,11 @@ SRC, LAB = ROOT / "src" / "muse_attention", ROOT / "src" / "muse_lab"
 @needs_records
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_files_that_pages_name_exist(path: Path) -> None:
-    """Named from the repository or from one of the packages. The changelog and the lab log tell of former files."""
+    """Named from the repository, `src` or one of the packages. The changelog and the lab log tell of former files."""
     named = {name for name in named_files(path.read_text()) if not name.startswith(OF_USERS)}
-    assert not [name for name in named if not any((folder / name).exists() for folder in (ROOT, SRC, LAB))]
+    assert not [
+        name for name in named if not any((folder / name).exists() for folder in (ROOT, ROOT / "src", SRC, LAB))
+    ]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "src").rglob("__init__.py")), ids=name_of)
