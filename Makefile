@@ -17,13 +17,13 @@ SEED ?= 0
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
-demo: $(READY)  ## see what MuSe is for, then train a tiny model with and without it (about 6 minutes on two idle cores; goes on if stopped)
+demo: $(READY)  ## see what MuSe is for, then train a tiny model with and without it (about 5 minutes on two idle cores; goes on if stopped)
 	$(BIN)/muse demo
 
 check: $(READY)  ## one case of each quick test, from every part (3 minutes on two quiet ARM cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q --quick
 
-test: $(READY)  ## the tests that need no GPU (15 minutes on two quiet ARM cores)
+test: $(READY)  ## the tests that need no GPU (12 minutes on two quiet ARM cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0

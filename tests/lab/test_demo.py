@@ -63,7 +63,7 @@ def whole(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_the_demo_says_how_long_it_takes_before_it_begins(whole: Path) -> None:
     lines = (whole / "stdout").read_text().splitlines()
-    assert lines[1] == "This takes about 6 minutes on two idle CPU cores, and longer on a busy machine."
+    assert lines[1] == "This takes about 5 minutes on two idle CPU cores, and longer on a busy machine."
     assert lines[2] == "1 of 5: one causal attention call on 600 tokens, 2 heads, forward and backward"
 
 

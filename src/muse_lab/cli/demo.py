@@ -41,7 +41,7 @@ from muse_lab.pretraining.recipes import Recipe, differences, tiny
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.earlier_results import WAY_OUT, check_same, find_earlier
 
-_MINUTES = 6
+_MINUTES = 5
 """On two idle cores."""
 _LENGTH = 32 * 1024
 _HEADS = {"cpu": 2, "cuda": 8}
@@ -64,7 +64,7 @@ def demo(
 ) -> None:
     """See what MuSe is for: one long attention call, exact, by MuSe and by MoBA; then a tiny model trained both ways.
 
-    Takes about six minutes on two idle CPU cores. What is done already is not done again: after an interruption, run
+    Takes about five minutes on two idle CPU cores. What is done already is not done again: after an interruption, run
     it again.
     """
     with user_errors():
