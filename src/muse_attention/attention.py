@@ -13,6 +13,7 @@ from muse_attention.backends.choice import resolve_backend
 from muse_attention.config import MuSeConfig
 from muse_attention.core.arguments import check_arguments
 from muse_attention.core.call import Call
+from muse_attention.core.cluster_shapes import ClusterShapes
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.sides import single_cluster
 from muse_attention.core.structures import Clusters
@@ -84,7 +85,7 @@ def muse_attention(
         dropout_p: part of the signature; anything but 0.0 raises ValueError
         is_causal: attend to the past only
         scale: factor of the logits, 1/sqrt(head_dim) by default
-        config: a `MuSeConfig`, its text (`"Q128K128R8SP1B8k"`; without `B` the block size follows the length),
+        config: a `MuSeConfig`, its text (`"Q16K128T0.1B4k"`; without `B` the block size follows the length),
             `"paper"` for `MuSeConfig.paper(length)`, or None for `MuSeConfig.for_length(length)`
         backend: `torch` (any device), `reference` (dense, slow, the definition), `triton` (CUDA), or `auto`
         return_lse: also return the logsumexp of each query's logits, (batch, heads, length), natural logarithm,
@@ -98,7 +99,7 @@ def muse_attention(
     settings = resolve_config(config, query.shape[2])
     chosen = resolve_backend(backend, query, value, settings)
     if clusters is not None:
-        _check_clusters(clusters, query, key, settings)
+        _check_clusters(clusters, query, key, settings, is_causal=is_causal)
     if chosen == "reference":
         query, key, value = ops.cast_for_autocast(query, key, value)
         wide = compute_dtype(query.dtype)
@@ -118,7 +119,7 @@ def muse_attention(
         if query.shape[2] <= settings.block_size:
             clusters = single_cluster(query, key)
         elif clusters is None:
-            clusters = ops.cluster(query, key, settings, scale=factor, backend=chosen)
+            clusters = ops.cluster(query, key, settings, is_causal=is_causal, scale=factor, backend=chosen)
         merged, _ = ops.attend(Call(query, key, value, clusters, settings, is_causal, factor), chosen)
         out, lse = merged.out, merged.lse
     return (out, lse) if return_lse else out
@@ -129,19 +130,23 @@ def find_clusters(
     key: Tensor,
     *,
     config: MuSeConfig | str | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Clusters:
-    """The clustering that `muse_attention` would find: to inspect, or to pass back as `clusters` and hold fixed."""
-    query, factor = check_arguments(query, key, key, None, 0.0, False, scale, True)
+    """The clustering that `muse_attention` would find: to inspect, or to pass back as `clusters` and hold fixed.
+
+    With a tolerance it depends on `is_causal`: then nothing is clustered together with what comes later.
+    """
+    query, factor = check_arguments(query, key, key, None, 0.0, is_causal, scale, True)
     settings = resolve_config(config, query.shape[2])
     chosen = resolve_backend(backend, query, key, settings)
     if chosen == "reference":
         query, key = ops.cast_for_autocast(query.detach(), key.detach())
         wide = compute_dtype(query.dtype)
         with torch.autocast(query.device.type, enabled=False):
-            return reference.find_clusters(query.to(wide) * factor, key.to(wide), settings)
-    return ops.cluster(query, key, settings, scale=factor, backend=chosen)
+            return reference.find_clusters(query.to(wide) * factor, key.to(wide), settings, is_causal=is_causal)
+    return ops.cluster(query, key, settings, is_causal=is_causal, scale=factor, backend=chosen)
 
 
 def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
@@ -171,14 +176,15 @@ def resolve_config(config: MuSeConfig | str | None, length: int) -> MuSeConfig:
     return config
 
 
-def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSeConfig) -> None:
+def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool) -> None:
     """Shapes, devices, dtypes, and that every assignment is in range: a kernel would write out of bounds."""
     if not isinstance(clusters, Clusters):
         raise ValueError(f"clusters is a {type(clusters).__name__}; it must be Clusters, as find_clusters returns them")
+    shapes = ClusterShapes.of(config, query.shape[2], query.shape[3], is_causal=is_causal)
     expected = {
-        "query_centroids": (*query.shape[:2], config.query_clusters if config.tilt else 1, query.shape[3]),
+        "query_centroids": (*query.shape[:2], *shapes.query_centroids),
         "query_assignment": tuple(query.shape[:3]),
-        "key_centroids": (*key.shape[:2], config.key_clusters, key.shape[3]),
+        "key_centroids": (*key.shape[:2], *shapes.key_centroids),
         "key_assignment": tuple(key.shape[:3]),
     }
     for name, shape in expected.items():
@@ -192,15 +198,15 @@ def _check_clusters(clusters: Clusters, query: Tensor, key: Tensor, config: MuSe
         if found != shape:
             raise ValueError(
                 f"clusters.{name} has shape {found} where these tensors and this config need {shape}; "
-                "find them with the same config and lengths"
+                "find them with the same config, length and is_causal"
             )
-    if config.tolerance is not None or config.second_order:
-        spread, shape = clusters.key_spread, (*key.shape[:2], key.shape[3])
+    if shapes.key_spread is not None:
+        spread, shape = clusters.key_spread, (*key.shape[:2], *shapes.key_spread)
         if spread is None or tuple(spread.shape) != shape or spread.device != query.device:
             raise ValueError(f"clusters.key_spread must be of shape {shape} here; find them with the same config")
     for side in ("query", "key"):
         centroids, assignment = (getattr(clusters, f"{side}_{part}") for part in ("centroids", "assignment"))
-        number = centroids.shape[2]
+        number = centroids.shape[-2]
         _check_contents(
             ((assignment >= 0) & (assignment < number)).all(),
             f"clusters.{side}_assignment has a number that is not from 0 to {number - 1}",

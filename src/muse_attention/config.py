@@ -30,9 +30,16 @@ _SMALLEST = {
     "lloyd_iterations": 1,
     "lloyd_sample": 1,
     "seed": 0,
+    "tile": 1,
 }
+_LARGEST_TILE = 128
 _CAPS = ("cap_factor", "query_cap_factor")
 _SWITCHES = ("tilt", "monopole", "differentiable_aggregation", "second_order")
+_OF_PAPER = (
+    "retrieved_clusters", "retrieved_blocks", "tilt", "monopole", "dipole", "clustering", "cap_factor",
+    "query_cap_factor",
+)  # fmt: skip
+"""Fields that mean nothing with a tolerance."""
 _SYMBOLS = {
     "Q": ("query_clusters",),
     "K": ("key_clusters",),
@@ -45,44 +52,47 @@ _SYMBOLS = {
 _TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}[km]?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
 PAPER = "paper"
 """In place of the notation: `MuSeConfig.paper` of whatever length a text is read for."""
-_EXAMPLE = 'write it like "Q128K128R8SP1B8k", "QK64R8T0.01B8k" or "QK32R2B1k,clustering=lloyd"'
+_EXAMPLE = 'write it like "Q16K128T0.1B4k", "Q128K128R8SP1B8k" or "QK32R2B1k,clustering=lloyd"'
 
 
 @dataclasses.dataclass(frozen=True)
 class MuSeConfig:
     """All choices of MuSe attention in one frozen, validated value.
 
-    `str(config)` writes it in the paper's notation, `Q128K128R8SP1B8k` or, with a tolerance, `Q64K64R8T0.01B8k`,
-    followed by `,name=value` for every other field that is not at its default. `MuSeConfig.parse` reads it back. Sizes
-    in that notation may end in `k`, which means 1024, or in `m`.
+    With a tolerance it is blockwise MuSe, the method of this library, `Q16K128T0.1B4k`; without one it is the paper's,
+    `Q128K128R8SP1B8k`. `str(config)` writes it so, followed by `,name=value` for every other field that is not at its
+    default. `MuSeConfig.parse` reads it back. Sizes in that notation may end in `k`, which means 1024, or in `m`.
 
     Attributes:
-        query_clusters: Q, clusters of queries, found over the whole sequence.
-        key_clusters: K, clusters of keys, found over the whole sequence.
-        retrieved_clusters: R, key clusters that each query opens; 0 leaves only the summaries. With a tolerance it is a
-            budget: the most buckets that the queries of a head retrieve, on average.
-        retrieved_blocks: SP, blocks of an opened cluster that are attended to token by token. Without a tolerance.
+        query_clusters: Q, clusters of queries: of the whole sequence in the paper's method, of the past in each
+            generation with a tolerance.
+        key_clusters: K, clusters of keys: of the whole sequence in the paper's method, of each block with a tolerance.
+        retrieved_clusters: R, key clusters that each query opens; 0 leaves only the summaries. The paper's method.
+        retrieved_blocks: SP, blocks of an opened cluster that are attended to token by token. The paper's method.
         block_size: B, tokens of a block. Attention inside a block is exact. A text that leaves it out has
             that of `for_length`: see `named`.
-        tolerance: T. A query retrieves every bucket whose summary is expected to be wrong by more than this, as a share
-            of the query's softmax. None: the paper's rule, the same number of buckets for every query.
+        tolerance: T. The keys of a bucket are retrieved where its summary is expected to be wrong by this or more, as a
+            share of the query's softmax; 0 retrieves all. None: the paper's method, which retrieves the same number of
+            buckets for every query.
         caution: With a tolerance. The expected error of a summary is what its weight would gain if its logit were this
             many standard deviations higher, divided by their number; 0: its weight times one deviation, the limit for
             small ones. A larger value finds more single keys that attract a query.
-        second_order: Add to the mass of a summary what the spread of its keys contributes for a query off its centroid.
-            None: True with a tolerance, False without.
+        tile: With a tolerance. So many queries of one block and cluster retrieve together, though none for an earlier
+            one; a power of two up to 128. 1: each for itself.
+        second_order: With a tolerance. Add to the mass of a summary what the spread of its keys contributes for a query
+            off its centroid. None: True with a tolerance, False without.
         tilt: Weight the keys of a summary by `exp(query centroid . key)`. False: plain means, and queries are not
-            clustered.
-        monopole: Represent what was not retrieved by its summaries. False: ignore it.
+            clustered. The paper's method.
+        monopole: Represent what was not retrieved by its summaries. False: ignore it. The paper's method.
         dipole: `none`, `tilted`, `shared` or `centred`: first-order correction of the summaries' values. It replaces
-            retrieval and needs `retrieved_clusters=0`.
+            retrieval and needs `retrieved_clusters=0`. The paper's method.
         differentiable_aggregation: False: the weights that aggregate the keys and values of a bucket into its summary
             are constants for the gradient.
         clustering: `lloyd`: `lloyd_iterations` full-batch iterations on up to `lloyd_sample` vectors for each cluster.
             `streaming`: the paper's single pass in minibatches of 64. `auto` becomes `lloyd` when the configuration is
             made, so a recorded configuration always names what ran.
         cap_factor: Largest cluster of keys inside a block, in units of the mean cluster: it bounds the cost of
-            retrieval. None: no limit.
+            retrieval. None: no limit, as always with a tolerance.
         query_cap_factor: The same for queries, where nothing needs a limit. On a pretrained model, in which most
             queries of a head can be alike, the paper's 4 has up to twice the error of None.
         seed: Seed of the shuffle that starts the clustering: the only randomness.
@@ -97,7 +107,8 @@ class MuSeConfig:
     retrieved_blocks: int = 1
     block_size: int = 8192
     tolerance: float | None = None
-    caution: float = 0.0
+    caution: float = 2.0
+    tile: int = 64
     second_order: bool | None = None
     tilt: bool = True
     monopole: bool = True
@@ -143,13 +154,12 @@ class MuSeConfig:
         ):
             raise ValueError(f"MuSeConfig: caution={self.caution!r} must be a number of at least 0")
         object.__setattr__(self, "caution", float(self.caution))
+        if self.tile > _LARGEST_TILE or self.tile & (self.tile - 1):
+            raise ValueError(f"MuSeConfig: tile={self.tile!r} must be a power of two of at most {_LARGEST_TILE}")
         if self.tolerance is not None:
             self._check_tolerance(self.tolerance)
-        if self.dipole != "none" and self.uses_second_order:
-            raise ValueError(
-                f"MuSeConfig: dipole={self.dipole!r} corrects summaries of first order: it needs second_order=False "
-                "and no tolerance"
-            )
+        elif self.second_order:
+            raise ValueError("MuSeConfig: second_order=True needs a tolerance; the paper's method is of first order")
         if self.dipole != "none" and (self.retrieved_clusters > 0 or not self.monopole):
             raise ValueError(
                 f"MuSeConfig: dipole={self.dipole!r} corrects the summaries and replaces retrieval: "
@@ -160,11 +170,14 @@ class MuSeConfig:
     def _check_tolerance(self, tolerance: object) -> None:
         if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
             raise ValueError(f"MuSeConfig: tolerance={tolerance!r} must be a number of at least 0, or None")
-        if self.retrieved_blocks != 1 or not self.monopole:
-            raise ValueError(
-                f"MuSeConfig: tolerance={tolerance!r} decides on every block of a cluster, and what it leaves is a "
-                "summary: it needs retrieved_blocks=1 and monopole=True"
-            )
+        for name in _OF_PAPER:
+            if getattr(self, name) not in (_DEFAULTS[name], AUTO_CLUSTERING, None):
+                raise ValueError(
+                    f"MuSeConfig: {name}={getattr(self, name)!r} belongs to the paper's method; leave it out, or the "
+                    f"tolerance={tolerance!r}"
+                )
+        for name in _CAPS:
+            object.__setattr__(self, name, None)
         object.__setattr__(self, "tolerance", float(tolerance))
 
     @property
@@ -172,26 +185,23 @@ class MuSeConfig:
         """Whether the spread of a summary's keys adds to its mass."""
         return self.tolerance is not None if self.second_order is None else self.second_order
 
-    @property
-    def needs_spread(self) -> bool:
-        """Whether the spread of a summary's keys is found: it adds to the mass, or tells the expected error."""
-        return self.tolerance is not None or self.uses_second_order
-
     def __str__(self) -> str:
         return self.text
 
     def _as_text(self) -> str:
         symbols = {symbol: names[0] for symbol, names in _SYMBOLS.items() if len(names) == 1}
-        unused = "T" if self.tolerance is None else "SP"
+        unused = ("T",) if self.tolerance is None else ("R", "SP")
         notation = "".join(
             f"T{self.tolerance}" if symbol == "T" else symbol + format_size(getattr(self, name))
             for symbol, name in symbols.items()
-            if symbol != unused
+            if symbol not in unused
         )
         changed = [
             f"{name}={_format_option(getattr(self, name))}"
             for name, default in _DEFAULTS.items()
-            if name not in symbols.values() and getattr(self, name) != default
+            if name not in symbols.values()
+            and getattr(self, name) != default
+            and (self.tolerance is None or name not in _OF_PAPER)
         ]
         return ",".join([notation, *changed])
 
@@ -331,6 +341,8 @@ def _parse_cached(text: str, paper_scale: tuple[int, int] | None) -> MuSeConfig:
     """The defaults, or the paper's method at this scale, with what a text changes of them."""
     changes = _read_changes(text)
     if paper_scale is None:
+        if changes.get("tolerance") is not None and "retrieved_clusters" in changes:
+            raise ValueError(f"cannot read the MuSe configuration {text!r}: a tolerance has no budget; leave R out")
         if "retrieved_clusters" not in changes and changes.get("tolerance") is None:
             opened = MuSeConfig.retrieved_clusters
             changes["retrieved_clusters"] = min(opened, changes.get("key_clusters", opened))

@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from muse_attention.backends.choice import backend_named
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Attended, Call
+from muse_attention.core.cluster_shapes import ClusterShapes
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.recording import record
 from muse_attention.core.selection_shapes import SelectionShapes
@@ -39,15 +40,17 @@ def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
-def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float, backend: str) -> Clusters:
+def cluster(
+    query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float, backend: str
+) -> Clusters:
     query, key = query.detach(), key.detach()
     if _is_plain(query, key):
         query, key = cast_for_autocast(query, key)
-        found = _cluster(query, key, config.text, scale, backend)
+        found = _cluster(query, key, config.text, is_causal, scale, backend)
     else:
-        found = CLUSTER(query, key, config.text, scale, backend)
+        found = CLUSTER(query, key, config.text, is_causal, scale, backend)
     centroids, assignment, key_centroids, key_assignment, spread = found
-    is_found = spread.dim() == 3  # what the configuration says, which the compiler cannot ask for a property
+    is_found = spread.dim() > 1  # what the configuration says, which the compiler cannot ask for a property
     return Clusters(centroids, assignment, key_centroids, key_assignment, spread if is_found else None)
 
 
@@ -107,26 +110,28 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _cluster(
-    query: Tensor, key: Tensor, config: str, scale: float, backend: str
+    query: Tensor, key: Tensor, config: str, is_causal: bool, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _no_autocast(query):
-        found = backend_named(backend).find_clusters(query, key, _config(config), scale=scale)
+        found = backend_named(backend).find_clusters(
+            query, key, _config(config), is_causal=is_causal, scale=scale
+        )
     spread = query.new_empty(0) if found.key_spread is None else found.key_spread
     return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment, spread
 
 
 def _shapes_of_cluster(
-    query: Tensor, key: Tensor, config: str, scale: float, backend: str
+    query: Tensor, key: Tensor, config: str, is_causal: bool, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parsed = _config(config)
     dtype = compute_dtype(query.dtype)
-    query_clusters = parsed.query_clusters if parsed.tilt else 1
+    shapes = ClusterShapes.of(_config(config), query.shape[2], query.shape[3], is_causal=is_causal)
+    spread = shapes.key_spread
     return (
-        query.new_empty(*query.shape[:2], query_clusters, query.shape[3], dtype=dtype),
+        query.new_empty(*query.shape[:2], *shapes.query_centroids, dtype=dtype),
         query.new_empty(query.shape[:3], dtype=torch.int32),
-        key.new_empty(*key.shape[:2], parsed.key_clusters, key.shape[3], dtype=dtype),
+        key.new_empty(*key.shape[:2], *shapes.key_centroids, dtype=dtype),
         key.new_empty(key.shape[:3], dtype=torch.int32),
-        key.new_empty(*key.shape[:2], key.shape[3], dtype=dtype) if parsed.needs_spread else query.new_empty(0),
+        query.new_empty(0) if spread is None else key.new_empty(*key.shape[:2], *spread, dtype=dtype),
     )
 
 
@@ -175,8 +180,8 @@ def _shapes_of_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     call = Call(query, key, value, _clusters(*of_clusters), _config(config), is_causal, scale)
     backend, rows = backend_named(name), query.shape[:3]
     if opened is None or retrieved is None:
-        shapes = SelectionShapes.of(call.config, rows[2])
-        opened, retrieved = (query.new_empty(*rows, *shape, dtype=torch.int32) for shape in shapes.both)
+        empty = SelectionShapes.of(call.config, rows[2], is_causal=is_causal).new(query)
+        opened, retrieved = empty.opened, empty.retrieved
     else:
         opened, retrieved = torch.empty_like(opened), torch.empty_like(retrieved)
     return (

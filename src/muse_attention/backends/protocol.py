@@ -24,7 +24,9 @@ class Backend(Protocol):
     and a line in the forward and the backward pass of its far field.
     """
 
-    def find_clusters(self, query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+    def find_clusters(
+        self, query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float
+    ) -> Clusters:
         """Cluster the scaled queries and the keys of each head."""
 
     def forward(self, call: Call, chosen: Selection | None) -> Attended:

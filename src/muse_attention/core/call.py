@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
+from muse_attention.core.generations import Generations
 from muse_attention.core.selection_shapes import SelectionShapes
 from muse_attention.core.structures import Clusters, Partial, Selection
 
@@ -35,6 +36,11 @@ class Call:
         config = self.config
         return self.query.shape[2] > config.block_size and (config.monopole or config.retrieved_clusters > 0)
 
+    @property
+    def generations(self) -> Generations:
+        """With a tolerance: which query centroids serve which blocks, and what they see."""
+        return Generations(self.config.number_of_blocks(self.query.shape[2]), self.is_causal)
+
 
 class Attended(NamedTuple):
     """The result of a forward pass."""
@@ -48,7 +54,6 @@ class Attended(NamedTuple):
 
 def without_far_field(call: Call, own: Partial, chosen: Selection | None) -> Attended:
     """The result of a call that attends to the own blocks alone."""
-    shapes = SelectionShapes.of(call.config, call.query.shape[2])
-    integers = call.clusters.query_assignment
-    nothing = (integers.new_full((*call.query.shape[:3], *shape), shapes.none) for shape in shapes.both)
-    return Attended(own, chosen or Selection(*nothing), integers.new_empty(0, dtype=torch.int32))
+    shapes = SelectionShapes.of(call.config, call.query.shape[2], is_causal=call.is_causal)
+    memory = call.query.new_empty(0, dtype=torch.int32)
+    return Attended(own, chosen or shapes.none(call.query), memory)

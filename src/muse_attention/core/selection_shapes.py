@@ -1,30 +1,44 @@
-"""How much room the selection of a query takes."""
+"""How much room the selection of a head takes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from muse_attention.config import MuSeConfig
-from muse_attention.core.bits import number_of_words
+from muse_attention.core.generations import Generations
+from muse_attention.core.query_tiles import NO_ROW, tiles_of_block
+from muse_attention.core.structures import Selection
 
 
 class SelectionShapes(NamedTuple):
-    """The shapes that a selection has for each query, and what it has where nothing is selected."""
+    """The shapes that a selection has for each head, its dtype, and what it has where nothing is selected."""
 
     opened: tuple[int, ...]
     retrieved: tuple[int, ...]
-    none: int
-
-    @property
-    def both(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.opened, self.retrieved
+    dtype: torch.dtype
+    nothing: int
 
     @classmethod
-    def of(cls, config: MuSeConfig, length: int) -> SelectionShapes:
-        """Room for the clusters of the paper's rule and blocks of each, or for the bits of all that a query may see."""
+    def of(cls, config: MuSeConfig, length: int, *, is_causal: bool) -> SelectionShapes:
+        """Room for the clusters of the paper's rule and blocks of each, or for a row of each tile and bucket."""
         blocks = config.number_of_blocks(length)
         if config.tolerance is not None:
-            words = number_of_words(config.key_clusters)
-            return cls((words,), (blocks, words), 0)
+            buckets = Generations(blocks, is_causal).seen_blocks * config.key_clusters
+            table = (blocks, tiles_of_block(config), buckets)
+            return cls((0,), table, torch.uint8, NO_ROW)
         clusters = min(config.retrieved_clusters, config.key_clusters)
-        return cls((clusters,), (clusters, min(config.retrieved_blocks, blocks)), -1)
+        picks = (length, clusters, min(config.retrieved_blocks, blocks))
+        return cls((length, clusters), picks, torch.int32, -1)
+
+    def new(self, query: Tensor) -> Selection:
+        """An empty selection for (batch, heads, N, D) queries."""
+        of_heads = query.shape[:2]
+        return Selection(*(query.new_empty(*of_heads, *shape, dtype=self.dtype) for shape in self[:2]))
+
+    def none(self, query: Tensor) -> Selection:
+        """The selection of nothing."""
+        selection = self.new(query)
+        return Selection(selection.opened.fill_(self.nothing), selection.retrieved.fill_(self.nothing))

@@ -1,4 +1,4 @@
-"""What passes between the stages of the method: four small frozen structures.
+"""What passes between the stages of the method: small frozen structures.
 
 Axes: `G` key heads of all sequences, `N` tokens, `Q` query clusters of a key head (those of all the query heads that
 share it), `K` key clusters, `nb` blocks, `D` and `Dv` the head dimensions of keys and values. The reference has
@@ -30,20 +30,22 @@ class Side(NamedTuple):
 class Clusters:
     """A separate clustering of the queries and of the keys of each head. It carries no gradient.
 
-    Centroids of queries live in the space of the *scaled* queries: the softmax scale is folded in first.
+    Centroids of queries live in the space of the *scaled* queries: the softmax scale is folded in first. With a
+    tolerance, queries have centroids for each of `S` generations, and keys for each of the `nb` blocks that are seen
+    (`core/generations.py`).
     """
 
     query_centroids: Tensor
-    """(batch, query heads, Q, D)"""
+    """(batch, query heads, Q, D); with a tolerance (batch, query heads, S, Q, D)"""
     query_assignment: Tensor
     """(batch, query heads, N) int32: the cluster of each query"""
     key_centroids: Tensor
-    """(batch, key heads, K, D)"""
+    """(batch, key heads, K, D); with a tolerance (batch, key heads, nb, K, D)"""
     key_assignment: Tensor
-    """(batch, key heads, N) int32: the cluster of each key"""
+    """(batch, key heads, N) int32: the cluster of each key; 0 in a block that nobody sees"""
     key_spread: Tensor | None = None
-    """(batch, key heads, D): variance of the keys inside their clusters in each dimension, scaled to a mean of 1. For
-    summaries of second order; None without."""
+    """With a tolerance (batch, key heads, S, D): variance of the keys inside their clusters in each dimension, scaled
+    to a mean of 1, over the past of each generation. None without."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,18 @@ class Summaries:
 
 @dataclass(frozen=True)
 class Selection:
-    """The key clusters each query opens and, in each of them, the blocks it attends to token by token.
+    """What is attended to token by token.
 
-    -1 means none, comes last, and only where there are no more to choose from. With a tolerance, queries open and
-    retrieve different numbers, and both are sets of key clusters, in `words` of 32 bits (`bits`). The stages have the
-    first three axes flattened into rows.
+    In the paper's method, the key clusters each query opens and, in each of them, the blocks it retrieves; -1 means
+    none, comes last, and only where there are no more to choose from. With a tolerance, the first row of each tile of
+    queries that wants a bucket (`core/query_tiles.py`).
     """
 
     opened: Tensor
-    """(batch, query heads, N, opened clusters) int32; with a tolerance (batch, query heads, N, words)"""
+    """(batch, query heads, N, opened clusters) int32; with a tolerance (batch, query heads, 0) uint8"""
     retrieved: Tensor
-    """(batch, query heads, N, opened clusters, blocks) int32; with a tolerance (batch, query heads, N, nb, words)"""
+    """(batch, query heads, N, opened clusters, blocks) int32; with a tolerance (batch, query heads, blocks, tiles of a
+    block, buckets) uint8"""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,250 @@
+"""Blockwise MuSe, the method with a tolerance. Nothing after a position has any part in its output.
+
+1. Each block clusters its own keys. A bucket is a cluster of a block. Query centroids are found from the past, in
+   generations (`core/generations.py`), and a query takes the nearest of its block's generation (`find_clusters`).
+2. Every bucket is summarised as each query centroid that may see it does (`_summarise`): log-mass, tilted means of keys
+   and values, and how far its keys are apart (`_spread`).
+3. A query sees the summary of every visible bucket. To second order its logit has what the spread of the keys adds for
+   a query off its centroid (`_mass_off_centroid`).
+4. It wants the keys of a bucket whose summary is expected to be wrong by the tolerance or more (`_expected_error`).
+   Queries of a tile retrieve together, none for an earlier one (`_select`).
+5. One softmax over the query's own block, the retrieved keys, and the summaries of all the rest.
+
+Symbols: `q = c + r` is a query, its centroid and its residual; `mu`, `kbar`, `vbar` are a summary's log-mass and tilted
+means; `s` is a generation, `i` a query cluster, `b` a block, `j` a cluster of its keys, `n` a query, `m` a key.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.backends.reference.clustering import assign, find_centroids
+from muse_attention.backends.reference.masked import masked_logsumexp, masked_softmax, take_rows
+from muse_attention.backends.reference.result import Reference
+from muse_attention.config import MuSeConfig
+from muse_attention.core.expected_error import LARGEST_GROWTH, LEAST_PLAIN_SPREAD
+from muse_attention.core.generations import Generations
+from muse_attention.core.query_tiles import NO_ROW, place_in_tiles, tiles_of_block
+from muse_attention.core.structures import Clusters, Selection, Summaries
+
+
+def attend(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MuSeConfig,
+    clusters: Clusters,
+    selection: Selection | None,
+    *,
+    is_causal: bool,
+) -> Reference:
+    """Attention of scaled queries."""
+    length = q.shape[-2]
+    generations = Generations(config.number_of_blocks(length), is_causal)
+    group = q.shape[1] // key.shape[1]  # Query heads that share a key head share its clusters too.
+    k, v = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    at = torch.arange(length, device=q.device)
+    block = at // config.block_size  # (n,)
+    generation = torch.tensor([generations.of_block(int(b)) for b in block], device=q.device)
+    buckets = generations.blocks * config.key_clusters
+    bucket = block * config.key_clusters + clusters.key_assignment.long().repeat_interleave(group, dim=1)  # (.., m)
+    of_key = bucket[:, :, None].expand(-1, -1, length, -1)  # (batch, heads, n, m)
+
+    centroids = clusters.query_centroids.to(q.dtype).flatten(2, 3)  # (batch, heads, s i, D)
+    member = bucket[:, :, None] == torch.arange(buckets, device=q.device)[:, None]  # (batch, heads, buckets, m)
+    summaries, tilted = _summarise(k, v, centroids, member, config)
+
+    # What each query reads: the summaries of its generation and cluster.
+    row = generation * config.query_clusters + clusters.query_assignment.long()  # (batch, heads, n)
+    r = q - take_rows(centroids, row)
+    mu, kbar, vbar = (take_rows(table, row) for table in summaries.parts())
+    logits = torch.einsum("xhnd,xhntd->xhnt", r, kbar) + mu  # (batch, heads, n, buckets)
+    block_of_bucket = torch.arange(buckets, device=q.device) // config.key_clusters
+    sees = block[:, None] > block_of_bucket if is_causal else block[:, None] != block_of_bucket  # (n, buckets)
+    exists = sees & (mu != -math.inf)
+
+    # Constants for the gradient, all of it: letting one flow through it changes nothing that can be measured.
+    with torch.no_grad():
+        spread = _spread(k, summaries, tilted, member)
+        variance, size = take_rows(spread.tilted, row), spread.size[:, :, None]
+        assert clusters.key_spread is not None
+        metric = clusters.key_spread.to(q.dtype).repeat_interleave(group, dim=1)[:, :, generation]
+        width = (metric * r * r).sum(-1, keepdim=True)  # (batch, heads, n, 1)
+        mass = _mass_off_centroid((variance * width).sqrt(), size)
+    if config.uses_second_order:
+        logits = logits + mass
+
+    token_logits = q @ k.mT
+    own = block[:, None] == block
+    if is_causal:
+        own = own & (at[:, None] >= at)
+    own = own.expand(*q.shape[:2], length, length)
+    if selection is None:
+        with torch.no_grad():
+            lse = torch.logaddexp(masked_logsumexp(token_logits, own), masked_logsumexp(logits, exists))
+            # Where a centroid looks at one key of a bucket, its weights do not tell how far away the others are.
+            variance = torch.maximum(variance, LEAST_PLAIN_SPREAD * spread.plain[:, :, None])
+            error = _expected_error(logits - lse[..., None], (variance * width).sqrt(), size, config)
+            selection = _select(exists & (error >= config.tolerance), clusters.query_assignment, generations, config)
+    retrieved = _retrieved(selection, clusters.query_assignment, generations, config) & sees
+
+    # Three groups of terms. Together they contain every visible key exactly once.
+    stays = exists & ~retrieved
+    key_retrieved = retrieved.gather(-1, of_key)
+    all_logits = torch.cat([token_logits, token_logits, logits], dim=-1)
+    present = torch.cat([own, key_retrieved, stays], dim=-1)
+    lse = masked_logsumexp(all_logits, present)
+    weights = masked_softmax(all_logits, lse, present)
+    own_weights, key_weights, summary_weights = weights.split([length, length, buckets], dim=-1)
+    out = (own_weights + key_weights) @ v + torch.einsum("xhnt,xhntd->xhnd", summary_weights, vbar)
+    stands_for = own.int() + key_retrieved.int() + stays.gather(-1, of_key).int()
+    return Reference(out, lse, clusters, selection, weights, stands_for)
+
+
+# --- 1. Clusters -----------------------------------------------------------------------------------------------------
+
+
+def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool) -> Clusters:
+    """Clusters of the keys of each block that is seen, and of the queries before each generation."""
+    length = key.shape[-2]
+    generations = Generations(config.number_of_blocks(length), is_causal)
+    blocks_of_keys = key.split(config.block_size, dim=-2)[: generations.seen_blocks]
+    of_blocks = [find_centroids(block, config.key_clusters, config) for block in blocks_of_keys]
+    nearest = [
+        assign(block, centroids, None, config) for block, centroids in zip(blocks_of_keys, of_blocks, strict=True)
+    ]
+    key_centroids = torch.stack(of_blocks, 2) if of_blocks else key.new_empty(*key.shape[:2], 0, config.key_clusters, 1)
+    unseen = torch.zeros(*key.shape[:2], length - sum(some.shape[-1] for some in nearest), dtype=torch.int32)
+    key_assignment = torch.cat([*nearest, unseen.to(key.device)], dim=-1)
+
+    of_generations, spreads = [], []
+    for generation in range(generations.number):
+        past = min(length, generations.past(generation) * config.block_size)
+        of_generations.append(find_centroids(scaled_query[..., :past, :], config.query_clusters, config))
+        seen = blocks_of_keys[: generations.past(generation)]
+        spreads.append(_key_spread(seen, key_centroids, key_assignment, key))
+    query_assignment = [
+        assign(block, of_generations[generations.of_block(number)], None, config)
+        for number, block in enumerate(scaled_query.split(config.block_size, dim=-2))
+    ]
+    if is_causal:
+        query_assignment[0].zero_()  # it sees nothing
+    return Clusters(
+        torch.stack(of_generations, 2),
+        torch.cat(query_assignment, dim=-1),
+        key_centroids,
+        key_assignment,
+        torch.stack(spreads, 2),
+    )
+
+
+def _key_spread(blocks: tuple[Tensor, ...], key_centroids: Tensor, key_assignment: Tensor, key: Tensor) -> Tensor:
+    """(batch, key heads, D): variance of the keys of these blocks about their centroids in each dimension, scaled to a
+    mean of 1."""
+    residuals, begin = [], 0
+    for number, block in enumerate(blocks):
+        assignment = key_assignment[..., begin : begin + block.shape[-2]].long()
+        finite = torch.nan_to_num(block, nan=0.0, posinf=0.0, neginf=0.0)
+        residuals.append(finite - take_rows(key_centroids[:, :, number], assignment))
+        begin += block.shape[-2]
+    if not residuals:
+        return torch.ones_like(key[..., 0, :])
+    residual = torch.cat(residuals, dim=-2)
+    variance = (residual / residual.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)).square().mean(-2)
+    mean = variance.mean(-1, keepdim=True)
+    return torch.where(mean > 0, variance / mean.clamp(min=1e-30), 1)
+
+
+# --- 2. Summaries ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far the keys of each bucket are apart, and how many they are."""
+
+    tilted: Tensor
+    """(batch, heads, s i, buckets): `E |k - kbar|^2 / D` under the weights of a summary"""
+    plain: Tensor
+    """(batch, heads, buckets): the same with equal weights"""
+    size: Tensor
+    """(batch, heads, buckets)"""
+
+
+def _summarise(
+    k: Tensor, v: Tensor, centroids: Tensor, member: Tensor, config: MuSeConfig
+) -> tuple[Summaries, Tensor]:
+    """`mu = log sum exp(c_i . k)`, `kbar`, `vbar` = means weighted by `exp(c_i . k)`, over each bucket.
+
+    Also the weights, (batch, heads, s i, buckets, m).
+    """
+    tilt = (centroids @ k.mT)[:, :, :, None]  # (batch, heads, s i, 1, m)
+    mu = masked_logsumexp(tilt, member[:, :, None])
+    weights = masked_softmax(tilt, mu, member[:, :, None])
+    if not config.differentiable_aggregation:
+        weights = weights.detach()
+    return Summaries(mu, weights @ k[:, :, None], weights @ v[:, :, None]), weights
+
+
+def _spread(k: Tensor, summaries: Summaries, weights: Tensor, member: Tensor) -> Spread:
+    """Keys are taken relative to the mean of their bucket, so that little cancels."""
+    share = member.to(k.dtype)
+    size = share.sum(-1)
+    share = share / size.clamp(min=1)[..., None]
+    finite = torch.nan_to_num(k, nan=0.0, posinf=0.0, neginf=0.0)
+    mean = share @ finite  # (batch, heads, buckets, D)
+    bucket = member.int().argmax(-2)  # (batch, heads, m)
+    squared = (k - take_rows(mean, bucket)).square().sum(-1)  # (batch, heads, m)
+    offset = (summaries.key_mean - mean[:, :, None]).square().sum(-1)
+    tilted = torch.einsum("xhitm,xhm->xhit", weights, squared) - offset
+    plain = torch.einsum("xhtm,xhm->xht", share, squared)
+    several, dim = size > 1, k.shape[-1]
+    return Spread(
+        torch.where(several[:, :, None], tilted.clamp(min=0) / dim, 0), torch.where(several, plain / dim, 0), size
+    )
+
+
+# --- 3. and 4. Second order, and retrieval by tolerance --------------------------------------------------------------
+
+
+def _mass_off_centroid(sigma: Tensor, size: Tensor) -> Tensor:
+    """`log E exp(r . (k - kbar))`: `sigma^2 / 2`, and where so few keys cannot have as much, the most they can."""
+    log_size = size.clamp(min=1).log()
+    most = (2 * log_size).sqrt()
+    return torch.where(sigma > most, sigma * most - log_size, sigma * sigma / 2)
+
+
+def _expected_error(log_weight: Tensor, sigma: Tensor, size: Tensor, config: MuSeConfig) -> Tensor:
+    """What a summary's weight in the softmax gains for each deviation, if its logit is `caution` deviations `sigma`
+    above its estimate. That of a large bucket counts less: its keys cost more.
+
+    A few keys that lie along the query's residual can have that much. For small `sigma` it is the weight times `sigma`.
+    """
+    gain = sigma
+    if config.caution > 0:
+        gain = torch.expm1((config.caution * sigma).clamp(max=LARGEST_GROWTH)) / config.caution
+    return log_weight.exp() * gain / (size.clamp(min=1) / config.mean_bucket).sqrt()
+
+
+def _select(wanted: Tensor, query_assignment: Tensor, generations: Generations, config: MuSeConfig) -> Selection:
+    """The first row of each tile that wants each bucket."""
+    tile, row = place_in_tiles(query_assignment, config)  # (batch, heads, n)
+    tiles, length = tiles_of_block(config), wanted.shape[2]
+    tile = tile + torch.arange(length, device=tile.device) // config.block_size * tiles
+    seen = wanted[..., : generations.seen_blocks * config.key_clusters]
+    candidate = torch.where(seen, row[..., None], NO_ROW)
+    table = candidate.new_full((*candidate.shape[:2], generations.blocks * tiles, candidate.shape[-1]), NO_ROW)
+    table.scatter_reduce_(2, tile[..., None].expand_as(candidate), candidate, "amin")
+    return Selection(wanted.new_empty(*wanted.shape[:2], 0, dtype=torch.uint8), table.unflatten(2, (-1, tiles)).byte())
+
+
+def _retrieved(selection: Selection, query_assignment: Tensor, generations: Generations, config: MuSeConfig) -> Tensor:
+    """(batch, heads, n, buckets) bool"""
+    tile, row = place_in_tiles(query_assignment, config)
+    tile = tile + torch.arange(tile.shape[-1], device=tile.device) // config.block_size * tiles_of_block(config)
+    first = take_rows(selection.retrieved.flatten(2, 3), tile)
+    unseen = (generations.blocks - generations.seen_blocks) * config.key_clusters
+    return torch.nn.functional.pad(first, (0, unseen), value=NO_ROW) <= row[..., None]

@@ -1,0 +1,49 @@
+"""What a block sees with a tolerance, and which query centroids serve it.
+
+Query centroids come from the past. Generation `s` serves the queries of blocks `2^s .. 2^(s+1) - 1`, and is found from
+those of the `2^s` blocks before. So no output depends on a later token, and the summaries of all generations together
+are fewer than twice those of one. Without a causal mask there is one generation, of all queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Generations:
+    """Of a sequence of so many blocks."""
+
+    blocks: int
+    is_causal: bool
+
+    @property
+    def number(self) -> int:
+        """How many there are, at least 1."""
+        return max(1, (self.blocks - 1).bit_length()) if self.is_causal else 1
+
+    @property
+    def seen_blocks(self) -> int:
+        """Blocks that are seen from afar by any other: nobody sees the last one of a causal sequence."""
+        return self.blocks - 1 if self.is_causal else self.blocks
+
+    def of_block(self, block: int) -> int:
+        """The generation that serves a block. The first block of a causal sequence sees nothing and needs none: 0."""
+        return max(0, block.bit_length() - 1) if self.is_causal else 0
+
+    def past(self, generation: int) -> int:
+        """Blocks, from the first on, whose queries and keys a generation is found from."""
+        return 1 << generation if self.is_causal else self.blocks
+
+    def sees(self, generation: int) -> int:
+        """Blocks, from the first on, that any block of a generation sees."""
+        return min(2 << generation, self.blocks) - 1 if self.is_causal else self.blocks
+
+    def first_summary(self, generation: int) -> int:
+        """Where the summaries of a generation begin: blocks in all generations before it."""
+        return sum(self.sees(earlier) for earlier in range(generation))
+
+    @property
+    def summarised_blocks(self) -> int:
+        """Blocks that all generations have summaries of, together."""
+        return self.first_summary(self.number)
