@@ -1,0 +1,152 @@
+"""The nearest centroid of each query and key, and how the keys are spread about theirs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block
+from muse_attention.backends.triton.nearest import (
+    affinity,
+    argmax,
+    half_norms,
+    load_centroids,
+    load_vectors,
+    rows_with_scores,
+)
+from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded, power_of_two
+from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.runtime.launching import kernel
+
+_TILES = 4
+"""Tiles of vectors that one program assigns."""
+
+
+def assign(
+    vectors: Tensor, centroids: Tensor, geometry: Geometry, *, factor: float, are_queries: bool, fill_in: Tensor
+) -> None:
+    """Fill in the (heads, N) clusters of (heads, N, D) vectors times a factor, by (heads, sequences, clusters, D)
+    centroids; 0 where they do not matter."""
+    heads, length, head_dim = vectors.shape
+    clusters, size = centroids.shape[2], geometry.config.block_size
+    tile = rows_with_scores(clusters)
+    _assign_to_nearest[(cdiv(size, tile * _TILES), geometry.blocks, heads)](
+        vectors_ptr=vectors, centroids_ptr=centroids, assignment_ptr=fill_in, length=length, block_size=size,
+        sequences=centroids.shape[1], clusters=clusters, FACTOR=factor, ARE_QUERIES=are_queries,
+        IS_CAUSAL=geometry.is_causal, D=head_dim, DP=padded(head_dim), CP=padded(clusters), TILE=tile, TILES=_TILES,
+        **arithmetic(vectors.dtype), num_warps=4,
+    )  # fmt: skip
+
+
+def find_key_spread(keys: Tensor, centroids: Tensor, assignment: Tensor, geometry: Geometry) -> Tensor:
+    """(G, S, D): variance of the keys about their centroids in each dimension over the past of each generation, scaled
+    to a mean of 1."""
+    key_heads, length, head_dim = keys.shape
+    blocks, generations = geometry.seen_blocks, geometry.generations.number
+    sums = centroids.new_empty(key_heads, blocks, head_dim)
+    largest = centroids.new_empty(key_heads, blocks)
+    spread = centroids.new_empty(key_heads, generations, head_dim)
+    widths = {"D": head_dim, "DP": padded(head_dim), "ACC": arithmetic(keys.dtype)["ACC"]}
+    _sum_squares_of_block[(blocks, key_heads)](
+        keys_ptr=keys, centroids_ptr=centroids, assignment_ptr=assignment, sums_ptr=sums, largest_ptr=largest,
+        length=length, block_size=geometry.config.block_size, clusters=centroids.shape[2], TILE=64, num_warps=8,
+        **widths,
+    )  # fmt: skip
+    _scale_spread[(generations, key_heads)](
+        sums_ptr=sums, largest_ptr=largest, spread_ptr=spread, blocks=blocks, IS_CAUSAL=geometry.is_causal,
+        BLOCKS=power_of_two(blocks), num_warps=8, **widths,
+    )  # fmt: skip
+    return spread
+
+
+@kernel(stage="clustering", do_not_specialize=["length", "block_size", "sequences", "clusters"])
+def _assign_to_nearest(
+    vectors_ptr, centroids_ptr, assignment_ptr, length, block_size, sequences, clusters, FACTOR: tl.constexpr,
+    ARE_QUERIES: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The nearest centroid of some vectors of a block.
+
+    Grid: (B / (TILE TILES), nb, heads). `vectors_ptr`: (heads, N, D); `centroids_ptr`: (heads, sequences, C, D);
+    `assignment_ptr`: (heads, N) int32.
+    """
+    block, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if ARE_QUERIES:
+        sequence, _ = generation_of_block(block, IS_CAUSAL)
+        has_centroids = (block > 0) | (not IS_CAUSAL)
+    else:
+        sequence, has_centroids = tl.minimum(block, sequences - 1), block < sequences
+    first, end = block * block_size, tl.minimum((block + 1) * block_size, length)
+    current = load_centroids(centroids_ptr, head * sequences + sequence, 0, clusters, D, DP, CP)  # [CP, D]
+    rounded, norms = half_norms(current, 0, clusters, CP, vectors_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
+    start = first + tl.program_id(0) * TILE * TILES
+    for begin in range(start, tl.minimum(start + TILE * TILES, end), TILE):
+        offs_row = begin + tl.arange(0, TILE)  # [TILE]
+        mask_row = offs_row < end  # [TILE]
+        # [TILE, D]
+        x = load_vectors(vectors_ptr + head * length * D, offs_row, mask_row, True, FACTOR, D, DP, ACC)
+        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [TILE]
+        nearest = tl.where(has_centroids, nearest, 0)
+        tl.store(assignment_ptr + head * length + offs_row, nearest, mask=mask_row)
+
+
+@triton.jit
+def _square_of_ratio(part, whole):
+    """`(part / whole)^2`, or `part^2` if the whole is 0."""
+    ratio = part / tl.where(whole > 0, whole, 1.0)
+    return ratio * ratio
+
+
+@kernel(stage="clustering", do_not_specialize=["length", "block_size", "clusters"])
+def _sum_squares_of_block(
+    keys_ptr, centroids_ptr, assignment_ptr, sums_ptr, largest_ptr, length, block_size, clusters, TILE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Of the keys of a block, in units of the largest residual there: squares of large ones would overflow.
+
+    Grid: (blocks, G). `keys_ptr`: (G, N, D); `centroids_ptr`: (G, blocks, K, D); `assignment_ptr`: (G, N) int32;
+    `sums_ptr`: (G, blocks, D); `largest_ptr`: (G, blocks).
+    """
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    of_block = head * tl.num_programs(0) + block
+    total = tl.zeros([DP], ACC)  # [D]
+    unit = tl.max(tl.zeros([TILE], ACC), 0)
+    end = tl.minimum((block + 1) * block_size, length)
+    for begin in range(block * block_size, end, TILE):
+        offs_row = begin + tl.arange(0, TILE)  # [TILE]
+        mask_row = offs_row < end  # [TILE]
+        cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
+        key = load_rows(keys_ptr, head * length, offs_row, mask_row, D, DP).to(ACC)  # [TILE, D]
+        key = tl.where(tl.abs(key) < float("inf"), key, 0.0)
+        residual = key - load_rows(centroids_ptr, of_block * clusters, cluster, mask_row, D, DP).to(ACC)  # [TILE, D]
+        larger = tl.maximum(unit, tl.max(tl.max(tl.abs(residual), 1), 0))
+        scaled = residual / tl.where(larger > 0, larger, 1.0)  # [TILE, D]
+        total = total * _square_of_ratio(unit, larger) + tl.sum(scaled * scaled, 0)
+        unit = larger
+    offs_d = tl.arange(0, DP)  # [D]
+    tl.store(sums_ptr + of_block * D + offs_d, total, mask=offs_d < D)
+    tl.store(largest_ptr + of_block, unit)
+
+
+@kernel(stage="clustering", do_not_specialize=["blocks"])
+def _scale_spread(
+    sums_ptr, largest_ptr, spread_ptr, blocks, IS_CAUSAL: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The sums of the past of a generation, in units of their mean over the dimensions; 1 where all are 0.
+
+    Grid: (S, G). `sums_ptr`: (G, blocks, D); `largest_ptr`: (G, blocks); `spread_ptr`: (G, S, D).
+    """
+    # scalar, scalar, [BLOCKS], [D]
+    generation, head, offs_block, offs_d = (
+        tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCKS), tl.arange(0, DP)
+    )  # fmt: skip
+    past = tl.minimum(blocks, 1 << generation) if IS_CAUSAL else blocks
+    units = tl.load(largest_ptr + head * blocks + offs_block, mask=offs_block < past, other=0.0)  # [BLOCKS]
+    some = load_rows(sums_ptr, head * blocks, offs_block, offs_block < past, D, DP)  # [BLOCKS, D]
+    total = tl.sum(some * _square_of_ratio(units, tl.max(units, 0))[:, None], 0)  # [D]
+    mean = tl.sum(total, 0) / D
+    ptrs = spread_ptr + (head * tl.num_programs(0) + generation) * D + offs_d  # [D]
+    tl.store(ptrs, tl.where(mean > 0, total / tl.where(mean > 0, mean, 1.0), 1.0), mask=offs_d < D)

@@ -1,0 +1,146 @@
+"""Gradients of the summaries, from all queries that attend to them."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, log2_floor, widths
+from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.rows import load_residuals, load_tile_rows
+from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
+from muse_attention.backends.triton.device_math import exp_of_less
+from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
+from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.runtime.launching import kernel
+
+TO_SUMMARIES = {
+    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"COLUMNS": 64, "num_warps": 8, "num_stages": 2},
+    512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
+}
+_SIZES = (
+    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised",
+    "query_tiles", "shared_by",
+)  # fmt: skip
+
+
+def find_gradients_of_summaries(
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    queries: Tensor,
+    centroids: Tensor,
+    key_offset: Tensor,
+    key_spread: Tensor,
+    columns: Columns,
+    order: Order,
+    first_rows: Tensor,
+    geometry: Geometry,
+    *,
+    scale: float,
+) -> ColumnGradients:
+    """`lse` and `delta` are (H, N), of the merged softmax."""
+    config = geometry.config
+    head_dim, value_dim = queries.shape[-1], grad_out.shape[-1]
+    gradients = ColumnGradients.new(columns)
+    launch = fitting(TO_SUMMARIES, head_dim, value_dim, queries.dtype)
+    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(config.key_clusters))}
+    chunks = cdiv(config.key_clusters, launch["COLUMNS"])
+    _far_backward_to_summaries[
+        (geometry.generations.summarised_blocks * chunks, config.query_clusters, geometry.heads)
+    ](
+        grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries, centroids_ptr=centroids,
+        key_offset_ptr=key_offset, key_spread_ptr=key_spread, **columns.of_logits, **order.of_queries,
+        tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments, chunks=chunks,
+        **geometry.sizes(*_SIZES), SCALE=scale, IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
+        IS_FROZEN=not config.differentiable_aggregation, ROWS=geometry.rows, **widths(head_dim, value_dim),
+        **arithmetic(queries.dtype), **launch,
+    )  # fmt: skip
+    return gradients
+
+
+@kernel(stage="attention to summaries", do_not_specialize=[*_SIZES, "chunks"])
+def _far_backward_to_summaries(
+    grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, centroids_ptr, key_offset_ptr, key_spread_ptr, log_mass_ptr,
+    key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr,
+    tiles_before_ptr, first_rows_ptr, grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size,
+    blocks, seen_blocks, query_clusters, key_clusters, generations, summarised, query_tiles, shared_by, chunks,
+    SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a block, as one query cluster of one generation sees them.
+
+    Grid: (T chunks, Q, H). `tiles_before_ptr`: (H, nb, Q + 1) int32; `grad_*_ptr` as the columns; the others as in
+    `_far_backward_to_queries`.
+    """
+    cluster, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # (Generations with most queries come first.)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    slot, offs_column = number // chunks, number % chunks * COLUMNS + tl.arange(0, COLUMNS)  # scalar, [COLUMNS]
+    key_head = head // shared_by
+    if IS_CAUSAL:
+        guess = log2_floor(slot + 2)
+        generation = tl.where(slot >= first_summary(guess), guess, guess - 1)
+        block = slot - first_summary(generation)
+        first_block, end_block = tl.maximum(block + 1, 1 << generation), tl.minimum(2 << generation, blocks)
+    else:
+        block, first_block, end_block = slot, 0, blocks
+    mask_column = offs_column < key_clusters  # [COLUMNS]
+    of_slot = ((head * query_clusters + cluster) * summarised + slot) * key_clusters
+    bucket = block * key_clusters + offs_column  # [COLUMNS]
+    means = load_rows(key_mean_ptr, of_slot, offs_column, mask_column, D, DP)  # [COLUMNS, D]
+    values = load_rows(value_mean_ptr, of_slot, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
+    masses = tl.load(log_mass_ptr + of_slot + offs_column, mask=mask_column, other=float("-inf"))  # [COLUMNS]
+    if SECOND_ORDER:
+        deviations = tl.load(deviation_ptr + of_slot + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
+        ptrs = most_ptr + key_head * seen_blocks * key_clusters + bucket  # [COLUMNS]
+        most = tl.load(ptrs, mask=mask_column, other=0.0)  # [COLUMNS]
+    d_means = tl.zeros([COLUMNS, DP], ACC)  # [COLUMNS, D]
+    d_values = tl.zeros([COLUMNS, DVP], ACC)  # [COLUMNS, DV]
+    d_mass = tl.zeros([COLUMNS], ACC)
+    offs_row = tl.arange(0, ROWS)
+    for own_block in range(first_block, end_block):
+        of_block = head * blocks + own_block
+        before_ptr = tiles_before_ptr + of_block * (query_clusters + 1) + cluster
+        end_tile = tl.load(before_ptr + 1)
+        if not IS_CAUSAL:
+            end_tile = tl.where(own_block == block, 0, end_tile)
+        for tile_of_block in range(tl.load(before_ptr), end_tile):
+            tile = of_block * query_tiles + tile_of_block
+            position, rows, _ = load_tile_rows(
+                tile_begin_ptr, tile_info_ptr, query_order_ptr, tile, head * blocks * block_size, ROWS
+            )  # [ROWS], scalar, scalar
+            mask_row = offs_row < rows  # [ROWS]
+            query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+            grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
+            # [ROWS, D], [ROWS], [ROWS]
+            residual, shift, width = load_residuals(
+                query, centroids_ptr, key_offset_ptr, key_spread_ptr, head, key_head, own_block, cluster,
+                query_clusters, generations, SCALE, IS_CAUSAL, D, DP, ACC,
+            )  # fmt: skip
+            lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
+            delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+            ptrs = first_rows_ptr + tile * seen_blocks * key_clusters + bucket  # [COLUMNS]
+            first_row = tl.load(ptrs, mask=mask_column, other=0).to(tl.int32)  # [COLUMNS]
+            # [COLUMNS, ROWS]
+            logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
+            if SECOND_ORDER:
+                sigma = deviations[:, None] * width[None, :]  # [COLUMNS, ROWS]
+                within = tl.minimum(sigma, most[:, None])  # [COLUMNS, ROWS]
+                logits += within * (sigma - 0.5 * within)
+            logits = tl.where(offs_row[None, :] < first_row[:, None], logits, float("-inf"))
+            weights = exp_of_less(logits, lse[None, :])  # [COLUMNS, ROWS]
+            response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [COLUMNS, ROWS]
+            d_logits = weights * (response - delta[None, :])  # [COLUMNS, ROWS]
+            d_mass += tl.sum(d_logits, 1)
+            d_values = tl.dot(
+                weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC
+            )
+            d_means = tl.dot(d_logits.to(query.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
+    if not IS_FROZEN:
+        d_mass -= tl.sum(means.to(ACC) * d_means, 1) + tl.sum(values.to(ACC) * d_values, 1)
+    tl.store(grad_log_mass_ptr + of_slot + offs_column, d_mass, mask=mask_column)
+    store_rows(grad_key_mean_ptr, of_slot, offs_column, mask_column, d_means, D, DP)
+    store_rows(grad_value_mean_ptr, of_slot, offs_column, mask_column, d_values, DV, DVP)

@@ -1,0 +1,207 @@
+"""Attention to all that lies beyond the own block, added to its output and lse: one pass for each tile of queries."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.blockwise.geometry import Geometry, widths
+from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.pieces import PIECE_SIZE, RANGE, list_pieces, load_listed, room_of_list
+from muse_attention.backends.triton.blockwise.rows import (
+    first_column,
+    load_residuals,
+    load_tile_rows,
+    score_columns,
+    visible_columns,
+)
+from muse_attention.backends.triton.blockwise.summaries import Columns
+from muse_attention.backends.triton.device_math import LOG2_E, exp_of_less
+from muse_attention.backends.triton.numbers import arithmetic, fitting, padded
+from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.core.expected_error import LARGEST_GROWTH
+from muse_attention.core.structures import Partial
+
+ATTEND = {
+    128: {"COLUMNS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"COLUMNS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
+    512: {"COLUMNS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
+}
+_SIZES = (
+    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised",
+    "query_tiles", "key_room", "shared_by",
+)  # fmt: skip
+
+
+def attend(
+    merged: Partial,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    centroids: Tensor,
+    key_offset: Tensor,
+    key_spread: Tensor,
+    columns: Columns,
+    order: Order,
+    first_rows: Tensor,
+    geometry: Geometry,
+    *,
+    is_chosen: bool,
+    scale: float,
+) -> None:
+    """Add the far field to `merged`, the own block's (H, N, Dv) output and (H, N) lse.
+
+    `first_rows` is the selection, (H, nb, tiles, seen blocks K) uint8: read if it `is_chosen`, else written.
+    """
+    config = geometry.config
+    head_dim, value_dim = queries.shape[-1], values.shape[-1]
+    room = room_of_list(geometry.key_room, config.key_clusters, geometry.seen_blocks)
+    tiles = geometry.blocks * geometry.query_tiles
+    lists = order.queries.new_empty(geometry.heads, tiles, room)
+    launch = fitting(ATTEND, head_dim, value_dim, queries.dtype)
+    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
+    assert config.tolerance is not None
+    _attend_far[(tiles, geometry.heads)](
+        queries_ptr=queries, keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, key_offset_ptr=key_offset,
+        key_spread_ptr=key_spread, **columns.arguments, **order.of_queries, **order.of_buckets,
+        first_rows_ptr=first_rows, lists_ptr=lists, out_ptr=merged.out, lse_ptr=merged.lse, room=room,
+        **geometry.sizes(*_SIZES), tolerance=config.tolerance, CAUTION=config.caution, LARGEST_GROWTH=LARGEST_GROWTH,
+        SCALE=scale, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen, SECOND_ORDER=config.uses_second_order,
+        RANGE=RANGE, AT_ONCE=64, ROWS=geometry.rows, **widths(head_dim, value_dim), **arithmetic(queries.dtype),
+        **launch,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expected_error(log_weight, sigma, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr):
+    """What a weight would gain for each deviation if its logit were `CAUTION` deviations above its estimate."""
+    if CAUTION > 0:
+        gain = (tl.exp2(tl.minimum(CAUTION * sigma, LARGEST_GROWTH) * LOG2_E) - 1.0) / CAUTION
+    else:
+        gain = sigma
+    return tl.exp2(log_weight * LOG2_E) * gain
+
+
+@triton.jit
+def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """Terms into the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS, DV]."""
+    larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
+    weights = exp_of_less(logits, larger[:, None])  # [ROWS, COLUMNS]
+    kept = exp_of_less(largest, larger)  # [ROWS]
+    total = total * kept + tl.sum(weights, 1)
+    weighted = tl.dot(
+        weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
+    )
+    return larger, total, weighted
+
+
+@kernel(stage="attention to summaries", do_not_specialize=[*_SIZES, "room", "tolerance"])
+def _attend_far(
+    queries_ptr, keys_ptr, values_ptr, centroids_ptr, key_offset_ptr, key_spread_ptr, log_mass_ptr, key_mean_ptr,
+    value_mean_ptr, deviation_ptr, feared_ptr, most_ptr, worth_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr,
+    key_order_ptr, key_starts_ptr, key_sizes_ptr, first_rows_ptr, lists_ptr, out_ptr, lse_ptr, length, block_size,
+    blocks, seen_blocks, query_clusters, key_clusters, generations, summarised, query_tiles, key_room, shared_by, room,
+    tolerance, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    IS_CHOSEN: tl.constexpr, SECOND_ORDER: tl.constexpr, RANGE: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All terms beyond the own block of a tile's queries.
+
+    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); `centroids_ptr`:
+    (H, S, Q, D); `key_offset_ptr`: (G, D); `key_spread_ptr`: (G, S, D); columns as in `Columns`, orders and tiles as in
+    `Order`; `first_rows_ptr`: (H, nb, tiles, seen blocks K) uint8; `lists_ptr`: (H, nb tiles, room) int32; `out_ptr`:
+    (H, N, DV) and `lse_ptr`: (H, N), in the order of the inputs, read and written.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    # (Those that see most come first.)
+    number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = head * tl.num_programs(0) + number_of_tile
+    own_block = number_of_tile // query_tiles
+    columns = (own_block if IS_CAUSAL else blocks) * key_clusters
+    # [ROWS], scalar, scalar
+    position, rows, cluster = load_tile_rows(
+        tile_begin_ptr, tile_info_ptr, query_order_ptr, tile, head * blocks * block_size, ROWS
+    )
+    if (rows == 0) | (columns == 0):
+        return
+    key_head = head // shared_by
+    offs_row = tl.arange(0, ROWS)
+    mask_row = offs_row < rows  # [ROWS]
+    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+    # [ROWS, D], [ROWS], [ROWS]
+    residual, shift, width = load_residuals(
+        query, centroids_ptr, key_offset_ptr, key_spread_ptr, head, key_head, own_block, cluster, query_clusters,
+        generations, SCALE, IS_CAUSAL, D, DP, ACC,
+    )  # fmt: skip
+    of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
+    of_buckets = key_head * seen_blocks * key_clusters
+    first_rows_ptr += tile * seen_blocks * key_clusters
+
+    # The running softmax begins with the own block. What the key offset adds is left out until the end.
+    own_lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=0.0) - shift  # [ROWS]
+    largest = own_lse
+    total = tl.full([ROWS], 1.0, ACC)
+    weighted = load_rows(out_ptr, head * length, position, mask_row, DV, DVP).to(ACC)  # [ROWS, DV]
+
+    # 1. The lse with all summaries, which the weight of each is judged by.
+    if not IS_CHOSEN:
+        top, mass = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
+        for first in range(0, columns, COLUMNS):
+            offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
+            _, logits = score_columns(
+                residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets,
+                offs_column, mask_column, SECOND_ORDER, D, DP, ACC, PRECISION,
+            )  # fmt: skip
+            larger = tl.maximum(top, tl.max(logits, 1))  # [ROWS]
+            mass = mass * exp_of_less(top, larger) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
+            top = larger
+        judged_by = top + tl.log(mass)  # [ROWS]
+
+    # 2. Decide on each, and attend to those that stay.
+    for first in range(0, columns, COLUMNS):
+        offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
+        _, logits = score_columns(
+            residual, width, log_mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_buckets, offs_column,
+            mask_column, SECOND_ORDER, D, DP, ACC, PRECISION,
+        )  # fmt: skip
+        if IS_CHOSEN:
+            first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=255).to(tl.int32)  # [COLUMNS]
+        else:
+            feared = tl.load(feared_ptr + of_cluster + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
+            worth = tl.load(worth_ptr + of_buckets + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
+            # [ROWS, COLUMNS]
+            error = _expected_error(
+                logits - judged_by[:, None], width[:, None] * feared[None, :], CAUTION, LARGEST_GROWTH
+            )
+            is_wanted = (error * worth[None, :] >= tolerance) & (logits > float("-inf")) & mask_row[:, None]
+            first_row = tl.min(tl.where(is_wanted, offs_row[:, None], 255), 0)  # [COLUMNS]
+            tl.store(first_rows_ptr + offs_column, first_row.to(tl.uint8), mask=offs_column < columns)
+        logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
+        values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
+        largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
+    tl.debug_barrier()  # (What one thread decides, others read.)
+
+    # 3. Attend to the keys of those that are retrieved, a range of columns at a time.
+    list_ptr = lists_ptr + tile * room
+    key_order_ptr += key_head * seen_blocks * key_room
+    for first in range(0, columns, RANGE):
+        pieces = list_pieces(
+            first_rows_ptr, key_starts_ptr + of_buckets, key_sizes_ptr + of_buckets, list_ptr, first,
+            tl.minimum(first + RANGE, columns), ROWS, AT_ONCE,
+        )  # fmt: skip
+        for begin in range(0, pieces, KEYS // PIECE_SIZE):
+            # [KEYS] each
+            at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, begin, pieces, KEYS)
+            key = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
+            value = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
+            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, KEYS]
+            logits = logits * SCALE - shift[:, None]
+            is_seen = (offs_row[:, None] >= first_row[None, :]) & mask_key[None, :]  # [ROWS, KEYS]
+            logits = tl.where(is_seen, logits, float("-inf"))
+            largest, total, weighted = _include(logits, value, largest, total, weighted, ACC, PRECISION)
+
+    store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV, DVP)
+    tl.store(lse_ptr + head * length + position, largest + tl.log(total) + shift, mask=mask_row)

@@ -1,0 +1,121 @@
+"""Sizes: how the blocks of a sequence are cut into tiles of queries, pieces and tiles of keys, and columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.numbers import cdiv, padded
+from muse_attention.config import MuSeConfig
+from muse_attention.core.generations import Generations
+from muse_attention.core.query_tiles import tiles_of_block
+
+PIECE = 16
+"""Places of a bucket: sorted keys are padded to a multiple of it."""
+KEYS_OF_TILE = 64
+"""Keys of one bucket whose gradients one program sums."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of some heads, all of the same length."""
+
+    heads: int
+    """H, of queries"""
+    key_heads: int
+    """G"""
+    length: int
+    config: MuSeConfig
+    is_causal: bool
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool) -> Geometry:
+        """Of (batch, heads, N, D) tensors."""
+        batch, heads, length, _ = query.shape
+        return cls(batch * heads, batch * key.shape[1], length, config, is_causal)
+
+    @property
+    def generations(self) -> Generations:
+        return Generations(self.config.number_of_blocks(self.length), self.is_causal)
+
+    @property
+    def blocks(self) -> int:
+        return self.generations.blocks
+
+    @property
+    def seen_blocks(self) -> int:
+        return self.generations.seen_blocks
+
+    @property
+    def columns(self) -> int:
+        """Buckets of all blocks that are seen."""
+        return self.seen_blocks * self.config.key_clusters
+
+    @property
+    def query_tiles(self) -> int:
+        """Of a block, at most."""
+        return tiles_of_block(self.config)
+
+    @property
+    def key_room(self) -> int:
+        """Places that the sorted keys of a block may need."""
+        return PIECE * (cdiv(self.config.block_size, PIECE) + min(self.config.key_clusters, self.config.block_size))
+
+    @property
+    def key_tiles(self) -> int:
+        """Of a block, at most."""
+        return cdiv(self.config.block_size, KEYS_OF_TILE) + min(self.config.key_clusters, self.config.block_size)
+
+    @property
+    def rows(self) -> int:
+        """Of a tile of queries, as matrix units want them."""
+        return max(16, self.config.tile)
+
+    def sizes(self, *names: str) -> dict[str, int]:
+        """Some of them, as kernels take them."""
+        every = {
+            "length": self.length,
+            "block_size": self.config.block_size,
+            "blocks": self.blocks,
+            "seen_blocks": self.seen_blocks,
+            "query_clusters": self.config.query_clusters,
+            "key_clusters": self.config.key_clusters,
+            "generations": self.generations.number,
+            "summarised": self.generations.summarised_blocks,
+            "query_tiles": self.query_tiles,
+            "key_tiles": self.key_tiles,
+            "key_room": self.key_room,
+            "shared_by": self.heads // self.key_heads,
+        }
+        return {name: every[name] for name in names}
+
+
+def widths(head_dim: int, value_dim: int) -> dict[str, Any]:
+    """Head dimensions as kernels take them."""
+    return {"D": head_dim, "DP": padded(head_dim), "DV": value_dim, "DVP": padded(value_dim)}
+
+
+@triton.jit
+def log2_floor(number):
+    """Of an integer from 1 to 2^24: the exponent of a float32 is exact."""
+    return (number.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def generation_of_block(block, IS_CAUSAL: tl.constexpr):
+    """The generation that serves a block, and where the blocks that it has summaries of begin."""
+    if IS_CAUSAL:
+        generation = log2_floor(tl.maximum(block, 1))
+        return generation, first_summary(generation)
+    else:
+        return block * 0, block * 0
+
+
+@triton.jit
+def first_summary(generation):
+    """Of causal generations: each before it has summaries of `2^(s+1) - 1` blocks."""
+    return (2 << generation) - 2 - generation

@@ -1,0 +1,162 @@
+"""Blockwise MuSe as three lists of launches: find clusters, attend, attend backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muse_attention.backends.triton.blockwise import assignment, clustering, summaries
+from muse_attention.backends.triton.blockwise.backward_to_keys import add_to_keys
+from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries, find_delta
+from muse_attention.backends.triton.blockwise.backward_to_summaries import find_gradients_of_summaries
+from muse_attention.backends.triton.blockwise.forward import attend as attend_far
+from muse_attention.backends.triton.blockwise.geometry import Geometry
+from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.sorting import sort_keys, sort_queries
+from muse_attention.backends.triton.filling import fill
+from muse_attention.backends.triton.key_offset import find_key_offset
+from muse_attention.backends.triton.runtime import schedule
+from muse_attention.backends.triton.runtime.schedule import aligned
+from muse_attention.config import MuSeConfig
+from muse_attention.core.call import Attended, Call
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.query_tiles import NO_ROW
+from muse_attention.core.selection_shapes import SelectionShapes
+from muse_attention.core.structures import Clusters, Partial, Selection
+
+
+def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float) -> Clusters:
+    geometry = Geometry.of(query, key, config, is_causal=is_causal)
+    starts = [
+        clustering.start_positions(lengths, clusters, config, query.device)
+        for lengths, clusters in (
+            (clustering.lengths_of_queries(geometry), config.query_clusters),
+            (clustering.lengths_of_keys(geometry), config.key_clusters),
+        )
+    ]
+    tensors = (*starts, aligned(query), aligned(key))
+    return Clusters(*schedule.run(_find_clusters, tensors, (config, is_causal, scale)))
+
+
+def _find_clusters(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    query_starts, key_starts, query, key, config, is_causal, scale = tensors_and_settings
+    geometry = Geometry.of(query, key, config, is_causal=is_causal)
+    tables = []
+    for vectors, starts, factor in ((query, query_starts, scale), (key, key_starts, 1.0)):
+        are_queries, flat = vectors is query, vectors.flatten(0, 1)
+        centroids = clustering.find_centroids(flat, starts, geometry, factor=factor, are_queries=are_queries)
+        assigned = flat.new_empty(flat.shape[:2], dtype=torch.int32)
+        assignment.assign(flat, centroids, geometry, factor=factor, are_queries=are_queries, fill_in=assigned)
+        tables += [centroids, assigned]
+    spread = assignment.find_key_spread(key.flatten(0, 1), tables[2], tables[3], geometry)
+    of_queries, of_keys = query.shape[:2], key.shape[:2]
+    return tuple(
+        table.unflatten(0, heads)
+        for table, heads in zip((*tables, spread), (of_queries, of_queries, of_keys, of_keys, of_keys), strict=True)
+    )
+
+
+def attend(call: Call, own: Partial, chosen: Selection | None) -> Attended:
+    """Add the far field to the own block's attention."""
+    merged = Partial(aligned(own.out), aligned(own.lse))
+    first_rows = None if chosen is None else aligned(chosen.retrieved)
+    tensors = (*_inputs(call), merged.out, merged.lse, first_rows)
+    memory, *selected = schedule.run(_attend, tensors, (call.config, call.is_causal, call.scale))
+    if chosen is None:
+        chosen = Selection(call.query.new_empty(*call.query.shape[:2], 0, dtype=torch.uint8), *selected)
+    return Attended(merged, chosen, memory)
+
+
+def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    query, key, value, centroids, assigned, key_assigned, spread, out, lse, chosen, config, is_causal, scale = (
+        tensors_and_settings
+    )
+    geometry = Geometry.of(query, key, config, is_causal=is_causal)
+    memory = assigned.new_empty(Order.size(geometry))
+    order = Order.of(memory, geometry)
+    sort_queries(assigned.flatten(0, 1), geometry, order)
+    sort_keys(key_assigned.flatten(0, 1), geometry, order)
+    queries, keys, values, centroids, spread = (
+        tensor.flatten(0, 1) for tensor in (query, key, value, centroids, spread)
+    )
+    first_rows = chosen
+    if first_rows is None:
+        shape = SelectionShapes.of(config, geometry.length, is_causal=is_causal).retrieved
+        first_rows = fill(query.new_empty(*query.shape[:2], *shape, dtype=torch.uint8), NO_ROW)
+    offset = find_key_offset(keys, geometry.config.block_size)
+    columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
+    attend_far(
+        Partial(out.flatten(0, 1), lse.flatten(0, 1)), queries, keys, values, centroids, offset, spread, columns,
+        order, first_rows.flatten(0, 1), geometry, is_chosen=chosen is not None, scale=scale,
+    )  # fmt: skip
+    return (memory,) if chosen is not None else (memory, first_rows)
+
+
+def attend_backward(
+    call: Call, attended: Attended, own: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the gradients of the far field to those of the own block."""
+    merged, selected, memory = attended
+    grad_query, grad_key, grad_value = (aligned(gradient) for gradient in own)
+    tensors = (
+        *_inputs(call),
+        grad_query,
+        grad_key,
+        grad_value,
+        aligned(grad_out),
+        None if grad_lse is None else aligned(grad_lse),
+        aligned(merged.out),
+        aligned(merged.lse),
+        aligned(selected.retrieved),
+        aligned(memory),
+    )
+    schedule.run(_attend_backward, tensors, (call.config, call.is_causal, call.scale))
+    return grad_query, grad_key, grad_value
+
+
+def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    *tensors, memory, config, is_causal, scale = tensors_and_settings
+    geometry = Geometry.of(tensors[0], tensors[1], config, is_causal=is_causal)
+    order = Order.of(memory, geometry)
+    (
+        queries, keys, values, centroids, _, _, spread, grad_queries, grad_keys, grad_values, grad_out, grad_lse, out,
+        lse, first_rows,
+    ) = (None if tensor is None else tensor.flatten(0, 1) for tensor in tensors)  # fmt: skip
+    offset = find_key_offset(keys, config.block_size)
+    columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
+    delta = find_delta(Partial(out, lse), grad_out, grad_lse)
+    of_softmax = (grad_out, lse, delta)
+    add_to_queries(
+        grad_queries, *of_softmax, queries, keys, values, centroids, offset, spread, columns, order, first_rows,
+        geometry, scale=scale,
+    )  # fmt: skip
+    gradients = find_gradients_of_summaries(
+        *of_softmax, queries, centroids, offset, spread, columns, order, first_rows, geometry, scale=scale
+    )
+    add_to_keys(
+        grad_keys, grad_values, gradients, *of_softmax, queries, keys, values, centroids, offset, columns, order,
+        first_rows, geometry, scale=scale,
+    )  # fmt: skip
+    return ()
+
+
+def memory_size(call: Call) -> int:
+    """Integers in the memory that `attend` returns."""
+    return Order.size(Geometry.of(call.query, call.key, call.config, is_causal=call.is_causal))
+
+
+def _inputs(call: Call) -> tuple[Tensor, ...]:
+    clusters = call.clusters
+    wide = compute_dtype(call.query.dtype)
+    assert clusters.key_spread is not None
+    return (
+        aligned(call.query),
+        aligned(call.key),
+        aligned(call.value),
+        aligned(clusters.query_centroids, wide),
+        aligned(clusters.query_assignment, torch.int32),
+        aligned(clusters.key_assignment, torch.int32),
+        aligned(clusters.key_spread, wide),
+    )

@@ -1,0 +1,211 @@
+"""Each bucket as the query centroids that may see it do: log-mass, means of keys and values, and how wrong it may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, log2_floor, widths
+from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.device_math import exp_of_less, finite_square
+from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, gradient_dtype
+from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
+from muse_attention.core.precision import compute_dtype
+
+SUMMARISE = {
+    128: {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 2},
+    256: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2},
+    512: {"ROWS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
+}
+
+
+_SIZES = (
+    "length", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised", "key_room", "shared_by",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Summaries of all blocks that each generation may see, by query cluster. An empty bucket has log-mass -inf."""
+
+    log_mass: Tensor
+    """(H, Q, T, K)"""
+    key_mean: Tensor
+    """(H, Q, T, K, D), less the key offset"""
+    value_mean: Tensor
+    """(H, Q, T, K, Dv)"""
+    deviation: Tensor
+    """(H, Q, T, K): square root of the spread of the keys under the summary's weights"""
+    feared: Tensor
+    """(H, Q, T, K): the same, at least that of some share of the plain spread"""
+    most: Tensor
+    """(G, seen blocks, K): `sqrt(2 log n)` of `n` keys"""
+    worth: Tensor
+    """(G, seen blocks, K): `1 / sqrt(n / mean n)`"""
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """As kernels take them."""
+        return {f"{name}_ptr": table for name, table in vars(self).items()}
+
+    @property
+    def of_logits(self) -> dict[str, Tensor]:
+        """As kernels take what tells logits and values."""
+        names = ("log_mass", "key_mean", "value_mean", "deviation", "most")
+        return {f"{name}_ptr": getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class ColumnGradients:
+    """The gradient of a log-mass is taken at fixed sums instead of fixed means, unless the weights are constants."""
+
+    log_mass: Tensor
+    key_mean: Tensor
+    value_mean: Tensor
+
+    @classmethod
+    def new(cls, columns: Columns) -> ColumnGradients:
+        dtype = gradient_dtype(columns.key_mean.dtype)
+        return cls(
+            torch.empty_like(columns.log_mass),
+            torch.empty_like(columns.key_mean, dtype=dtype),
+            torch.empty_like(columns.value_mean, dtype=dtype),
+        )
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        return {f"grad_{name}_ptr": table for name, table in vars(self).items()}
+
+
+def summarise(
+    keys: Tensor, values: Tensor, centroids: Tensor, key_offset: Tensor, order: Order, geometry: Geometry
+) -> Columns:
+    """Of (G, N, D) keys and (G, N, Dv) values, for (H, S, Q, D) centroids; `key_offset` is (G, D)."""
+    head_dim, value_dim = keys.shape[-1], values.shape[-1]
+    config, generations = geometry.config, geometry.generations
+    shape = (geometry.heads, config.query_clusters, generations.summarised_blocks, config.key_clusters)
+    log_mass = keys.new_empty(shape, dtype=compute_dtype(keys.dtype))
+    of_buckets = (geometry.key_heads, geometry.seen_blocks, config.key_clusters)
+    columns = Columns(
+        log_mass,
+        keys.new_empty(*shape, head_dim),
+        keys.new_empty(*shape, value_dim),
+        torch.empty_like(log_mass),
+        torch.empty_like(log_mass),
+        log_mass.new_empty(of_buckets),
+        log_mass.new_empty(of_buckets),
+    )
+    launch = fitting(SUMMARISE, head_dim, value_dim, keys.dtype)
+    chunks = cdiv(generations.number * config.query_clusters, launch["ROWS"])
+    _summarise_bucket[(geometry.columns, chunks, geometry.heads)](
+        keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, key_offset_ptr=key_offset, **order.of_buckets,
+        **columns.arguments, **geometry.sizes(*_SIZES), mean_size=config.mean_bucket, LEAST_PLAIN=LEAST_PLAIN_SPREAD,
+        IS_CAUSAL=geometry.is_causal, **widths(head_dim, value_dim), **arithmetic(keys.dtype), **launch,
+    )  # fmt: skip
+    return columns
+
+
+@kernel(stage="summaries", do_not_specialize=[*_SIZES, "mean_size"])
+def _summarise_bucket(
+    keys_ptr, values_ptr, centroids_ptr, key_offset_ptr, key_order_ptr, key_starts_ptr, key_sizes_ptr, log_mass_ptr,
+    key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr, most_ptr, worth_ptr, length, seen_blocks,
+    query_clusters, key_clusters, generations, summarised, key_room, shared_by, mean_size,
+    LEAST_PLAIN: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One bucket, as some of the query centroids that may see it do.
+
+    Grid: (seen blocks K, S Q / ROWS, H). `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); `centroids_ptr`:
+    (H, S, Q, D); `key_offset_ptr`: (G, D); `key_order_ptr`: (G, seen blocks, room) int32; `key_starts_ptr`,
+    `key_sizes_ptr`: (G, seen blocks, K) int32; the others as in `Columns`.
+    """
+    bucket, head = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    block, key_cluster = bucket // key_clusters, bucket % key_clusters
+    key_head = head // shared_by
+    # The first generation that sees a block `b` has `2^(s+1) - 1 > b`.
+    first_generation = log2_floor(block + 1) if IS_CAUSAL else 0
+    first_row = first_generation * query_clusters + tl.program_id(1) * ROWS
+    all_rows = generations * query_clusters
+    if first_row >= all_rows:
+        return
+    of_bucket = key_head * seen_blocks * key_clusters + bucket
+    size = tl.load(key_sizes_ptr + of_bucket)
+    key_order_ptr += key_head * seen_blocks * key_room + tl.load(key_starts_ptr + of_bucket)
+    offs_d, offs_key, offs_row = tl.arange(0, DP), tl.arange(0, KEYS), tl.arange(0, ROWS)  # [D], [KEYS], [ROWS]
+    mask_row = first_row + offs_row < all_rows  # [ROWS]
+    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    # What squares are about: a key of the bucket, so that little cancels. One that is not finite must poison what
+    # attends to it, not the spread of its bucket.
+    member = tl.load(key_order_ptr, mask=size > 0, other=0)
+    point = tl.load(keys_ptr + (key_head * length + member) * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    point = tl.where(tl.abs(point) < float("inf"), point, 0.0)
+
+    # 1. Sums over its keys, of weights relative to the largest so far.
+    # [ROWS, D]
+    centroid = load_rows(centroids_ptr, head * all_rows + first_row, offs_row, mask_row, D, DP)
+    centroid = centroid.to(keys_ptr.dtype.element_ty)
+    largest = tl.full([ROWS], float("-inf"), ACC)
+    total, rounded_total, moment = tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC)
+    key_sum = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
+    value_sum = tl.zeros([ROWS, DVP], ACC)  # [ROWS, DV]
+    plain_sum = tl.zeros([DP], ACC)  # [D]
+    plain_moment = 0.0
+    for begin in range(0, size, KEYS):
+        mask_key = begin + offs_key < size  # [KEYS]
+        at = tl.load(key_order_ptr + begin + offs_key, mask=mask_key, other=0)  # [KEYS]
+        keys = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
+        off = tl.where(mask_key[:, None], keys.to(ACC) - point[None, :], 0.0)  # [KEYS, D]
+        squared = tl.sum(off * off, 1)  # [KEYS]
+        plain_sum += tl.sum(off, 0)
+        plain_moment += tl.sum(squared, 0)
+        logits = tl.dot(centroid, tl.trans(keys), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, KEYS]
+        logits = tl.where(mask_key[None, :], logits, float("-inf"))
+        larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # [ROWS]
+        weights = exp_of_less(logits, shift[:, None])  # [ROWS, KEYS]
+        kept = tl.exp(largest - shift)  # [ROWS]
+        total = total * kept + tl.sum(weights, 1)
+        # (Means are divided by the sum of the weights they are made of, or what should cancel does not.)
+        weights = weights.to(keys.dtype)
+        rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
+        moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
+        key_sum = tl.dot(weights, keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+        value_sum = tl.dot(weights, values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
+        largest = larger
+
+    # 2. Means and spreads.
+    is_empty = total == 0  # [ROWS]
+    inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)  # [ROWS]
+    key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None])
+    off_point = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])  # [ROWS, D]
+    # (Columns beyond D are 0 in all of these.)
+    spread = finite_square(moment * inverse - tl.sum(off_point * off_point, 1)) / D  # [ROWS]
+    plain_sum /= tl.maximum(size, 1)
+    plain = finite_square(plain_moment / tl.maximum(size, 1) - tl.sum(plain_sum * plain_sum, 0)) / D
+    spread = tl.where(size > 1, spread, 0.0)
+    plain = tl.where(size > 1, plain, 0.0)
+    if (first_row == first_generation * query_clusters) & (head % shared_by == 0):
+        number = tl.maximum(size, 1).to(ACC)
+        tl.store(most_ptr + of_bucket, tl.sqrt(2.0 * tl.log(number)))
+        tl.store(worth_ptr + of_bucket, tl.sqrt(mean_size / number))
+
+    # 3. Rows are (generation, query cluster).
+    generation = (first_row + offs_row) // query_clusters  # [ROWS]
+    slot = block + first_summary(generation) if IS_CAUSAL else block + generation * 0  # [ROWS]
+    cluster = (first_row + offs_row) % query_clusters  # [ROWS]
+    offs = (cluster * summarised + slot) * key_clusters + key_cluster  # [ROWS]
+    of_head = head * query_clusters * summarised * key_clusters
+    mass = tl.where(is_empty, float("-inf"), largest + tl.log(total))  # [ROWS]
+    tl.store(log_mass_ptr + of_head + offs, mass, mask=mask_row)
+    tl.store(deviation_ptr + of_head + offs, tl.sqrt(spread), mask=mask_row)
+    feared = tl.sqrt(tl.maximum(spread, LEAST_PLAIN * plain))  # [ROWS]
+    tl.store(feared_ptr + of_head + offs, feared, mask=mask_row)
+    store_rows(key_mean_ptr, of_head, offs, mask_row, tl.where(is_empty[:, None], 0.0, key_sum - offset[None, :]), D, DP)
+    store_rows(value_mean_ptr, of_head, offs, mask_row, value_sum * inverse[:, None], DV, DVP)
