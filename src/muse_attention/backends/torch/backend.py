@@ -19,7 +19,9 @@ from muse_attention.core.structures import Clusters, Partial, Selection
 
 
 class TorchBackend(Backend):
-    def find_clusters(self, query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+    def find_clusters(
+        self, query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float
+    ) -> Clusters:
         return find_clusters(query, key, config, scale=scale)
 
     def forward(self, call: Call, chosen: Selection | None) -> Attended:

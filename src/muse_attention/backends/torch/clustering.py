@@ -67,17 +67,6 @@ def _streaming(shuffled: Tensor, centroids: Tensor) -> Tensor:
     return centroids
 
 
-def spread_of(vectors: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
-    """(D,): variance of one head's (N, D) vectors about their centroids in each dimension, scaled to a mean of 1."""
-    residuals = (
-        torch.nan_to_num(vectors.to(centroids.dtype), nan=0.0, posinf=0.0, neginf=0.0) - centroids[assignment.long()]
-    )
-    residuals /= residuals.abs().amax().clamp(min=1e-30)  # squares of large ones would overflow
-    variance = residuals.square().mean(0)
-    mean = variance.mean()
-    return torch.where(mean > 0, variance / mean.clamp(min=1e-30), 1)
-
-
 def assign(vectors: Tensor, centroids: Tensor, caps: list[int | None], config: MuSeConfig) -> Tensor:
     """Nearest centroid, at most so many vectors of a block each as the head's cap says. It proceeds in rounds.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch import dipole, error_control, retrieval, segments, selection, summaries
+from muse_attention.backends.torch import dipole, retrieval, segments, selection, summaries
 from muse_attention.backends.torch.grouping import join, with_spare_row
 from muse_attention.backends.torch.layout import FarField, Heads, by_key_head
 from muse_attention.config import MuSeConfig
@@ -16,9 +16,6 @@ from muse_attention.core.call import Call
 from muse_attention.core.merging import merge
 from muse_attention.core.selection_shapes import SelectionShapes
 from muse_attention.core.structures import Partial, Selection
-
-_NO_SHAPES = SelectionShapes((0,), (0, 1), -1)
-"""Where a selection is at hand."""
 
 
 def attend(own: Partial, call: Call, chosen: Selection | None) -> tuple[Partial, Selection]:
@@ -28,7 +25,7 @@ def attend(own: Partial, call: Call, chosen: Selection | None) -> tuple[Partial,
     shared_by = heads.query.shape[1]
     rows = None if chosen is None else _selection_by_key_head(chosen, shared_by)
     out, lse = by_key_head(own.out, shared_by), by_key_head(own.lse, shared_by)
-    shapes = SelectionShapes.of(call.config, of_rows[2])
+    shapes = SelectionShapes.of(call.config, of_rows[2], is_causal=call.is_causal)
     results = [
         _attend_heads(
             Partial(heads.rows(out[group]), lse[group].flatten()),
@@ -107,70 +104,38 @@ def _attend_heads(
     partials = [own]
     far = heads.far_field(config)
     if config.monopole or chosen is None:
-        of_summaries, chosen = _attend_to_summaries(far, own.lse, chosen, shapes, config, is_causal=is_causal)
+        of_summaries, chosen = _attend_to_summaries(far, chosen, shapes, config, is_causal=is_causal)
         partials.append(of_summaries)
     if chosen.opened.shape[-1] > 0:
-        pairs = far.pairs(chosen, config)
+        pairs = far.pairs(chosen)
         partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, pairs, far.buckets))
     return merge(partials), chosen
 
 
 def _attend_to_summaries(
-    far: FarField,
-    own_lse: Tensor,
-    chosen: Selection | None,
-    shapes: SelectionShapes,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
+    far: FarField, chosen: Selection | None, shapes: SelectionShapes | None, config: MuSeConfig, *, is_causal: bool
 ) -> tuple[Partial, Selection]:
     rows = far.queries.shape[0]
     table = with_spare_row(rows, far.values.shape[-1], far.queries)
     partial = Partial(table, torch.full_like(table[:, 0], -torch.inf))
     filled = chosen
     if filled is None:
-        filled = Selection(
-            *(table.new_full((rows + 1, *shape), shapes.none, dtype=torch.int32) for shape in shapes.both)
+        assert shapes is not None
+        opened, retrieved = (
+            table.new_full((rows + 1, *shape[1:]), shapes.nothing, dtype=shapes.dtype) for shape in shapes[:2]
         )
-    if config.tolerance is not None:
-        _control_error(far, own_lse, chosen is None, filled, partial, config, is_causal=is_causal)
-    else:
-        for part in far.parts(config):
-            scored = part.score(is_causal=is_causal)
-            selection.select_and_attend(
-                scored, filled, partial, is_causal=is_causal, select=chosen is None, attend=config.monopole
-            )
-            if config.dipole != "none":
-                correction = part.correction(scored.accumulated, config, is_causal=is_causal)
-                partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
+        filled = Selection(opened, retrieved)
+    for part in far.parts(config):
+        scored = part.score(is_causal=is_causal)
+        selection.select_and_attend(
+            scored, filled, partial, is_causal=is_causal, select=chosen is None, attend=config.monopole
+        )
+        if config.dipole != "none":
+            correction = part.correction(scored.accumulated, config, is_causal=is_causal)
+            partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
     if chosen is None:
         filled = Selection(filled.opened[:-1], filled.retrieved[:-1])
     return Partial(partial.out[:-1], partial.lse[:-1]), filled
-
-
-def _control_error(
-    far: FarField,
-    own_lse: Tensor,
-    select: bool,
-    filled: Selection,
-    partial: Partial,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
-) -> None:
-    """Selection by tolerance and attention to the rest, again if a head would retrieve more than its budget."""
-    rule = error_control.Tolerance.of(config, own_lse, far.keys.shape[1]) if select else None
-
-    def walk(rule: error_control.Tolerance | None) -> None:
-        for part in far.parts(config):
-            scored = part.score(is_causal=is_causal)
-            error_control.select_and_attend(scored, rule, filled, partial, is_causal=is_causal)
-
-    walk(rule)
-    within_budget = None if rule is None else rule.within(config.retrieved_clusters)
-    if within_budget is not None:
-        filled.retrieved.zero_()
-        walk(within_budget)
 
 
 def _attend_heads_backward(
@@ -196,7 +161,7 @@ def _attend_heads_backward(
     row_grad = heads.rows(grad_out)
     delta = _shared_delta(heads.rows(merged.out), row_grad, None if grad_lse is None else grad_lse.flatten())
     if selected.opened.shape[-1] > 0:
-        pairs = far.pairs(selected, config)
+        pairs = far.pairs(selected)
         add(
             *retrieval.attend_backward(
                 row_grad, row_lse, delta, far.queries, far.key_rows, far.value_rows, pairs, far.buckets
@@ -234,12 +199,11 @@ def _summaries_backward(
             shift = dipole.shift_values(correction, part.residuals, part.segments)
             # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`. (One part only.)
             delta = delta - (grad_out * shift).sum(-1)
-        rule = selection if config.tolerance is None else error_control
         gradients = segments.Gradients(scored, grad_out, lse, delta)
-        rule.attend_backward(scored, selected, gradients, is_causal=is_causal, fill_in=grad_residuals)
+        selection.attend_backward(scored, selected, gradients, is_causal=is_causal, fill_in=grad_residuals)
         grad_buckets, grad_seen = gradients.of_buckets, gradients.accumulated
         if config.dipole != "none":
-            of_summaries, _ = _attend_to_summaries(far, lse, selected, _NO_SHAPES, config, is_causal=is_causal)
+            of_summaries, _ = _attend_to_summaries(far, selected, None, config, is_causal=is_causal)
             share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
             to_residuals, to_matrix = dipole.shift_values_backward(
                 share * grad_out, correction, part.residuals, part.segments

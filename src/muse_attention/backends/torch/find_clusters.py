@@ -1,4 +1,4 @@
-"""Clusters of all queries and keys, a few heads at a time, and how the keys are spread about their centroids."""
+"""Clusters of all queries and keys of the paper's method, a few heads at a time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: floa
         found = _cluster(sides, config)
     else:
         found = [of_side for side in sides for of_side in _cluster([side], config)]
-    spread = [_find_key_spread(key, *found[-1])] if config.needs_spread else []
-    return join_sides(query, *(table for of_side in found for table in of_side), *spread)
+    return join_sides(query, *(table for of_side in found for table in of_side))
 
 
 def _cluster(sides: list[Side], config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
@@ -47,13 +46,3 @@ def _cluster(sides: list[Side], config: MuSeConfig) -> list[tuple[Tensor, Tensor
         (some.clone().view(*tensor.shape[:2], clusters, head_dim), assigned.clone().view(tensor.shape[:3]))
         for tensor, some, assigned in zip(tensors, centroids.split(sizes), assignment.split(sizes), strict=True)
     ]
-
-
-def _find_key_spread(key: Tensor, centroids: Tensor, assignment: Tensor) -> Tensor:
-    """(batch, key heads, D): variance of the keys about their centroids in each dimension, scaled to a mean of 1."""
-    batch, heads, _, head_dim = key.shape
-    spread = [
-        clustering.spread_of(*head)
-        for head in zip(key.flatten(0, 1), centroids.flatten(0, 1), assignment.flatten(0, 1), strict=True)
-    ]
-    return torch.stack(spread).view(batch, heads, head_dim)

@@ -17,9 +17,8 @@ from torch import Tensor
 from muse_attention.backends.torch import dipole, summaries
 from muse_attention.backends.torch.grouping import Groups, group_rows
 from muse_attention.backends.torch.retrieval import Pairs
-from muse_attention.backends.torch.segments import Scored, SecondOrder
+from muse_attention.backends.torch.segments import Scored
 from muse_attention.config import MuSeConfig
-from muse_attention.core.bits import BITS, unpack_bits
 from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Selection, Summaries
@@ -52,8 +51,6 @@ class Heads:
     """(G, R, N)"""
     key_assignment: Tensor
     """(G, N)"""
-    key_spread: Tensor | None
-    """(G, D); None for summaries of first order"""
     scale: float
 
     @classmethod
@@ -67,7 +64,6 @@ class Heads:
             query_centroids=by_key_head(clusters.query_centroids, shared_by),
             query_assignment=by_key_head(clusters.query_assignment, shared_by),
             key_assignment=by_key_head(clusters.key_assignment, 1)[:, 0],
-            key_spread=None if clusters.key_spread is None else clusters.key_spread.flatten(0, 1),
             scale=call.scale,
         )
 
@@ -88,7 +84,6 @@ class Heads:
             self.query_centroids[group],
             self.query_assignment[group],
             self.key_assignment[group],
-            None if self.key_spread is None else self.key_spread[group],
             self.scale,
         )
 
@@ -117,15 +112,9 @@ class Heads:
         segment = (block * key_heads + head[..., None]) * query_clusters + query_cluster
         bucket = (head * blocks + block) * config.key_clusters + key_cluster
         own_centroid = centroids.flatten(0, 1)[(head[..., None] * query_clusters + query_cluster).flatten()]
-        residuals, width = queries - own_centroid, None
-        if self.key_spread is not None:
-            width = torch.bmm(
-                residuals.square().view(key_heads, -1, residuals.shape[1]), self.key_spread.to(self.dtype)[..., None]
-            ).flatten()
         return FarField(
             queries=queries,
-            residuals=residuals,
-            width=width,
+            residuals=queries - own_centroid,
             keys=self.key[:, 0].to(self.dtype).contiguous(),
             values=self.value[:, 0].to(self.dtype).contiguous(),
             centroids=centroids,
@@ -135,7 +124,6 @@ class Heads:
             blocks=blocks,
             key_clusters=config.key_clusters,
             query_heads=query_heads,
-            adds_mass=config.uses_second_order,
         )
 
 
@@ -147,8 +135,6 @@ class FarField:
     """(G R N, D), scaled"""
     residuals: Tensor
     """(G R N, D)"""
-    width: Tensor | None
-    """(G R N,): squares of the residuals in units of the keys' spread; None for summaries of first order"""
     keys: Tensor
     """(G, N, D)"""
     values: Tensor
@@ -164,8 +150,6 @@ class FarField:
     blocks: int
     key_clusters: int
     query_heads: int
-    adds_mass: bool
-    """whether the spread of keys adds to the mass of their summaries"""
 
     @property
     def key_rows(self) -> Tensor:
@@ -197,14 +181,8 @@ class FarField:
         of_buckets = summaries.summarise(
             self.keys, self.values, self.centroids, self.buckets, self.blocks, self.key_clusters
         )
-        second_order = None
-        if self.width is not None:
-            spread = summaries.find_spread(
-                self.keys, self.centroids, self.key_cluster, self.buckets, of_buckets, is_causal=is_causal
-            )
-            second_order = SecondOrder(self.width, *spread, adds_mass=self.adds_mass)
         seen = summaries.accumulate(of_buckets, is_causal=is_causal)
-        return Scored(self.residuals, self.segments, of_buckets, seen, second_order)
+        return Scored(self.residuals, self.segments, of_buckets, seen)
 
     def correction(self, seen: Summaries, config: MuSeConfig, *, is_causal: bool) -> dipole.Correction:
         key_heads, length = self.key_cluster.shape
@@ -221,24 +199,13 @@ class FarField:
             is_causal=is_causal,
         )
 
-    def pairs(self, selected: Selection, config: MuSeConfig) -> Pairs:
+    def pairs(self, selected: Selection) -> Pairs:
         """The buckets that each query retrieves."""
         head = torch.arange(self.queries.shape[0], device=self.queries.device)
         head = head // (self.queries.shape[0] // self.keys.shape[0])
-        if config.tolerance is not None:
-            query, block, word, bit = _set_bits(selected.retrieved)
-            return Pairs(query, (head[query] * self.blocks + block) * self.key_clusters + word * BITS + bit, None)
         block = selected.retrieved.long()
         number = (head[:, None, None] * self.blocks + block) * self.key_clusters + selected.opened.long()[..., None]
         return Pairs.of_picks(torch.where(block < 0, -1, number).flatten(1))
-
-
-def _set_bits(words: Tensor) -> tuple[Tensor, ...]:
-    """Indices of all bits that are set, in order: of the axes of `words`, and of the bit. Most words have none."""
-    found = torch.nonzero(words)
-    bits = unpack_bits(words[tuple(found.T)][:, None], BITS)
-    word, bit = torch.nonzero(bits, as_tuple=True)
-    return (*(axis.contiguous() for axis in found[word].T), bit)
 
 
 def by_key_head(tensor: Tensor, heads: int) -> Tensor:

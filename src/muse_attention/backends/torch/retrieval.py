@@ -6,7 +6,6 @@ so its softmax is complete and each pair yields one partial.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,8 +30,8 @@ class Pairs:
     """(pairs,) int64: rows of queries, ascending"""
     bucket: Tensor
     """(pairs,) int64; -1 for none"""
-    per_query: int | None
-    """as many for each query, if that is so"""
+    per_query: int
+    """as many for each query"""
 
     @classmethod
     def of_picks(cls, picks: Tensor) -> Pairs:
@@ -46,14 +45,12 @@ class Pairs:
         return Pairs(self.query, bucket, self.per_query)
 
     def split(self, rows: int, pairs_at_once: int) -> Iterator[tuple[slice, Pairs]]:
-        """Some of the `rows` of queries at a time, with not many more pairs than that at once; rows count from 0."""
-        starts = torch.searchsorted(self.query, torch.arange(rows + 1, device=self.query.device)).tolist()
-        begin = 0
-        while begin < rows:
-            end = max(begin + 1, bisect.bisect_right(starts, starts[begin] + pairs_at_once) - 1)
-            some = slice(starts[begin], starts[end])
+        """Some of the `rows` of queries at a time, with about so many pairs at once; rows count from 0."""
+        at_once = max(1, pairs_at_once // max(1, self.per_query))
+        for begin in range(0, rows, at_once):
+            end = min(rows, begin + at_once)
+            some = slice(begin * self.per_query, end * self.per_query)
             yield slice(begin, end), Pairs(self.query[some] - begin, self.bucket[some], self.per_query)
-            begin = end
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups) -> Partial:
@@ -90,18 +87,10 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets
 
 def _merge(partial: Partial, pairs: Pairs, rows: int) -> Partial:
     """The pairs of each query into one."""
-    if pairs.per_query is not None:
-        lse = partial.lse.view(rows, pairs.per_query)
-        merged = lse.logsumexp(-1)
-        shares = exp_(lse - torch.where(merged == -torch.inf, 0, merged)[:, None])
-        return Partial(torch.bmm(shares[:, None], partial.out.view(*lse.shape, -1))[:, 0], merged)
-    lengths = torch.bincount(pairs.query, minlength=rows)
-    largest = torch.segment_reduce(partial.lse, "max", lengths=lengths, unsafe=True)
-    largest = torch.where(largest == -torch.inf, 0, largest)
-    shares = exp_(partial.lse - largest[pairs.query])
-    total = torch.segment_reduce(shares, "sum", lengths=lengths, unsafe=True)
-    out = torch.segment_reduce(shares[:, None] * partial.out, "sum", lengths=lengths, unsafe=True)
-    return Partial(out / torch.where(total == 0, 1, total)[:, None], total.log() + largest)
+    lse = partial.lse.view(rows, pairs.per_query)
+    merged = lse.logsumexp(-1)
+    shares = exp_(lse - torch.where(merged == -torch.inf, 0, merged)[:, None])
+    return Partial(torch.bmm(shares[:, None], partial.out.view(*lse.shape, -1))[:, 0], merged)
 
 
 def attend_backward(

@@ -1,7 +1,7 @@
 """What the queries of a segment read: tables of summaries, scored by one matrix product.
 
-The queries of one query cluster in one block read the same summaries. Both rules of selection walk over tiles of such
-queries, and attend to what they leave by one softmax.
+The queries of one query cluster in one block read the same summaries. Selection walks over tiles of such queries, and
+what it leaves is attended to by one softmax.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.grouping import Groups, Tiles, neighbour_tiles
-from muse_attention.backends.torch.summaries import Spread
 from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Partial, Summaries
 
@@ -44,27 +43,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class TableSpread:
-    """The spread of the keys behind each summary of a table."""
-
-    variance: Tensor
-    """(T, 1, S)"""
-    log_size: Tensor
-    """(T, 1, S)"""
-
-    def sigma(self, width: Tensor) -> Tensor:
-        """(T, m, S): standard deviation of a query's logits over these keys, from its (T, m) `width`."""
-        return (self.variance * width[..., None]).sqrt_()
-
-    def add_mass(self, logits: Tensor, sigma: Tensor) -> None:
-        """Add to `logits`, in place, what a summary's mass gains off the centroid: `log E exp(r . (k - kbar))`."""
-        most = (2 * self.log_size).sqrt()
-        # sigma^2 / 2 up to `most`, and from there on the line that continues it: so few keys cannot have more.
-        within = torch.minimum(sigma, most)
-        logits.add_(within * (sigma - within / 2))
-
-
-@dataclass(frozen=True)
 class Segments:
     """Some neighbouring segments of one block: where their summaries are."""
 
@@ -78,10 +56,6 @@ class Segments:
         """Views of the summaries accumulated over all the blocks they see. S = K."""
         mass, keys, values = (part.flatten(0, 1)[self.some, self.block] for part in accumulated.parts())
         return Table(mass[:, None], keys, values)
-
-    def spread_of_clusters(self, accumulated: Spread) -> TableSpread:
-        parts = (accumulated.variance, accumulated.log_size)
-        return TableSpread(*(part.flatten(0, 1)[self.some, self.block][:, None] for part in parts))
 
     def blocks(self, summaries: Summaries) -> tuple[Tensor, ...]:
         """Views of the summaries of each block: (T, seen, K, ...)."""
@@ -118,15 +92,6 @@ class Columns:
             mass[:, self.segments.block] = -torch.inf
         return Table(mass.flatten(1)[:, None], keys.flatten(1, 2), values.flatten(1, 2))
 
-    def copy_spread(self, spread: Spread) -> TableSpread:
-        parts = (self.segments._of_blocks(part)[self.index] for part in (spread.variance, spread.log_size))
-        return TableSpread(*(part.flatten(1)[:, None] for part in parts))
-
-    def gather(self, clusters: Tensor) -> Tensor:
-        """(T, m, ..., K) -> (T, m, ..., U)"""
-        column = self.index[2].reshape(-1, *[1] * (clusters.dim() - 2), self.width)
-        return clusters.gather(-1, column.expand(*clusters.shape[:-1], -1))
-
     def add_to(self, blocks: tuple[Tensor, ...], gradient: Table) -> None:
         """Add the gradients of the copy to those of what was copied."""
         for table, rows in zip(blocks, (gradient.mass[:, 0], gradient.keys, gradient.values), strict=True):
@@ -143,28 +108,16 @@ class Scored:
     """rows by (block, head, query cluster)"""
     summaries: Summaries
     accumulated: Summaries
-    second_order: SecondOrder | None
 
-    def clusters(self, tile: Tiles, where: Segments) -> tuple[Table, Tensor, Tensor | None]:
-        """The summaries of all that a tile sees of each key cluster, their logits, (T, m, K), and sigma likewise."""
+    def clusters(self, tile: Tiles, where: Segments) -> tuple[Table, Tensor]:
+        """The summaries of all that a tile sees of each key cluster, and their logits, (T, m, K)."""
         table = where.clusters(self.accumulated)
-        spread = None if self.second_order is None else where.spread_of_clusters(self.second_order.accumulated)
-        return table, *self._score(tile, table, spread)
+        return table, table.logits(tile.gather(self.residuals))
 
-    def blocks(self, tile: Tiles, columns: Columns) -> tuple[Table, Tensor, Tensor | None]:
+    def blocks(self, tile: Tiles, columns: Columns) -> tuple[Table, Tensor]:
         """The same for some key clusters in each block: logits are (T, m, seen U)."""
         table = columns.copy(self.summaries)
-        spread = None if self.second_order is None else columns.copy_spread(self.second_order.of_buckets)
-        return table, *self._score(tile, table, spread)
-
-    def _score(self, tile: Tiles, table: Table, spread: TableSpread | None) -> tuple[Tensor, Tensor | None]:
-        logits = table.logits(tile.gather(self.residuals))
-        if spread is None or self.second_order is None:
-            return logits, None
-        sigma = spread.sigma(tile.gather(self.second_order.width))
-        if self.second_order.adds_mass:
-            spread.add_mass(logits, sigma)
-        return logits, sigma
+        return table, table.logits(tile.gather(self.residuals))
 
     def walk(self, *, is_causal: bool) -> Iterator[tuple[Tiles, Segments]]:
         """All segments that see any block, block after block: tiles of their queries, and where these read."""
@@ -174,18 +127,6 @@ class Scored:
             begin = block * of_block
             for some, tile in neighbour_tiles(self.groups, begin, begin + of_block, 2 * key_clusters):
                 yield tile, Segments(some, block, block if is_causal else blocks)
-
-
-@dataclass(frozen=True)
-class SecondOrder:
-    """What summaries of second order have more."""
-
-    width: Tensor
-    """(rows,): the size of each query's residual, in units of the spread of the head's keys"""
-    of_buckets: Spread
-    accumulated: Spread
-    adds_mass: bool
-    """False: it only tells how wrong a summary of first order may be"""
 
 
 class Gradients:

@@ -1,10 +1,8 @@
-"""Stage 4, by the paper's rule: open as many clusters for every query, and retrieve as many blocks of each.
+"""Stage 4: open as many clusters for every query, and retrieve as many blocks of each.
 
 Work goes segment by segment: the queries of one query cluster in one block read the same summaries, so their scores
 are one matrix product. They also open much the same clusters, so the blocks of all clusters that any of them opens are
 scored for each: a matrix product of a few columns more, instead of a gather for every query.
-
-`error_control` has the rule by tolerance.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ def select_and_attend(
     `partial` is attention to the summary terms that `selection` leaves. What is filled in has a spare last row.
     """
     for tile, where in scored.walk(is_causal=is_causal):
-        clusters, cluster_logits, _ = scored.clusters(tile, where)
+        clusters, cluster_logits = scored.clusters(tile, where)
         logits, values = [cluster_logits], [clusters.values]
         if selection.opened.shape[-1] > 0:
             if select:
@@ -35,7 +33,7 @@ def select_and_attend(
             else:
                 opened = tile.gather(selection.opened).long()
             some = _OpenedBlocks.of(where, opened, cluster_logits.shape[-1])
-            blocks, block_logits, _ = scored.blocks(tile, some.columns)
+            blocks, block_logits = scored.blocks(tile, some.columns)
             logits.append(block_logits)
             values.append(blocks.values)
             if select:
@@ -54,14 +52,14 @@ def attend_backward(
 ) -> None:
     """Add to the `gradients` of the summaries; those of the residuals go to `fill_in`, (rows + 1, D)."""
     for tile, where in scored.walk(is_causal=is_causal):
-        clusters, logits, _ = scored.clusters(tile, where)
+        clusters, logits = scored.clusters(tile, where)
         if selection.opened.shape[-1] > 0:
             opened = tile.gather(selection.opened).long()
             _close_opened(logits, opened)
         to_residuals = gradients.add_clusters(tile, where, clusters, logits)
         if selection.opened.shape[-1] > 0:
             some = _OpenedBlocks.of(where, opened, clusters.keys.shape[1])
-            blocks, logits, _ = scored.blocks(tile, some.columns)
+            blocks, logits = scored.blocks(tile, some.columns)
             some.keep_only_terms(logits, tile.gather(selection.retrieved).long())
             to_residuals += gradients.add_blocks(tile, some.columns, blocks, logits)
         tile.scatter(fill_in, to_residuals)

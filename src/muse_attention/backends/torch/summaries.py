@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.grouping import Groups, tiles
 from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Summaries
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How far the keys behind each summary are from their mean, and how many they are. It carries no gradient."""
-
-    variance: Tensor
-    """(G, Q, nb, K): `E |k - kbar|^2 / D` under the summary's weights"""
-    log_size: Tensor
-    """(G, Q, nb, K); 0 for an empty one"""
 
 
 def summarise(
@@ -48,45 +36,6 @@ def summarise(
         key_mean[at] = weights @ tile_keys
         value_mean[at] = weights @ tile_values
     return Summaries(log_mass, key_mean, value_mean)
-
-
-def find_spread(
-    keys: Tensor, centroids: Tensor, key_cluster: Tensor, buckets: Groups, of_buckets: Summaries, *, is_causal: bool
-) -> tuple[Spread, Spread]:
-    """The spread of each bucket, and of all that each block sees of a key cluster.
-
-    The second moment of a cluster's keys about a fixed point accumulates as a mean does. About the first of the keys,
-    little of it cancels. `key_cluster` is (G, N) int64.
-    """
-    heads, query_clusters, blocks, key_clusters = of_buckets.log_mass.shape
-    head_dim = keys.shape[2]
-    row_cluster = (torch.arange(heads, device=keys.device)[:, None] * key_clusters + key_cluster).flatten()
-    rows = torch.arange(row_cluster.shape[0], device=keys.device)
-    first = torch.zeros(heads * key_clusters, dtype=torch.int64, device=keys.device)
-    first = first.scatter_reduce_(0, row_cluster, rows, "amin", include_self=False)
-    # A key that is not finite must poison what attends to it, not every summary of its cluster.
-    point = torch.nan_to_num(keys.flatten(0, 1)[first], nan=0.0, posinf=0.0, neginf=0.0)
-    squared = (keys.flatten(0, 1) - point[row_cluster]).square().sum(-1)
-    moment = torch.zeros_like(of_buckets.log_mass)
-    for tile in tiles(buckets, query_clusters + head_dim):
-        at = _bucket_index(tile.group, blocks, key_clusters)
-        logits = torch.bmm(centroids[at[0]], tile.gather(keys.flatten(0, 1)).mT)  # (T, Q, m)
-        weights = exp_(logits.sub_(of_buckets.log_mass[at][..., None]).clamp_(max=0)).mul_(tile.valid[:, None])
-        moment[at] = torch.bmm(weights, tile.gather(squared)[..., None])[..., 0]
-    sizes = buckets.sizes.view(heads, 1, blocks, key_clusters).to(keys.dtype).expand_as(moment)
-    parts = (of_buckets.log_mass, of_buckets.key_mean, moment)
-    seen, seen_sizes = _exclusive_scan(parts, reverse=False), sizes.cumsum(2) - sizes
-    if not is_causal:
-        seen = _combine(seen, _exclusive_scan(parts, reverse=True))
-        seen_sizes = sizes.sum(2, keepdim=True) - sizes
-    point = point.view(heads, 1, 1, key_clusters, head_dim)
-
-    def spread(key_mean: Tensor, moment: Tensor, sizes: Tensor) -> Spread:
-        variance = (moment - (key_mean - point).square().sum(-1)).clamp(min=0) / head_dim
-        return Spread(torch.where(sizes > 1, variance, 0), sizes.clamp(min=1).log())
-
-    _, seen_mean, seen_moment = seen
-    return spread(of_buckets.key_mean, moment, sizes), spread(seen_mean, seen_moment, seen_sizes)
 
 
 def summarise_backward(
