@@ -13,24 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_math import finite_square
 from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded, power_of_two
 from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.scored_summaries import Accumulated, ScoredSummaries, means
+from muse_attention.backends.triton.summaries import Accumulated, pointers
 from muse_attention.core.structures import Summaries
 
 
-def accumulate(of_buckets: ScoredSummaries, seen: ScoredSummaries, *, has_spread: bool, is_causal: bool) -> Accumulated:
-    """Fill in what is `seen` from each block, but for its `most`."""
-    heads, query_clusters, blocks, key_clusters = seen.log_mass.shape
+def accumulate(of_buckets: Summaries, *, is_causal: bool) -> Accumulated:
+    """What is seen of the summaries from each block."""
+    heads, query_clusters, blocks, key_clusters = of_buckets.log_mass.shape
+    seen = Summaries(*(torch.empty_like(part) for part in of_buckets.parts()))
     before = seen.log_mass if is_causal else torch.empty_like(seen.log_mass)
     after = before if is_causal else torch.empty_like(seen.log_mass)
     constants = _constants(of_buckets)
     _accumulate[(cdiv(key_clusters, constants["TILE"]), query_clusters, heads)](
-        **means(of_buckets), deviation_ptr=of_buckets.deviation, **means(seen, "seen_"),
-        seen_deviation_ptr=seen.deviation, mass_before_ptr=before, mass_after_ptr=after, blocks=blocks,
-        key_clusters=key_clusters, IS_CAUSAL=is_causal, HAS_SPREAD=has_spread, **constants,
+        **pointers(of_buckets), **pointers(seen, "seen_"), mass_before_ptr=before, mass_after_ptr=after, blocks=blocks,
+        key_clusters=key_clusters, IS_CAUSAL=is_causal, **constants,
     )  # fmt: skip
     return Accumulated(seen, before, after)
 
@@ -58,9 +57,9 @@ def accumulate_backward(
     heads, query_clusters, blocks, key_clusters = gradient.log_mass.shape
     constants = _constants(of_buckets)
     _accumulate_backward[(cdiv(key_clusters, constants["TILE"]), query_clusters, heads)](
-        **means(gradient, "grad_"), **means(of_buckets), seen_mass_ptr=accumulated.seen.log_mass,
+        **pointers(gradient, "grad_"), **pointers(of_buckets), seen_mass_ptr=accumulated.seen.log_mass,
         mass_before_ptr=accumulated.mass_before, mass_after_ptr=accumulated.mass_after, listed_ptr=listed,
-        key_offset_ptr=key_offset, **means(add_to, "add_"), blocks=blocks, key_clusters=key_clusters,
+        key_offset_ptr=key_offset, **pointers(add_to, "add_"), blocks=blocks, key_clusters=key_clusters,
         shared_by=heads // key_offset.shape[0], IS_CAUSAL=is_causal, IS_FROZEN=not differentiable_aggregation,
         **constants,
     )  # fmt: skip
@@ -95,25 +94,17 @@ def _log_of_sum(first, second):
     return tl.where(largest == float("-inf"), largest, total)
 
 
-@triton.jit
-def _joint_variance(first, second, first_mean, second_mean, first_share, second_share, D: tl.constexpr):
-    """[TILE]: of two sets of keys as one: the mean inside the sets, and that of their means."""
-    between = (first_mean - second_mean) * tl.sqrt(first_share * second_share)[:, None]  # [TILE, D]
-    return first * first_share + second * second_share + finite_square(tl.sum(between * between, 1)) / D
-
-
 @kernel(stage="summaries", do_not_specialize=["blocks", "key_clusters"])
 def _accumulate(
-    mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, seen_mass_ptr, seen_key_mean_ptr, seen_value_mean_ptr,
-    seen_deviation_ptr, mass_before_ptr, mass_after_ptr, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SPREAD: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr,
+    mass_ptr, key_mean_ptr, value_mean_ptr, seen_mass_ptr, seen_key_mean_ptr, seen_value_mean_ptr, mass_before_ptr,
+    mass_after_ptr, blocks, key_clusters, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """For each block, one summary per key cluster of all the blocks it sees.
 
-    Grid: (K / TILE, Q, H). `mass_ptr`, `deviation_ptr`, `seen_mass_ptr`, `seen_deviation_ptr`, `mass_before_ptr`,
-    `mass_after_ptr`: (H, Q, nb, K); `key_mean_ptr`, `seen_key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`,
-    `seen_value_mean_ptr`: (H, Q, nb, K, DV). If attention is causal, `mass_before_ptr` is `seen_mass_ptr`.
+    Grid: (K / TILE, Q, H). `mass_ptr`, `seen_mass_ptr`, `mass_before_ptr`, `mass_after_ptr`: (H, Q, nb, K);
+    `key_mean_ptr`, `seen_key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`, `seen_value_mean_ptr`: (H, Q, nb, K, DV).
+    If attention is causal, `mass_before_ptr` is `seen_mass_ptr`.
     """
     query_cluster = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
@@ -124,7 +115,6 @@ def _accumulate(
     before_log = tl.full([TILE], float("-inf"), ACC)
     before_keys = tl.zeros([TILE, DP], ACC)  # [TILE, D]
     before_values = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
-    before_variance = tl.zeros([TILE], ACC)
     for block in range(blocks):
         at = entry + block * key_clusters
         tl.store(mass_before_ptr + at + offs_cluster, before_log, mask=mask_cluster)
@@ -136,12 +126,6 @@ def _accumulate(
         together = _log_of_sum(before_log, log_mass)  # [TILE]
         # [TILE], [TILE]
         share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(before_log, together)
-        if HAS_SPREAD:
-            tl.store(seen_deviation_ptr + at + offs_cluster, tl.sqrt(before_variance), mask=mask_cluster)
-            own_deviation = tl.load(deviation_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)  # [TILE]
-            before_variance = _joint_variance(
-                before_variance, own_deviation * own_deviation, before_keys, own_keys, share_before, share, D
-            )
         before_keys = before_keys * share_before[:, None] + own_keys * share[:, None]
         before_values = before_values * share_before[:, None] + own_values * share[:, None]
         before_log = together
@@ -151,7 +135,6 @@ def _accumulate(
         after_log = tl.full([TILE], float("-inf"), ACC)
         after_keys = tl.zeros([TILE, DP], ACC)  # [TILE, D]
         after_values = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
-        after_variance = tl.zeros([TILE], ACC)
         tl.debug_barrier()
         for step in range(blocks):
             at = entry + (blocks - 1 - step) * key_clusters
@@ -160,14 +143,6 @@ def _accumulate(
             share_before, share = _exp_of_difference(before_log, together), _exp_of_difference(after_log, together)
             before_keys = load_rows(seen_key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC)
             before_values = load_rows(seen_value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC)
-            if HAS_SPREAD:
-                # [TILE]
-                before_deviation = tl.load(seen_deviation_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)
-                # [TILE]
-                both = _joint_variance(
-                    before_deviation * before_deviation, after_variance, before_keys, after_keys, share_before, share, D
-                )
-                tl.store(seen_deviation_ptr + at + offs_cluster, tl.sqrt(both), mask=mask_cluster)
             both_keys = before_keys * share_before[:, None] + after_keys * share[:, None]  # [TILE, D]
             both_values = before_values * share_before[:, None] + after_values * share[:, None]  # [TILE, DV]
             tl.store(mass_after_ptr + at + offs_cluster, after_log, mask=mask_cluster)
@@ -179,11 +154,6 @@ def _accumulate(
             share, share_before = _exp_of_difference(log_mass, together), _exp_of_difference(after_log, together)
             own_keys = load_rows(key_mean_ptr, at, offs_cluster, mask_cluster, D, DP).to(ACC)
             own_values = load_rows(value_mean_ptr, at, offs_cluster, mask_cluster, DV, DVP).to(ACC)
-            if HAS_SPREAD:
-                own_deviation = tl.load(deviation_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)
-                after_variance = _joint_variance(
-                    after_variance, own_deviation * own_deviation, after_keys, own_keys, share_before, share, D
-                )
             after_keys = after_keys * share_before[:, None] + own_keys * share[:, None]
             after_values = after_values * share_before[:, None] + own_values * share[:, None]
             after_log = together

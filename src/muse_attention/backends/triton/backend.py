@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from muse_attention.backends.protocol import Backend
 from muse_attention.backends.triton import far_field
-from muse_attention.backends.triton.clustering import shuffled_positions
-from muse_attention.backends.triton.find_clusters import find_clusters
+from muse_attention.backends.triton.blockwise import backend as blockwise
+from muse_attention.backends.triton.clustering import find_clusters, shuffled_positions
 from muse_attention.backends.triton.limits import MOST_PROGRAMS
-from muse_attention.backends.triton.plan import Plan, pairs_per_query
+from muse_attention.backends.triton.plan import Plan
 from muse_attention.backends.triton.runtime import schedule
 from muse_attention.backends.triton.runtime.schedule import aligned
 from muse_attention.config import MuSeConfig
@@ -22,7 +24,11 @@ from muse_attention.core.structures import Clusters, Partial, Selection
 
 
 class TritonBackend(Backend):
-    def find_clusters(self, query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
+    def find_clusters(
+        self, query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float
+    ) -> Clusters:
+        if config.tolerance is not None:
+            return blockwise.find_clusters(query, key, config, is_causal=is_causal, scale=scale)
         sides = sides_to_cluster(query, key, config, scale=scale)
         order = shuffled_positions(key.shape[2], config.seed, key.device)
         how = tuple((side.factor, side.clusters, side.cap) for side in sides)
@@ -33,6 +39,8 @@ class TritonBackend(Backend):
         own = local.attend(call)
         if not call.has_far_field:
             return without_far_field(call, own, chosen)
+        if call.config.tolerance is not None:
+            return blockwise.attend(call, own, chosen)
         merged = Partial(aligned(own.out), aligned(own.lse))
         picked = (None, None) if chosen is None else _as_integers(chosen.opened, chosen.retrieved)
         tensors = (*_inputs(call), merged.out, merged.lse, *picked)
@@ -46,6 +54,8 @@ class TritonBackend(Backend):
         own = local.attend_backward(call, merged, grad_out, grad_lse)
         if not call.has_far_field:
             return own
+        if call.config.tolerance is not None:
+            return blockwise.attend_backward(call, attended, own, grad_out, grad_lse)
         grad_query, grad_key, grad_value = (aligned(gradient) for gradient in own)
         tensors = (
             *_inputs(call),
@@ -68,8 +78,10 @@ class TritonBackend(Backend):
     def memory_size(self, call: Call, retrieved: Tensor) -> int:
         if not call.has_far_field:
             return 0
+        if call.config.tolerance is not None:
+            return blockwise.memory_size(call)
         batch, heads, length, _ = call.query.shape
-        picks = pairs_per_query(call.config, retrieved.shape[-2:])
+        picks = math.prod(retrieved.shape[-2:])
         query_clusters = call.clusters.query_centroids.shape[2]
         return Plan.size(
             Plan.shapes(call.config, batch * heads, batch * call.key.shape[1], length, query_clusters, picks)
@@ -79,7 +91,7 @@ class TritonBackend(Backend):
         return MOST_PROGRAMS // heads
 
 
-def _inputs(call: Call) -> tuple[Tensor | None, ...]:
+def _inputs(call: Call) -> tuple[Tensor, ...]:
     """What `Heads.of` reads."""
     clusters = call.clusters
     return (
@@ -88,7 +100,6 @@ def _inputs(call: Call) -> tuple[Tensor | None, ...]:
         aligned(call.value),
         aligned(clusters.query_centroids, compute_dtype(call.query.dtype)),
         *_as_integers(clusters.query_assignment, clusters.key_assignment),
-        None if clusters.key_spread is None else aligned(clusters.key_spread),
     )
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_math import exp_of_less, finite_square
+from muse_attention.backends.triton.device_math import exp_of_less
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
 from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.scored_summaries import PairGradients, ScoredSummaries, means
+from muse_attention.backends.triton.summaries import PairGradients, pointers
 from muse_attention.backends.triton.tiles import Tiles, load_places, load_tile
+from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Summaries
 
 SUMMARISE = {
@@ -34,21 +34,20 @@ ROWS_OF_TILE = 64
 """Keys of one bucket whose gradients one program sums."""
 
 
-def summarise_buckets(
-    keys: Tensor,
-    values: Tensor,
-    centroids: Tensor,
-    buckets: Groups,
-    key_offset: Tensor,
-    squares: Tensor | None,
-    *,
-    is_causal: bool,
-    fill_in: ScoredSummaries,
-    seen: ScoredSummaries,
-) -> None:
-    """Fill in the summaries of each bucket; of what is `seen` from each block, only `most`. As `summarise`."""
-    heads, query_clusters, blocks, key_clusters, head_dim = fill_in.key_mean.shape
+def summarise(
+    keys: Tensor, values: Tensor, centroids: Tensor, buckets: Groups, key_offset: Tensor, *, blocks: int
+) -> Summaries:
+    """(H, Q, nb, K, ...) of (G, N, D) keys and (G, N, Dv) values, in the order of `buckets`, from (H, Q, D) query
+    centroids. Means of keys are less the (G, D) `key_offset`."""
+    heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
+    key_clusters = buckets.number // blocks
+    shape = (heads, query_clusters, blocks, key_clusters)
+    found = Summaries(
+        keys.new_empty(shape, dtype=compute_dtype(keys.dtype)),
+        keys.new_empty(*shape, head_dim),
+        keys.new_empty(*shape, value_dim),
+    )
     # (All query clusters of a tile that there are: matrix units want 64 rows, even if some are none.)
     launch = dict(fitting(SUMMARISE, head_dim, value_dim, keys.dtype))
     if length <= SMALL_BUCKET * blocks * key_clusters:
@@ -56,11 +55,11 @@ def summarise_buckets(
     # (The first axis of a grid alone may have more than 65,535 programs.)
     _summarise[(key_clusters * blocks, cdiv(query_clusters, launch["TILE"]), heads)](
         keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, starts_ptr=buckets.starts, key_offset_ptr=key_offset,
-        squares_ptr=key_offset if squares is None else squares, **fill_in.arguments(), seen_most_ptr=seen.most,
-        length=length, blocks=blocks, query_clusters=query_clusters, key_clusters=key_clusters,
+        **pointers(found), length=length, blocks=blocks, query_clusters=query_clusters, key_clusters=key_clusters,
         shared_by=heads // key_heads, D=head_dim, DP=padded(head_dim), DV=value_dim, DVP=padded(value_dim),
-        IS_CAUSAL=is_causal, HAS_SPREAD=squares is not None, **arithmetic(keys.dtype), **launch,
+        **arithmetic(keys.dtype), **launch,
     )  # fmt: skip
+    return found
 
 
 def summarise_backward(
@@ -84,7 +83,7 @@ def summarise_backward(
     heads, query_clusters, head_dim = centroids.shape
     key_heads, length, value_dim = values.shape
     # (A kernel takes a tensor even where it does not look at it.)
-    tables = means(Summaries(keys, keys, keys) if gradient is None else gradient, "grad_")
+    tables = pointers(Summaries(keys, keys, keys) if gradient is None else gradient, "grad_")
     pieces = of_pairs or PairGradients(keys, keys, buckets.starts)
     _summarise_backward[bucket_tiles.grid](
         **tables, mass_ptr=keys if log_mass is None else log_mass, keys_ptr=keys, values_ptr=values,
@@ -105,33 +104,17 @@ def _few(launch: dict[int, dict[str, int]], query_clusters: int, keys: Tensor, v
     return {**fit, "TILE": min(fit["TILE"], padded(query_clusters))}
 
 
-@triton.jit
-def _most(number, ACC: tl.constexpr):
-    """`sqrt(2 log n)`; 0 for none or one."""
-    return tl.sqrt(2.0 * tl.log(tl.maximum(number, 1).to(ACC)))
-
-
-@triton.jit
-def _load_point(key_ptr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr):
-    """[D]: a key. One that is not finite must poison what attends to it, not the spread of its bucket."""
-    offs_d = tl.arange(0, DP)  # [D]
-    point = tl.load(key_ptr + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
-    return tl.where(tl.abs(point) < float("inf"), point, 0.0)
-
-
 @kernel(stage="summaries", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters", "shared_by"])
 def _summarise(
-    keys_ptr, values_ptr, centroids_ptr, starts_ptr, key_offset_ptr, squares_ptr, mass_ptr, key_mean_ptr,
-    value_mean_ptr, deviation_ptr, most_ptr, seen_most_ptr, length, blocks, query_clusters, key_clusters, shared_by,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_SPREAD: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    keys_ptr, values_ptr, centroids_ptr, starts_ptr, key_offset_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, length,
+    blocks, query_clusters, key_clusters, shared_by, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One bucket, as seen from some query clusters.
 
     Grid: (K nb, Q / TILE, H). `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the buckets;
-    `centroids_ptr`: (H, Q, D); `starts_ptr`: (G, K nb + 1) int32; `key_offset_ptr`: (G, D); `squares_ptr`: (G, N);
-    `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV);
-    `most_ptr`, `seen_most_ptr`: (H, nb, K).
+    `centroids_ptr`: (H, Q, D); `starts_ptr`: (G, K nb + 1) int32; `key_offset_ptr`: (G, D); `mass_ptr`:
+    (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV).
     """
     key_cluster, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     head = tl.program_id(2).to(tl.int64)
@@ -143,15 +126,6 @@ def _summarise(
     first_row, end = tl.load(starts_ptr + block), tl.load(starts_ptr + block + 1)
     offs_d = tl.arange(0, DP)  # [D]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
-    if HAS_SPREAD:
-        if first_cluster == 0:
-            before, whole = first_row - tl.load(starts_ptr), tl.load(starts_ptr + blocks) - tl.load(starts_ptr)
-            size = (head * blocks + block) * key_clusters + key_cluster
-            tl.store(most_ptr + size, _most(end - first_row, ACC))
-            tl.store(seen_most_ptr + size, _most(before if IS_CAUSAL else whole - (end - first_row), ACC))
-        # (What the second moment is about.)
-        # [D]
-        point = _load_point(keys_ptr + (key_head * length + tl.minimum(first_row, length - 1)) * D, D, DP, ACC) - offset
 
     # 1. Sums over its keys, of weights relative to the largest so far.
     # [TILE, D]
@@ -161,7 +135,6 @@ def _summarise(
     total = tl.zeros([TILE], ACC)
     key_sum = tl.zeros([TILE, DP], ACC)  # [TILE, D]
     value_sum = tl.zeros([TILE, DVP], ACC)  # [TILE, DV]
-    moment = tl.zeros([TILE], ACC)
     rounded_total = tl.zeros([TILE], ACC)
     for begin in range(first_row, end, KEYS):
         offs_row = begin + offs_place  # [KEYS]
@@ -178,14 +151,11 @@ def _summarise(
         # (Means are divided by the sum of the weights they are made of, or what should cancel does not.)
         weights = weights.to(keys.dtype)
         rounded_total = rounded_total * kept + tl.sum(weights.to(ACC), 1)
-        if HAS_SPREAD:
-            squared = tl.load(squares_ptr + key_head * length + offs_row, mask=mask_row, other=0.0)  # [KEYS]
-            moment = moment * kept + tl.sum(weights.to(ACC) * squared[None, :], 1)
         key_sum = tl.dot(weights, keys, key_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
         value_sum = tl.dot(weights, values, value_sum * kept[:, None], input_precision=PRECISION, out_dtype=ACC)
         largest = larger
 
-    # 2. Means and deviation. Those of the next query cluster lie `blocks * key_clusters` further.
+    # 2. Means. Those of the next query cluster lie `blocks * key_clusters` further.
     at = ((head * query_clusters + first_cluster) * blocks + block) * key_clusters + key_cluster
     offs_summary = offs_cluster * blocks * key_clusters  # [TILE]
     is_empty = total == 0  # [TILE]
@@ -194,11 +164,6 @@ def _summarise(
     inverse = 1.0 / tl.where(is_empty, 1.0, rounded_total)  # [TILE]
     key_sum = tl.where(is_empty[:, None], 0.0, key_sum * inverse[:, None] - offset[None, :])
     value_sum *= inverse[:, None]
-    if HAS_SPREAD:
-        off = tl.where(is_empty[:, None], 0.0, key_sum - point[None, :])  # [TILE, D]
-        variance = finite_square(moment * inverse - tl.sum(off * off, 1)) / D  # [TILE]
-        variance = tl.where(end - first_row > 1, variance, 0.0)
-        tl.store(deviation_ptr + at + offs_summary, tl.sqrt(variance), mask=mask_cluster)
     store_rows(key_mean_ptr, at, offs_summary, mask_cluster, key_sum, D, DP)
     store_rows(value_mean_ptr, at, offs_summary, mask_cluster, value_sum, DV, DVP)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.balancing import keep_under_cap
+from muse_attention.backends.triton.filling import copied
 from muse_attention.backends.triton.lloyd import lloyd_iteration
 from muse_attention.backends.triton.nearest import (
     Vectors,
@@ -22,6 +25,23 @@ from muse_attention.backends.triton.streaming import stream
 from muse_attention.config import MuSeConfig
 from muse_attention.core.shuffle import seeded_shuffle
 from muse_attention.core.structures import Side
+
+
+def find_clusters(order: Tensor, *tensors_and_settings: Any) -> tuple[Tensor, ...]:
+    """Tables of each side, (batch, heads, clusters, D) and (batch, heads, N)."""
+    *tensors, how, config = tensors_and_settings
+    sides = [Side(tensor.flatten(0, 1), *of_side) for tensor, of_side in zip(tensors, how, strict=True)]
+    if len({side.clusters for side in sides}) == 1:
+        # Clustering is a chain of small steps: queries and keys take them together.
+        together = cluster(sides, order, config)
+        found = [(copied(centroids), copied(assignment)) for centroids, assignment in together]
+    else:
+        found = [of_side for side in sides for of_side in cluster([side], order, config)]
+    return tuple(
+        table.unflatten(0, tensor.shape[:2])
+        for tensor, of_side in zip(tensors, found, strict=True)
+        for table in of_side
+    )
 
 
 def cluster(sides: list[Side], order: Tensor, config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""Arithmetic inside kernels: exponentials, scores that carry their column, numbers in range, bits."""
+"""Arithmetic inside kernels: exponentials, scores that carry their column, numbers in range."""
 
 from __future__ import annotations
 
@@ -35,23 +35,6 @@ def index_in_order(scores, COLUMNS: tl.constexpr):
 def in_range(number, size):
     """The nearest of `0 .. size - 1`: an assignment that was handed in must not lead outside of memory."""
     return tl.minimum(tl.maximum(number, 0), size - 1)
-
-
-@triton.jit
-def count_bits(words):
-    """Of int32: how many bits are set."""
-    rest = words.to(tl.uint32, bitcast=True)
-    rest = rest - ((rest >> 1) & 0x55555555)
-    rest = (rest & 0x33333333) + ((rest >> 2) & 0x33333333)
-    rest = (rest + (rest >> 4)) & 0x0F0F0F0F
-    return ((rest * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
-def lowest_bit(words):
-    """Of int32: the number of the lowest bit that is set, 32 for none, and the words without it."""
-    lowest = words & -words
-    return count_bits(lowest - 1), words ^ lowest
 
 
 @triton.jit

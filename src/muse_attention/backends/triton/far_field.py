@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
 
-from muse_attention.backends.triton import error_control, merging, pairs, retrieval, selection, summaries, terms
+from muse_attention.backends.triton import merging, retrieval, selection, terms
+from muse_attention.backends.triton.accumulation import accumulate_backward
+from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE, summarise_backward
 from muse_attention.backends.triton.grouping import Groups, group_by_cluster_and_block
 from muse_attention.backends.triton.layout import FarField, Heads
-from muse_attention.backends.triton.opened import list_opened, list_opened_bits
-from muse_attention.backends.triton.plan import Plan, pairs_per_query
-from muse_attention.backends.triton.segments import Segments
+from muse_attention.backends.triton.opened import list_opened
+from muse_attention.backends.triton.pairs import Pairs, sort_picks
+from muse_attention.backends.triton.plan import Plan
+from muse_attention.backends.triton.summaries import new_gradient
+from muse_attention.backends.triton.term_bits import find_terms
 from muse_attention.backends.triton.tiles import tiles_of_groups
 from muse_attention.config import MuSeConfig
 from muse_attention.core.selection_shapes import SelectionShapes
@@ -27,14 +32,12 @@ def attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     heads = Heads.of(*inputs)
     is_chosen = opened is not None
     if not is_chosen:
-        batch, query_heads, length, _ = inputs[0].shape
-        opened, retrieved = (
-            heads.query_assignment.new_empty(batch, query_heads, length, *shape)
-            for shape in SelectionShapes.of(config, length).both
-        )
+        query = inputs[0]
+        found = SelectionShapes.of(config, query.shape[2], is_causal=is_causal).new(query)
+        opened, retrieved = found.opened, found.retrieved
     rows = Selection(opened.flatten(0, 1), retrieved.flatten(0, 1))
     out, lse = out.flatten(0, 1), lse.flatten(0, 1)
-    picks = pairs_per_query(config, rows.retrieved.shape[-2:])
+    picks = math.prod(retrieved.shape[-2:])
     of_plan = heads.plan_shapes(config, picks)
     memory = heads.query_assignment.new_empty(Plan.size(of_plan))
     plan = Plan.of(memory, of_plan)
@@ -66,7 +69,7 @@ def attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     grad_out, out, lse = grad_out.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
     grad_lse = None if grad_lse is None else grad_lse.flatten(0, 1)
     opened, retrieved = opened.flatten(0, 1), retrieved.flatten(0, 1)
-    picks = pairs_per_query(config, retrieved.shape[-2:])
+    picks = math.prod(retrieved.shape[-2:])
     plan = Plan.of(memory, heads.plan_shapes(config, picks))
     for group in heads.groups(config, picks, is_backward=True):
         some = heads[group]
@@ -113,58 +116,23 @@ def _attend_heads(
     far = FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
     of_summaries = of_pairs = None
     if config.monopole or not is_chosen:
-        of_summaries = _attend_to_summaries(far, merged.lse, selected, config, is_chosen=is_chosen)
-    found = None
+        of_summaries = _attend_to_summaries(far, selected, config, is_chosen=is_chosen)
     if picks > 0:
-        _sort_pairs(selected, plan, far.segments.blocks, config)
-        found = _pairs(plan, picks, config)
-        of_pairs = retrieval.attend(heads.queries, far.keys, far.values, found, far.buckets, scale=scale)
-    merging.merge(merged, of_summaries, of_pairs, found, fill_in=merged)
+        by_bucket = Groups(plan.pair_order, plan.pair_starts)
+        sort_picks(selected, far.segments.blocks, by_bucket)
+        pairs = Pairs.of(by_bucket, picks)
+        of_pairs = retrieval.attend(heads.queries, far.keys, far.values, pairs, far.buckets, scale=scale)
+    merging.merge(merged, of_summaries, of_pairs, picks, fill_in=merged)
 
 
-def _attend_to_summaries(
-    far: FarField, own_lse: Tensor, selected: Selection, config: MuSeConfig, *, is_chosen: bool
-) -> Partial | None:
+def _attend_to_summaries(far: FarField, selected: Selection, config: MuSeConfig, *, is_chosen: bool) -> Partial | None:
     of_buckets, accumulated = far.summaries()
-    if config.tolerance is not None:
-        return error_control.select_and_attend(
-            far.segments,
-            of_buckets,
-            accumulated.seen,
-            own_lse,
-            selected,
-            is_chosen=is_chosen,
-            tolerance=config.tolerance,
-            caution=config.caution,
-            mean_bucket=config.mean_bucket,
-            budget=config.retrieved_clusters * own_lse.shape[1],
-        )
     if not is_chosen:
         selection.select(far.segments, of_buckets, accumulated.seen, fill_in=selected)
     if not config.monopole:
         return None
-    left = _find_terms(far.segments, selected, config)
+    left = find_terms(far.segments, selected, list_opened(far.segments, selected.opened))
     return terms.attend(far.segments, of_buckets, accumulated.seen, left)
-
-
-def _find_terms(segments: Segments, chosen: Selection, config: MuSeConfig) -> terms.Terms:
-    if config.tolerance is None:
-        return terms.find_terms(segments, chosen, list_opened(segments, chosen.opened))
-    return terms.find_terms_of_bits(segments, chosen, list_opened_bits(segments, chosen.opened))
-
-
-def _sort_pairs(chosen: Selection, plan: Plan, blocks: int, config: MuSeConfig) -> None:
-    """Fill in the pairs of a `plan`."""
-    groups = Groups(plan.pair_order, plan.pair_starts)
-    if config.tolerance is None:
-        pairs.sort_picks(chosen, blocks, groups)
-    else:
-        pairs.sort_bits(chosen, plan.pair_order.shape[0], groups, plan.pair_rows, plan.row_starts)
-
-
-def _pairs(plan: Plan, picks: int, config: MuSeConfig) -> pairs.Pairs:
-    groups = Groups(plan.pair_order, plan.pair_starts)
-    return pairs.Pairs.of(groups, picks if config.tolerance is None else 0, plan.pair_rows, plan.row_starts)
 
 
 def _attend_heads_backward(
@@ -182,32 +150,31 @@ def _attend_heads_backward(
     scale: float,
 ) -> None:
     far = FarField.of(heads, plan, config, is_causal=is_causal, scale=scale)
-    bucket_tiles = tiles_of_groups(far.buckets, summaries.ROWS_OF_TILE)
+    bucket_tiles = tiles_of_groups(far.buckets, ROWS_OF_TILE)
     delta, ordered, ordered_delta = merging.shared_delta(
         merged, grad_out, grad_lse, far.segments.groups, far.segments.shift
     )
     of_summaries = of_pairs = to_keys = grad_buckets = log_mass = None
     if config.monopole:
         of_buckets, accumulated = far.summaries()
-        left = _find_terms(far.segments, selected, config)
-        grad_buckets, grad_seen = (summaries.new_gradient(of_buckets) for _ in range(2))
+        left = find_terms(far.segments, selected, list_opened(far.segments, selected.opened))
+        grad_buckets, grad_seen = (new_gradient(of_buckets) for _ in range(2))
         of_summaries = terms.attend_backward(
             ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, left,
             fill_in=(grad_buckets, grad_seen),
         )  # fmt: skip
         log_mass = of_buckets.log_mass
-        summaries.accumulate_backward(
+        accumulate_backward(
             grad_seen, of_buckets, accumulated, left.opened.place, far.key_offset, is_causal=is_causal,
             differentiable_aggregation=config.differentiable_aggregation, add_to=grad_buckets,
         )  # fmt: skip
-    found = None
     if picks > 0:
-        found = _pairs(plan, picks, config)
+        pairs = Pairs.of(Groups(plan.pair_order, plan.pair_starts), picks)
         of_pairs, to_keys = retrieval.attend_backward(
-            grad_out, merged.lse, delta, heads.queries, far.keys, far.values, found, far.buckets, bucket_tiles,
-            far.key_offset, rows_of_bucket_tile=summaries.ROWS_OF_TILE, scale=scale,
+            grad_out, merged.lse, delta, heads.queries, far.keys, far.values, pairs, far.buckets, bucket_tiles,
+            far.key_offset, rows_of_bucket_tile=ROWS_OF_TILE, scale=scale,
         )  # fmt: skip
-    summaries.summarise_backward(
+    summarise_backward(
         grad_buckets,
         log_mass,
         far.keys,
@@ -221,5 +188,5 @@ def _attend_heads_backward(
         add_to=gradients[1:],
     )
     merging.add_to_queries(
-        gradients[0], of_summaries, of_pairs, found, selected.retrieved, far.key_offset, gradients[0], scale=scale
+        gradients[0], of_summaries, of_pairs, picks, selected.retrieved, far.key_offset, gradients[0], scale=scale
     )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from muse_attention.backends.triton import summaries
+from muse_attention.backends.triton.accumulation import accumulate
+from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE as KEYS_OF_TILE
+from muse_attention.backends.triton.bucket_summaries import summarise
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import find_key_offset
 from muse_attention.backends.triton.numbers import cdiv
 from muse_attention.backends.triton.plan import Plan
-from muse_attention.backends.triton.rows import square_distances, take_residuals, take_rows
+from muse_attention.backends.triton.rows import take_residuals, take_rows
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments
+from muse_attention.backends.triton.summaries import Accumulated
 from muse_attention.backends.triton.tiles import tiles_of_groups
 from muse_attention.config import MuSeConfig
+from muse_attention.core.structures import Summaries
 
 WORKSPACE_BYTES = 1 << 30
 WORKSPACE_OF_INPUTS = 2
@@ -39,17 +42,14 @@ class Heads:
     """(H, N) int32"""
     key_assignment: Tensor
     """(G, N) int32"""
-    key_spread: Tensor | None
-    """(G, D)"""
     key_offset: Tensor
     """(G, D): the point from which the means of keys are stored"""
 
     @classmethod
-    def of(cls, *tensors: Tensor | None) -> Heads:
+    def of(cls, *tensors: Tensor) -> Heads:
         """From the same with the axes batch and heads, without `key_offset`, which it finds."""
-        flat: list[Any] = [None if tensor is None else tensor.flatten(0, 1) for tensor in tensors]
-        flat.append(find_key_offset(flat[1]))
-        return cls(*flat)
+        flat = [tensor.flatten(0, 1) for tensor in tensors]
+        return cls(*flat, find_key_offset(flat[1]))
 
     @property
     def shared_by(self) -> int:
@@ -64,7 +64,6 @@ class Heads:
             self.query_centroids[of_queries],
             self.query_assignment[of_queries],
             self.key_assignment[group],
-            None if self.key_spread is None else self.key_spread[group],
             self.key_offset[group],
         )
 
@@ -87,7 +86,7 @@ class Heads:
             # Two kinds of summaries and their gradients; then one of these, the gradient of each pair's query, and
             # those of keys and values in pieces.
             of_rows = (2 * self.shared_by + 1) * length * both
-            of_pieces = (length + summaries.ROWS_OF_TILE * buckets) * both if of_pairs else 0
+            of_pieces = (length + KEYS_OF_TILE * buckets) * both if of_pairs else 0
             numbers = of_rows + max(4 * of_summaries, of_summaries + of_pairs * head_dim + of_pieces)
         else:
             # Two kinds of summaries; then the output of each pair.
@@ -109,8 +108,6 @@ class FarField:
     keys: Tensor
     values: Tensor
     key_offset: Tensor
-    squares: Tensor | None
-    """`square_distances` of the keys, if anyone asks how far they are apart"""
     centroids: Tensor
 
     @classmethod
@@ -118,19 +115,13 @@ class FarField:
         """`plan` holds the orders."""
         in_segments = Groups(plan.segment_order, plan.segment_starts)
         buckets = Groups(plan.bucket_order, plan.bucket_starts)
-        residuals, shift, width = take_residuals(
-            heads.queries, heads.query_centroids, heads.query_assignment, heads.key_offset, heads.key_spread,
-            in_segments, scale=scale,
-        )  # fmt: skip
-        keys, squares = take_rows(heads.keys, buckets), None
-        if width is not None:
-            squares = square_distances(keys, buckets, heads.key_assignment, config.block_size)
+        residuals, shift = take_residuals(
+            heads.queries, heads.query_centroids, heads.query_assignment, heads.key_offset, in_segments, scale=scale
+        )
         return cls(
             Segments(
                 residuals,
                 shift,
-                width,
-                config.uses_second_order,
                 in_segments,
                 tiles_of_groups(in_segments, ROWS_OF_TILE),
                 config.number_of_blocks(heads.keys.shape[1]),
@@ -139,22 +130,15 @@ class FarField:
                 is_causal,
             ),
             buckets,
-            keys,
+            take_rows(heads.keys, buckets),
             take_rows(heads.values, buckets),
             heads.key_offset,
-            squares,
             heads.query_centroids,
         )
 
-    def summaries(self) -> tuple[summaries.ScoredSummaries, summaries.Accumulated]:
-        return summaries.summarise(
-            self.keys,
-            self.values,
-            self.centroids,
-            self.buckets,
-            self.segments.blocks,
-            self.segments.key_clusters,
-            self.key_offset,
-            self.squares,
-            is_causal=self.segments.is_causal,
+    def summaries(self) -> tuple[Summaries, Accumulated]:
+        """Of every bucket for every query cluster, and what is seen of them from each block."""
+        of_buckets = summarise(
+            self.keys, self.values, self.centroids, self.buckets, self.key_offset, blocks=self.segments.blocks
         )
+        return of_buckets, accumulate(of_buckets, is_causal=self.segments.is_causal)

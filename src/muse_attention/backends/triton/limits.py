@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
-from muse_attention.core.bits import number_of_words
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST_HEAD = 256
@@ -49,20 +48,11 @@ def why_not(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
         return (
             f"has fewer than {most} blocks with these clusters and heads, these are {blocks}: use a larger block_size"
         )
-    buckets = blocks * config.key_clusters
     picks = config.retrieved_clusters * min(config.retrieved_blocks, blocks)
-    if config.tolerance is not None:
-        picks = min(config.retrieved_clusters, buckets)
     if rows * picks >= 1 << 31:
         return (
             f"has fewer than 2^31 retrieved buckets of all queries of a key head, these are {rows * picks}: "
             "use fewer retrieved_clusters"
-        )
-    words = blocks * number_of_words(config.key_clusters)
-    if config.tolerance is not None and query.shape[2] * words >= 1 << 31:
-        return (
-            f"has fewer than 2^31 words in the selection of a head, these are {query.shape[2] * words}: "
-            "use a larger block_size"
         )
     if config.dipole != "none":
         return f"has no kernels for dipoles, the config has dipole={config.dipole!r}: use dipole='none'"

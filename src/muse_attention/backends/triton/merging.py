@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import QueryGradients
 from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded
-from muse_attention.backends.triton.pairs import Pairs
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Partial
 
 _TILE = 64
 
 
-def merge(
-    own: Partial, of_summaries: Partial | None, of_pairs: Partial | None, pairs: Pairs | None, fill_in: Partial
-) -> None:
-    """The softmax over all terms: `own` (H, N, Dv), `of_summaries` (H, N, Dv), `of_pairs` (G, L, Dv), one for each of
-    the `pairs`.
+def merge(own: Partial, of_summaries: Partial | None, of_pairs: Partial | None, picks: int, fill_in: Partial) -> None:
+    """The softmax over all terms: `own` (H, N, Dv), `of_summaries` (H, N, Dv), `of_pairs` (G, L, Dv), `picks` of each
+    query.
 
     `fill_in` may be `own`.
     """
@@ -32,8 +26,8 @@ def merge(
     _merge[(cdiv(heads * length, _TILE),)](
         own_out_ptr=own.out, own_lse_ptr=own.lse, far_out_ptr=far.out, far_lse_ptr=far.lse, pair_out_ptr=retrieved.out,
         pair_lse_ptr=retrieved.lse, out_ptr=fill_in.out, lse_ptr=fill_in.lse, rows=heads * length,
-        **_of_rows(pairs, own.lse), HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim),
-        TILE=_TILE, ACC=arithmetic(own.out.dtype)["ACC"],
+        picks=picks, HAS_SUMMARIES=of_summaries is not None, DV=value_dim, DVP=padded(value_dim), TILE=_TILE,
+        ACC=arithmetic(own.out.dtype)["ACC"],
     )  # fmt: skip
 
 
@@ -61,7 +55,7 @@ def add_to_queries(
     own: Tensor,
     of_summaries: QueryGradients | None,
     of_pairs: QueryGradients | None,
-    pairs: Pairs | None,
+    picks: int,
     has_bucket: Tensor,
     key_offset: Tensor,
     fill_in: Tensor,
@@ -70,8 +64,8 @@ def add_to_queries(
 ) -> None:
     """Gradients of queries: `own` + `scale` (`of_summaries` + the sum of `of_pairs` over the query's pairs).
 
-    `of_summaries` are of (H, N), `of_pairs` of (G, L), `key_offset` is (G, D). Where every query has as many picks,
-    `has_bucket` has an integer for each pair, which is negative if it has none.
+    `of_summaries` are of (H, N), `of_pairs` of (G, L), `picks` of each query; `key_offset` is (G, D). `has_bucket` has
+    an integer for each pair, which is negative if it has none.
     """
     heads, length, head_dim = own.shape
     # (A kernel takes a tensor even where it does not look at it.)
@@ -81,51 +75,20 @@ def add_to_queries(
         own_ptr=own, of_summaries_ptr=summaries.centred, offset_of_summaries_ptr=summaries.of_offset,
         of_pairs_ptr=retrieved.centred, offset_of_pairs_ptr=retrieved.of_offset, has_bucket_ptr=has_bucket,
         key_offset_ptr=key_offset, total_ptr=fill_in, length=length, shared_by=heads // key_offset.shape[0],
-        **_of_rows(pairs, has_bucket), HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim,
-        DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(own.dtype)["ACC"],
+        picks=picks, HAS_SUMMARIES=of_summaries is not None, SCALE=scale, D=head_dim, DP=padded(head_dim), TILE=_TILE,
+        ACC=arithmetic(own.dtype)["ACC"],
     )  # fmt: skip
 
 
-def _of_rows(pairs: Pairs | None, some: Tensor) -> dict[str, Any]:
-    """The pairs of each row as kernels take them: the first of each row, rows and room of a key head, and the picks."""
-    if pairs is None:
-        return {"row_starts_ptr": some, "rows_of_head": 1, "room": 0, "picks": 0, "IS_RAGGED": False}
-    return {
-        "row_starts_ptr": pairs.row_starts,
-        "rows_of_head": pairs.row_starts.shape[1] - 1,
-        "room": pairs.shape[1],
-        "picks": pairs.picks,
-        "IS_RAGGED": pairs.is_ragged,
-    }
-
-
-@triton.jit
-def _pairs_of_row(row_starts_ptr, offs_row, mask_row, rows_of_head, room, picks, IS_RAGGED: tl.constexpr):
-    """The first pair of each row and their number, [TILE] each, and the largest such number."""
-    if IS_RAGGED:
-        key_head = offs_row // rows_of_head  # [TILE]
-        ptrs = row_starts_ptr + key_head * (rows_of_head + 1) + offs_row % rows_of_head  # [TILE]
-        start = tl.load(ptrs, mask=mask_row, other=0)  # [TILE]
-        number = tl.load(ptrs + 1, mask=mask_row, other=0) - start  # [TILE]
-        offs_pair = key_head * room + start  # [TILE]
-        most = tl.max(number, 0)
-    else:
-        number = tl.zeros_like(offs_row).to(tl.int32) + picks
-        offs_pair = offs_row * picks
-        most = picks
-    return offs_pair, number, most
-
-
-@kernel(stage="merging", do_not_specialize=["rows", "rows_of_head", "room", "picks"])
+@kernel(stage="merging", do_not_specialize=["rows", "picks"])
 def _merge(
-    own_out_ptr, own_lse_ptr, far_out_ptr, far_lse_ptr, pair_out_ptr, pair_lse_ptr, out_ptr, lse_ptr, rows,
-    row_starts_ptr, rows_of_head, room, picks, IS_RAGGED: tl.constexpr, HAS_SUMMARIES: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    own_out_ptr, own_lse_ptr, far_out_ptr, far_lse_ptr, pair_out_ptr, pair_lse_ptr, out_ptr, lse_ptr, rows, picks,
+    HAS_SUMMARIES: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all terms of each query, from the partial ones.
 
     Grid: (H N / TILE,). `own_out_ptr`, `far_out_ptr`, `out_ptr`: (H, N, DV); `own_lse_ptr`, `far_lse_ptr`, `lse_ptr`:
-    (H, N); `pair_out_ptr`: (G, L, DV); `pair_lse_ptr`: (G, L); `row_starts_ptr`: (G, R N + 1) int32.
+    (H, N); `pair_out_ptr`: (G, L, DV); `pair_lse_ptr`: (G, L).
     """
     offs_row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)  # [TILE]
     offs_dv = tl.arange(0, DVP)  # [DV]
@@ -137,10 +100,8 @@ def _merge(
     if HAS_SUMMARIES:
         far = tl.load(far_lse_ptr + offs_row, mask=mask_row, other=0.0)  # [TILE]
         largest = tl.maximum(largest, far)
-    # [TILE], [TILE], scalar
-    offs_first, number, most = _pairs_of_row(row_starts_ptr, offs_row, mask_row, rows_of_head, room, picks, IS_RAGGED)
-    for pick in range(most):
-        log = tl.load(pair_lse_ptr + offs_first + pick, mask=mask_row & (pick < number), other=float("-inf"))  # [TILE]
+    for pick in range(picks):
+        log = tl.load(pair_lse_ptr + offs_row * picks + pick, mask=mask_row, other=float("-inf"))  # [TILE]
         largest = tl.maximum(largest, log)
     # The own block holds at least the query's own key, so the largest is not -inf.
     share = tl.exp(own - largest)  # [TILE]
@@ -150,9 +111,9 @@ def _merge(
         share = tl.exp(far - largest)
         total += share
         weighted += tl.load(far_out_ptr + offs, mask=mask, other=0.0).to(ACC) * share[:, None]
-    for pick in range(most):
-        offs_pair = offs_first + pick  # [TILE]
-        log = tl.load(pair_lse_ptr + offs_pair, mask=mask_row & (pick < number), other=float("-inf"))
+    for pick in range(picks):
+        offs_pair = offs_row * picks + pick  # [TILE]
+        log = tl.load(pair_lse_ptr + offs_pair, mask=mask_row, other=float("-inf"))
         share = tl.exp(log - largest)
         total += share
         mask_pair = mask_row & (log != float("-inf"))  # [TILE]
@@ -194,18 +155,16 @@ def _find_delta(
     tl.store(sorted_grad_ptr + offs_place[:, None] * DV + offs_dv[None, :], gradient, mask=mask)
 
 
-@kernel(stage="merging", do_not_specialize=["length", "shared_by", "rows_of_head", "room", "picks"])
+@kernel(stage="merging", do_not_specialize=["length", "shared_by", "picks"])
 def _add_to_queries(
     own_ptr, of_summaries_ptr, offset_of_summaries_ptr, of_pairs_ptr, offset_of_pairs_ptr, has_bucket_ptr,
-    key_offset_ptr, total_ptr, length, shared_by, row_starts_ptr, rows_of_head, room, picks, IS_RAGGED: tl.constexpr,
-    HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr,
+    key_offset_ptr, total_ptr, length, shared_by, picks, HAS_SUMMARIES: tl.constexpr, SCALE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries from all their terms.
 
     Grid: (N / TILE, H). `own_ptr`, `of_summaries_ptr`, `total_ptr`: (H, N, D); `offset_of_summaries_ptr`: (H, N);
-    `of_pairs_ptr`: (G, L, D); `offset_of_pairs_ptr`: (G, L); `has_bucket_ptr`: (G, L) int32; `key_offset_ptr`: (G, D);
-    `row_starts_ptr`: (G, R N + 1) int32.
+    `of_pairs_ptr`: (G, L, D); `offset_of_pairs_ptr`: (G, L); `has_bucket_ptr`: (G, L) int32; `key_offset_ptr`: (G, D).
     """
     head = tl.program_id(1).to(tl.int64)
     offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
@@ -218,13 +177,9 @@ def _add_to_queries(
     if HAS_SUMMARIES:
         of_offset += tl.load(offset_of_summaries_ptr + offs_row, mask=mask_row, other=0.0)
         summed += tl.load(of_summaries_ptr + offs, mask=mask, other=0.0).to(ACC)
-    # [TILE], [TILE], scalar
-    offs_first, number, most = _pairs_of_row(row_starts_ptr, offs_row, mask_row, rows_of_head, room, picks, IS_RAGGED)
-    for pick in range(most):
-        offs_pair = offs_first + pick  # [TILE]
-        mask_pair = mask_row & (pick < number)  # [TILE]
-        if not IS_RAGGED:
-            mask_pair &= tl.load(has_bucket_ptr + offs_pair, mask=mask_pair, other=-1) >= 0
+    for pick in range(picks):
+        offs_pair = offs_row * picks + pick  # [TILE]
+        mask_pair = mask_row & (tl.load(has_bucket_ptr + offs_pair, mask=mask_row, other=-1) >= 0)  # [TILE]
         mask_of_pairs = mask_pair[:, None] & (offs_d < D)[None, :]  # [TILE, D]
         ptrs = of_pairs_ptr + offs_pair[:, None] * D + offs_d[None, :]  # [TILE, D]
         summed += tl.load(ptrs, mask=mask_of_pairs, other=0.0).to(ACC)

@@ -15,9 +15,7 @@ from torch import Tensor
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.numbers import padded, power_of_two
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments
-from muse_attention.backends.triton.tiles import load_tile
-from muse_attention.core.bits import number_of_words
+from muse_attention.backends.triton.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,11 @@ class OpenedClusters:
 
 def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
     """`opened` is (H, N, clusters), in the order of the inputs."""
-    _, length, clusters = opened.shape
-    found = _room(segments, opened)
+    heads, length, clusters = opened.shape
+    shape = (heads, segments.query_clusters, segments.key_clusters)
+    found = OpenedClusters(
+        opened.new_empty(shape), opened.new_empty(shape[:2]), opened.new_empty(shape, dtype=torch.int16)
+    )
     if clusters == 0:
         fill(found.number, 0)
         fill(found.place, -1)
@@ -51,67 +52,6 @@ def list_opened(segments: Segments, opened: Tensor) -> OpenedClusters:
         OPENED=clusters, OP=power_of_two(clusters), ROWS=64, CP=padded(segments.key_clusters),
     )  # fmt: skip
     return found
-
-
-def list_opened_bits(segments: Segments, opened: Tensor) -> OpenedClusters:
-    """`opened` is (H, N, words), in the order of the inputs: a bit for each key cluster."""
-    found = _room(segments, opened)
-    words = number_of_words(segments.key_clusters)
-    is_opened = fill(torch.empty_like(found.listed), 0)
-    _mark_opened[segments.tiles.grid](
-        **segments.rows, opened_ptr=opened, is_opened_ptr=is_opened, WORDS=words, ROWS=ROWS_OF_TILE
-    )
-    _list_marked[found.number.shape[::-1]](
-        is_opened_ptr=is_opened, **found.arguments, listed_place_ptr=found.place, key_clusters=segments.key_clusters,
-        CP=padded(segments.key_clusters),
-    )  # fmt: skip
-    return found
-
-
-def _room(segments: Segments, opened: Tensor) -> OpenedClusters:
-    shape = (opened.shape[0], segments.query_clusters, segments.key_clusters)
-    return OpenedClusters(
-        opened.new_empty(shape), opened.new_empty(shape[:2]), opened.new_empty(shape, dtype=torch.int16)
-    )
-
-
-@kernel(stage="selection", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
-def _mark_opened(
-    tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, opened_ptr, is_opened_ptr, length, blocks, query_clusters,
-    key_clusters, WORDS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """A 1 for each cluster that any query of a query cluster opens. Benign race: every write stores the same value."""
-    head, tile, segment = load_tile(tile_group_ptr)
-    if segment < 0:
-        return
-    begin = tl.load(tile_begin_ptr + tile)
-    offs_place, offs_bit = tl.arange(0, ROWS), tl.arange(0, 32)  # [ROWS], [32]
-    mask_row = offs_place < tl.load(tile_end_ptr + tile) - begin  # [ROWS]
-    offs_row = head * length + tl.load(order_ptr + head * length + begin + offs_place, mask=mask_row, other=0)  # [ROWS]
-    is_opened_ptr += (head * query_clusters + segment // blocks) * key_clusters
-    for word in tl.static_range(WORDS):
-        own = tl.load(opened_ptr + offs_row * WORDS + word, mask=mask_row, other=0)  # [ROWS]
-        any_opens = tl.max((own[:, None] >> offs_bit[None, :]) & 1, 0)  # [32]
-        tl.store(is_opened_ptr + word * 32 + offs_bit, any_opens, mask=any_opens > 0)
-
-
-@kernel(stage="selection", do_not_specialize=["key_clusters"])
-def _list_marked(is_opened_ptr, listed_ptr, listed_number_ptr, listed_place_ptr, key_clusters, CP: tl.constexpr):
-    """List the clusters that are marked.
-
-    Grid: (Q, H). `is_opened_ptr`, `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `listed_place_ptr`:
-    (H, Q, K) int16.
-    """
-    line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    offs_cluster = tl.arange(0, CP)
-    at, mask_cluster = line * key_clusters, offs_cluster < key_clusters  # scalar, [CP]
-    is_listed = tl.load(is_opened_ptr + at + offs_cluster, mask=mask_cluster, other=0)  # [CP]
-    offs_place = tl.cumsum(is_listed, 0) - 1  # [CP]
-    tl.store(
-        listed_place_ptr + at + offs_cluster, tl.where(is_listed > 0, offs_place, -1).to(tl.int16), mask=mask_cluster
-    )
-    tl.store(listed_ptr + at + offs_place, offs_cluster, mask=is_listed > 0)
-    tl.store(listed_number_ptr + line, tl.sum(is_listed, 0))
 
 
 @kernel(stage="selection", do_not_specialize=["length", "blocks", "key_clusters"])

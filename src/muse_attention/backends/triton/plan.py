@@ -32,28 +32,20 @@ class Plan:
     """(G, R N picks)"""
     pair_starts: Tensor
     """(G, K nb + 1)"""
-    pair_rows: Tensor
-    """(G, R N picks), as in `Pairs`; empty if every query has as many pairs"""
-    row_starts: Tensor
-    """(G, R N + 1), likewise"""
 
     @staticmethod
     def shapes(
         config: MuSeConfig, heads: int, key_heads: int, length: int, query_clusters: int, picks: int
     ) -> list[tuple[int, int]]:
-        """`picks` are the pairs of a query; with a tolerance, on average, at most."""
+        """`picks` are the pairs of a query."""
         blocks, key_clusters = config.number_of_blocks(length), config.key_clusters
-        is_ragged = config.tolerance is not None
-        rows = heads // key_heads * length
         return [
             (heads, length),
             (heads, query_clusters * blocks + 1),
             (key_heads, length),
             (key_heads, key_clusters * blocks + 1),
-            (key_heads, rows * picks),
+            (key_heads, heads // key_heads * length * picks),
             (key_heads, key_clusters * blocks + 1),
-            (key_heads, rows * picks if is_ragged else 0),
-            (key_heads, rows + 1 if is_ragged else 0),
         ]
 
     @staticmethod
@@ -81,18 +73,9 @@ class Plan:
             self.bucket_starts[group],
             self.pair_order[group],
             self.pair_starts[group],
-            self.pair_rows[group],
-            self.row_starts[group],
         )
 
 
 def _room(shape: tuple[int, int]) -> int:
     """With that much for each, all begin where kernels expect memory to begin."""
     return -(-math.prod(shape) // _MULTIPLE) * _MULTIPLE
-
-
-def pairs_per_query(config: MuSeConfig, retrieved: tuple[int, ...]) -> int:
-    """The most pairs that the queries of a head have, on average; `retrieved` is the shape of one's selection."""
-    if config.tolerance is not None:
-        return min(config.retrieved_clusters, retrieved[0] * config.key_clusters)
-    return math.prod(retrieved)

@@ -18,10 +18,10 @@ from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.key_offset import QueryGradients
 from muse_attention.backends.triton.numbers import arithmetic, fitting, gradient_dtype, padded, power_of_two
-from muse_attention.backends.triton.pairs import PAIRS_OF_TILE, Pairs, row_of_pair
+from muse_attention.backends.triton.pairs import PAIRS_OF_TILE, Pairs
 from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.scored_summaries import PairGradients
+from muse_attention.backends.triton.summaries import PairGradients
 from muse_attention.backends.triton.tiles import Tiles, load_places, load_tile, tiles
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Partial
@@ -49,12 +49,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets:
     """Attention of the query of each pair to its bucket: (G, L, Dv) and (G, L).
 
     `queries` are (H, N, D); `keys` (G, N, D) and `values` (G, N, Dv) are in the order of `buckets`. Where a query has
-    no pick the lse is -inf and the output is undefined; beyond the last pair both are.
+    no pick the lse is -inf and the output is undefined.
     """
     out = values.new_empty(*pairs.shape, values.shape[-1])
-    lse = values.new_empty(pairs.shape, dtype=compute_dtype(values.dtype))
-    if not pairs.is_ragged:
-        fill(lse, -torch.inf)
+    lse = fill(values.new_empty(pairs.shape, dtype=compute_dtype(values.dtype)), -torch.inf)
     _attend_to_buckets[pairs.tiles.grid](
         **_inputs(queries, keys, values, scale), **pairs.arguments, **pairs.tiles.arguments,
         bucket_starts_ptr=buckets.starts, buckets=buckets.number, out_ptr=out, lse_ptr=lse, PAIRS=PAIRS_OF_TILE,
@@ -177,26 +175,27 @@ def _plan_pieces(
     tl.store(size_ptr + key_head, SHORTEST << fitting)
 
 
-@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
+@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "picks", "buckets"])
 def _attend_to_buckets(
     queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, bucket_starts_ptr,
-    out_ptr, lse_ptr, length, shared_by, buckets, pair_rows_ptr, room, picks, IS_RAGGED: tl.constexpr,
-    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
-    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    out_ptr, lse_ptr, length, shared_by, buckets, picks, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of the queries of a tile of pairs to all keys of their bucket.
 
     Grid: that of the pairs' tiles. `queries_ptr`: (H, N, D), in the order of the inputs; `keys_ptr`: (G, N, D) and
-    `values_ptr`: (G, N, DV), in the order of the buckets; `pair_order_ptr`, `pair_rows_ptr`: (G, L) int32;
-    `bucket_starts_ptr`: (G, K nb + 1) int32; `out_ptr`: (G, L, DV) and `lse_ptr`: (G, L), by pair.
+    `values_ptr`: (G, N, DV), in the order of the buckets; `pair_order_ptr`: (G, L) int32; `bucket_starts_ptr`:
+    (G, K nb + 1) int32; `out_ptr`: (G, L, DV) and `lse_ptr`: (G, L), by pair.
     """
     key_head, tile, bucket = load_tile(tile_group_ptr)
     if bucket < 0:
         return
     first_row = key_head * shared_by * length
+    first_pair = first_row * picks
     offs_place, mask_pair = load_places(tile_begin_ptr, tile_end_ptr, tile, PAIRS)  # [PAIRS], [PAIRS]
-    offs_pair = tl.load(pair_order_ptr + key_head * room + offs_place, mask=mask_pair, other=0)  # [PAIRS]
-    offs_row = row_of_pair(pair_rows_ptr + key_head * room, offs_pair, mask_pair, picks, IS_RAGGED)  # [PAIRS]
+    offs_pair = tl.load(pair_order_ptr + first_pair + offs_place, mask=mask_pair, other=0)  # [PAIRS]
+    offs_row = offs_pair // picks  # [PAIRS]
     queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
     largest = tl.full([PAIRS], float("-inf"), ACC)
     total = tl.zeros([PAIRS], ACC)
@@ -223,33 +222,33 @@ def _attend_to_buckets(
         largest = larger
     nothing = total == 0  # [PAIRS]
     weighted /= tl.where(nothing, 1.0, total)[:, None]
-    offs_pair = key_head * room + offs_pair
+    offs_pair = first_pair + offs_pair
     store_rows(out_ptr, 0, offs_pair, mask_pair, weighted, DV, DVP)
     tl.store(lse_ptr + offs_pair, tl.where(nothing, float("-inf"), (largest + tl.log2(total)) * LOG_2), mask=mask_pair)
 
 
-@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "room", "picks", "buckets"])
+@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "picks", "buckets"])
 def _buckets_backward_to_queries(
     grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_group_ptr, tile_begin_ptr,
-    tile_end_ptr, bucket_starts_ptr, key_offset_ptr, grad_pairs_ptr, grad_shift_ptr, length, shared_by, buckets,
-    pair_rows_ptr, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    tile_end_ptr, bucket_starts_ptr, key_offset_ptr, grad_pairs_ptr, grad_shift_ptr, length, shared_by, buckets, picks,
+    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
+    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries of a tile of pairs, from all keys of their bucket.
 
     Grid: that of the pairs' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `queries_ptr`:
     (H, N, D), in the order of the inputs; `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the
-    buckets; `pair_order_ptr`, `pair_rows_ptr`: (G, L) int32; `bucket_starts_ptr`: (G, K nb + 1) int32;
-    `key_offset_ptr`: (G, D); `grad_pairs_ptr`: (G, L, D) and `grad_shift_ptr`: (G, L), by pair.
+    buckets; `pair_order_ptr`: (G, L) int32; `bucket_starts_ptr`: (G, K nb + 1) int32; `key_offset_ptr`: (G, D);
+    `grad_pairs_ptr`: (G, L, D) and `grad_shift_ptr`: (G, L), by pair.
     """
     key_head, tile, bucket = load_tile(tile_group_ptr)
     if bucket < 0:
         return
     first_row = key_head * shared_by * length
+    first_pair = first_row * picks
     offs_place, mask_pair = load_places(tile_begin_ptr, tile_end_ptr, tile, PAIRS)  # [PAIRS], [PAIRS]
-    offs_pair = tl.load(pair_order_ptr + key_head * room + offs_place, mask=mask_pair, other=0)  # [PAIRS]
-    offs_row = row_of_pair(pair_rows_ptr + key_head * room, offs_pair, mask_pair, picks, IS_RAGGED)  # [PAIRS]
+    offs_pair = tl.load(pair_order_ptr + first_pair + offs_place, mask=mask_pair, other=0)  # [PAIRS]
+    offs_row = offs_pair // picks  # [PAIRS]
     queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
     grad_out = load_rows(grad_out_ptr, first_row, offs_row, mask_pair, DV, DVP)  # [PAIRS, DV]
     lse = tl.load(lse_ptr + first_row + offs_row, mask=mask_pair, other=float("inf")) * LOG2_E  # [PAIRS]
@@ -277,25 +276,24 @@ def _buckets_backward_to_queries(
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     # (Less what the product above has of the offset, or what should cancel does not.)
     gradient -= rounded_shift[:, None] * offset[None, :]
-    store_rows(grad_pairs_ptr, 0, key_head * room + offs_pair, mask_pair, gradient, D, DP)
-    tl.store(grad_shift_ptr + key_head * room + offs_pair, d_shift, mask=mask_pair)
+    store_rows(grad_pairs_ptr, 0, first_pair + offs_pair, mask_pair, gradient, D, DP)
+    tl.store(grad_shift_ptr + first_pair + offs_pair, d_shift, mask=mask_pair)
 
 
-@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "room", "picks", "tiles"])
+@kernel(stage="retrieval", do_not_specialize=["length", "shared_by", "picks", "tiles"])
 def _buckets_backward_to_keys(
     grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr, pair_order_ptr, tile_begin_ptr, tile_end_ptr,
-    piece_tile_ptr, piece_begin_ptr, piece_end_ptr, grad_keys_ptr, grad_values_ptr, length, shared_by, tiles,
-    pair_rows_ptr, room, picks, IS_RAGGED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    piece_tile_ptr, piece_begin_ptr, piece_end_ptr, grad_keys_ptr, grad_values_ptr, length, shared_by, tiles, picks,
+    SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAIRS: tl.constexpr,
+    KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and values of a bucket tile, from a piece of the bucket's pairs.
 
     Grid: that of the pieces. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `queries_ptr`: (H, N, D),
     in the order of the inputs; `keys_ptr`: (G, N, D) and `values_ptr`: (G, N, DV), in the order of the buckets;
-    `pair_order_ptr`, `pair_rows_ptr`: (G, L) int32; `tile_begin_ptr`, `tile_end_ptr`: (G, tiles) int32;
-    `piece_tile_ptr`, `piece_begin_ptr`, `piece_end_ptr`: (G, pieces) int32; `grad_keys_ptr`: (G, pieces, KEYS, D);
-    `grad_values_ptr`: (G, pieces, KEYS, DV).
+    `pair_order_ptr`: (G, L) int32; `tile_begin_ptr`, `tile_end_ptr`: (G, tiles) int32; `piece_tile_ptr`,
+    `piece_begin_ptr`, `piece_end_ptr`: (G, pieces) int32; `grad_keys_ptr`: (G, pieces, KEYS, D); `grad_values_ptr`:
+    (G, pieces, KEYS, DV).
     """
     key_head, piece, tile = load_tile(piece_tile_ptr)
     if tile < 0:
@@ -307,13 +305,13 @@ def _buckets_backward_to_keys(
     d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
     d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
     first_row = key_head * shared_by * length
-    pair_order_ptr += key_head * room
+    pair_order_ptr += first_row * picks
     end = tl.load(piece_end_ptr + piece)
     for begin in range(tl.load(piece_begin_ptr + piece), end, PAIRS):
         offs_place = begin + tl.arange(0, PAIRS)  # [PAIRS]
         mask_pair = offs_place < end  # [PAIRS]
         offs_pair = tl.load(pair_order_ptr + offs_place, mask=mask_pair, other=0)  # [PAIRS]
-        offs_row = row_of_pair(pair_rows_ptr + key_head * room, offs_pair, mask_pair, picks, IS_RAGGED)  # [PAIRS]
+        offs_row = offs_pair // picks  # [PAIRS]
         queries = load_rows(queries_ptr, first_row, offs_row, mask_pair, D, DP)  # [PAIRS, D]
         grad_out = load_rows(grad_out_ptr, first_row, offs_row, mask_pair, DV, DVP)  # [PAIRS, DV]
         lse = tl.load(lse_ptr + first_row + offs_row, mask=mask_pair, other=float("inf")) * LOG2_E  # [PAIRS]

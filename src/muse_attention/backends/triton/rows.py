@@ -9,12 +9,9 @@ from torch import Tensor
 from muse_attention.backends.triton.device_math import in_range
 from muse_attention.backends.triton.grouping import Groups
 from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded
-from muse_attention.backends.triton.row_tiles import load_rows
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.core.precision import compute_dtype
 
 _TILE = 64
-WIDEST = tl.constexpr(1e18)
 
 
 def take_rows(table: Tensor, groups: Groups) -> Tensor:
@@ -28,47 +25,26 @@ def take_rows(table: Tensor, groups: Groups) -> Tensor:
     return taken
 
 
-def square_distances(keys: Tensor, buckets: Groups, assignment: Tensor, block_size: int) -> Tensor:
-    """(G, N): squares of the distances of keys, in the order of their buckets, from the first one of their bucket.
-
-    About that point little of a second moment cancels. `assignment` is in the order of the inputs.
-    """
-    _, length, head_dim = keys.shape
-    squares = keys.new_empty(keys.shape[:2], dtype=compute_dtype(keys.dtype))
-    _square_distances[_grid(keys)](
-        keys_ptr=keys, order_ptr=buckets.order, starts_ptr=buckets.starts, assignment_ptr=assignment,
-        squares_ptr=squares, length=length, block_size=block_size, blocks=cdiv(length, block_size),
-        buckets=buckets.number, D=head_dim, DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(keys.dtype)["ACC"],
-    )  # fmt: skip
-    return squares
-
-
 def take_residuals(
     queries: Tensor,
     centroids: Tensor,
     assignment: Tensor,
     key_offset: Tensor,
-    key_spread: Tensor | None,
     segments: Groups,
     *,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """(H, N, D): scaled queries less the centroid of their cluster, in the order of `segments`, and (H, N): their
-    products with the (G, D) `key_offset`, from before the residuals are rounded.
-
-    With the (G, D) `key_spread` also their widths, (H, N): the norms of residuals in units of it.
-    """
+    products with the (G, D) `key_offset`, from before the residuals are rounded."""
     heads, length, head_dim = queries.shape
     residuals, shift = torch.empty_like(queries), key_offset.new_empty(heads, length)
-    width = None if key_spread is None else torch.empty_like(shift)
     _take_residuals[_grid(queries)](
         queries_ptr=queries, centroids_ptr=centroids, assignment_ptr=assignment, order_ptr=segments.order,
-        key_offset_ptr=key_offset, key_spread_ptr=key_offset if key_spread is None else key_spread,
-        residuals_ptr=residuals, shift_ptr=shift, width_ptr=shift if width is None else width, length=length,
-        clusters=centroids.shape[1], shared_by=heads // key_offset.shape[0], HAS_WIDTH=width is not None, SCALE=scale,
-        D=head_dim, DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(queries.dtype)["ACC"],
+        key_offset_ptr=key_offset, residuals_ptr=residuals, shift_ptr=shift, length=length,
+        clusters=centroids.shape[1], shared_by=heads // key_offset.shape[0], SCALE=scale, D=head_dim,
+        DP=padded(head_dim), TILE=_TILE, ACC=arithmetic(queries.dtype)["ACC"],
     )  # fmt: skip
-    return residuals, shift, width
+    return residuals, shift
 
 
 def _grid(table: Tensor) -> tuple[int, int]:
@@ -91,14 +67,13 @@ def _take_rows(table_ptr, order_ptr, taken_ptr, length, X: tl.constexpr, XP: tl.
 
 @kernel(stage="sorting", do_not_specialize=["length", "clusters", "shared_by"])
 def _take_residuals(
-    queries_ptr, centroids_ptr, assignment_ptr, order_ptr, key_offset_ptr, key_spread_ptr, residuals_ptr, shift_ptr,
-    width_ptr, length, clusters, shared_by, HAS_WIDTH: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    queries_ptr, centroids_ptr, assignment_ptr, order_ptr, key_offset_ptr, residuals_ptr, shift_ptr, length, clusters,
+    shared_by, SCALE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Scaled queries less the centroid of their cluster, in the order of the segments.
 
     Grid: (N / TILE, H). `queries_ptr`, `residuals_ptr`: (H, N, D); `centroids_ptr`: (H, Q, D); `assignment_ptr`,
-    `order_ptr`: (H, N) int32; `key_offset_ptr`, `key_spread_ptr`: (G, D); `shift_ptr`, `width_ptr`: (H, N).
+    `order_ptr`: (H, N) int32; `key_offset_ptr`: (G, D); `shift_ptr`: (H, N).
     """
     head = tl.program_id(1).to(tl.int64)
     offs_place, offs_d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
@@ -115,32 +90,3 @@ def _take_residuals(
     tl.store(residuals_ptr + (head * length + offs_place)[:, None] * D + offs_d[None, :], residual, mask=mask)
     offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
     tl.store(shift_ptr + head * length + offs_place, tl.sum(residual * offset[None, :], 1), mask=mask_row)
-    if HAS_WIDTH:
-        spread = tl.load(key_spread_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
-        norm = tl.sqrt(tl.sum(residual * residual * spread[None, :], 1))  # [TILE]
-        # (The square of a gigantic residual is infinite.)
-        tl.store(width_ptr + head * length + offs_place, tl.where(norm < WIDEST, norm, WIDEST), mask=mask_row)
-
-
-@kernel(stage="sorting", do_not_specialize=["length", "block_size", "blocks", "buckets"])
-def _square_distances(
-    keys_ptr, order_ptr, starts_ptr, assignment_ptr, squares_ptr, length, block_size, blocks, buckets, D: tl.constexpr,
-    DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Squares of the distances of keys from the first one of their bucket.
-
-    Grid: (N / TILE, G). `keys_ptr`: (G, N, D), in the order of the buckets; `order_ptr`, `assignment_ptr`: (G, N)
-    int32; `starts_ptr`: (G, K nb + 1) int32; `squares_ptr`: (G, N).
-    """
-    head = tl.program_id(1).to(tl.int64)
-    offs_place = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
-    mask_row = offs_place < length  # [TILE]
-    offs_row = tl.load(order_ptr + head * length + offs_place, mask=mask_row, other=0)  # [TILE]
-    cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
-    bucket = in_range(cluster, buckets // blocks) * blocks + offs_row // block_size  # [TILE]
-    first = tl.load(starts_ptr + head * (buckets + 1) + bucket, mask=mask_row, other=0)  # [TILE]
-    point = load_rows(keys_ptr, head * length, first, mask_row, D, DP).to(ACC)  # [TILE, D]
-    # A key that is not finite must poison what attends to it, not the spread of its bucket.
-    point = tl.where(tl.abs(point) < float("inf"), point, 0.0)
-    off = load_rows(keys_ptr, head * length, offs_place, mask_row, D, DP).to(ACC) - point  # [TILE, D]
-    tl.store(squares_ptr + head * length + offs_place, tl.sum(off * off, 1), mask=mask_row)

@@ -27,10 +27,6 @@ class Segments:
     """(H, N, D), in the order of `groups`"""
     shift: Tensor
     """(H, N), likewise: what the offset of keys, which means of keys lack, adds to all logits of a query"""
-    width: Tensor | None
-    """(H, N), likewise: norms of the residuals in units of the spread of keys; None if nobody asks for it"""
-    adds_mass: bool
-    """whether summaries are of second order"""
     groups: Groups
     tiles: Tiles
     blocks: int
@@ -59,12 +55,9 @@ class Segments:
         head_dim = self.residuals.shape[-1]
         return {
             "residuals_ptr": self.residuals,
-            # (A kernel takes a tensor even where it does not look at it.)
-            "widths_ptr": self.residuals if self.width is None else self.width,
             "D": head_dim,
             "DP": padded(head_dim),
             "IS_CAUSAL": self.is_causal,
-            "SECOND_ORDER": self.adds_mass,
             **arithmetic(self.residuals.dtype),
         }
 
@@ -85,31 +78,16 @@ def blocks_of_segment(segment, blocks, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def mass_off_centroid(sigma, most):
-    """`log E exp(r . (k - kbar))`: `sigma^2 / 2` up to `most`, and from there on the line that continues it: so few
-    keys cannot have more."""
-    within = tl.minimum(sigma, most)
-    return within * (sigma - 0.5 * within)
-
-
-@triton.jit
 def score(
-    residual, width, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, first, first_size, offs_cluster, mask_cluster,
-    D: tl.constexpr, DP: tl.constexpr, SECOND_ORDER: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residual, mass_ptr, key_mean_ptr, first, offs_cluster, mask_cluster, D: tl.constexpr, DP: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Means of the keys of the summaries `first + offs_cluster`, [CLUSTERS, D], and the logits of the queries against
-    them, [ROWS, CLUSTERS].
-
-    `first_size` is where `most_ptr` of these summaries begins.
-    """
+    them, [ROWS, CLUSTERS]."""
     means = load_rows(key_mean_ptr, first, offs_cluster, mask_cluster, D, DP)  # [CLUSTERS, D]
     masses = tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [CLUSTERS]
     # [ROWS, CLUSTERS]
     logits = tl.dot(residual, tl.trans(means), input_precision=PRECISION, out_dtype=ACC) + masses[None, :]
-    if SECOND_ORDER:
-        deviations = tl.load(deviation_ptr + first + offs_cluster, mask=mask_cluster, other=0.0)  # [CLUSTERS]
-        mosts = tl.load(most_ptr + first_size + offs_cluster, mask=mask_cluster, other=0.0)  # [CLUSTERS]
-        logits += mass_off_centroid(width[:, None] * deviations[None, :], mosts[None, :])
     return means, logits
 
 

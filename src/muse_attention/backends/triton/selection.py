@@ -1,4 +1,4 @@
-"""Stage 4, first half, by the paper's rule: which clusters each query opens, and which blocks of them it retrieves."""
+"""Stage 4, first half: which clusters each query opens, and which blocks of them it retrieves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from muse_attention.backends.triton.numbers import padded
 from muse_attention.backends.triton.opened import list_opened
 from muse_attention.backends.triton.row_tiles import load_rows
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.scored_summaries import ScoredSummaries
-from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment, mass_off_centroid, score
+from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment, score
+from muse_attention.backends.triton.summaries import pointers_of_logits
 from muse_attention.backends.triton.tiles import load_places_from_begin, load_tile
-from muse_attention.core.structures import Selection
+from muse_attention.core.structures import Selection, Summaries
 
 SELECT_CLUSTERS = {"num_warps": 4}
 _MOST_NUMBERS = 1 << 15
@@ -26,7 +26,7 @@ _MOST_LOGITS = 1 << 14
 SELECT_BLOCKS = {"CLUSTERS": 16, "num_warps": 4, "num_stages": 1}
 
 
-def select(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummaries, fill_in: Selection) -> None:
+def select(segments: Segments, of_buckets: Summaries, seen: Summaries, fill_in: Selection) -> None:
     """The best clusters of each query by the summaries it sees, (H, N, clusters), and the best blocks in each, (H, N,
     clusters, blocks)."""
     opened, retrieved = fill_in.opened, fill_in.retrieved
@@ -37,13 +37,13 @@ def select(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummarie
     picks = {"opened_ptr": opened, "retrieved_ptr": retrieved, "opened_clusters": clusters, "retrieved_blocks": blocks}
     launch = _launch_of_clusters(segments.key_clusters, segments.residuals.shape[-1])
     _select_clusters[(*tiles.grid, ROWS_OF_TILE // launch["ROWS"])](
-        **segments.queries, **seen.of_logits("seen_"), **segments.rows, **picks,
+        **segments.queries, **pointers_of_logits(seen, "seen_"), **segments.rows, **picks,
         IS_PACKED=segments.residuals.dtype in (torch.float16, torch.bfloat16), **launch,
     )  # fmt: skip
     listed = list_opened(segments, opened)
     _select_blocks[tiles.grid](
-        **segments.queries, **of_buckets.of_logits(), **segments.rows, **listed.arguments, **picks, ROWS=ROWS_OF_TILE,
-        IS_SINGLE=blocks == 1, **segments.few(SELECT_BLOCKS),
+        **segments.queries, **pointers_of_logits(of_buckets), **segments.rows, **listed.arguments, **picks,
+        ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1, **segments.few(SELECT_BLOCKS),
     )  # fmt: skip
 
 
@@ -59,9 +59,9 @@ def _launch_of_clusters(key_clusters: int, head_dim: int) -> dict[str, Any]:
 
 @triton.jit
 def _score_in_slices(
-    residuals_ptr, width, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, first_place, first, first_size, mask_row,
-    mask_cluster, D: tl.constexpr, DP: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
-    SLICE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residuals_ptr, mass_ptr, key_mean_ptr, first_place, first, mask_row, mask_cluster, D: tl.constexpr,
+    DP: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, SLICE: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, CP]: the logits of `score` against all summaries from `first` on, summed over slices of the dimensions."""
     offs_place, offs_cluster = tl.arange(0, ROWS), tl.arange(0, CP)  # [ROWS], [CP]
@@ -74,31 +74,24 @@ def _score_in_slices(
         ptrs = key_mean_ptr + first * D + offs_cluster[:, None] * D + offs_d[None, :]  # [CP, SLICE]
         means = tl.load(ptrs, mask=mask_cluster[:, None] & mask_d, other=0.0)  # [CP, SLICE]
         logits = tl.dot(residual, tl.trans(means), logits, input_precision=PRECISION, out_dtype=ACC)
-    logits += tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))[None, :]
-    if SECOND_ORDER:
-        deviations = tl.load(deviation_ptr + first + offs_cluster, mask=mask_cluster, other=0.0)  # [CP]
-        mosts = tl.load(most_ptr + first_size + offs_cluster, mask=mask_cluster, other=0.0)  # [CP]
-        logits += mass_off_centroid(width[:, None] * deviations[None, :], mosts[None, :])
-    return logits
+    return logits + tl.load(mass_ptr + first + offs_cluster, mask=mask_cluster, other=float("-inf"))[None, :]
 
 
 @kernel(
     stage="selection", do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"]
 )
 def _select_clusters(
-    residuals_ptr, widths_ptr, seen_mass_ptr, seen_key_mean_ptr, seen_deviation_ptr, seen_most_ptr, tile_group_ptr,
-    tile_begin_ptr, tile_end_ptr, order_ptr, opened_ptr, retrieved_ptr, opened_clusters, retrieved_blocks, length,
-    blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr, SLICE: tl.constexpr, IS_PACKED: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residuals_ptr, seen_mass_ptr, seen_key_mean_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr,
+    opened_ptr, retrieved_ptr, opened_clusters, retrieved_blocks, length, blocks, query_clusters, key_clusters,
+    D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CP: tl.constexpr,
+    SLICE: tl.constexpr, IS_PACKED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The best clusters of each query of a segment's tile, one after another, by the summaries it sees.
 
-    Grid: that of the segments' tiles, and parts of a tile of `ROWS` queries. `residuals_ptr`: (H, N, D) and
-    `widths_ptr`: (H, N), in the order of the segments; `seen_mass_ptr`, `seen_deviation_ptr`: (H, Q, nb, K);
-    `seen_key_mean_ptr`: (H, Q, nb, K, D); `seen_most_ptr`: (H, nb, K); `order_ptr`: (H, N) int32; `opened_ptr`:
-    (H, N, opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32, filled in only
-    where nothing is opened.
+    Grid: that of the segments' tiles, and parts of a tile of `ROWS` queries. `residuals_ptr`: (H, N, D), in the order
+    of the segments; `seen_mass_ptr`: (H, Q, nb, K); `seen_key_mean_ptr`: (H, Q, nb, K, D); `order_ptr`: (H, N) int32;
+    `opened_ptr`: (H, N, opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32,
+    filled in only where nothing is opened.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
@@ -115,19 +108,16 @@ def _select_clusters(
     mask_cluster = offs_cluster < key_clusters  # [CP]
     of_block = ((head * query_clusters + segment // blocks) * blocks + segment % blocks) * key_clusters
     # (Block 0 of causal attention sees nothing: its masses are all -inf.)
-    width = tl.load(widths_ptr + first_place + offs_place, mask=mask_row, other=0.0) if SECOND_ORDER else 0.0  # [ROWS]
-    of_sizes = (head * blocks + segment % blocks) * key_clusters
     if SLICE == DP:
         residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
         # [CP, D], [ROWS, CP]
         _, logits = score(
-            residual, width, seen_mass_ptr, seen_key_mean_ptr, seen_deviation_ptr, seen_most_ptr, of_block, of_sizes,
-            offs_cluster, mask_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
-        )  # fmt: skip
+            residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP, ACC, PRECISION
+        )
     else:
         logits = _score_in_slices(
-            residuals_ptr, width, seen_mass_ptr, seen_key_mean_ptr, seen_deviation_ptr, seen_most_ptr, first_place,
-            of_block, of_sizes, mask_row, mask_cluster, D, DP, SECOND_ORDER, ROWS, CP, SLICE, ACC, PRECISION,
+            residuals_ptr, seen_mass_ptr, seen_key_mean_ptr, first_place, of_block, mask_row, mask_cluster, D, DP, ROWS,
+            CP, SLICE, ACC, PRECISION,
         )  # fmt: skip
     opened_ptr += head * length * opened_clusters
     retrieved_ptr += head * length * opened_clusters * retrieved_blocks
@@ -163,18 +153,17 @@ def _select_clusters(
     stage="selection", do_not_specialize=["opened_clusters", "retrieved_blocks", "length", "blocks", "query_clusters"]
 )
 def _select_blocks(
-    residuals_ptr, widths_ptr, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, tile_group_ptr, tile_begin_ptr,
-    tile_end_ptr, order_ptr, listed_ptr, listed_number_ptr, opened_ptr, retrieved_ptr, opened_clusters,
-    retrieved_blocks, length, blocks, query_clusters, key_clusters, D: tl.constexpr, DP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_SINGLE: tl.constexpr, ROWS: tl.constexpr,
-    CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residuals_ptr, mass_ptr, key_mean_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, listed_ptr,
+    listed_number_ptr, opened_ptr, retrieved_ptr, opened_clusters, retrieved_blocks, length, blocks, query_clusters,
+    key_clusters, D: tl.constexpr, DP: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_SINGLE: tl.constexpr,
+    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For each opened cluster the best blocks, one after another.
 
-    Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D) and `widths_ptr`: (H, N), in the order of the
-    segments; `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `most_ptr`: (H, nb, K);
-    `order_ptr`: (H, N) int32; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `opened_ptr`:
-    (H, N, opened clusters) int32; `retrieved_ptr`: (H, N, opened clusters, retrieved blocks) int32.
+    Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D), in the order of the segments; `mass_ptr`:
+    (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `order_ptr`: (H, N) int32; `listed_ptr`: (H, Q, K) int32;
+    `listed_number_ptr`: (H, Q) int32; `opened_ptr`: (H, N, opened clusters) int32; `retrieved_ptr`:
+    (H, N, opened clusters, retrieved blocks) int32.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
@@ -187,7 +176,6 @@ def _select_blocks(
     if seen_blocks == 0:
         return
     residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
-    width = tl.load(widths_ptr + first_place + offs_place, mask=mask_row, other=0.0) if SECOND_ORDER else 0.0  # [ROWS]
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
     listed_here = tl.load(listed_number_ptr + line)
@@ -213,10 +201,8 @@ def _select_blocks(
                 of_block = of_cluster + block * key_clusters
                 # [CLUSTERS, D], [ROWS, CLUSTERS]
                 _, logits = score(
-                    residual, width, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_block,
-                    (head * blocks + block) * key_clusters, offs_cluster, mask_cluster, D, DP, SECOND_ORDER, ACC,
-                    PRECISION,
-                )  # fmt: skip
+                    residual, mass_ptr, key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP, ACC, PRECISION
+                )
                 if not IS_CAUSAL:
                     logits = tl.where(own_block == block, float("-inf"), logits)
                 # Those that come after the last one found: with a lower score, or later with the same.

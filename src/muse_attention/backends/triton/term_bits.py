@@ -13,14 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.device_math import count_bits, lowest_bit
-from muse_attention.backends.triton.filling import fill
-from muse_attention.backends.triton.numbers import power_of_two
+from muse_attention.backends.triton.numbers import cdiv, power_of_two
 from muse_attention.backends.triton.opened import OpenedClusters
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment
 from muse_attention.backends.triton.tiles import load_places_from_begin, load_tile
-from muse_attention.core.bits import number_of_words
 from muse_attention.core.structures import Selection
 
 
@@ -49,26 +46,10 @@ class Terms:
         }
 
 
-def find_terms_of_bits(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
-    """The terms that a selection by tolerance leaves; `listed` is `list_opened_bits` of it."""
-    heads, length, words = selection.opened.shape
-    terms = Terms(
-        selection.opened.new_empty(heads, words, length),
-        fill(selection.opened.new_empty(heads, segments.blocks, words, length), 0),
-        listed,
-    )
-    _mark_terms_of_bits[segments.tiles.grid](
-        **segments.rows, opened_ptr=selection.opened, retrieved_ptr=selection.retrieved, listed_place_ptr=listed.place,
-        of_clusters_ptr=terms.clusters, of_blocks_ptr=terms.blocks, WORDS=words, BLOCKS=power_of_two(segments.blocks),
-        IS_CAUSAL=segments.is_causal, ROWS=ROWS_OF_TILE,
-    )  # fmt: skip
-    return terms
-
-
 def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
-    """The terms that a selection by the paper's rule leaves; `listed` is `list_opened` of it."""
+    """The terms that a selection leaves; `listed` is `list_opened` of it."""
     heads, length, clusters, blocks = selection.retrieved.shape
-    words = number_of_words(segments.key_clusters)
+    words = cdiv(segments.key_clusters, 32)
     terms = Terms(
         selection.opened.new_empty(heads, words, length),
         selection.opened.new_empty(heads, segments.blocks, words, length),
@@ -201,42 +182,3 @@ def _mark_terms(
             terms = tl.sum(tl.where((listed >> 5) == word, kept, 0), 1)  # [ROWS]
             at = ((head * blocks + block) * WORDS + word) * length + begin
             tl.store(of_blocks_ptr + at + offs_place, terms, mask=mask_row)
-
-
-@kernel(stage="selection", do_not_specialize=["length", "blocks", "query_clusters", "key_clusters"])
-def _mark_terms_of_bits(
-    tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, opened_ptr, retrieved_ptr, listed_place_ptr,
-    of_clusters_ptr, of_blocks_ptr, length, blocks, query_clusters, key_clusters, WORDS: tl.constexpr,
-    BLOCKS: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Every opened cluster of a query, one after another, in all blocks at once. `of_blocks_ptr` is 0 before."""
-    head, tile, segment = load_tile(tile_group_ptr)
-    if segment < 0:
-        return
-    offs_block = tl.arange(0, BLOCKS)
-    # scalar, [ROWS], [ROWS]
-    begin, offs_place, mask_row = load_places_from_begin(tile_begin_ptr, tile_end_ptr, tile, ROWS)
-    _, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
-    if seen_blocks == 0:
-        return
-    offs_row = tl.load(order_ptr + head * length + begin + offs_place, mask=mask_row, other=0)  # [ROWS]
-    opened_ptr += (head * length + offs_row) * WORDS
-    retrieved_ptr += (head * length + offs_row)[:, None] * blocks * WORDS + offs_block[None, :] * WORDS
-    listed_place_ptr += (head * query_clusters + segment // blocks) * key_clusters
-    of_blocks_ptr += head * blocks * WORDS * length + begin
-    for word in tl.static_range(WORDS):
-        own = tl.load(opened_ptr + word, mask=mask_row, other=0)  # [ROWS]
-        tl.store(of_clusters_ptr + (head * WORDS + word) * length + begin + offs_place, ~own, mask=mask_row)
-        if tl.max((own != 0).to(tl.int32), 0) > 0:
-            mask = (own != 0)[:, None] & (offs_block < seen_blocks)[None, :]  # [ROWS, BLOCKS]
-            not_retrieved = ~tl.load(retrieved_ptr + word, mask=mask, other=-1)  # [ROWS, BLOCKS]
-            for _ in range(tl.max(count_bits(own), 0)):
-                has_bit = own != 0  # [ROWS]
-                bit, own = lowest_bit(own)  # [ROWS], [ROWS]
-                listed = tl.load(listed_place_ptr + word * 32 + bit, mask=has_bit, other=0).to(tl.int32)  # [ROWS]
-                # [ROWS, BLOCKS]
-                is_term = mask & has_bit[:, None] & (((not_retrieved >> (bit & 31)[:, None]) & 1) != 0)
-                # [ROWS, BLOCKS]
-                at = (offs_block[None, :] * WORDS + (listed // 32)[:, None]) * length + offs_place[:, None]
-                value = ((offs_place * 0 + 1) << (listed & 31))[:, None] + (offs_block * 0)[None, :]  # [ROWS, BLOCKS]
-                tl.atomic_or(of_blocks_ptr + at, value, mask=is_term, sem="relaxed")

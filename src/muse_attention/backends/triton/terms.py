@@ -12,22 +12,13 @@ from muse_attention.backends.triton.key_offset import QueryGradients
 from muse_attention.backends.triton.numbers import cdiv, gradient_dtype, padded
 from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
-from muse_attention.backends.triton.scored_summaries import ScoredSummaries, means
-from muse_attention.backends.triton.segments import (
-    ROWS_OF_TILE,
-    Segments,
-    blocks_of_segment,
-    include,
-    mass_off_centroid,
-    score,
-)
+from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment, include, score
+from muse_attention.backends.triton.summaries import pointers
 from muse_attention.backends.triton.term_bits import (
     Terms,
     any_set,
     bit_of_column,
     bit_of_row,
-    find_terms,
-    find_terms_of_bits,
     is_term,
     words_of_blocks,
     words_of_clusters,
@@ -35,8 +26,6 @@ from muse_attention.backends.triton.term_bits import (
 from muse_attention.backends.triton.tiles import load_places_from_begin, load_tile
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.structures import Partial, Summaries
-
-__all__ = ["Terms", "attend", "attend_backward", "find_terms", "find_terms_of_bits"]
 
 ATTEND = {
     128: {"CLUSTERS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 3},
@@ -63,7 +52,7 @@ ATTEND_BACKWARD_TO_BLOCKS = {
 }
 
 
-def attend(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummaries, terms: Terms) -> Partial:
+def attend(segments: Segments, of_buckets: Summaries, seen: Summaries, terms: Terms) -> Partial:
     """Attention to the summary terms: (H, N, Dv) and (H, N), in the order of the inputs."""
     heads, length, _ = segments.residuals.shape
     value_dim = seen.value_mean.shape[-1]
@@ -73,7 +62,7 @@ def attend(segments: Segments, of_buckets: ScoredSummaries, seen: ScoredSummarie
         segments.residuals.new_empty(heads, length, dtype=wide),
     )
     _attend_to_summaries[segments.tiles.grid](
-        **segments.queries, shifts_ptr=segments.shift, **of_buckets.arguments(), **seen.arguments("seen_"),
+        **segments.queries, shifts_ptr=segments.shift, **pointers(of_buckets), **pointers(seen, "seen_"),
         **segments.rows, **terms.arguments, out_ptr=partial.out, lse_ptr=partial.lse, DV=value_dim,
         DVP=padded(value_dim), ROWS=ROWS_OF_TILE, **segments.fit(ATTEND, value_dim),
     )  # fmt: skip
@@ -85,8 +74,8 @@ def attend_backward(
     lse: Tensor,
     delta: Tensor,
     segments: Segments,
-    of_buckets: ScoredSummaries,
-    seen: ScoredSummaries,
+    of_buckets: Summaries,
+    seen: Summaries,
     terms: Terms,
     *,
     fill_in: tuple[Summaries, Summaries],
@@ -107,7 +96,7 @@ def attend_backward(
     of_softmax = {"grad_out_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
     shared = {**of_softmax, **segments.queries, "DV": value_dim, "DVP": padded(value_dim)}
     _summaries_backward_to_queries[segments.tiles.grid](
-        **shared, **of_buckets.arguments(), **seen.arguments("seen_"), **segments.rows, **terms.arguments,
+        **shared, **pointers(of_buckets), **pointers(seen, "seen_"), **segments.rows, **terms.arguments,
         grad_queries_ptr=to_queries.centred, grad_shift_ptr=to_queries.of_offset, ROWS=ROWS_OF_TILE,
         **segments.fit(ATTEND_BACKWARD_TO_QUERIES, value_dim),
     )  # fmt: skip
@@ -124,30 +113,29 @@ def attend_backward(
             heads,
         )
         _backward_to_summaries[grid](
-            **shared, **summaries.arguments(), starts_ptr=segments.groups.starts, terms_ptr=bits,
-            **terms.opened.arguments, **means(gradient, "grad_"), **segments.sizes, words=terms.words, IS_SEEN=is_seen,
-            **launch,
+            **shared, **pointers(summaries), starts_ptr=segments.groups.starts, terms_ptr=bits,
+            **terms.opened.arguments, **pointers(gradient, "grad_"), **segments.sizes, words=terms.words,
+            IS_SEEN=is_seen, **launch,
         )  # fmt: skip
     return to_queries
 
 
 @kernel(stage="attention to summaries", do_not_specialize=["length", "blocks", "query_clusters"])
 def _attend_to_summaries(
-    residuals_ptr, shifts_ptr, widths_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr,
-    seen_mass_ptr, seen_key_mean_ptr, seen_value_mean_ptr, seen_deviation_ptr, seen_most_ptr, tile_group_ptr,
-    tile_begin_ptr, tile_end_ptr, order_ptr, cluster_terms_ptr, block_terms_ptr, listed_ptr, listed_number_ptr, out_ptr,
-    lse_ptr, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr,
-    COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    residuals_ptr, shifts_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, seen_mass_ptr, seen_key_mean_ptr,
+    seen_value_mean_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, cluster_terms_ptr, block_terms_ptr,
+    listed_ptr, listed_number_ptr, out_ptr, lse_ptr, length, blocks, query_clusters, key_clusters, words,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr,
+    CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of the queries of a segment's tile to their terms: accumulated summaries of clusters they did not open,
     and blocks' summaries of those they opened.
 
-    Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D) and `shifts_ptr`, `widths_ptr`: (H, N), in the order
-    of the segments; `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`:
-    (H, Q, nb, K, DV); `most_ptr`: (H, nb, K); `seen_*_ptr`: the same, accumulated; `order_ptr`: (H, N) int32;
-    `cluster_terms_ptr`: (H, words, N) int32; `block_terms_ptr`: (H, nb, words, N) int32; `listed_ptr`: (H, Q, K) int32;
-    `listed_number_ptr`: (H, Q) int32; `out_ptr`: (H, N, DV) and `lse_ptr`: (H, N), in the order of the inputs.
+    Grid: that of the segments' tiles. `residuals_ptr`: (H, N, D) and `shifts_ptr`: (H, N), in the order of the
+    segments; `mass_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV);
+    `seen_*_ptr`: the same, accumulated; `order_ptr`: (H, N) int32; `cluster_terms_ptr`: (H, words, N) int32;
+    `block_terms_ptr`: (H, nb, words, N) int32; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32;
+    `out_ptr`: (H, N, DV) and `lse_ptr`: (H, N), in the order of the inputs.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
@@ -158,14 +146,11 @@ def _attend_to_summaries(
     own_block, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
-    of_sizes = head * blocks * key_clusters
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
     weighted = tl.zeros([ROWS, DVP], ACC)  # [ROWS, DV]
     if seen_blocks > 0:
         residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
-        # [ROWS]
-        width = tl.load(widths_ptr + first_place + offs_place, mask=mask_row, other=0.0) if SECOND_ORDER else 0.0
         # 1. What is seen of every cluster.
         for first in range(0, key_clusters, CLUSTERS):
             offs_cluster = first + tl.arange(0, CLUSTERS)  # [CLUSTERS]
@@ -176,9 +161,8 @@ def _attend_to_summaries(
             of_block = of_cluster + own_block * key_clusters
             # [CLUSTERS, D], [ROWS, CLUSTERS]
             _, logits = score(
-                residual, width, seen_mass_ptr, seen_key_mean_ptr, seen_deviation_ptr, seen_most_ptr, of_block,
-                of_sizes + own_block * key_clusters, offs_cluster, mask_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
-            )  # fmt: skip
+                residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP, ACC, PRECISION
+            )
             logits = tl.where(bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean_ptr, of_block, offs_cluster, mask_cluster, DV, DVP)  # [CLUSTERS, DV]
             largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
@@ -204,9 +188,8 @@ def _attend_to_summaries(
                 offs_summary = block * key_clusters + tl.load(listed_ptr + offs_listed, mask=mask_summary, other=0)
                 # [COLUMNS, D], [ROWS, COLUMNS]
                 _, logits = score(
-                    residual, width, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_sizes,
-                    offs_summary, mask_summary, D, DP, SECOND_ORDER, ACC, PRECISION,
-                )  # fmt: skip
+                    residual, mass_ptr, key_mean_ptr, of_cluster, offs_summary, mask_summary, D, DP, ACC, PRECISION
+                )
                 logits = tl.where(has_term, logits, float("-inf"))
                 values = load_rows(value_mean_ptr, of_cluster, offs_summary, mask_summary, DV, DVP)  # [COLUMNS, DV]
                 largest, total, weighted = include(logits, values, largest, total, weighted, ACC, PRECISION)
@@ -232,21 +215,21 @@ def _gradient_of_logits(logits, grad_out, values, lse, delta, ACC: tl.constexpr,
 
 @kernel(stage="attention to summaries", do_not_specialize=["length", "blocks", "query_clusters"])
 def _summaries_backward_to_queries(
-    grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, widths_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr,
-    most_ptr, seen_mass_ptr, seen_key_mean_ptr, seen_value_mean_ptr, seen_deviation_ptr, seen_most_ptr, tile_group_ptr,
-    tile_begin_ptr, tile_end_ptr, order_ptr, cluster_terms_ptr, block_terms_ptr, listed_ptr, listed_number_ptr,
-    grad_queries_ptr, grad_shift_ptr, length, blocks, query_clusters, key_clusters, words, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, seen_mass_ptr,
+    seen_key_mean_ptr, seen_value_mean_ptr, tile_group_ptr, tile_begin_ptr, tile_end_ptr, order_ptr, cluster_terms_ptr,
+    block_terms_ptr, listed_ptr, listed_number_ptr, grad_queries_ptr, grad_shift_ptr, length, blocks, query_clusters,
+    key_clusters, words, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries of a segment's tile, from all their terms.
 
-    Grid: that of the segments' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`, `widths_ptr`: (H, N) and
-    `residuals_ptr`: (H, N, D), in the order of the segments; `mass_ptr`, `deviation_ptr`: (H, Q, nb, K);
-    `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV); `most_ptr`: (H, nb, K); `seen_*_ptr`: the
-    same, accumulated; `order_ptr`: (H, N) int32; `cluster_terms_ptr`: (H, words, N) int32; `block_terms_ptr`:
-    (H, nb, words, N) int32; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `grad_queries_ptr`:
-    (H, N, D) and `grad_shift_ptr`: (H, N), in the order of the inputs.
+    Grid: that of the segments' tiles. `grad_out_ptr`: (H, N, DV), `lse_ptr`, `delta_ptr`: (H, N) and `residuals_ptr`:
+    (H, N, D), in the order of the segments; `mass_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D);
+    `value_mean_ptr`: (H, Q, nb, K, DV); `seen_*_ptr`: the same, accumulated; `order_ptr`: (H, N) int32;
+    `cluster_terms_ptr`: (H, words, N) int32; `block_terms_ptr`: (H, nb, words, N) int32; `listed_ptr`: (H, Q, K) int32;
+    `listed_number_ptr`: (H, Q) int32; `grad_queries_ptr`: (H, N, D) and `grad_shift_ptr`: (H, N), in the order of the
+    inputs.
     """
     head, tile, segment = load_tile(tile_group_ptr)
     if segment < 0:
@@ -257,13 +240,10 @@ def _summaries_backward_to_queries(
     own_block, seen_blocks = blocks_of_segment(segment, blocks, IS_CAUSAL)
     line = head * query_clusters + segment // blocks
     of_cluster = line * blocks * key_clusters
-    of_sizes = head * blocks * key_clusters
     gradient = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
     d_shift = tl.zeros([ROWS], ACC)
     if seen_blocks > 0:
         residual = load_rows(residuals_ptr, first_place, offs_place, mask_row, D, DP)  # [ROWS, D]
-        # [ROWS]
-        width = tl.load(widths_ptr + first_place + offs_place, mask=mask_row, other=0.0) if SECOND_ORDER else 0.0
         grad_out = load_rows(grad_out_ptr, first_place, offs_place, mask_row, DV, DVP)  # [ROWS, DV]
         lse = tl.load(lse_ptr + first_place + offs_place, mask=mask_row, other=float("inf"))  # [ROWS]
         delta = tl.load(delta_ptr + first_place + offs_place, mask=mask_row, other=0.0)  # [ROWS]
@@ -277,9 +257,8 @@ def _summaries_backward_to_queries(
             of_block = of_cluster + own_block * key_clusters
             # [CLUSTERS, D], [ROWS, CLUSTERS]
             means, logits = score(
-                residual, width, seen_mass_ptr, seen_key_mean_ptr, seen_deviation_ptr, seen_most_ptr, of_block,
-                of_sizes + own_block * key_clusters, offs_cluster, mask_cluster, D, DP, SECOND_ORDER, ACC, PRECISION,
-            )  # fmt: skip
+                residual, seen_mass_ptr, seen_key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP, ACC, PRECISION
+            )
             logits = tl.where(bit_of_row(low, high, first, CLUSTERS), logits, float("-inf"))
             values = load_rows(seen_value_mean_ptr, of_block, offs_cluster, mask_cluster, DV, DVP)  # [CLUSTERS, DV]
             d_logits = _gradient_of_logits(logits, grad_out, values, lse, delta, ACC, PRECISION)  # [ROWS, CLUSTERS]
@@ -307,9 +286,8 @@ def _summaries_backward_to_queries(
                 offs_summary = block * key_clusters + tl.load(listed_ptr + offs_listed, mask=mask_summary, other=0)
                 # [COLUMNS, D], [ROWS, COLUMNS]
                 means, logits = score(
-                    residual, width, mass_ptr, key_mean_ptr, deviation_ptr, most_ptr, of_cluster, of_sizes,
-                    offs_summary, mask_summary, D, DP, SECOND_ORDER, ACC, PRECISION,
-                )  # fmt: skip
+                    residual, mass_ptr, key_mean_ptr, of_cluster, offs_summary, mask_summary, D, DP, ACC, PRECISION
+                )
                 logits = tl.where(has_term, logits, float("-inf"))
                 values = load_rows(value_mean_ptr, of_cluster, offs_summary, mask_summary, DV, DVP)  # [COLUMNS, DV]
                 d_logits = _gradient_of_logits(logits, grad_out, values, lse, delta, ACC, PRECISION)  # [ROWS, COLUMNS]
@@ -324,11 +302,11 @@ def _summaries_backward_to_queries(
 
 @kernel(stage="attention to summaries", do_not_specialize=["length", "blocks", "query_clusters"])
 def _backward_to_summaries(
-    grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, widths_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr,
-    most_ptr, starts_ptr, terms_ptr, listed_ptr, listed_number_ptr, grad_mass_ptr, grad_key_mean_ptr,
-    grad_value_mean_ptr, length, blocks, query_clusters, key_clusters, words, IS_SEEN: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, mass_ptr, key_mean_ptr, value_mean_ptr, starts_ptr, terms_ptr,
+    listed_ptr, listed_number_ptr, grad_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, blocks,
+    query_clusters, key_clusters, words, IS_SEEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of some summaries, what they receive from all queries of their query cluster that see them.
 
@@ -337,10 +315,10 @@ def _backward_to_summaries(
     takes those of two neighbouring blocks. The queries of a cluster lie block after block.
 
     Grid: (Q nb, K / CLUSTERS, H), or half as many blocks and twice as many of clusters. `grad_out_ptr`: (H, N, DV),
-    `lse_ptr`, `delta_ptr`, `widths_ptr`: (H, N) and `residuals_ptr`: (H, N, D), in the order of the segments;
-    `mass_ptr`, `deviation_ptr`: (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV);
-    `most_ptr`: (H, nb, K); `starts_ptr`: (H, Q nb + 1) int32; `terms_ptr`: (H, words, N) int32, or (H, nb, words, N) of
-    blocks; `listed_ptr`: (H, Q, K) int32; `listed_number_ptr`: (H, Q) int32; `grad_*_ptr`: as the summaries.
+    `lse_ptr`, `delta_ptr`: (H, N) and `residuals_ptr`: (H, N, D), in the order of the segments; `mass_ptr`:
+    (H, Q, nb, K); `key_mean_ptr`: (H, Q, nb, K, D); `value_mean_ptr`: (H, Q, nb, K, DV); `starts_ptr`: (H, Q nb + 1)
+    int32; `terms_ptr`: (H, words, N) int32, or (H, nb, words, N) of blocks; `listed_ptr`: (H, Q, K) int32;
+    `listed_number_ptr`: (H, Q) int32; `grad_*_ptr`: as the summaries.
     """
     head = tl.program_id(2).to(tl.int64)
     offs_column = tl.arange(0, CLUSTERS)
@@ -372,10 +350,6 @@ def _backward_to_summaries(
     means = load_rows(key_mean_ptr, of_block, offs_cluster, mask_cluster, D, DP)  # [CLUSTERS, D]
     values = load_rows(value_mean_ptr, of_block, offs_cluster, mask_cluster, DV, DVP)  # [CLUSTERS, DV]
     masses = tl.load(mass_ptr + of_block + offs_cluster, mask=mask_cluster, other=float("-inf"))  # [CLUSTERS]
-    if SECOND_ORDER:
-        of_sizes = (head * blocks + block) * key_clusters
-        deviations = tl.load(deviation_ptr + of_block + offs_cluster, mask=mask_cluster, other=0.0)  # [CLUSTERS]
-        mosts = tl.load(most_ptr + of_sizes + offs_cluster, mask=mask_cluster, other=0.0)  # [CLUSTERS]
     d_mass = tl.zeros([CLUSTERS], ACC)
     d_means = tl.zeros([CLUSTERS, DP], ACC)  # [CLUSTERS, D]
     d_values = tl.zeros([CLUSTERS, DVP], ACC)  # [CLUSTERS, DV]
@@ -422,9 +396,6 @@ def _backward_to_summaries(
                 # Summaries are the rows here, so that weights and gradients enter the products below as they are.
                 # [CLUSTERS, ROWS]
                 logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
-                if SECOND_ORDER:
-                    width = tl.load(widths_ptr + head * length + offs_place, mask=mask_row, other=0.0)  # [ROWS]
-                    logits += mass_off_centroid(deviations[:, None] * width[None, :], mosts[:, None])
                 logits = tl.where(bit_of_column(low, high, first, CLUSTERS, of_low), logits, float("-inf"))
                 weights = exp_of_less(logits, lse[None, :])  # [CLUSTERS, ROWS]
                 d_values = tl.dot(
