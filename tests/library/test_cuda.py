@@ -38,8 +38,6 @@ SHAPES = [
     Shape("ragged, query heads 4 to 2", "QK16R2B256", length=1500, batch=2, heads=4),
     Shape("full", "Q16K20R3SP2B256", length=1500, is_causal=False),
     Shape("many clusters", "QK128R8B512", length=3000),
-    Shape("tolerance, query heads 4 to 2", "Q16K40R4T0.01B256", length=1500, batch=2, heads=4),
-    Shape("tolerance over budget, full", "Q16K64R1T0.001B256", length=1500, is_causal=False),
 ]
 
 
@@ -65,7 +63,7 @@ class TestTritonBackend:
         [
             ("Q16K600R4SP2B256", 128, torch.bfloat16),
             ("Q600K16R2B256", 128, torch.bfloat16),
-            ("Q16K1024R4T0.01B256", 128, torch.bfloat16),
+            ("Q16K1024R4B256", 128, torch.bfloat16),
             ("QK300R4B256", 256, torch.bfloat16),
             ("Q8K2048R4B512", 64, torch.bfloat16),
         ],
@@ -112,7 +110,6 @@ class TestTritonConformance(OperatorConformance):
         [
             ["QK4R0B128", "QK16R0B128", "QK64R0B128"],
             ["QK16R0B128", "QK16R1B128", "QK16R16SP8B128"],
-            ["QK16R9T0.1B128", "QK16R50T0.01B128", "QK16R200T0.001B128"],
         ],
     )
     def test_property_7_error_falls_as_clusters_or_retrieval_grow(self, series: list[str]) -> None:
@@ -122,7 +119,7 @@ class TestTritonConformance(OperatorConformance):
     @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
     @pytest.mark.parametrize(
         "config",
-        ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false", "QK4R9T0.01B32"],
+        ["QK4R2B32", "QK4R2B32,clustering=lloyd", "QK4R0B32", "QK4R2B32,monopole=false"],
     )
     def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
         self, config: str, target: int, poison: float
@@ -136,10 +133,6 @@ class TestTritonConformance(OperatorConformance):
             "QK4R2B32",
             "QK4R2B32,clustering=lloyd,cap_factor=1.0,query_cap_factor=1.0",
             "QK4R2B32,cap_factor=none",
-            "QK4R2T0.01B32",
-            "QK4R0T0B32",
-            "QK4R50T0B32",
-            "QK4R2TinfB32",
         ],
     )
     @pytest.mark.parametrize(
@@ -156,7 +149,6 @@ class TestTritonConformance(OperatorConformance):
     [
         ("muse:QK8R2B128,clustering=lloyd", 300, 64),
         ("muse:QK8R2B64,clustering=streaming", 300, 40),
-        ("muse:Q4K8R2T0.01B64", 300, 64),
         ("exact", 300, 64),
         ("exact", 100, 40),
         ("block_diagonal:128", 300, 64),
@@ -215,7 +207,8 @@ def _long_inputs() -> tuple[tuple[Tensor, ...], Tensor]:
     return data, torch.randn_like(data[0])
 
 
-CONFIGS = pytest.mark.parametrize("config", ["QK64R4B1k", "Q16K64R2T0.01B1k"])
+CONFIG = "Q16K64R2B1k"
+CONFIGS = pytest.mark.parametrize("config", ["QK64R4B1k", CONFIG])
 
 
 @CONFIGS
@@ -283,7 +276,7 @@ def test_a_million_tokens() -> None:
 
 def test_more_programs_than_most_axes_of_a_grid_hold() -> None:
     """The kernels err no more than the stages in PyTorch, which may cluster otherwise."""
-    muse = get_attention("muse:Q256K16R2T0.01B64")
+    muse = get_attention("muse:Q256K16R2B64")
     attentions = (get_attention("exact"), partial(muse, backend="torch"), partial(muse, backend="triton"))
     data = clustered_qkv(1, 1, 16384, 64, dtype=torch.bfloat16, device="cuda")
     grad_out = torch.randn_like(data[0])
@@ -313,7 +306,7 @@ def test_finds_more_clusters_than_the_chip_holds(clustering: str, dtype: torch.d
     assert objectives[1] < 1.02 * objectives[0]
 
 
-@pytest.mark.parametrize("config", ["Q3K5R2SP2B32", "Q3K5R1T0.001B32,caution=2"])
+@pytest.mark.parametrize("config", ["Q3K5R2SP2B32"])
 @pytest.mark.parametrize("wrong", [-7, 1 << 30])
 def test_an_assignment_out_of_range_stays_in_memory(wrong: int, config: str) -> None:
     with torch.device("cuda"):
@@ -352,13 +345,13 @@ torch.cuda.synchronize()
 
 def test_later_launches_go_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     data, grad_out = _long_inputs()
-    expected = _whole(data, grad_out, "Q16K64R2T0.01B1k")
+    expected = _whole(data, grad_out, CONFIG)
 
     def refuse(launch: launching.Launch) -> None:
         raise AssertionError(f"{launch.kernel} went through Triton")
 
     monkeypatch.setattr(launching.Launch, "now", refuse)
-    assert torch.equal(_whole(data, grad_out, "Q16K64R2T0.01B1k")[0], expected[0])
+    assert torch.equal(_whole(data, grad_out, CONFIG)[0], expected[0])
 
 
 def test_launches_at_the_same_addresses_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +385,7 @@ def test_launches_at_the_same_addresses_are_replayed(monkeypatch: pytest.MonkeyP
 
 def _same_bits_twice(data: tuple[Tensor, ...], grad_out: Tensor) -> list[Tensor]:
     """The output and the gradients of keys and values; cuDNN sums that of queries in any order."""
-    out, _, grad_key, grad_value = _whole(data, grad_out, "Q16K64R2T0.01B1k")
+    out, _, grad_key, grad_value = _whole(data, grad_out, CONFIG)
     return [out, grad_key, grad_value]
 
 
@@ -404,7 +397,7 @@ def test_layers_in_a_row_keep_what_their_backward_passes_need() -> None:
         inputs = [tensor.detach().requires_grad_() for tensor in data]
         hidden = inputs[0]
         for _ in range(3):
-            hidden = hidden + muse_attention(hidden, *inputs[1:], is_causal=True, config="Q16K64R2T0.01B1k")
+            hidden = hidden + muse_attention(hidden, *inputs[1:], is_causal=True, config=CONFIG)
         results.append(torch.autograd.grad(hidden, inputs, grad_out))
     for gradients in results[1:]:
         for found, expected in zip(gradients, results[0], strict=True):
@@ -413,16 +406,16 @@ def test_layers_in_a_row_keep_what_their_backward_passes_need() -> None:
 
 def test_replays_hold_no_memory() -> None:
     data, grad_out = _long_inputs()
-    _whole(data, grad_out, "Q16K64R2T0.01B1k")
+    _whole(data, grad_out, CONFIG)
     before = torch.cuda.memory_allocated()
     for _ in range(4):
-        _whole(data, grad_out, "Q16K64R2T0.01B1k")
+        _whole(data, grad_out, CONFIG)
     assert torch.cuda.memory_allocated() - before < 1 << 20  # a few numbers of the random generator, at most
 
 
 def test_hooks_of_triton_see_every_launch() -> None:
     data, grad_out = _long_inputs()
-    expected = _whole(data, grad_out, "Q16K64R2T0.01B1k")
+    expected = _whole(data, grad_out, CONFIG)
     names = []
     hooks = triton.knobs.runtime.launch_enter_hook
 
@@ -431,10 +424,10 @@ def test_hooks_of_triton_see_every_launch() -> None:
 
     hooks.add(listen)
     try:
-        found = _whole(data, grad_out, "Q16K64R2T0.01B1k")
+        found = _whole(data, grad_out, CONFIG)
     finally:
         hooks.remove(listen)
-    assert {"_take", "_select_and_attend", "_add_to_queries"} <= set(names)
+    assert {"_take", "_attend_to_summaries", "_add_to_queries"} <= set(names)
     assert len(names) > 60
     assert torch.equal(found[0], expected[0])
 

@@ -18,11 +18,6 @@ pytest.importorskip("triton")
         ((1, 1, 70_000, 16), "QK4R1B1", "at most 65535 blocks, these are 70000: use a larger block_size"),
         ((1, 1, 1 << 20, 128), "Q64K256R1B1k", "fewer than 1024 blocks with these clusters and heads, these are 1024"),
         (
-            (1, 1, 1 << 20, 64),
-            "QK1024R8T0.01B16k",
-            "fewer than 2\\^31 words in the selection of a head, these are 2147483648",
-        ),
-        (
             (1, 4, 1 << 20, 64),
             "Q4K1024R512B128k",
             "fewer than 2\\^31 retrieved buckets .* use fewer retrieved_clusters",
@@ -40,7 +35,7 @@ def test_limits(shape: tuple[int, ...], config: str, message: str) -> None:
         assert resolve_backend("auto", query, key, MuSeConfig.parse(config)) == "torch"
 
 
-@pytest.mark.parametrize("config", ["QK1024R64B8k", "QK1024R8T0.01B8k", "Q2048K16R1B8k"])
+@pytest.mark.parametrize("config", ["QK1024R64B8k", "Q2048K16R1B8k"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_thousand_clusters_are_served(head_dim: int, config: str) -> None:
     query = torch.empty(1, 1, 1 << 16, head_dim, device="cuda" if torch.cuda.is_available() else "meta")

@@ -17,9 +17,9 @@ MOST_SHARED = 227 * 1024
 
 
 CONFIGURATIONS = {
-    "Q4K40R2T0.01B64": 64,
+    "Q4K40R2B64": 64,
     "QK4R2SP2B64,clustering=streaming": 64,
-    "Q16K600R2T0.01B64,clustering=streaming": 128,
+    "Q16K600R2B64,clustering=streaming": 128,
 }
 """The head dimension of each configuration."""
 

@@ -136,9 +136,7 @@ def test_nothing_depends_on_what_memory_held_before() -> None:
     for fills in (False, True):
         torch.use_deterministic_algorithms(fills)
         try:
-            out = muse_attention(
-                *inputs, is_causal=True, enable_gqa=True, config="Q3K4R2T0.01B16,caution=2", backend="triton"
-            )
+            out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config="Q3K4R2B16", backend="triton")
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         finally:
             torch.use_deterministic_algorithms(False)

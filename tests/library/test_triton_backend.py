@@ -37,17 +37,13 @@ VARIANTS = [
     "Q3K5R2B32,monopole=false",
     "Q3K5R2B32,tilt=false,cap_factor=none",
     "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
-    "Q3K5R2SP2B32,second_order=true",
-    "Q3K5R9T0.03B32,caution=2",
-    "Q2K33R1T0.003B32",
 ]
-FROZEN = [VARIANTS[0], VARIANTS[-2]]
+FROZEN = [VARIANTS[0]]
 """Variants that are also tested with frozen aggregation, causal; on a GPU all are."""
 FOUND = [
     "Q4K5R2B32,clustering=streaming",
     "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
     "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
-    "Q4K5R1T0.001B32,clustering=lloyd",
 ]
 
 
@@ -89,13 +85,12 @@ class TestTritonBackend(OperatorConformance):
         self._check_against_reference(shape, torch.float64)
 
     def test_keys_with_a_large_common_offset_equal_reference(self) -> None:
-        config = "Q3K5R1T0.003B32,caution=2"
-        shape = Shape("", config, length=70, heads=1, key_heads=1, value_dim=8, is_causal=False, key_offset=10.0)
+        shape = Shape("", "Q3K5R1B32", length=70, heads=1, key_heads=1, value_dim=8, is_causal=False, key_offset=10.0)
         self._check_against_reference(shape, torch.float64)
 
     @pytest.mark.long
     def test_keys_with_a_large_common_offset(self) -> None:
-        shape = Shape("", "Q3K5R1T0.003B32", length=100, heads=1, key_heads=1, key_offset=10.0)
+        shape = Shape("", "Q3K5R1B32", length=100, heads=1, key_heads=1, key_offset=10.0)
         assert_at_most_twice_the_error_of_torch(shape, torch.float16)
 
     @pytest.mark.parametrize("variant", FOUND)
@@ -103,7 +98,7 @@ class TestTritonBackend(OperatorConformance):
         super().test_finds_the_clusters_and_selection_of_the_reference(variant)
 
     @pytest.mark.long
-    @pytest.mark.parametrize("variant", ["Q4K5R9T0.01B32"])
+    @pytest.mark.parametrize("variant", ["Q4K5R2B32"])
     def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
         super().test_property_6_nothing_after_a_query_changes_its_output(variant)
 
@@ -118,15 +113,15 @@ class TestTritonBackend(OperatorConformance):
         ("case", "config"),
         [
             ("equal keys", "QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"),
-            ("zeros", "QK4R1T0.001B64"),
-            ("gigantic query", "QK4R1T0.001B64"),
+            ("zeros", "QK4R1B64"),
+            ("gigantic query", "QK4R1B64"),
         ],
     )
     def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
         super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
 
     @pytest.mark.long
-    @pytest.mark.parametrize("config", ["Q2K64R8T0.003B16"])
+    @pytest.mark.parametrize("config", ["Q2K64R8B16"])
     @pytest.mark.parametrize("length", [20])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
@@ -139,7 +134,7 @@ class TestTritonBackend(OperatorConformance):
     def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
         shape = Shape("", "", length=24, heads=4, key_heads=2)
         query, key, value = (tensor.detach() for tensor in shape.tensors(torch.float32))
-        settings = {"config": "Q3K5R1T0.001B16,caution=2", "backend": "triton", "is_causal": True, "enable_gqa": True}
+        settings = {"config": "Q3K5R1B16", "backend": "triton", "is_causal": True, "enable_gqa": True}
         together = muse_attention(query, key, value, **settings)
         alone = muse_attention(query[:, 2:], key[:, 1:], value[:, 1:], **settings)
         assert torch.equal(alone, together[:, 2:])
@@ -194,10 +189,8 @@ def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("is_ragged", [False, True], ids=["picks", "ragged"])
-def test_a_plan_is_views_of_one_tensor(is_ragged: bool) -> None:
-    config = MuSeConfig.parse("Q5K6R2T0.1B4" if is_ragged else "Q5K6R2B4")
-    shapes = Plan.shapes(config, heads=4, key_heads=2, length=10, query_clusters=5, picks=2)
+def test_a_plan_is_views_of_one_tensor() -> None:
+    shapes = Plan.shapes(MuSeConfig.parse("Q5K6R2B4"), heads=4, key_heads=2, length=10, query_clusters=5, picks=2)
     memory = torch.arange(Plan.size(shapes), dtype=torch.int32)
     plan = Plan.of(memory, shapes)
     assert plan.pair_order.shape == (2, 40)
@@ -238,10 +231,8 @@ def small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("small_chip")
-@pytest.mark.parametrize("variant", ["Q2K20R3SP2B32", "Q2K20R3B32,second_order=true"])
-def test_more_clusters_than_the_chip_holds(variant: str) -> None:
-    is_causal = "second_order" not in variant
-    shape = Shape("", variant, length=70, heads=1, key_heads=1, head_dim=20, is_causal=is_causal)
+def test_more_clusters_than_the_chip_holds() -> None:
+    shape = Shape("", "Q2K20R3SP2B32", length=70, heads=1, key_heads=1, head_dim=20)
     TestTritonBackend()._check_against_reference(shape, torch.float64)
 
 
@@ -273,6 +264,6 @@ def test_of_equally_near_centroids_the_first_with_room_counts() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1T0.001B32,caution=2")])
+@pytest.mark.parametrize(("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1B32")])
 def test_an_assignment_out_of_range_stays_in_memory(wrong: int, config: str) -> None:
     assert_out_of_range_is_clamped(wrong, config)

@@ -12,7 +12,6 @@ from muse_attention.backends.triton.accumulation import accumulate_backward
 from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE, summarise_backward
 from muse_attention.backends.triton.grouping import Groups, group_by_cluster_and_block
 from muse_attention.backends.triton.layout import FarField, Heads
-from muse_attention.backends.triton.opened import list_opened
 from muse_attention.backends.triton.pairs import Pairs, sort_picks
 from muse_attention.backends.triton.plan import Plan
 from muse_attention.backends.triton.summaries import new_gradient
@@ -131,7 +130,7 @@ def _attend_to_summaries(far: FarField, selected: Selection, config: MuSeConfig,
         selection.select(far.segments, of_buckets, accumulated.seen, fill_in=selected)
     if not config.monopole:
         return None
-    left = find_terms(far.segments, selected, list_opened(far.segments, selected.opened))
+    left = find_terms(far.segments, selected)
     return terms.attend(far.segments, of_buckets, accumulated.seen, left)
 
 
@@ -157,7 +156,7 @@ def _attend_heads_backward(
     of_summaries = of_pairs = to_keys = grad_buckets = log_mass = None
     if config.monopole:
         of_buckets, accumulated = far.summaries()
-        left = find_terms(far.segments, selected, list_opened(far.segments, selected.opened))
+        left = find_terms(far.segments, selected)
         grad_buckets, grad_seen = (new_gradient(of_buckets) for _ in range(2))
         of_summaries = terms.attend_backward(
             ordered.out, ordered.lse, ordered_delta, far.segments, of_buckets, accumulated.seen, left,

@@ -49,7 +49,8 @@ class Heads:
     def of(cls, *tensors: Tensor) -> Heads:
         """From the same with the axes batch and heads, without `key_offset`, which it finds."""
         flat = [tensor.flatten(0, 1) for tensor in tensors]
-        return cls(*flat, find_key_offset(flat[1]))
+        flat.append(find_key_offset(flat[1]))
+        return cls(*flat)
 
     @property
     def shared_by(self) -> int:

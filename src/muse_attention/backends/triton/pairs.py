@@ -1,6 +1,6 @@
 """Every query with each bucket it retrieves: one numbered pair each, and the pairs of a key head sorted by bucket.
 
-Every query has as many pairs, some of them without a bucket, and a pair's number tells its query.
+All queries have the same number of pairs, some of these without a bucket, so a pair's number tells its query.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_attention.backends.triton.numbers import cdiv, power_of_two
-from muse_attention.backends.triton.opened import OpenedClusters
+from muse_attention.backends.triton.opened import OpenedClusters, list_opened
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.backends.triton.segments import ROWS_OF_TILE, Segments, blocks_of_segment
 from muse_attention.backends.triton.tiles import load_places_from_begin, load_tile
@@ -46,8 +46,9 @@ class Terms:
         }
 
 
-def find_terms(segments: Segments, selection: Selection, listed: OpenedClusters) -> Terms:
-    """The terms that a selection leaves; `listed` is `list_opened` of it."""
+def find_terms(segments: Segments, selection: Selection) -> Terms:
+    """The terms that a selection leaves."""
+    listed = list_opened(segments, selection.opened)
     heads, length, clusters, blocks = selection.retrieved.shape
     words = cdiv(segments.key_clusters, 32)
     terms = Terms(
