@@ -37,8 +37,8 @@ class QueryGradients:
     """(...,)"""
 
 
-def find_key_offset(keys: Tensor) -> Tensor:
-    """(G, D): in each dimension, halfway between the quartiles of a sample of (G, N, D) keys.
+def find_key_offset(keys: Tensor, first: int | None = None) -> Tensor:
+    """(G, D): in each dimension, halfway between the quartiles of a sample of (G, N, D) keys, or of the `first` of them.
 
     A few gigantic keys move it no further than any others do. (They would move the mean.) It is 0 where the quartiles
     lie on both sides of 0: there is little to gain, and a mean of one key is exact as it is. It is a number of the
@@ -49,7 +49,7 @@ def find_key_offset(keys: Tensor) -> Tensor:
     # (What is further away than that could not be stored less the offset.)
     largest = torch.finfo(keys.dtype).max / 4
     _find_middle[(cdiv(head_dim, _DIMS), heads)](
-        keys_ptr=keys, offset_ptr=offset, length=length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, LARGEST=largest,
+        keys_ptr=keys, offset_ptr=offset, length=length, first=first or length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, LARGEST=largest,
         ACC=arithmetic(keys.dtype)["ACC"],
     )  # fmt: skip
     return offset
@@ -62,9 +62,9 @@ def _load_finite(ptrs, mask, ACC: tl.constexpr):
     return tl.where(tl.abs(loaded) < float("inf"), loaded, 0.0)
 
 
-@kernel(stage="summaries", do_not_specialize=["length"])
+@kernel(stage="summaries", do_not_specialize=["length", "first"])
 def _find_middle(
-    keys_ptr, offset_ptr, length, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, LARGEST: tl.constexpr,
+    keys_ptr, offset_ptr, length, first, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, LARGEST: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """Halfway between the quartiles of a sample, in some dimensions: each of the sample is ranked among all.
@@ -75,7 +75,7 @@ def _find_middle(
     offs_sample, offs_d = tl.arange(0, SAMPLE), tl.program_id(0) * DIMS + tl.arange(0, DIMS)  # [SAMPLE], [DIMS]
     mask_d = offs_d < D  # [DIMS]
     # (Of fewer keys than that, each is there several times.)
-    offs_row = head * length + offs_sample.to(tl.int64) * length // SAMPLE  # [SAMPLE]
+    offs_row = head * length + offs_sample.to(tl.int64) * first // SAMPLE  # [SAMPLE]
     mask = mask_d[None, :] & (offs_sample >= 0)[:, None]  # [SAMPLE, DIMS]
     sample = _load_finite(keys_ptr + offs_row[:, None] * D + offs_d[None, :], mask, ACC)  # [SAMPLE, DIMS]
     # How many of the sample come before each, in each dimension.
