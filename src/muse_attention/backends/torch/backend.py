@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.protocol import Backend
-from muse_attention.backends.torch import far_field
+from muse_attention.backends.torch import blockwise, far_field
 from muse_attention.backends.torch.find_clusters import find_clusters
 from muse_attention.backends.torch.large_logits import is_too_coarse, lse_dtype
 from muse_attention.config import MuSeConfig
@@ -22,7 +22,9 @@ class TorchBackend(Backend):
     def find_clusters(
         self, query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float
     ) -> Clusters:
-        return find_clusters(query, key, config, scale=scale)
+        if config.tolerance is None:
+            return find_clusters(query, key, config, scale=scale)
+        return blockwise.find_clusters(query, key, config, is_causal=is_causal, scale=scale)
 
     def forward(self, call: Call, chosen: Selection | None) -> Attended:
         attended = _forward(call, chosen)
@@ -43,7 +45,8 @@ class TorchBackend(Backend):
         merged = Partial(merged.out.to(dtype), merged.lse.to(wide))
         gradients = local.attend_backward(call, merged, grad_out, grad_lse)
         if call.has_far_field:
-            gradients = far_field.attend_backward(gradients, call, merged, attended.selection, grad_out, grad_lse)
+            method = far_field if call.config.tolerance is None else blockwise
+            gradients = method.attend_backward(gradients, call, merged, attended.selection, grad_out, grad_lse)
         grad_query, grad_key, grad_value = (gradient.to(of_inputs) for gradient in gradients)
         return grad_query, grad_key, grad_value
 
@@ -61,7 +64,8 @@ def _forward(call: Call, chosen: Selection | None) -> Attended:
     own = local.attend(call)
     if not call.has_far_field:
         return without_far_field(call, own, chosen)
-    merged, selected = far_field.attend(own, call, chosen)
+    method = far_field if call.config.tolerance is None else blockwise
+    merged, selected = method.attend(own, call, chosen)
     return Attended(merged, selected, selected.opened.new_empty(0))
 
 

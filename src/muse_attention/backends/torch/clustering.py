@@ -36,6 +36,11 @@ def find_centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor
     return _streaming(vectors[:, order], vectors[:, start])
 
 
+def nearest(vectors: Tensor, centroids: Tensor) -> Tensor:
+    """(heads, N) int32: the nearest centroid of each of (heads, N, D) vectors."""
+    return _nearest(_affinity(vectors, centroids).nan_to_num_()).int()
+
+
 def _lloyd(vectors: Tensor, centroids: Tensor, iterations: int) -> Tensor:
     for _ in range(iterations):
         number = torch.arange(centroids.shape[1], device=vectors.device)

@@ -1,0 +1,57 @@
+"""The keys and values of one key head, sorted by bucket, so that a bucket is a range of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Of the blocks that are seen. Buckets are counted block after block."""
+
+    keys: Tensor
+    """(seen keys + 1, D): the last row is 0, for padding"""
+    values: Tensor
+    """(seen keys + 1, Dv): likewise"""
+    order: Tensor
+    """(seen keys,) int64: the position of each row in the sequence"""
+    starts: Tensor
+    """(buckets,) int64"""
+    sizes: Tensor
+    """(buckets,) int64"""
+    block_size: int
+    key_clusters: int
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, assignment: Tensor, seen_blocks: int, config: MuSeConfig) -> Buckets:
+        """Of (N, D) keys, (N, Dv) values and (N,) clusters."""
+        seen = min(keys.shape[0], seen_blocks * config.block_size)
+        position = torch.arange(seen, device=keys.device)
+        bucket = position // config.block_size * config.key_clusters + assignment[:seen].long()
+        order = bucket.sort(stable=True).indices
+        sizes = torch.bincount(bucket, minlength=seen_blocks * config.key_clusters)
+        return cls(
+            _with_zero_row(keys[order]),
+            _with_zero_row(values[order]),
+            order,
+            sizes.cumsum(0) - sizes,
+            sizes,
+            config.block_size,
+            config.key_clusters,
+        )
+
+    @property
+    def blocks(self) -> int:
+        return self.sizes.shape[0] // self.key_clusters
+
+    def of_block(self, block: int) -> slice:
+        return slice(block * self.key_clusters, (block + 1) * self.key_clusters)
+
+
+def _with_zero_row(table: Tensor) -> Tensor:
+    return torch.nn.functional.pad(table, (0, 0, 0, 1))

@@ -1,0 +1,296 @@
+"""Everything beyond the own block with a tolerance: a key head at a time, and its queries block after block.
+
+Nothing large is kept for backward: clusters and selection are kept, summaries are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.backends.torch.blockwise import retrieval
+from muse_attention.backends.torch.blockwise.buckets import Buckets
+from muse_attention.backends.torch.blockwise.columns import Columns, leave_out_retrieved, products, weigh
+from muse_attention.backends.torch.blockwise.query_slots import Slots, most_slots, slot_rows
+from muse_attention.backends.torch.blockwise.summaries import Spread, Table, summarise, summarise_backward
+from muse_attention.config import MuSeConfig
+from muse_attention.core.call import Call
+from muse_attention.core.exponential import exp_
+from muse_attention.core.generations import Generations
+from muse_attention.core.merging import merge
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.query_tiles import NO_ROW
+from muse_attention.core.selection_shapes import SelectionShapes
+from muse_attention.core.structures import Partial, Selection
+
+SCORED_AT_ONCE = 1 << 18
+"""Logits of summaries in one batch of slots: few enough to stay in cache."""
+SUMMARY_ELEMENTS = 1 << 25
+"""Numbers in the summaries held at a time: beyond that, the query heads of a key head go in groups."""
+
+
+@torch.no_grad()
+def attend(own: Partial, call: Call, chosen: Selection | None) -> tuple[Partial, Selection]:
+    """Merge the far field into `own`; also the selection, `chosen` if there is one."""
+    shapes = SelectionShapes.of(call.config, call.query.shape[2], is_causal=call.is_causal)
+    selection = chosen or shapes.none(call.query)
+    out, lse = own.out.clone(), own.lse.clone()
+    for head in _heads(call):
+        for block in head.blocks():
+            at = block.at
+            of_own = Partial(out[at].to(head.dtype), lse[at].to(head.dtype))
+            first = selection.retrieved[at[:2]][block.number]  # a view
+            merged = _attend_block(block, of_own, first, decide=chosen is None)
+            out[at], lse[at] = merged.out.to(out.dtype), merged.lse
+    return Partial(out, lse), selection
+
+
+@torch.no_grad()
+def attend_backward(
+    own: tuple[Tensor, Tensor, Tensor],
+    call: Call,
+    merged: Partial,
+    selected: Selection,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the gradients of the far field to those of the own block."""
+    grad_query, grad_key, grad_value = (gradient.to(compute_dtype(call.query.dtype)) for gradient in own)
+    for head in _heads(call):
+        gradients = [table.zeros_like() for table in head.tables]
+        to_keys, to_values = torch.zeros_like(head.buckets.keys), torch.zeros_like(head.buckets.values)
+        for block in head.blocks():
+            at = block.at
+            wide_grad = grad_out[at].to(head.dtype)
+            # With `L`, all that a term's backward needs to know of the others.
+            delta = (merged.out[at].to(head.dtype) * wide_grad).sum(-1)
+            delta = delta if grad_lse is None else delta - grad_lse[at]
+            to_queries = _attend_block_backward(
+                block,
+                wide_grad,
+                merged.lse[at],
+                delta,
+                selected.retrieved[at[:2]][block.number],
+                add_to=(gradients[block.generation], to_keys, to_values),
+            )
+            grad_query[at] += call.scale * to_queries
+        summarise_backward(
+            gradients,
+            head.tables,
+            head.buckets,
+            head.centroids,
+            head.generations,
+            differentiable_aggregation=call.config.differentiable_aggregation,
+            add_to=(to_keys, to_values),
+        )
+        order = head.buckets.order
+        grad_key[head.at].index_add_(0, order, to_keys[:-1])
+        grad_value[head.at].index_add_(0, order, to_values[:-1])
+    return grad_query.to(call.query.dtype), grad_key.to(call.key.dtype), grad_value.to(call.value.dtype)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A key head, and some query heads that share it."""
+
+    call: Call
+    at: tuple[int, int]
+    """sequence and key head"""
+    query_heads: range
+    generations: Generations
+    centroids: Tensor
+    """(R, S, Q, D)"""
+    buckets: Buckets
+    tables: list[Table]
+    spread: Spread
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.buckets.keys.dtype
+
+    def blocks(self) -> Iterator[_Block]:
+        """Of each query head, all blocks that see any other."""
+        config = self.call.config
+        for place, query_head in enumerate(self.query_heads):
+            for number in range(1 if self.call.is_causal else 0, self.generations.blocks):
+                generation = self.generations.of_block(number)
+                seen = (number if self.call.is_causal else self.generations.blocks) * config.key_clusters
+                columns = Columns.of(
+                    self.tables[generation],
+                    self.spread.tilted[generation],
+                    self.spread.plain,
+                    self.buckets,
+                    place,
+                    seen,
+                    config,
+                )
+                if not self.call.is_causal:
+                    columns = columns.without(self.buckets.of_block(number))
+                rows = slice(number * config.block_size, (number + 1) * config.block_size)
+                yield _Block(self, place, (self.at[0], query_head, rows), number, generation, columns)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The queries of one block and query head, and what they read."""
+
+    head: _Head
+    place: int
+    """of the query head among those at hand"""
+    at: tuple[int, int, slice]
+    """sequence, query head, and positions"""
+    number: int
+    generation: int
+    columns: Columns
+
+    @property
+    def slots_at_once(self) -> int:
+        config, columns = self.config, self.columns.log_mass.shape[1]
+        return max(1, min(most_slots(config), SCORED_AT_ONCE // (slot_rows(config) * columns)))
+
+    @property
+    def config(self) -> MuSeConfig:
+        return self.head.call.config
+
+    def lay_out(self) -> tuple[Slots, Tensor]:
+        """The slots of the queries, and the scaled queries in them, (slots, rows, D)."""
+        call = self.head.call
+        assignment = call.clusters.query_assignment[self.at].long()
+        slots = Slots.of(assignment, self.config, at_once=self.slots_at_once)
+        return slots, gather(call.query[self.at].to(self.head.dtype) * call.scale, slots.rows)
+
+    def score(self, slots: Slots, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of all columns, (slots, rows, S); the residuals of the queries; and how far these reach."""
+        call = self.head.call
+        residuals = queries - self.head.centroids[self.place, self.generation][slots.cluster, None]
+        assert call.clusters.key_spread is not None
+        metric = call.clusters.key_spread[self.head.at][self.generation].to(residuals.dtype)
+        reach = (residuals.square() * metric).sum(-1).sqrt_()
+        logits = self.columns.logits(slots, residuals, reach, second_order=self.config.uses_second_order)
+        return logits, residuals, reach
+
+
+def _heads(call: Call) -> Iterator[_Head]:
+    config, clusters, generations = call.config, call.clusters, call.generations
+    dtype = compute_dtype(call.query.dtype)
+    shared_by = call.query.shape[1] // call.key.shape[1]
+    dims = call.key.shape[3] + call.value.shape[3]
+    of_query_head = config.query_clusters * config.key_clusters * generations.summarised_blocks * dims
+    at_once = max(1, SUMMARY_ELEMENTS // of_query_head)
+    for sequence in range(call.key.shape[0]):
+        for key_head in range(call.key.shape[1]):
+            at = (sequence, key_head)
+            buckets = Buckets.of(
+                call.key[at].to(dtype),
+                call.value[at].to(dtype),
+                clusters.key_assignment[at],
+                generations.seen_blocks,
+                config,
+            )
+            for begin in range(0, shared_by, at_once):
+                heads = range(key_head * shared_by + begin, key_head * shared_by + min(shared_by, begin + at_once))
+                centroids = clusters.query_centroids[sequence, heads.start : heads.stop].to(dtype)
+                tables, spread = summarise(buckets, centroids, generations)
+                yield _Head(call, at, heads, generations, centroids, buckets, tables, spread)
+
+
+def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool) -> Partial:
+    """The softmax of all terms of a block. If `decide`, the (tiles, buckets) `selected` are filled in first."""
+    config, columns = block.config, block.columns
+    slots, queries = block.lay_out()
+    value_dim, seen = columns.values.shape[-1], columns.log_mass.shape[1]
+    own_lse = gather(own.lse, slots.rows)
+    first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
+    out, lse = queries.new_empty(*slots.rows.shape, value_dim), torch.empty_like(own_lse)
+    for some, of_some in slots.split(block.slots_at_once):
+        logits, _, reach = block.score(of_some, queries[some])
+        weights, shift = weigh(logits)
+        if decide:
+            log_total = torch.logaddexp(own_lse[some] - shift, weights.sum(-1).log_())
+            first[some] = columns.decide(of_some, weights, reach, log_total, config)
+        else:
+            first[some] = _read_selection(of_some, selected, columns)
+        leave_out_retrieved(weights, of_some, first[some])
+        total = weights.sum(-1)
+        sums = products(weights, columns.values, of_some)
+        out[some] = sums.div_(torch.where(total == 0, 1, total)[..., None])
+        lse[some] = total.log_().add_(shift)
+    if decide:
+        is_tile = slots.tiles >= 0
+        selected[slots.tiles[is_tile], :seen] = first[is_tile]
+    tiles = (-1, config.tile)
+    keys = retrieval.attend(
+        _with_padding(queries.view(*tiles, queries.shape[-1])),
+        _with_padding(slots.row_in_tile.view(tiles), NO_ROW),
+        first.flatten(0, 1),
+        block.head.buckets,
+    )
+    of_keys = Partial(keys.out[:-1].view_as(out), keys.lse[:-1].view_as(lse))
+    merged = merge([Partial(gather(own.out, slots.rows), own_lse), Partial(out, lse), of_keys])
+    return Partial(scatter(merged.out, slots.rows, own.out), scatter(merged.lse, slots.rows, own.lse))
+
+
+def _attend_block_backward(
+    block: _Block, grad_out: Tensor, lse: Tensor, delta: Tensor, selected: Tensor, *, add_to: tuple[Table, Tensor, Tensor]
+) -> Tensor:
+    """The gradient of the scaled queries; those of the table, and of keys and values by bucket, are added."""
+    config, columns = block.config, block.columns
+    gradient, grad_keys, grad_values = add_to
+    slots, queries = block.lay_out()
+    seen = columns.log_mass.shape[1]
+    d_mass, d_keys, d_values = (part[block.place, :, :seen] for part in gradient.parts())
+    # Padding gets an infinite lse, and so no weight.
+    row_lse = torch.where(slots.row_in_tile == NO_ROW, torch.inf, gather(lse.to(queries.dtype), slots.rows))
+    row_grad, row_delta = gather(grad_out, slots.rows), gather(delta, slots.rows)
+    first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
+    to_queries = torch.empty_like(queries)
+    for some, of_some in slots.split(block.slots_at_once):
+        logits, residuals, _ = block.score(of_some, queries[some])
+        weights = exp_(logits.sub_(row_lse[some][..., None]).clamp_(max=0))
+        first[some] = _read_selection(of_some, selected, columns)
+        leave_out_retrieved(weights, of_some, first[some])
+        d_logits = products(row_grad[some], columns.values.mT, of_some).sub_(row_delta[some][..., None]).mul_(weights)
+        to_queries[some] = products(d_logits, columns.keys, of_some)
+        for place, cluster in enumerate(of_some.cluster.tolist()):
+            d_mass[cluster] += d_logits[place].sum(0)
+            d_keys[cluster].addmm_(d_logits[place].mT, residuals[place])
+            d_values[cluster].addmm_(weights[place].mT, row_grad[some][place])
+    tiles = (-1, config.tile)
+    by_tile = _with_padding(to_queries.view(*tiles, queries.shape[-1]))
+    retrieval.attend_backward(
+        _with_padding(row_grad.view(*tiles, row_grad.shape[-1])),
+        _with_padding(row_lse.view(tiles), torch.inf),
+        _with_padding(row_delta.view(tiles)),
+        _with_padding(queries.view(*tiles, queries.shape[-1])),
+        _with_padding(slots.row_in_tile.view(tiles), NO_ROW),
+        first.flatten(0, 1),
+        block.head.buckets,
+        add_to=(by_tile, grad_keys, grad_values),
+    )
+    return scatter(by_tile[:-1].view_as(to_queries), slots.rows, grad_out.new_empty(grad_out.shape[0], queries.shape[-1]))
+
+
+def _read_selection(slots: Slots, selected: Tensor, columns: Columns) -> Tensor:
+    """(slots, tiles, S) uint8: the first rows that a selection has."""
+    first = selected[slots.tiles.clamp(min=0), : columns.log_mass.shape[1]]
+    return first.masked_fill_((slots.tiles < 0)[..., None] | columns.price.isnan(), NO_ROW)
+
+
+def gather(table: Tensor, rows: Tensor) -> Tensor:
+    """(slots, rows, ...) of a (queries, ...) table; 0 at padded places."""
+    padded = torch.cat([table, torch.zeros_like(table[:1])])
+    return padded.index_select(0, rows.flatten()).view(*rows.shape, *table.shape[1:])
+
+
+def scatter(slots: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """The reverse; `like` has the shape and dtype of the result."""
+    table = like.new_empty(like.shape[0] + 1, *like.shape[1:])
+    table[rows] = slots
+    return table[:-1]
+
+
+def _with_padding(tiles: Tensor, value: float = 0) -> Tensor:
+    return torch.cat([tiles, torch.full_like(tiles[:1], value)])

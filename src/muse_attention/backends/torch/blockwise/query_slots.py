@@ -1,0 +1,76 @@
+"""Where the queries of a block go: slots of as many rows each, of one query cluster, in order of position.
+
+A slot is some whole tiles. Every matrix product works on whole slots or tiles, and on a fixed number of them, so that
+its shape, and with it the rounding of each row, is the same whatever the other queries of the block are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_attention.config import MuSeConfig
+from muse_attention.core.query_tiles import NO_ROW
+
+LEAST_ROWS = 64
+"""Of a slot: a matrix product with fewer rows is not much faster."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Of one block of one query head."""
+
+    cluster: Tensor
+    """(slots,) int64: the query cluster of each"""
+    rows: Tensor
+    """(slots, rows) int64: queries, counted from the first of the block; a padded place has the number after all"""
+    row_in_tile: Tensor
+    """(slots, rows) uint8; `NO_ROW` at padded places"""
+    tiles: Tensor
+    """(slots, tiles of a slot) int64: the number of each tile in the block; -1 for none"""
+
+    @classmethod
+    def of(cls, assignment: Tensor, config: MuSeConfig, *, at_once: int) -> Slots:
+        """Of the (n,) clusters of a block's queries; empty slots make their number a multiple of `at_once`."""
+        size, tile, queries = slot_rows(config), config.tile, assignment.shape[0]
+        device = assignment.device
+        order = assignment.sort(stable=True).indices
+        members = torch.bincount(assignment, minlength=config.query_clusters)
+        slots, tiles = -(-members // size), -(-members // tile)
+        cluster = torch.repeat_interleave(torch.arange(members.shape[0], device=device), slots)
+        rank = (torch.arange(cluster.shape[0], device=device) - (slots.cumsum(0) - slots)[cluster]) * size
+        place = rank[:, None] + torch.arange(size, device=device)  # in the cluster
+        exists = place < members[cluster, None]
+        rows = order[((members.cumsum(0) - members)[cluster, None] + place).clamp_(max=queries - 1)]
+        number = ((tiles.cumsum(0) - tiles)[cluster] + rank // tile)[:, None]
+        number = number + torch.arange(size // tile, device=device)
+        row_in_tile = torch.arange(size, device=device) % tile
+        empty = -cluster.shape[0] % at_once
+
+        def fill_up(table: Tensor, filling: int) -> Tensor:
+            return torch.cat([table, table.new_full((empty, *table.shape[1:]), filling)])
+
+        return cls(
+            fill_up(cluster, 0),
+            fill_up(torch.where(exists, rows, queries), queries),
+            fill_up(torch.where(exists, row_in_tile, NO_ROW).byte(), NO_ROW),
+            fill_up(torch.where(exists[:, ::tile], number, -1), -1),
+        )
+
+    def split(self, at_once: int) -> Iterator[tuple[slice, Slots]]:
+        for begin in range(0, self.cluster.shape[0], at_once):
+            some = slice(begin, begin + at_once)
+            yield some, Slots(self.cluster[some], self.rows[some], self.row_in_tile[some], self.tiles[some])
+
+
+def slot_rows(config: MuSeConfig) -> int:
+    """Rows of a slot."""
+    return max(LEAST_ROWS, config.tile)
+
+
+def most_slots(config: MuSeConfig) -> int:
+    """The most slots that the queries of a block can have."""
+    return config.block_size // slot_rows(config) + min(config.query_clusters, config.block_size)
