@@ -16,6 +16,10 @@ MOST_PROGRAMS = 65_535
 """On all but the first axis of a grid."""
 _ROWS_AT_ONCE = 64
 """Summaries of one key cluster, as seen from so many query clusters, are addressed with 32 bits."""
+_MOST_OF_CENTROIDS = 1 << 15
+"""Numbers in the centroids of a block, which a kernel holds on chip."""
+_LONGEST_BLOCK = 32 * 1024
+"""Pieces of a bucket are counted in half precision, which is exact up to 2048."""
 MOST_CLUSTERS = 2048
 """A kernel holds a number for each cluster and each of some rows on chip."""
 
@@ -42,6 +46,8 @@ def why_not(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
     blocks = -(-query.shape[2] // config.block_size)  # (The compiler cannot ask a constant for a method.)
     if blocks > MOST_PROGRAMS:
         return f"has at most {MOST_PROGRAMS} blocks, these are {blocks}: use a larger block_size"
+    if config.tolerance is not None:
+        return _why_not_blockwise(widest, blocks, config)
     at_once = min(_ROWS_AT_ONCE, query.shape[1] // value.shape[1] * config.query_clusters)
     if at_once * blocks * config.key_clusters * widest >= 1 << 31:
         most = (1 << 31) // (at_once * config.key_clusters * widest)
@@ -59,6 +65,19 @@ def why_not(query: Tensor, value: Tensor, config: MuSeConfig) -> str | None:
     clusters = max(config.query_clusters, config.key_clusters)
     if clusters > MOST_CLUSTERS:
         return f"has at most {MOST_CLUSTERS} clusters, the config has {clusters}: use fewer"
+    return None
+
+
+def _why_not_blockwise(widest: int, blocks: int, config: MuSeConfig) -> str | None:
+    clusters = max(config.query_clusters, config.key_clusters)
+    most = _MOST_OF_CENTROIDS // (1 << (max(16, widest) - 1).bit_length())
+    if clusters > most:
+        return f"has at most {most} clusters with a tolerance and such heads, the config has {clusters}: use fewer"
+    if config.block_size > _LONGEST_BLOCK:
+        return f"has blocks of at most {_LONGEST_BLOCK} with a tolerance, these are {config.block_size}: use smaller ones"
+    if 2 * config.query_clusters * blocks * config.key_clusters * widest >= 1 << 31:
+        most = (1 << 31) // (2 * config.query_clusters * config.key_clusters * widest)
+        return f"has fewer than {most} blocks with these clusters, these are {blocks}: use a larger block_size"
     return None
 
 

@@ -146,8 +146,8 @@ def _far_backward_to_keys(
         head = key_head * shared_by + head_of_group
         for begin in range((block + 1) * query_tiles if IS_CAUSAL else 0, tiles, SCAN):
             tile = begin + offs_scan  # [SCAN]
-            ptrs = first_rows_ptr + (head * tiles + tile) * columns + bucket  # [SCAN]
-            first_row = tl.load(ptrs, mask=tile < tiles, other=255).to(tl.int32)  # [SCAN]
+            wanted_ptrs = first_rows_ptr + (head * tiles + tile) * columns + bucket  # [SCAN]
+            first_row = tl.load(wanted_ptrs, mask=tile < tiles, other=255).to(tl.int32)  # [SCAN]
             is_wanted = (first_row < 255).to(tl.int32)  # [SCAN]
             wanted = tl.sum(is_wanted, 0)
             if wanted > 0:

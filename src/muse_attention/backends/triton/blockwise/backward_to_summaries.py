@@ -122,8 +122,8 @@ def _far_backward_to_summaries(
             )  # fmt: skip
             lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
             delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
-            ptrs = first_rows_ptr + tile * seen_blocks * key_clusters + bucket  # [COLUMNS]
-            first_row = tl.load(ptrs, mask=mask_column, other=0).to(tl.int32)  # [COLUMNS]
+            wanted_ptrs = first_rows_ptr + tile * seen_blocks * key_clusters + bucket  # [COLUMNS]
+            first_row = tl.load(wanted_ptrs, mask=mask_column, other=0).to(tl.int32)  # [COLUMNS]
             # [COLUMNS, ROWS]
             logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
             if SECOND_ORDER:
