@@ -14,6 +14,7 @@ from muse_attention.backends.triton.blockwise.backward_to_summaries import find_
 from muse_attention.backends.triton.blockwise.forward import attend as attend_far
 from muse_attention.backends.triton.blockwise.geometry import Geometry
 from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.rows import take_residuals
 from muse_attention.backends.triton.blockwise.sorting import sort_keys, sort_queries
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.key_offset import find_key_offset
@@ -87,9 +88,10 @@ def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
         first_rows = fill(query.new_empty(*query.shape[:2], *shape, dtype=torch.uint8), NO_ROW)
     offset = find_key_offset(keys, geometry.config.block_size)
     columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
+    residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
     attend_far(
-        Partial(out.flatten(0, 1), lse.flatten(0, 1)), queries, keys, values, centroids, offset, spread, columns,
-        order, first_rows.flatten(0, 1), geometry, is_chosen=chosen is not None, scale=scale,
+        Partial(out.flatten(0, 1), lse.flatten(0, 1)), queries, keys, values, residuals, columns, order,
+        first_rows.flatten(0, 1), geometry, is_chosen=chosen is not None, scale=scale,
     )  # fmt: skip
     return (memory,) if chosen is not None else (memory, first_rows)
 
@@ -128,13 +130,12 @@ def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
     delta = find_delta(Partial(out, lse), grad_out, grad_lse)
     of_softmax = (grad_out, lse, delta)
+    residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
     add_to_queries(
-        grad_queries, *of_softmax, queries, keys, values, centroids, offset, spread, columns, order, first_rows,
-        geometry, scale=scale,
+        grad_queries, *of_softmax, queries, keys, values, residuals, offset, columns, order, first_rows, geometry,
+        scale=scale,
     )  # fmt: skip
-    gradients = find_gradients_of_summaries(
-        *of_softmax, queries, centroids, offset, spread, columns, order, first_rows, geometry, scale=scale
-    )
+    gradients = find_gradients_of_summaries(*of_softmax, residuals, columns, order, first_rows, geometry)
     add_to_keys(
         grad_keys, grad_values, gradients, *of_softmax, queries, keys, values, centroids, offset, columns, order,
         first_rows, geometry, scale=scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -13,21 +14,30 @@ from muse_attention.backends.triton.blockwise.geometry import (
     widths,
 )
 from muse_attention.backends.triton.blockwise.order import Order
-from muse_attention.backends.triton.blockwise.rows import load_tile_rows
+from muse_attention.backends.triton.blockwise.pieces import list_tiles
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
 from muse_attention.backends.triton.device_math import exp_of_less
 from muse_attention.backends.triton.numbers import arithmetic, fitting
 from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
 
-TO_KEYS = {
-    128: {"CENTROIDS": 16, "SCAN": 256, "num_warps": 4, "num_stages": 2},
-    256: {"CENTROIDS": 16, "SCAN": 256, "num_warps": 8, "num_stages": 2},
-    512: {"CENTROIDS": 16, "SCAN": 256, "num_warps": 8, "num_stages": 1},
+FROM_SUMMARIES = {
+    128: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 2},
+    256: {"CENTROIDS": 16, "num_warps": 8, "num_stages": 2},
+    512: {"CENTROIDS": 16, "num_warps": 8, "num_stages": 1},
 }
-_SIZES = (
-    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised",
-    "query_tiles", "key_tiles", "key_room", "shared_by",
+FROM_QUERIES = {
+    128: {"num_warps": 4, "num_stages": 2},
+    256: {"num_warps": 8, "num_stages": 2},
+    512: {"num_warps": 8, "num_stages": 1},
+}
+_OF_SUMMARIES = (
+    "length", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised", "key_tiles", "key_room",
+    "shared_by",
+)  # fmt: skip
+_OF_QUERIES = (
+    "length", "block_size", "blocks", "seen_blocks", "key_clusters", "query_tiles", "key_tiles", "key_room",
+    "shared_by",
 )  # fmt: skip
 
 
@@ -51,64 +61,88 @@ def add_to_keys(
     scale: float,
 ) -> None:
     """Add to the (G, N, D) and (G, N, Dv) gradients of keys and values."""
-    config = geometry.config
     head_dim, value_dim = queries.shape[-1], values.shape[-1]
-    launch = fitting(TO_KEYS, head_dim, value_dim, queries.dtype)
-    tiles = geometry.seen_blocks * geometry.key_tiles
-    lists = order.queries.new_empty(geometry.key_heads, tiles, launch["SCAN"])
-    _far_backward_to_keys[(tiles, geometry.key_heads)](
-        grad_keys_ptr=grad_keys, grad_values_ptr=grad_values, **gradients.arguments, grad_out_ptr=grad_out,
-        lse_ptr=lse, delta_ptr=delta, queries_ptr=queries, keys_ptr=keys, values_ptr=values, centroids_ptr=centroids,
-        key_offset_ptr=key_offset, log_mass_ptr=columns.log_mass, **order.of_queries, key_order_ptr=order.keys,
-        key_tile_begin_ptr=order.key_tile_begin, key_tile_info_ptr=order.key_tile_info, first_rows_ptr=first_rows,
-        lists_ptr=lists, **geometry.sizes(*_SIZES), SCALE=scale, IS_CAUSAL=geometry.is_causal,
-        IS_FROZEN=not config.differentiable_aggregation, ROWS=geometry.rows, KEYS=KEYS_OF_TILE,
-        **widths(head_dim, value_dim), **arithmetic(queries.dtype), **launch,
+    grid = (geometry.seen_blocks * geometry.key_tiles, geometry.key_heads)
+    shared = {
+        "grad_keys_ptr": grad_keys,
+        "grad_values_ptr": grad_values,
+        "keys_ptr": keys,
+        "values_ptr": values,
+        "key_order_ptr": order.keys,
+        "key_tile_begin_ptr": order.key_tile_begin,
+        "key_tile_info_ptr": order.key_tile_info,
+        "KEYS": KEYS_OF_TILE,
+        **widths(head_dim, value_dim),
+        **arithmetic(queries.dtype),
+    }
+    _summaries_backward_to_keys[grid](
+        **shared, **gradients.arguments, centroids_ptr=centroids, key_offset_ptr=key_offset,
+        log_mass_ptr=columns.log_mass, **geometry.sizes(*_OF_SUMMARIES), IS_CAUSAL=geometry.is_causal,
+        IS_FROZEN=not geometry.config.differentiable_aggregation,
+        **fitting(FROM_SUMMARIES, head_dim, value_dim, queries.dtype),
+    )  # fmt: skip
+    _queries_backward_to_keys[grid](
+        **shared, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries,
+        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry).arguments,
+        **geometry.sizes(*_OF_QUERIES), SCALE=scale, ROWS=geometry.rows,
+        **fitting(FROM_QUERIES, head_dim, value_dim, queries.dtype),
     )  # fmt: skip
 
 
-@kernel(stage="retrieval", do_not_specialize=_SIZES)
-def _far_backward_to_keys(
-    grad_keys_ptr, grad_values_ptr, grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, grad_out_ptr, lse_ptr,
-    delta_ptr, queries_ptr, keys_ptr, values_ptr, centroids_ptr, key_offset_ptr, log_mass_ptr, query_order_ptr,
-    tile_begin_ptr, tile_info_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, first_rows_ptr, lists_ptr,
-    length, block_size, blocks, seen_blocks, query_clusters, key_clusters, generations, summarised, query_tiles,
-    key_tiles, key_room, shared_by, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CENTROIDS: tl.constexpr, SCAN: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _load_keys_of_tile(
+    keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, number, length, seen_blocks, key_room,
+    KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
-    """Up to `KEYS` keys of one bucket.
-
-    Grid: (seen blocks tiles, G). `grad_keys_ptr`: (G, N, D) and `grad_values_ptr`: (G, N, DV); `key_tile_*_ptr`:
-    (G, seen blocks, tiles) int32; `lists_ptr`: (G, seen blocks tiles, SCAN) int32; the others as in
-    `_far_backward_to_summaries`.
-    """
-    tile_of_keys, key_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    of_tile = key_head * tl.num_programs(0) + tile_of_keys
-    info = tl.load(key_tile_info_ptr + of_tile)
-    number, key_cluster = info & 255, info >> 8
-    if number == 0:
-        return
-    block = tile_of_keys // key_tiles
-    offs_key, offs_d = tl.arange(0, KEYS), tl.arange(0, DP)  # [KEYS], [D]
+    """Positions of the keys of a tile and which of them exist, [KEYS], keys [KEYS, D] and values [KEYS, DV]."""
+    offs_key = tl.arange(0, KEYS)
     mask_key = offs_key < number  # [KEYS]
-    ptrs = key_order_ptr + key_head * seen_blocks * key_room + tl.load(key_tile_begin_ptr + of_tile) + offs_key
+    ptrs = key_order_ptr + key_head * seen_blocks * key_room + tl.load(key_tile_begin_ptr + tile) + offs_key  # [KEYS]
     at = tl.load(ptrs, mask=mask_key, other=0)  # [KEYS]
     keys = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
-    values = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
-    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
-    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
+    return at, mask_key, keys, load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)
 
-    # 1. Through the summaries, some query centroids of each head at a time.
+
+@triton.jit
+def _add_to_rows(gradient_ptr, first, at, mask_key, gradient, X: tl.constexpr, XP: tl.constexpr, ACC: tl.constexpr):
+    gradient += load_rows(gradient_ptr, first, at, mask_key, X, XP).to(ACC)
+    store_rows(gradient_ptr, first, at, mask_key, gradient, X, XP)
+
+
+@kernel(stage="summaries", do_not_specialize=_OF_SUMMARIES)
+def _summaries_backward_to_keys(
+    grad_keys_ptr, grad_values_ptr, grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, keys_ptr, values_ptr,
+    centroids_ptr, key_offset_ptr, log_mass_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, length,
+    seen_blocks, query_clusters, key_clusters, generations, summarised, key_tiles, key_room, shared_by,
+    IS_CAUSAL: tl.constexpr, IS_FROZEN: tl.constexpr, KEYS: tl.constexpr, CENTROIDS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Up to `KEYS` keys of one bucket, from its summaries.
+
+    Grid: (seen blocks tiles, G). `grad_keys_ptr`, `keys_ptr`: (G, N, D); `grad_values_ptr`, `values_ptr`: (G, N, DV);
+    `centroids_ptr`: (H, S, Q, D); `key_offset_ptr`: (G, D); other gradients and `log_mass_ptr` as in `Columns`;
+    `key_order_ptr`: (G, seen blocks, room) int32; `key_tile_*_ptr`: (G, seen blocks, tiles) int32.
+    """
+    key_head = tl.program_id(1).to(tl.int64)
+    tile = key_head * tl.num_programs(0) + tl.program_id(0)
+    info = tl.load(key_tile_info_ptr + tile)
+    if info == 0:
+        return
+    block, key_cluster = tl.program_id(0) // key_tiles, info >> 8
+    at, mask_key, keys, values = _load_keys_of_tile(
+        keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
+        key_room, KEYS, D, DP, DV, DVP,
+    )  # fmt: skip
+    offs_d, offs_centroid = tl.arange(0, DP), tl.arange(0, CENTROIDS)  # [D], [CENTROIDS]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
     centred = (keys.to(ACC) - offset[None, :]).to(keys.dtype)  # [KEYS, D]
+    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
+    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
     all_rows = generations * query_clusters
-    first_row_of_all = (log2_floor(block + 1) if IS_CAUSAL else 0) * query_clusters
-    offs_centroid = tl.arange(0, CENTROIDS)
-    for head_of_group in range(shared_by):
-        head = key_head * shared_by + head_of_group
+    first = (log2_floor(block + 1) if IS_CAUSAL else 0) * query_clusters
+    for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         of_head = head * query_clusters * summarised * key_clusters
-        for begin in range(first_row_of_all, all_rows, CENTROIDS):
+        for begin in range(first, all_rows, CENTROIDS):
             row = begin + offs_centroid  # [CENTROIDS]
             mask_row = row < all_rows  # [CENTROIDS]
             centroid = load_rows(centroids_ptr, head * all_rows, row, mask_row, D, DP).to(keys.dtype)  # [CENTROIDS, D]
@@ -134,52 +168,56 @@ def _far_backward_to_keys(
             d_keys = tl.dot(weights, d_key_mean, d_keys, input_precision=PRECISION, out_dtype=ACC)
             d_keys = tl.dot(d_logits, centroid.to(d_key_mean.dtype), d_keys, input_precision=PRECISION, out_dtype=ACC)
             d_values = tl.dot(weights, d_value_mean, d_values, input_precision=PRECISION, out_dtype=ACC)
+    _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys, D, DP, ACC)
+    _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, DVP, ACC)
 
-    # 2. From the tiles of queries that retrieve the bucket, listed some at a time.
-    list_ptr = lists_ptr + of_tile * SCAN
-    bucket = block * key_clusters + key_cluster
-    columns = seen_blocks * key_clusters
-    tiles = blocks * query_tiles
-    offs_scan, offs_row = tl.arange(0, SCAN), tl.arange(0, ROWS)  # [SCAN], [ROWS]
-    d_queries = tl.zeros([KEYS, DP], ACC)  # [KEYS, D], of scaled queries
-    for head_of_group in range(shared_by):
-        head = key_head * shared_by + head_of_group
-        for begin in range((block + 1) * query_tiles if IS_CAUSAL else 0, tiles, SCAN):
-            tile = begin + offs_scan  # [SCAN]
-            wanted_ptrs = first_rows_ptr + (head * tiles + tile) * columns + bucket  # [SCAN]
-            first_row = tl.load(wanted_ptrs, mask=tile < tiles, other=255).to(tl.int32)  # [SCAN]
-            is_wanted = (first_row < 255).to(tl.int32)  # [SCAN]
-            wanted = tl.sum(is_wanted, 0)
-            if wanted > 0:
-                tl.debug_barrier()  # (Nobody reads the last list any more.)
-                to = tl.cumsum(is_wanted, 0) - 1  # [SCAN]
-                tl.store(list_ptr + to, tile * 256 + first_row, mask=is_wanted > 0)
-                tl.debug_barrier()  # (What one thread writes, others read.)
-                for listed in range(wanted):
-                    entry = tl.load(list_ptr + listed)
-                    # [ROWS], scalar, scalar
-                    position, rows, _ = load_tile_rows(
-                        tile_begin_ptr, tile_info_ptr, query_order_ptr, head * tiles + (entry >> 8),
-                        head * blocks * block_size, ROWS,
-                    )  # fmt: skip
-                    mask_row = (offs_row < rows) & (offs_row >= (entry & 255))  # [ROWS]
-                    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
-                    grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
-                    ptrs_row = head * length + position  # [ROWS]
-                    lse = tl.load(lse_ptr + ptrs_row, mask=mask_row, other=float("inf"))  # [ROWS]
-                    delta = tl.load(delta_ptr + ptrs_row, mask=mask_row, other=0.0)  # [ROWS]
-                    logits = tl.dot(keys, tl.trans(query), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, ROWS]
-                    weights = exp_of_less(logits * SCALE, lse[None, :])  # [KEYS, ROWS]
-                    response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)
-                    d_logits = weights * (response - delta[None, :])  # [KEYS, ROWS]
-                    d_values = tl.dot(
-                        weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC
-                    )
-                    d_queries = tl.dot(
-                        d_logits.to(query.dtype), query, d_queries, input_precision=PRECISION, out_dtype=ACC
-                    )
-    d_keys += d_queries * SCALE
-    d_keys += load_rows(grad_keys_ptr, key_head * length, at, mask_key, D, DP).to(ACC)
-    store_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys, D, DP)
-    d_values += load_rows(grad_values_ptr, key_head * length, at, mask_key, DV, DVP).to(ACC)
-    store_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, DVP)
+
+@kernel(stage="retrieval", do_not_specialize=_OF_QUERIES)
+def _queries_backward_to_keys(
+    grad_keys_ptr, grad_values_ptr, grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr,
+    query_order_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, lists_ptr, listed_ptr, length, block_size,
+    blocks, seen_blocks, key_clusters, query_tiles, key_tiles, key_room, shared_by, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Up to `KEYS` keys of one bucket, from the tiles of queries that retrieve it.
+
+    Grid: (seen blocks tiles, G). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`: (H, N);
+    `query_order_ptr`: (H, nb B) int32; lists as in `TileLists`; the others as in `_summaries_backward_to_keys`.
+    """
+    key_head = tl.program_id(1).to(tl.int64)
+    tile = key_head * tl.num_programs(0) + tl.program_id(0)
+    info = tl.load(key_tile_info_ptr + tile)
+    if info == 0:
+        return
+    block, key_cluster = tl.program_id(0) // key_tiles, info >> 8
+    at, mask_key, keys, values = _load_keys_of_tile(
+        keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
+        key_room, KEYS, D, DP, DV, DVP,
+    )  # fmt: skip
+    d_keys = tl.zeros([KEYS, DP], ACC)  # [KEYS, D]
+    d_values = tl.zeros([KEYS, DVP], ACC)  # [KEYS, DV]
+    offs_row = tl.arange(0, ROWS)
+    for head in range(key_head * shared_by, (key_head + 1) * shared_by):
+        bucket = (head * seen_blocks + block) * key_clusters + key_cluster
+        list_ptr = lists_ptr + bucket * blocks * query_tiles
+        for listed in range(0, tl.load(listed_ptr + bucket)):
+            entry = tl.load(list_ptr + listed)
+            # The first place, the rows, and the first row that attends to the keys.
+            mask_row = (offs_row < ((entry >> 8) & 255)) & (offs_row >= (entry & 255))  # [ROWS]
+            ptrs = query_order_ptr + head * blocks * block_size + (entry >> 16) + offs_row  # [ROWS]
+            position = tl.load(ptrs, mask=mask_row, other=0)  # [ROWS]
+            query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+            grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
+            lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
+            delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+            logits = tl.dot(keys, tl.trans(query), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, ROWS]
+            weights = exp_of_less(logits * SCALE, lse[None, :])  # [KEYS, ROWS]
+            response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, ROWS]
+            d_logits = weights * (response - delta[None, :])  # [KEYS, ROWS]
+            d_values = tl.dot(
+                weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC
+            )
+            d_keys = tl.dot(d_logits.to(query.dtype), query, d_keys, input_precision=PRECISION, out_dtype=ACC)
+    _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys * SCALE, D, DP, ACC)
+    _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, DVP, ACC)

@@ -8,11 +8,17 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import Geometry, widths
 from muse_attention.backends.triton.blockwise.order import Order
-from muse_attention.backends.triton.blockwise.pieces import PIECE_SIZE, RANGE, list_pieces, load_listed, room_of_list
+from muse_attention.backends.triton.blockwise.pieces import (
+    PIECE_SIZE,
+    begin_of_list,
+    list_pieces,
+    load_listed,
+    ranges_of_columns,
+)
 from muse_attention.backends.triton.blockwise.rows import (
+    Residuals,
     first_column,
-    load_residuals,
-    load_tile_rows,
+    load_tile,
     score_columns,
     visible_columns,
 )
@@ -23,16 +29,22 @@ from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Partial
 
-TO_QUERIES = {
-    128: {"COLUMNS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
-    256: {"COLUMNS": 32, "KEYS": 64, "num_warps": 4, "num_stages": 2},
-    512: {"COLUMNS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
+FROM_COLUMNS = {
+    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"COLUMNS": 32, "num_warps": 4, "num_stages": 2},
+    512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
+}
+FROM_KEYS = {
+    128: {"KEYS": 64, "num_warps": 4, "num_stages": 3},
+    256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
+    512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 _TILE = 64
-_SIZES = (
-    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised",
-    "query_tiles", "key_room", "shared_by",
+_OF_COLUMNS = (
+    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
+    "shared_by",
 )  # fmt: skip
+_OF_KEYS = ("length", "block_size", "blocks", "seen_blocks", "query_tiles", "key_room", "shared_by")
 
 
 def find_delta(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -56,9 +68,8 @@ def add_to_queries(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    centroids: Tensor,
+    residuals: Residuals,
     key_offset: Tensor,
-    key_spread: Tensor,
     columns: Columns,
     order: Order,
     first_rows: Tensor,
@@ -66,22 +77,34 @@ def add_to_queries(
     *,
     scale: float,
 ) -> None:
-    """Add to the (H, N, D) gradients of queries. `lse` is that of the merged softmax."""
+    """Add to the (H, N, D) gradients of queries. `lse` is that of the merged softmax, `key_offset` is (G, D)."""
     config = geometry.config
     head_dim, value_dim = queries.shape[-1], values.shape[-1]
-    room = room_of_list(geometry.key_room, config.key_clusters, geometry.seen_blocks)
     tiles = geometry.blocks * geometry.query_tiles
-    launch = fitting(TO_QUERIES, head_dim, value_dim, queries.dtype)
+    launch = fitting(FROM_COLUMNS, head_dim, value_dim, queries.dtype)
     launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
-    _far_backward_to_queries[(tiles, geometry.heads)](
-        grad_queries_ptr=grad_queries, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries,
-        keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, key_offset_ptr=key_offset,
-        key_spread_ptr=key_spread, **columns.of_logits, **order.of_queries, **order.of_buckets,
-        first_rows_ptr=first_rows, lists_ptr=order.queries.new_empty(geometry.heads, tiles, room), room=room,
-        **geometry.sizes(*_SIZES), SCALE=scale, IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
-        RANGE=RANGE, AT_ONCE=64, ROWS=geometry.rows, **widths(head_dim, value_dim), **arithmetic(queries.dtype),
-        **launch,
+    shared = {
+        "grad_queries_ptr": grad_queries,
+        "grad_out_ptr": grad_out,
+        "lse_ptr": lse,
+        "delta_ptr": delta,
+        "key_offset_ptr": key_offset,
+        **order.of_queries,
+        "SCALE": scale,
+        "ROWS": geometry.rows,
+        **widths(head_dim, value_dim),
+        **arithmetic(queries.dtype),
+    }
+    _columns_backward_to_queries[(tiles, geometry.heads)](
+        **shared, **residuals.arguments, **columns.of_logits, first_rows_ptr=first_rows,
+        **geometry.sizes(*_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order, **launch,
     )  # fmt: skip
+    for begin, end in ranges_of_columns(geometry):
+        listed = list_pieces(first_rows, begin, end, order, geometry)
+        _keys_backward_to_queries[(tiles, geometry.heads)](
+            **shared, queries_ptr=queries, keys_ptr=keys, values_ptr=values, key_order_ptr=order.keys,
+            **listed.arguments, **geometry.sizes(*_OF_KEYS), **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype),
+        )  # fmt: skip
 
 
 @kernel(stage="merging", do_not_specialize=["length"])
@@ -101,20 +124,19 @@ def _find_delta_of_rows(
     tl.store(delta_ptr + head * length + offs_row, delta, mask=mask_row)
 
 
-@kernel(stage="attention to summaries", do_not_specialize=[*_SIZES, "room"])
-def _far_backward_to_queries(
-    grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr, centroids_ptr,
-    key_offset_ptr, key_spread_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr,
-    query_order_ptr, tile_begin_ptr, tile_info_ptr, key_order_ptr, key_starts_ptr, key_sizes_ptr, first_rows_ptr,
-    lists_ptr, length, block_size, blocks, seen_blocks, query_clusters, key_clusters, generations, summarised,
-    query_tiles, key_room, shared_by, room, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
-    RANGE: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+@kernel(stage="attention to summaries", do_not_specialize=_OF_COLUMNS)
+def _columns_backward_to_queries(
+    grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, key_offset_ptr, residuals_ptr, shift_ptr, width_ptr,
+    log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr,
+    tile_info_ptr, first_rows_ptr, length, block_size, blocks, seen_blocks, query_clusters, key_clusters, summarised,
+    query_tiles, shared_by, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile's queries, from all their terms beyond the own block.
+    """Gradients of a tile's queries from the summaries.
 
-    Grid: (nb tiles, H). `grad_queries_ptr`, `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`,
-    `delta_ptr`: (H, N); the others as in `_attend_far`.
+    Grid: (nb tiles, H). `grad_queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`: (H, N);
+    `key_offset_ptr`: (G, D); the others as in `_attend_to_columns`.
     """
     head = tl.program_id(1).to(tl.int64)
     # (Those that see most come first.)
@@ -122,23 +144,18 @@ def _far_backward_to_queries(
     tile = head * tl.num_programs(0) + number_of_tile
     own_block = number_of_tile // query_tiles
     columns = (own_block if IS_CAUSAL else blocks) * key_clusters
-    # [ROWS], scalar, scalar
-    position, rows, cluster = load_tile_rows(
-        tile_begin_ptr, tile_info_ptr, query_order_ptr, tile, head * blocks * block_size, ROWS
-    )
+    begin, rows, cluster = load_tile(tile_begin_ptr, tile_info_ptr, tile)
     if (rows == 0) | (columns == 0):
         return
-    key_head = head // shared_by
     offs_row = tl.arange(0, ROWS)
     mask_row = offs_row < rows  # [ROWS]
-    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
-    # [ROWS, D], [ROWS], [ROWS]
-    residual, shift, width = load_residuals(
-        query, centroids_ptr, key_offset_ptr, key_spread_ptr, head, key_head, own_block, cluster, query_clusters,
-        generations, SCALE, IS_CAUSAL, D, DP, ACC,
-    )  # fmt: skip
+    place = head * blocks * block_size + begin
+    position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
+    residual = load_rows(residuals_ptr, place, offs_row, mask_row, D, DP)  # [ROWS, D]
+    shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
+    width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
-    of_buckets = key_head * seen_blocks * key_clusters
+    of_buckets = head // shared_by * seen_blocks * key_clusters
     first_rows_ptr += tile * seen_blocks * key_clusters
     grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
     # (Rows that do not exist have no weight anywhere.)
@@ -146,8 +163,6 @@ def _far_backward_to_queries(
     delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
     gradient = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
     of_offset = tl.zeros([ROWS], ACC)
-
-    # 1. From the summaries. Their means of keys are less the offset.
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
         # [COLUMNS, D], [ROWS, COLUMNS]
@@ -162,30 +177,62 @@ def _far_backward_to_queries(
         d_logits = exp_of_less(logits, lse[:, None]) * (response - delta[:, None])  # [ROWS, COLUMNS]
         of_offset += tl.sum(d_logits, 1)
         gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+    # (Means of keys are less the offset.)
+    offs_d = tl.arange(0, DP)  # [D]
+    offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    gradient += of_offset[:, None] * offset[None, :]
+    gradient = gradient * SCALE + load_rows(grad_queries_ptr, head * length, position, mask_row, D, DP).to(ACC)
+    store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D, DP)
 
-    # 2. From the keys that are retrieved. What rounding does to their offset is taken back.
-    list_ptr = lists_ptr + tile * room
+
+@kernel(stage="retrieval", do_not_specialize=[*_OF_KEYS, "room"])
+def _keys_backward_to_queries(
+    grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, key_offset_ptr, queries_ptr, keys_ptr, values_ptr,
+    query_order_ptr, tile_begin_ptr, tile_info_ptr, key_order_ptr, lists_ptr, listed_ptr, length, block_size, blocks,
+    seen_blocks, query_tiles, key_room, shared_by, room, SCALE: tl.constexpr, GROWS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile's queries from the keys they retrieve. What rounding does to the keys' offset is taken back.
+
+    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as in
+    `PieceLists`; the others as in `_columns_backward_to_queries`.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = head * tl.num_programs(0) + number_of_tile
+    pieces = tl.load(listed_ptr + tile)
+    if pieces == 0:
+        return
+    begin, rows, _ = load_tile(tile_begin_ptr, tile_info_ptr, tile)
+    offs_row = tl.arange(0, ROWS)
+    mask_row = offs_row < rows  # [ROWS]
+    place = head * blocks * block_size + begin
+    position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
+    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+    grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
+    # (Rows that do not exist have no weight anywhere.)
+    lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
+    delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+    gradient = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
+    of_offset = tl.zeros([ROWS], ACC)
+    key_head = head // shared_by
     key_order_ptr += key_head * seen_blocks * key_room
-    for first in range(0, columns, RANGE):
-        pieces = list_pieces(
-            first_rows_ptr, key_starts_ptr + of_buckets, key_sizes_ptr + of_buckets, list_ptr, first,
-            tl.minimum(first + RANGE, columns), ROWS, AT_ONCE,
-        )  # fmt: skip
-        for begin in range(0, pieces, KEYS // PIECE_SIZE):
-            # [KEYS] each
-            at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, begin, pieces, KEYS)
-            key = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
-            value = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
-            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, KEYS]
-            logits = logits * SCALE - shift[:, None]
-            is_seen = (offs_row[:, None] >= first_row[None, :]) & mask_key[None, :]  # [ROWS, KEYS]
-            weights = exp_of_less(tl.where(is_seen, logits, float("-inf")), lse[:, None])  # [ROWS, KEYS]
-            response = tl.dot(grad_out, tl.trans(value), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, KEYS]
-            d_logits = weights * (response - delta[:, None])  # [ROWS, KEYS]
-            rounded = d_logits.to(key.dtype)  # [ROWS, KEYS]
-            of_offset += tl.sum(d_logits - rounded.to(ACC), 1)
-            gradient = tl.dot(rounded, key, gradient, input_precision=PRECISION, out_dtype=ACC)
-
+    list_ptr = lists_ptr + begin_of_list(head, number_of_tile, blocks, query_tiles, room, GROWS)
+    for first in range(0, pieces, KEYS // PIECE_SIZE):
+        # [KEYS] each
+        at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
+        key = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
+        value = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
+        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC) * SCALE  # [ROWS, KEYS]
+        # (Keys that do not exist have no row that attends to them.)
+        first_row = tl.where(mask_key, first_row, 255)  # [KEYS]
+        logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
+        response = tl.dot(grad_out, tl.trans(value), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, KEYS]
+        d_logits = exp_of_less(logits, lse[:, None]) * (response - delta[:, None])  # [ROWS, KEYS]
+        rounded = d_logits.to(key.dtype)  # [ROWS, KEYS]
+        of_offset += tl.sum(d_logits - rounded.to(ACC), 1)
+        gradient = tl.dot(rounded, key, gradient, input_precision=PRECISION, out_dtype=ACC)
     offs_d = tl.arange(0, DP)  # [D]
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
     gradient += of_offset[:, None] * offset[None, :]

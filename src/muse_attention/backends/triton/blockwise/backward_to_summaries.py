@@ -7,7 +7,7 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, log2_floor, widths
 from muse_attention.backends.triton.blockwise.order import Order
-from muse_attention.backends.triton.blockwise.rows import load_residuals, load_tile_rows
+from muse_attention.backends.triton.blockwise.rows import Residuals
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
 from muse_attention.backends.triton.device_math import exp_of_less
 from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
@@ -20,8 +20,8 @@ TO_SUMMARIES = {
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 _SIZES = (
-    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised",
-    "query_tiles", "shared_by",
+    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
+    "shared_by",
 )  # fmt: skip
 
 
@@ -29,44 +29,38 @@ def find_gradients_of_summaries(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    queries: Tensor,
-    centroids: Tensor,
-    key_offset: Tensor,
-    key_spread: Tensor,
+    residuals: Residuals,
     columns: Columns,
     order: Order,
     first_rows: Tensor,
     geometry: Geometry,
-    *,
-    scale: float,
 ) -> ColumnGradients:
     """`lse` and `delta` are (H, N), of the merged softmax."""
     config = geometry.config
-    head_dim, value_dim = queries.shape[-1], grad_out.shape[-1]
+    head_dim, value_dim = residuals.residuals.shape[-1], grad_out.shape[-1]
     gradients = ColumnGradients.new(columns)
-    launch = fitting(TO_SUMMARIES, head_dim, value_dim, queries.dtype)
+    launch = fitting(TO_SUMMARIES, head_dim, value_dim, grad_out.dtype)
     launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(config.key_clusters))}
     chunks = cdiv(config.key_clusters, launch["COLUMNS"])
     _far_backward_to_summaries[
         (geometry.generations.summarised_blocks * chunks, config.query_clusters, geometry.heads)
     ](
-        grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries, centroids_ptr=centroids,
-        key_offset_ptr=key_offset, key_spread_ptr=key_spread, **columns.of_logits, **order.of_queries,
+        grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, **residuals.arguments, **columns.of_logits,
+        query_order_ptr=order.queries, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments, chunks=chunks,
-        **geometry.sizes(*_SIZES), SCALE=scale, IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
+        **geometry.sizes(*_SIZES), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
         IS_FROZEN=not config.differentiable_aggregation, ROWS=geometry.rows, **widths(head_dim, value_dim),
-        **arithmetic(queries.dtype), **launch,
+        **arithmetic(grad_out.dtype), **launch,
     )  # fmt: skip
     return gradients
 
 
 @kernel(stage="attention to summaries", do_not_specialize=[*_SIZES, "chunks"])
 def _far_backward_to_summaries(
-    grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, centroids_ptr, key_offset_ptr, key_spread_ptr, log_mass_ptr,
-    key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr,
-    tiles_before_ptr, first_rows_ptr, grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size,
-    blocks, seen_blocks, query_clusters, key_clusters, generations, summarised, query_tiles, shared_by, chunks,
-    SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr,
+    grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr,
+    deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr,
+    grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks,
+    query_clusters, key_clusters, summarised, query_tiles, shared_by, chunks, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -109,17 +103,13 @@ def _far_backward_to_summaries(
             end_tile = tl.where(own_block == block, 0, end_tile)
         for tile_of_block in range(tl.load(before_ptr), end_tile):
             tile = of_block * query_tiles + tile_of_block
-            position, rows, _ = load_tile_rows(
-                tile_begin_ptr, tile_info_ptr, query_order_ptr, tile, head * blocks * block_size, ROWS
-            )  # [ROWS], scalar, scalar
+            rows = tl.load(tile_info_ptr + tile) & 255
             mask_row = offs_row < rows  # [ROWS]
-            query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+            place = head * blocks * block_size + tl.load(tile_begin_ptr + tile)
+            position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
+            residual = load_rows(residuals_ptr, place, offs_row, mask_row, D, DP)  # [ROWS, D]
+            shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
-            # [ROWS, D], [ROWS], [ROWS]
-            residual, shift, width = load_residuals(
-                query, centroids_ptr, key_offset_ptr, key_spread_ptr, head, key_head, own_block, cluster,
-                query_clusters, generations, SCALE, IS_CAUSAL, D, DP, ACC,
-            )  # fmt: skip
             lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
             delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
             wanted_ptrs = first_rows_ptr + tile * seen_blocks * key_clusters + bucket  # [COLUMNS]
@@ -127,6 +117,7 @@ def _far_backward_to_summaries(
             # [COLUMNS, ROWS]
             logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
             if SECOND_ORDER:
+                width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
                 sigma = deviations[:, None] * width[None, :]  # [COLUMNS, ROWS]
                 within = tl.minimum(sigma, most[:, None])  # [COLUMNS, ROWS]
                 logits += within * (sigma - 0.5 * within)
@@ -138,7 +129,7 @@ def _far_backward_to_summaries(
             d_values = tl.dot(
                 weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC
             )
-            d_means = tl.dot(d_logits.to(query.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
+            d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
     if not IS_FROZEN:
         d_mass -= tl.sum(means.to(ACC) * d_means, 1) + tl.sum(values.to(ACC) * d_values, 1)
     tl.store(grad_log_mass_ptr + of_slot + offs_column, d_mass, mask=mask_column)

@@ -8,11 +8,17 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import Geometry, widths
 from muse_attention.backends.triton.blockwise.order import Order
-from muse_attention.backends.triton.blockwise.pieces import PIECE_SIZE, RANGE, list_pieces, load_listed, room_of_list
+from muse_attention.backends.triton.blockwise.pieces import (
+    PIECE_SIZE,
+    begin_of_list,
+    list_pieces,
+    load_listed,
+    ranges_of_columns,
+)
 from muse_attention.backends.triton.blockwise.rows import (
+    Residuals,
     first_column,
-    load_residuals,
-    load_tile_rows,
+    load_tile,
     score_columns,
     visible_columns,
 )
@@ -24,15 +30,21 @@ from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.structures import Partial
 
-ATTEND = {
-    128: {"COLUMNS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
-    256: {"COLUMNS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
-    512: {"COLUMNS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
+TO_COLUMNS = {
+    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2},
+    512: {"COLUMNS": 32, "num_warps": 4, "num_stages": 1},
 }
-_SIZES = (
-    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised",
-    "query_tiles", "key_room", "shared_by",
+TO_KEYS = {
+    128: {"KEYS": 64, "num_warps": 4, "num_stages": 3},
+    256: {"KEYS": 64, "num_warps": 4, "num_stages": 3},
+    512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
+}
+_OF_COLUMNS = (
+    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
+    "shared_by",
 )  # fmt: skip
+_OF_KEYS = ("length", "block_size", "blocks", "seen_blocks", "query_tiles", "key_room", "shared_by")
 
 
 def attend(
@@ -40,9 +52,7 @@ def attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    centroids: Tensor,
-    key_offset: Tensor,
-    key_spread: Tensor,
+    residuals: Residuals,
     columns: Columns,
     order: Order,
     first_rows: Tensor,
@@ -57,21 +67,25 @@ def attend(
     """
     config = geometry.config
     head_dim, value_dim = queries.shape[-1], values.shape[-1]
-    room = room_of_list(geometry.key_room, config.key_clusters, geometry.seen_blocks)
     tiles = geometry.blocks * geometry.query_tiles
-    lists = order.queries.new_empty(geometry.heads, tiles, room)
-    launch = fitting(ATTEND, head_dim, value_dim, queries.dtype)
+    launch = fitting(TO_COLUMNS, head_dim, value_dim, queries.dtype)
     launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
     assert config.tolerance is not None
-    _attend_far[(tiles, geometry.heads)](
-        queries_ptr=queries, keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, key_offset_ptr=key_offset,
-        key_spread_ptr=key_spread, **columns.arguments, **order.of_queries, **order.of_buckets,
-        first_rows_ptr=first_rows, lists_ptr=lists, out_ptr=merged.out, lse_ptr=merged.lse, room=room,
-        **geometry.sizes(*_SIZES), tolerance=config.tolerance, CAUTION=config.caution, LARGEST_GROWTH=LARGEST_GROWTH,
-        SCALE=scale, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen, SECOND_ORDER=config.uses_second_order,
-        RANGE=RANGE, AT_ONCE=64, ROWS=geometry.rows, **widths(head_dim, value_dim), **arithmetic(queries.dtype),
-        **launch,
+    result = {"out_ptr": merged.out, "lse_ptr": merged.lse}
+    shared = {"ROWS": geometry.rows, **widths(head_dim, value_dim), **arithmetic(queries.dtype)}
+    _attend_to_columns[(tiles, geometry.heads)](
+        **residuals.arguments, **columns.arguments, **order.of_queries, first_rows_ptr=first_rows, **result,
+        **geometry.sizes(*_OF_COLUMNS), tolerance=config.tolerance, CAUTION=config.caution,
+        LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen,
+        SECOND_ORDER=config.uses_second_order, **shared, **launch,
     )  # fmt: skip
+    for begin, end in ranges_of_columns(geometry):
+        listed = list_pieces(first_rows, begin, end, order, geometry)
+        _attend_to_keys[(tiles, geometry.heads)](
+            queries_ptr=queries, keys_ptr=keys, values_ptr=values, **order.of_queries, key_order_ptr=order.keys,
+            **listed.arguments, **result, **geometry.sizes(*_OF_KEYS), SCALE=scale, **shared,
+            **fitting(TO_KEYS, head_dim, value_dim, queries.dtype),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -89,7 +103,8 @@ def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECIS
     """Terms into the running softmax: the largest logit and the total, [ROWS], and the weighted values, [ROWS, DV]."""
     larger = tl.maximum(largest, tl.max(logits, 1))  # [ROWS]
     weights = exp_of_less(logits, larger[:, None])  # [ROWS, COLUMNS]
-    kept = exp_of_less(largest, larger)  # [ROWS]
+    # (Of equal ones exactly 1: what is added without weight changes nothing.)
+    kept = tl.exp2((largest - larger) * LOG2_E)  # [ROWS]
     total = total * kept + tl.sum(weights, 1)
     weighted = tl.dot(
         weights.to(values.dtype), values, weighted * kept[:, None], input_precision=PRECISION, out_dtype=ACC
@@ -97,23 +112,20 @@ def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECIS
     return larger, total, weighted
 
 
-@kernel(stage="attention to summaries", do_not_specialize=[*_SIZES, "room", "tolerance"])
-def _attend_far(
-    queries_ptr, keys_ptr, values_ptr, centroids_ptr, key_offset_ptr, key_spread_ptr, log_mass_ptr, key_mean_ptr,
-    value_mean_ptr, deviation_ptr, feared_ptr, most_ptr, worth_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr,
-    key_order_ptr, key_starts_ptr, key_sizes_ptr, first_rows_ptr, lists_ptr, out_ptr, lse_ptr, length, block_size,
-    blocks, seen_blocks, query_clusters, key_clusters, generations, summarised, query_tiles, key_room, shared_by, room,
-    tolerance, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    IS_CHOSEN: tl.constexpr, SECOND_ORDER: tl.constexpr, RANGE: tl.constexpr, AT_ONCE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+@kernel(stage="attention to summaries", do_not_specialize=[*_OF_COLUMNS, "tolerance"])
+def _attend_to_columns(
+    residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr,
+    most_ptr, worth_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, out_ptr, lse_ptr, length,
+    block_size, blocks, seen_blocks, query_clusters, key_clusters, summarised, query_tiles, shared_by, tolerance,
+    CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_CHOSEN: tl.constexpr,
+    SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All terms beyond the own block of a tile's queries.
+    """Decide what a tile's queries retrieve, and attend to the summaries of all the rest.
 
-    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); `centroids_ptr`:
-    (H, S, Q, D); `key_offset_ptr`: (G, D); `key_spread_ptr`: (G, S, D); columns as in `Columns`, orders and tiles as in
-    `Order`; `first_rows_ptr`: (H, nb, tiles, seen blocks K) uint8; `lists_ptr`: (H, nb tiles, room) int32; `out_ptr`:
-    (H, N, DV) and `lse_ptr`: (H, N), in the order of the inputs, read and written.
+    Grid: (nb tiles, H). Residuals as in `Residuals`, columns as in `Columns`, orders and tiles as in `Order`;
+    `first_rows_ptr`: (H, nb, tiles, seen blocks K) uint8; `out_ptr`: (H, N, DV) and `lse_ptr`: (H, N), in the order of
+    the inputs, read and written.
     """
     head = tl.program_id(1).to(tl.int64)
     # (Those that see most come first.)
@@ -121,30 +133,22 @@ def _attend_far(
     tile = head * tl.num_programs(0) + number_of_tile
     own_block = number_of_tile // query_tiles
     columns = (own_block if IS_CAUSAL else blocks) * key_clusters
-    # [ROWS], scalar, scalar
-    position, rows, cluster = load_tile_rows(
-        tile_begin_ptr, tile_info_ptr, query_order_ptr, tile, head * blocks * block_size, ROWS
-    )
+    begin, rows, cluster = load_tile(tile_begin_ptr, tile_info_ptr, tile)
     if (rows == 0) | (columns == 0):
         return
-    key_head = head // shared_by
     offs_row = tl.arange(0, ROWS)
     mask_row = offs_row < rows  # [ROWS]
-    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
-    # [ROWS, D], [ROWS], [ROWS]
-    residual, shift, width = load_residuals(
-        query, centroids_ptr, key_offset_ptr, key_spread_ptr, head, key_head, own_block, cluster, query_clusters,
-        generations, SCALE, IS_CAUSAL, D, DP, ACC,
-    )  # fmt: skip
+    place = head * blocks * block_size + begin
+    position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
+    residual = load_rows(residuals_ptr, place, offs_row, mask_row, D, DP)  # [ROWS, D]
+    shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
+    width = tl.load(width_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
     of_cluster = first_column(head, own_block, cluster, query_clusters, key_clusters, summarised, IS_CAUSAL)
-    of_buckets = key_head * seen_blocks * key_clusters
+    of_buckets = head // shared_by * seen_blocks * key_clusters
     first_rows_ptr += tile * seen_blocks * key_clusters
 
     # The running softmax begins with the own block. What the key offset adds is left out until the end.
     own_lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=0.0) - shift  # [ROWS]
-    largest = own_lse
-    total = tl.full([ROWS], 1.0, ACC)
-    weighted = load_rows(out_ptr, head * length, position, mask_row, DV, DVP).to(ACC)  # [ROWS, DV]
 
     # 1. The lse with all summaries, which the weight of each is judged by.
     if not IS_CHOSEN:
@@ -156,11 +160,13 @@ def _attend_far(
                 offs_column, mask_column, SECOND_ORDER, D, DP, ACC, PRECISION,
             )  # fmt: skip
             larger = tl.maximum(top, tl.max(logits, 1))  # [ROWS]
-            mass = mass * exp_of_less(top, larger) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
+            mass = mass * tl.exp2((top - larger) * LOG2_E) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
             top = larger
         judged_by = top + tl.log(mass)  # [ROWS]
 
     # 2. Decide on each, and attend to those that stay.
+    largest, total = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
+    weighted = load_rows(out_ptr, head * length, position, mask_row, DV, DVP).to(ACC)  # [ROWS, DV]
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
         _, logits = score_columns(
@@ -182,26 +188,49 @@ def _attend_far(
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
         values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
         largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
-    tl.debug_barrier()  # (What one thread decides, others read.)
-
-    # 3. Attend to the keys of those that are retrieved, a range of columns at a time.
-    list_ptr = lists_ptr + tile * room
-    key_order_ptr += key_head * seen_blocks * key_room
-    for first in range(0, columns, RANGE):
-        pieces = list_pieces(
-            first_rows_ptr, key_starts_ptr + of_buckets, key_sizes_ptr + of_buckets, list_ptr, first,
-            tl.minimum(first + RANGE, columns), ROWS, AT_ONCE,
-        )  # fmt: skip
-        for begin in range(0, pieces, KEYS // PIECE_SIZE):
-            # [KEYS] each
-            at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, begin, pieces, KEYS)
-            key = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
-            value = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
-            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, KEYS]
-            logits = logits * SCALE - shift[:, None]
-            is_seen = (offs_row[:, None] >= first_row[None, :]) & mask_key[None, :]  # [ROWS, KEYS]
-            logits = tl.where(is_seen, logits, float("-inf"))
-            largest, total, weighted = _include(logits, value, largest, total, weighted, ACC, PRECISION)
-
     store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV, DVP)
     tl.store(lse_ptr + head * length + position, largest + tl.log(total) + shift, mask=mask_row)
+
+
+@kernel(stage="retrieval", do_not_specialize=[*_OF_KEYS, "room"])
+def _attend_to_keys(
+    queries_ptr, keys_ptr, values_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, key_order_ptr, lists_ptr,
+    listed_ptr, out_ptr, lse_ptr, length, block_size, blocks, seen_blocks, query_tiles, key_room, shared_by, room,
+    SCALE: tl.constexpr, GROWS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys that a tile's queries retrieve.
+
+    Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); lists as in
+    `PieceLists`; the others as in `_attend_to_columns`.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    number_of_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = head * tl.num_programs(0) + number_of_tile
+    pieces = tl.load(listed_ptr + tile)
+    if pieces == 0:
+        return
+    begin, rows, _ = load_tile(tile_begin_ptr, tile_info_ptr, tile)
+    offs_row = tl.arange(0, ROWS)
+    mask_row = offs_row < rows  # [ROWS]
+    place = head * blocks * block_size + begin
+    position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
+    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+    largest = tl.load(lse_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+    total = tl.full([ROWS], 1.0, ACC)
+    weighted = load_rows(out_ptr, head * length, position, mask_row, DV, DVP).to(ACC)  # [ROWS, DV]
+    key_head = head // shared_by
+    key_order_ptr += key_head * seen_blocks * key_room
+    list_ptr = lists_ptr + begin_of_list(head, number_of_tile, blocks, query_tiles, room, GROWS)
+    for first in range(0, pieces, KEYS // PIECE_SIZE):
+        # [KEYS] each
+        at, mask_key, first_row = load_listed(list_ptr, key_order_ptr, first, pieces, KEYS)
+        key = load_rows(keys_ptr, key_head * length, at, mask_key, D, DP)  # [KEYS, D]
+        value = load_rows(values_ptr, key_head * length, at, mask_key, DV, DVP)  # [KEYS, DV]
+        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION, out_dtype=ACC) * SCALE  # [ROWS, KEYS]
+        # (Keys that do not exist have no row that attends to them.)
+        first_row = tl.where(mask_key, first_row, 255)  # [KEYS]
+        logits = tl.where(offs_row[:, None] >= first_row[None, :], logits, float("-inf"))
+        largest, total, weighted = _include(logits, value, largest, total, weighted, ACC, PRECISION)
+    store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV, DVP)
+    tl.store(lse_ptr + head * length + position, largest + tl.log(total), mask=mask_row)

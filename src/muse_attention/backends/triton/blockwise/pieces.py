@@ -1,77 +1,143 @@
-"""Which pieces of keys a tile of queries retrieves, as a list in memory that a loop over tiles of keys reads.
+"""Which pieces of keys each tile of queries retrieves, and which tiles retrieve each bucket: lists that loops read.
 
-A list is of a range of columns, in the order of the first rows that want them. What later rows want comes after all
-that an earlier row attends to, so its sums do not depend on them, not in a bit.
+The pieces of a tile are in the order of the first rows that want them. What later rows want comes after all that an
+earlier row attends to, so its sums do not depend on them, not in a bit.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import PIECE
+from muse_attention.backends.triton.blockwise.geometry import PIECE, Geometry
+from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.runtime.launching import kernel
 
-RANGE = 256
-"""Columns whose pieces one list has."""
-_AT_ONCE = 64
+_MOST_LISTED = 1 << 25
+"""Pieces that all lists together may have room for. Where all that could be retrieved is more, it comes in rounds."""
+_SIZES = ("blocks", "seen_blocks", "key_clusters", "query_tiles", "shared_by")
 
 PIECE_SIZE = tl.constexpr(PIECE)
 NO_ROW = tl.constexpr(255)
 
 
-def room_of_list(key_room: int, key_clusters: int, seen_blocks: int) -> int:
-    """Integers that a list may need: all pieces of all blocks that a range touches."""
-    blocks = min(seen_blocks, (RANGE - 2) // key_clusters + 2)
-    return blocks * (key_room // PIECE)
+@dataclass(frozen=True)
+class PieceLists:
+    """What each tile of queries retrieves of a range of columns."""
+
+    lists: Tensor
+    """(H, room of all tiles) int32: pieces, each times 256 plus the first row that attends to it"""
+    numbers: Tensor
+    """(H, nb tiles) int32"""
+    room: int
+    """of a tile; or, if tiles have as much room as their block sees blocks, for each of these"""
+    grows: bool
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"lists_ptr": self.lists, "listed_ptr": self.numbers, "room": self.room, "GROWS": self.grows}
+
+
+def ranges_of_columns(geometry: Geometry) -> list[tuple[int, int]]:
+    """Whole blocks of columns, few enough to list all their pieces; all of them if that is possible."""
+    blocks, columns = geometry.seen_blocks, geometry.config.key_clusters
+    of_block = geometry.heads * geometry.blocks * geometry.query_tiles * (geometry.key_room // PIECE)
+    at_once = max(1, min(blocks, _MOST_LISTED // of_block))
+    if geometry.is_causal and 2 * at_once >= blocks:
+        at_once = blocks
+    return [(begin * columns, min(begin + at_once, blocks) * columns) for begin in range(0, blocks, at_once)]
+
+
+def list_pieces(first_rows: Tensor, begin: int, end: int, order: Order, geometry: Geometry) -> PieceLists:
+    """Of the columns `begin .. end - 1`, by (H, nb, tiles, seen blocks K) first rows."""
+    blocks, tiles = geometry.blocks, geometry.query_tiles
+    pieces = geometry.key_room // PIECE
+    grows = geometry.is_causal and end - begin == geometry.columns
+    room = pieces if grows else (end - begin) // geometry.config.key_clusters * pieces
+    every = tiles * room * (blocks * (blocks - 1) // 2 if grows else blocks)
+    found = PieceLists(
+        order.queries.new_empty(geometry.heads, every), order.queries.new_empty(geometry.heads, blocks * tiles),
+        room, grows,
+    )  # fmt: skip
+    _list_pieces_of_tile[(blocks * tiles, geometry.heads)](
+        first_rows_ptr=first_rows, tile_info_ptr=order.query_tile_info, key_starts_ptr=order.key_starts,
+        key_sizes_ptr=order.key_sizes, **found.arguments, begin=begin, end=end, **geometry.sizes(*_SIZES),
+        IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, COLUMNS=64, num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 @triton.jit
-def _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, begin, end, AT_ONCE: tl.constexpr):
-    """Of columns from `begin` on, [AT_ONCE] each: the first row that wants them, their first piece, and how many."""
-    offs_column = begin + tl.arange(0, AT_ONCE)  # [AT_ONCE]
-    mask_column = offs_column < end  # [AT_ONCE]
-    first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=255).to(tl.int32)  # [AT_ONCE]
-    is_wanted = first_row < NO_ROW  # [AT_ONCE]
-    piece = tl.load(key_starts_ptr + offs_column, mask=is_wanted, other=0) // PIECE_SIZE  # [AT_ONCE]
-    size = tl.load(key_sizes_ptr + offs_column, mask=is_wanted, other=0)  # [AT_ONCE]
+def begin_of_list(head, tile, blocks, query_tiles, room, GROWS: tl.constexpr):
+    """Where the list of a tile of a head begins."""
+    block = tile // query_tiles
+    if GROWS:
+        before = block * (block - 1) // 2 * query_tiles + block * (tile % query_tiles)
+        return (head * (blocks * (blocks - 1) // 2 * query_tiles) + before) * room
+    else:
+        return (head * blocks * query_tiles + tile) * room
+
+
+@triton.jit
+def _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, begin, end, COLUMNS: tl.constexpr):
+    """Of columns from `begin` on, [COLUMNS] each: the first row that wants them, their first piece, and how many."""
+    offs_column = begin + tl.arange(0, COLUMNS)  # [COLUMNS]
+    mask_column = offs_column < end  # [COLUMNS]
+    first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=255).to(tl.int32)  # [COLUMNS]
+    is_wanted = first_row < NO_ROW  # [COLUMNS]
+    piece = tl.load(key_starts_ptr + offs_column, mask=is_wanted, other=0) // PIECE_SIZE  # [COLUMNS]
+    size = tl.load(key_sizes_ptr + offs_column, mask=is_wanted, other=0)  # [COLUMNS]
     return first_row, piece, tl.cdiv(size, PIECE_SIZE)
 
 
-@triton.jit
-def list_pieces(
-    first_rows_ptr, key_starts_ptr, key_sizes_ptr, list_ptr, begin, end, ROWS: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """Write the pieces that are wanted of columns `begin .. end - 1`, each times 256 plus the first row that wants it;
-    how many they are.
+@kernel(stage="selection", do_not_specialize=[*_SIZES, "begin", "end", "room"])
+def _list_pieces_of_tile(
+    first_rows_ptr, tile_info_ptr, key_starts_ptr, key_sizes_ptr, lists_ptr, listed_ptr, begin, end, room, blocks,
+    seen_blocks, key_clusters, query_tiles, shared_by, GROWS: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A stable sort by first rows.
 
-    `first_rows_ptr`: (columns,) uint8 of the tile; `key_starts_ptr`, `key_sizes_ptr`: (columns,) int32.
+    Grid: (nb tiles, H). `first_rows_ptr`: (H, nb tiles, seen blocks K) uint8; `tile_info_ptr`: (H, nb tiles) int32;
+    `key_starts_ptr`, `key_sizes_ptr`: (G, seen blocks K) int32; the others as in `PieceLists`.
     """
-    offs_row, offs_column = tl.arange(0, ROWS), tl.arange(0, AT_ONCE)  # [ROWS], [AT_ONCE]
+    head = tl.program_id(1).to(tl.int64)
+    tile = head * tl.num_programs(0) + tl.program_id(0)
+    own_block = tl.program_id(0) // query_tiles
+    end = tl.minimum(end, (own_block if IS_CAUSAL else blocks) * key_clusters)
+    end = tl.where(tl.load(tile_info_ptr + tile) == 0, begin, end)
+    columns = seen_blocks * key_clusters
+    first_rows_ptr += tile * columns
+    key_starts_ptr += head // shared_by * columns
+    key_sizes_ptr += head // shared_by * columns
+    lists_ptr += begin_of_list(head, tl.program_id(0), blocks, query_tiles, room, GROWS)
+    offs_row, offs_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)  # [ROWS], [COLUMNS]
     count = tl.zeros([ROWS], tl.int32)
-    for at in range(begin, end, AT_ONCE):
-        first_row, _, number = _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, end, AT_ONCE)
-        # [AT_ONCE, ROWS]
+    for at in range(begin, end, COLUMNS):
+        first_row, _, number = _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, end, COLUMNS)
+        # [COLUMNS, ROWS]
         count += tl.sum(tl.where(first_row[:, None] == offs_row[None, :], number[:, None], 0), 0)
-    number_of_all = tl.sum(count, 0)
-    if number_of_all > 0:
-        place = tl.cumsum(count, 0) - count  # [ROWS]
-        is_before = (offs_column[None, :] < offs_column[:, None]).to(tl.float16)  # [AT_ONCE, AT_ONCE]
-        tl.debug_barrier()  # (Nobody reads the last list any more.)
-        for at in range(begin, end, AT_ONCE):
-            # [AT_ONCE] each
-            first_row, piece, number = _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, end, AT_ONCE)
-            if tl.sum(number, 0) > 0:
-                is_of = first_row[:, None] == offs_row[None, :]  # [AT_ONCE, ROWS]
-                pieces = tl.where(is_of, number[:, None], 0)  # [AT_ONCE, ROWS]
-                # (Small integers: half precision is exact, and a product counts faster than a scan.)
-                before = tl.dot(is_before, pieces.to(tl.float16), out_dtype=tl.float32).to(tl.int32)
-                to = tl.sum(tl.where(is_of, before + place[None, :], 0), 1)  # [AT_ONCE]
-                entry = piece * 256 + first_row  # [AT_ONCE]
-                for extra in range(0, tl.max(number, 0)):
-                    tl.store(list_ptr + to + extra, entry + extra * 256, mask=extra < number)
-                place += tl.sum(pieces, 0)
-        tl.debug_barrier()  # (What one thread writes, others read.)
-    return number_of_all
+    tl.store(listed_ptr + tile, tl.sum(count, 0))
+    place = tl.cumsum(count, 0) - count  # [ROWS]
+    is_before = (offs_column[None, :] < offs_column[:, None]).to(tl.float16)  # [COLUMNS, COLUMNS]
+    for at in range(begin, end, COLUMNS):
+        # [COLUMNS] each
+        first_row, piece, number = _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, end, COLUMNS)
+        if tl.sum(number, 0) > 0:
+            is_of = first_row[:, None] == offs_row[None, :]  # [COLUMNS, ROWS]
+            pieces = tl.where(is_of, number[:, None], 0)  # [COLUMNS, ROWS]
+            # (Small integers: half precision is exact, and a product counts faster than a scan.)
+            before = tl.dot(is_before, pieces.to(tl.float16), out_dtype=tl.float32).to(tl.int32)  # [COLUMNS, ROWS]
+            to = tl.sum(tl.where(is_of, before + place[None, :], 0), 1)  # [COLUMNS]
+            entry = piece * 256 + first_row  # [COLUMNS]
+            for extra in range(0, tl.max(number, 0)):
+                tl.store(lists_ptr + to + extra, entry + extra * 256, mask=extra < number)
+            place += tl.sum(pieces, 0)
 
 
 @triton.jit
@@ -85,3 +151,68 @@ def load_listed(list_ptr, key_order_ptr, begin, number, KEYS: tl.constexpr):
     place = (entry >> 8) * PIECE_SIZE + offs_key % PIECE_SIZE  # [KEYS]
     position = tl.load(key_order_ptr + place, mask=mask_piece, other=-1)  # [KEYS]
     return position, position >= 0, entry & 255
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """The tiles of queries that retrieve each bucket."""
+
+    lists: Tensor
+    """(H, seen blocks K, nb tiles) int64: the first place of each tile times 2^16, plus its rows times 256, plus the
+    first row that retrieves the bucket"""
+    numbers: Tensor
+    """(H, seen blocks K) int32"""
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        return {"lists_ptr": self.lists, "listed_ptr": self.numbers}
+
+
+def list_tiles(first_rows: Tensor, order: Order, geometry: Geometry) -> TileLists:
+    """By (H, nb, tiles, seen blocks K) first rows."""
+    shape = (geometry.heads, geometry.columns)
+    tiles = geometry.blocks * geometry.query_tiles
+    found = TileLists(
+        order.queries.new_empty(*shape, tiles, dtype=torch.int64), order.queries.new_empty(shape)
+    )
+    columns = min(64, 1 << (geometry.columns - 1).bit_length())
+    _list_tiles_of_buckets[(-(-geometry.columns // columns), geometry.heads)](
+        first_rows_ptr=first_rows, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
+        **found.arguments, tiles=tiles, columns=geometry.columns,
+        **geometry.sizes("key_clusters", "query_tiles"), IS_CAUSAL=geometry.is_causal, COLUMNS=columns, TILES=64,
+    )  # fmt: skip
+    return found
+
+
+@kernel(stage="selection", do_not_specialize=["tiles", "columns", "key_clusters", "query_tiles"])
+def _list_tiles_of_buckets(
+    first_rows_ptr, tile_begin_ptr, tile_info_ptr, lists_ptr, listed_ptr, tiles, columns, key_clusters, query_tiles,
+    IS_CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Of some columns, the tiles that want them, in order.
+
+    Grid: (columns / COLUMNS, H). `first_rows_ptr`: (H, nb tiles, columns) uint8; `tile_begin_ptr`, `tile_info_ptr`:
+    (H, nb tiles) int32; the others as in `TileLists`.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    offs_column, offs_tile = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILES)
+    mask_column = offs_column < columns  # [COLUMNS]
+    count = tl.zeros([COLUMNS], tl.int32)
+    # (Blocks up to that of the first column do not see any.)
+    begin = (tl.program_id(0) * COLUMNS // key_clusters + 1) * query_tiles if IS_CAUSAL else 0
+    of_columns = (head * columns + offs_column) * tiles  # [COLUMNS]
+    for first in range(begin, tiles, TILES):
+        tile = head * tiles + first + offs_tile  # [TILES]
+        mask_tile = first + offs_tile < tiles  # [TILES]
+        ptrs = first_rows_ptr + tile[:, None] * columns + offs_column[None, :]  # [TILES, COLUMNS]
+        first_row = tl.load(ptrs, mask=mask_tile[:, None] & mask_column[None, :], other=255).to(tl.int32)
+        is_wanted = (first_row < NO_ROW).to(tl.int32)  # [TILES, COLUMNS]
+        number = tl.sum(is_wanted, 0)  # [COLUMNS]
+        if tl.max(number, 0) > 0:
+            start = tl.load(tile_begin_ptr + tile, mask=mask_tile, other=0).to(tl.int64)  # [TILES]
+            rows = tl.load(tile_info_ptr + tile, mask=mask_tile, other=0) & 255  # [TILES]
+            entry = (start * 256 + rows)[:, None] * 256 + first_row  # [TILES, COLUMNS]
+            to = of_columns[None, :] + count[None, :] + tl.cumsum(is_wanted, 0) - 1  # [TILES, COLUMNS]
+            tl.store(lists_ptr + to, entry, mask=is_wanted > 0)
+            count += number
+    tl.store(listed_ptr + head * columns + offs_column, count, mask=mask_column)

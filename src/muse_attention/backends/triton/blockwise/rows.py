@@ -1,46 +1,105 @@
-"""The queries of a tile as kernels read them, and their logits against columns."""
+"""The queries of a tile as kernels read them: their residuals, laid out tile after tile, and logits against columns."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import generation_of_block
-from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block
+from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.numbers import arithmetic, padded
+from muse_attention.backends.triton.row_tiles import load_rows, store_rows
+from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.core.precision import compute_dtype
 
-
-@triton.jit
-def load_tile_rows(tile_begin_ptr, tile_info_ptr, query_order_ptr, tile, of_head, ROWS: tl.constexpr):
-    """Positions of the queries of a tile, [ROWS], how many they are, and their cluster.
-
-    `of_head` is where the places of the head begin.
-    """
-    info = tl.load(tile_info_ptr + tile)
-    number, cluster = info & 255, info >> 8
-    offs_row = tl.arange(0, ROWS)
-    ptrs = query_order_ptr + of_head + tl.load(tile_begin_ptr + tile) + offs_row  # [ROWS]
-    return tl.load(ptrs, mask=offs_row < number, other=0), number, cluster
+_SIZES = ("length", "block_size", "blocks", "query_clusters", "generations", "query_tiles", "shared_by")
 
 
-@triton.jit
-def load_residuals(
-    query, centroids_ptr, key_offset_ptr, key_spread_ptr, head, key_head, block, cluster, query_clusters, generations,
-    SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
+@dataclass(frozen=True)
+class Residuals:
+    """Of all queries, in the order of places."""
+
+    residuals: Tensor
+    """(H, nb B, D)"""
+    shift: Tensor
+    """(H, nb B): what the offset of keys, which means of keys lack, adds to all logits of a query"""
+    width: Tensor
+    """(H, nb B): norms of the residuals in units of the spread of keys"""
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """As kernels take them."""
+        return {f"{name}_ptr": table for name, table in vars(self).items()}
+
+
+def take_residuals(
+    queries: Tensor,
+    centroids: Tensor,
+    key_offset: Tensor,
+    key_spread: Tensor,
+    order: Order,
+    geometry: Geometry,
+    *,
+    scale: float,
+) -> Residuals:
+    """Of (H, N, D) queries, from (H, S, Q, D) centroids; `key_offset` is (G, D), `key_spread` (G, S, D)."""
+    heads, _, head_dim = queries.shape
+    places = order.queries.shape[1]
+    wide = compute_dtype(queries.dtype)
+    found = Residuals(
+        queries.new_empty(heads, places, head_dim),
+        queries.new_empty(heads, places, dtype=wide),
+        queries.new_empty(heads, places, dtype=wide),
+    )
+    _take_residuals_of_tile[(geometry.blocks * geometry.query_tiles, heads)](
+        queries_ptr=queries, centroids_ptr=centroids, key_offset_ptr=key_offset, key_spread_ptr=key_spread,
+        **order.of_queries, **found.arguments, **geometry.sizes(*_SIZES), SCALE=scale, IS_CAUSAL=geometry.is_causal,
+        ROWS=geometry.rows, D=head_dim, DP=padded(head_dim), ACC=arithmetic(queries.dtype)["ACC"],
+    )  # fmt: skip
+    return found
+
+
+@kernel(stage="sorting", do_not_specialize=_SIZES)
+def _take_residuals_of_tile(
+    queries_ptr, centroids_ptr, key_offset_ptr, key_spread_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr,
+    residuals_ptr, shift_ptr, width_ptr, length, block_size, blocks, query_clusters, generations, query_tiles,
+    shared_by, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of queries [ROWS, D]: residuals from their centroid in the queries' dtype, what the key offset adds to their
-    logits, [ROWS], and their norms in units of the spread of keys, [ROWS]."""
-    generation, _ = generation_of_block(block, IS_CAUSAL)
-    offs_d = tl.arange(0, DP)  # [D]
-    mask_d = offs_d < D  # [D]
+    """Grid: (nb tiles, H). `queries_ptr`: (H, N, D); `centroids_ptr`: (H, S, Q, D); `key_offset_ptr`: (G, D);
+    `key_spread_ptr`: (G, S, D); orders and tiles as in `Order`; the others as in `Residuals`."""
+    head = tl.program_id(1).to(tl.int64)
+    of_head = head * blocks * block_size
+    # scalar, scalar, scalar
+    begin, rows, cluster = load_tile(tile_begin_ptr, tile_info_ptr, head * tl.num_programs(0) + tl.program_id(0))
+    if rows == 0:
+        return
+    offs_row, offs_d = tl.arange(0, ROWS), tl.arange(0, DP)  # [ROWS], [D]
+    mask_row, mask_d = offs_row < rows, offs_d < D  # [ROWS], [D]
+    position = tl.load(query_order_ptr + of_head + begin + offs_row, mask=mask_row, other=0)  # [ROWS]
+    query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
+    generation, _ = generation_of_block(tl.program_id(0) // query_tiles, IS_CAUSAL)
     row = (head * generations + generation) * query_clusters + cluster
     centroid = tl.load(centroids_ptr + row * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]
     residual = query.to(ACC) * SCALE - centroid[None, :]  # [ROWS, D]
+    key_head = head // shared_by
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]
     ptrs = key_spread_ptr + (key_head * generations + generation) * D + offs_d  # [D]
     metric = tl.load(ptrs, mask=mask_d, other=0.0).to(ACC)  # [D]
-    shift = tl.sum(residual * offset[None, :], 1)  # [ROWS]
-    width = tl.sqrt(tl.sum(residual * residual * metric[None, :], 1))  # [ROWS]
-    return residual.to(query.dtype), shift, width
+    to = of_head + begin + offs_row  # [ROWS]
+    tl.store(shift_ptr + to, tl.sum(residual * offset[None, :], 1), mask=mask_row)
+    tl.store(width_ptr + to, tl.sqrt(tl.sum(residual * residual * metric[None, :], 1)), mask=mask_row)
+    store_rows(residuals_ptr, of_head + begin, offs_row, mask_row, residual, D, DP)
+
+
+@triton.jit
+def load_tile(tile_begin_ptr, tile_info_ptr, tile):
+    """The first place of a tile of queries, its rows, and its cluster."""
+    info = tl.load(tile_info_ptr + tile)
+    return tl.load(tile_begin_ptr + tile), info & 255, info >> 8
 
 
 @triton.jit
