@@ -36,6 +36,7 @@ from muse_lab.records.captured_heads import (
     save_captures,
     spread,
 )
+from muse_lab.records.eight_bits import restore, round_to_eight_bits
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
@@ -119,6 +120,40 @@ def test_captures_survive_a_file(ending: str, tmp_path: Path) -> None:
     loaded = load_captures(path)
     assert (loaded.origin, loaded.lookups, loaded.fingerprint) == (saved.origin, saved.lookups, saved.fingerprint)
     assert torch.equal(loaded.query, saved.query)
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_compact_captures_are_small_and_nearly_the_same(ending: str, tmp_path: Path) -> None:
+    model, ids = tiny_llama(), token_ids(400, batch=2)
+    captured = capture_heads(model, ids, 4, model_name="tiny", text="random", grouped=True)
+    path, again = tmp_path / f"captures{ending}", tmp_path / f"again{ending}"
+    for file in (path, again):
+        save_captures(captured, file, compact=True)
+    save_captures(captured, tmp_path / f"whole{ending}")
+    loaded = load_captures(path)
+    assert (loaded.origin, loaded.group_size, loaded.query.dtype) == (captured.origin, 2, torch.float32)
+    assert loaded.fingerprint == load_captures(again).fingerprint
+    assert path.stat().st_size < (tmp_path / f"whole{ending}").stat().st_size / 2
+    expected, found = (
+        exact_attention(heads.query, heads.key, heads.value, is_causal=True, enable_gqa=True)
+        for heads in (captured, loaded)
+    )
+    assert (found - expected).square().sum() < 3e-4 * expected.square().sum()
+
+
+def test_rounding_is_by_half_a_scale() -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(2, 3, 50, 8) * torch.tensor([1000.0, 1, 1, 1, 1e-3, 0, 1, 1])
+    tensor[0, 0, 7] = 0
+    rounded = round_to_eight_bits(tensor)
+    assert (rounded.numbers.dtype, rounded.rows.shape) == (torch.int8, (2, 3, 50, 1))
+    restored = restore(rounded)
+    assert ((restored - tensor).abs() <= 0.51 * rounded.rows * rounded.channels).all()
+    assert torch.equal(restored == 0, (rounded.numbers == 0) | (tensor == 0))
+    assert ((restored - tensor).square().sum((0, 1, 2)) <= 1e-4 * tensor.square().sum((0, 1, 2))).all()
+    tensor[0, 0, 0, 0] = torch.inf
+    with pytest.raises(ValueError, match="not finite"):
+        round_to_eight_bits(tensor)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -346,7 +381,7 @@ def test_captures_are_measured_without_the_model(asked: list[object], folder: Pa
 
 def test_saved_groups_are_benchmarked_as_groups(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "groups.pt"
-    saving = ["--length", "64", "--heads", "4", "--save-captures", file, "--groups", "--output", tmp_path]
+    saving = ["--length", "64", "--heads", "4", "--groups", "--compact", "--save-captures", file, "--output", tmp_path]
     assert run(folder, "--text", folder.parent / "long.txt", *saving)[::2] == (0, "")
     arguments = ["bench", "--captures", file, "--length", "64", "--attention", "exact", "--repeats", "1", "--no-memory"]
     arguments += ["--device", "cpu", "--output", tmp_path]
@@ -391,6 +426,7 @@ def test_needles_are_looked_up(tmp_path: Path) -> None:
         (["--captures", "none.pt"], "there is no file 'none.pt' of captures"),
         (["--captures", "none.pt", "--save-captures", "x.pt"], "exclude each other"),
         (["--groups"], "--groups needs --save-captures FILE"),
+        (["--compact"], "--compact needs --save-captures FILE"),
         (["--name", "../x"], "must be a plain file name"),
     ],
 )

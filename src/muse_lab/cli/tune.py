@@ -27,6 +27,7 @@ from muse_lab.report.provenance import count
 _RUN = ModelRun(output=Path("out/tune"))
 _DEFAULT_LENGTH = 8192
 _GROUPS = "With --save-captures: whole groups of heads that share their keys, for muse bench."
+_COMPACT = "With --save-captures: rounded to eight bits a number, for a file of a quarter of the size."
 _NEEDLES = "Bury a needle in each sample, and tell how much of the weight on it is attended to."
 _SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "leak", "lookup")
 """Columns that fit a terminal; the reports have all."""
@@ -52,6 +53,7 @@ class _Options:
         Path | None, flag("--save-captures", "Write the captured heads, .safetensors or .pt, and measure nothing.")
     ] = None
     groups: Annotated[bool, flag("--groups", _GROUPS)] = False
+    compact: Annotated[bool, flag("--compact", _COMPACT)] = False
     needles: Annotated[bool, flag("--needles", _NEEDLES)] = False
     repeat: RepeatCaptures = False
 
@@ -60,6 +62,8 @@ class _Options:
             raise ValueError("--captures and --save-captures exclude each other: captures are saved once")
         if self.groups and self.saved is None:
             raise ValueError("--groups needs --save-captures FILE: muse tune measures heads with keys of their own")
+        if self.compact and self.saved is None:
+            raise ValueError("--compact needs --save-captures FILE: it is about what that writes")
         if not self.error >= 0:
             raise ValueError(f"--error {self.error} must be a number of at least 0")
         for named in [*(self.attention or []), *(self.only or [])]:
@@ -93,7 +97,7 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
         if saved is not None:
             captured = _capture(options, run)
             with busy(f"writing {saved}"):
-                save_captures(captured, saved)
+                save_captures(captured, saved, compact=options.compact)
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
             return
         found = _open(options, run)

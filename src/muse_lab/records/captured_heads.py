@@ -1,7 +1,7 @@
 """Queries, keys and values of some heads of a model, to measure attentions on, also where the model is not.
 
-A file is of safetensors or, with the ending .pt, of `torch.save`; nothing in it is ever run. Beside the tensors it says
-where they are from and, optionally, which queries must look something up.
+A file is of safetensors or, with the ending .pt, of `torch.save`; nothing in it is ever run. Beside the tensors, as
+captured or in eight bits a number, it says where they are from and, optionally, which queries must look something up.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from muse_lab.records.dataclass_json import from_json
+from muse_lab.records.eight_bits import EightBits, restore, round_to_eight_bits
 from muse_lab.records.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TENSORS = ("query", "key", "value")
+_ROWS, _CHANNELS = "_rows", "_channels"
+"""Behind the name of a tensor in eight bits: its scales."""
 _ABOUT = "about"
 _FEW_TOKENS = 8
 """Enough to see which layers there are."""
@@ -215,9 +218,11 @@ def capture_heads(
     return Captures(query, key, value, Origin(model_name, text, heads))
 
 
-def save_captures(captures: Captures, path: Path) -> None:
-    """As safetensors, or with the ending .pt by `torch.save`."""
+def save_captures(captures: Captures, path: Path, *, compact: bool = False) -> None:
+    """As safetensors, or with the ending .pt by `torch.save`; `compact`: rounded to eight bits a number."""
     tensors = {name: getattr(captures, name).cpu().contiguous() for name in _TENSORS}
+    if compact:
+        tensors = _pack(tensors)
     about = json.dumps({"origin": asdict(captures.origin), "lookups": [asdict(lookup) for lookup in captures.lookups]})
     if _is_pickled(path):
         torch.save({**tensors, _ABOUT: about}, path)
@@ -247,13 +252,28 @@ def _read(path: Path) -> Captures:
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
-            text = file.metadata()[_ABOUT]
-            tensors = {name: file.get_tensor(name) for name in _TENSORS}
+            text, names = file.metadata()[_ABOUT], file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
     about = parse_json(text)
     origin, lookups = from_json(Origin, about["origin"]), from_json(tuple[LookupAt, ...], about["lookups"])
-    captures = Captures(tensors["query"], tensors["key"], tensors["value"], origin, lookups)
+    query, key, value = (_unpack(tensors, name) for name in _TENSORS)
+    captures = Captures(query, key, value, origin, lookups)
     _check(captures)
     return captures
+
+
+def _pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In eight bits a number, beside their scales."""
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        packed[name], packed[name + _ROWS], packed[name + _CHANNELS] = round_to_eight_bits(tensor)
+    return packed
+
+
+def _unpack(tensors: dict[str, Tensor], name: str) -> Tensor:
+    if name + _ROWS not in tensors:
+        return tensors[name]
+    return restore(EightBits(tensors[name], tensors[name + _ROWS], tensors[name + _CHANNELS]))
 
 
 def _check(captures: Captures) -> None:
