@@ -6,6 +6,7 @@ These are measurements of the method. Whether a backend computes the method corr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from muse_attention.registry import Attention
 
 FAR_OFF = 0.1
 """A query with a larger relative squared error counts as far off."""
+FOUND = "found_share"
+"""The measure that some heads do not have: of them it is NaN."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,16 @@ class Fidelity:
         return {name: found for name, found in measures.items() if isinstance(found, Tensor)}
 
     def pooled(self) -> dict[str, float]:
-        """Each measure averaged over all heads, by name."""
-        return {name: float(tensor.mean()) for name, tensor in self.by_head().items()}
+        """Each measure averaged over all heads, by name, as `pool` does."""
+        return pool(self.by_head())
+
+
+def pool(measures: Mapping[str, Tensor]) -> dict[str, float]:
+    """The mean of each measure; that of `found_share` over heads that look anything up, and left out without any."""
+    means = {name: float(tensor.mean()) for name, tensor in measures.items() if name != FOUND}
+    if FOUND in measures and not measures[FOUND].isnan().all():
+        means[FOUND] = float(measures[FOUND].nanmean())
+    return means
 
 
 def compare(
@@ -100,14 +111,13 @@ def measure(
     """Run an attention and exact attention on the same tensors, without gradients, and compare them.
 
     `exact` is the output and lse of exact attention, if they are known already. The result includes what was retrieved
-    for the attentions of this library. With a tolerance the attention runs twice, to see whether a head is at its
-    budget.
+    for the attentions of this library.
     """
     with torch.no_grad():
         exact_out, exact_lse = exact or exact_attention(query, key, value, return_lse=True, **arguments)
         with recorded_calls() as calls:
             out, lse = attention(query, key, value, return_lse=True, **arguments)
-        retrieval = measure_retrieval(calls[0]) if len(calls) == 1 else None
+        retrieval = measure_retrieval(calls[0], exact_lse) if len(calls) == 1 else None
     return compare(out, exact_out, lse, exact_lse, retrieval)
 
 
@@ -123,10 +133,10 @@ def future_influence(
 ) -> float:
     """How much the outputs before `position` change when all tokens from there on are replaced by other ones.
 
-    The clustering of MuSe is global, so a later token can move a centroid, and with it the approximation error of an
-    earlier output. No value passes that way, but it is a path from the future, and this is its size: the relative
-    squared change of the outputs before `position`, averaged over queries. It is 0 for an attention that is causal in
-    every respect.
+    The paper's method clusters the whole sequence, so a later token can move a centroid, and with it the approximation
+    error of an earlier output. No value passes that way, but it is a path from the future, and this is its size: the
+    relative squared change of the outputs before `position`, averaged over queries. It is 0 for an attention that is
+    causal in every respect, as MuSe with a tolerance is.
 
     Args:
         replacement: query, key and value of other sequences of the same shapes, whose tokens from `position` on are

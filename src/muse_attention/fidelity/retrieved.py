@@ -1,25 +1,28 @@
-"""What a selection retrieved: which buckets, how many keys, and whether a head was held back by its budget."""
+"""What a recorded call retrieved: how many buckets and keys, and how many of the single keys that matter."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from muse_attention import ops
-from muse_attention.config import MuSeConfig
-from muse_attention.core.bits import unpack_bits
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.query_tiles import place_in_tiles
 from muse_attention.core.recording import RecordedCall
-from muse_attention.core.structures import Selection
+from muse_attention.fidelity.single_keys import SingleKeys, bucket_sizes
 
-_BUCKETS_AT_ONCE = 1 << 24
-"""Of all queries that are looked at together."""
+SINGLE_WEIGHT = 0.05
+"""A key outside of the own block with a larger weight in exact attention is one that a query looks up."""
+_NUMBERS_AT_ONCE = 1 << 26
+"""Logits, or numbers of a selection, that are looked at together."""
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Means over the queries of each head, (batch, query heads), float64."""
+    """Of each head, (batch, query heads), float64. The first three are means over queries."""
 
     pairs_per_query: Tensor
     """buckets that a query retrieves"""
@@ -27,80 +30,95 @@ class Retrieval:
     """keys in them"""
     share_retrieving: Tensor
     """share of queries that retrieve anything"""
-    at_budget: Tensor | None
-    """1 where the budget of the head holds it back: with twice as much it would retrieve more, else 0. None without a
-    tolerance: the paper's rule retrieves as much for every query."""
+    found_share: Tensor
+    """of exact attention's weights above `SINGLE_WEIGHT` on keys outside of the query's own block, the share on keys
+    that are retrieved, or are alone in their summary. The first token is left out: it is a sink, whose weight would
+    hide the rest. NaN for a head without such weights."""
 
 
-def measure_retrieval(call: RecordedCall) -> Retrieval | None:
-    """What a recorded call retrieved; None where there is nothing to retrieve, as in exact attention."""
-    config = call.config
-    if not config.monopole and config.retrieved_clusters == 0:
-        return None
-    pairs, keys = _count(call, call.selection)
-    return Retrieval(
-        pairs_per_query=pairs.mean(-1),
-        keys_per_query=keys.mean(-1),
-        share_retrieving=(pairs > 0).double().mean(-1),
-        at_budget=None if config.tolerance is None else _is_held_back(call, pairs).double(),
-    )
+def measure_retrieval(call: RecordedCall, exact_lse: Tensor) -> Retrieval | None:
+    """What a recorded call retrieved; None where there is nothing to retrieve, as in exact attention.
 
-
-def retrieved_buckets(selection: Selection, config: MuSeConfig, length: int) -> Tensor:
-    """(batch, query heads, queries, blocks, key clusters) bool: the buckets that each query of a selection retrieves.
-
-    The selection may be of some queries of the `length` alone. This is large: take a few queries at a time.
+    Args:
+        exact_lse: of exact attention, (batch, query heads, N)
     """
-    if config.tolerance is not None:
-        return unpack_bits(selection.retrieved, config.key_clusters)
-    blocks = config.number_of_blocks(length)
-    nothing = blocks * config.key_clusters
-    bucket = selection.retrieved.long() * config.key_clusters + selection.opened[..., None]
-    place = torch.where(selection.retrieved < 0, nothing, bucket).flatten(3)
-    found = torch.zeros(*place.shape[:3], nothing + 1, dtype=torch.bool, device=place.device)
-    return found.scatter_(3, place, True)[..., :nothing].unflatten(3, (blocks, config.key_clusters))
+    if not call.config.monopole and call.config.retrieved_clusters == 0:
+        return None
+    count = _count_in_tiles if call.config.tolerance is not None else _count_picks
+    pairs, keys, retrieving = (total.double() / call.query.shape[2] for total in count(call))
+    return Retrieval(pairs, keys, retrieving, _found_share(call, exact_lse))
 
 
-def opened_clusters(selection: Selection, config: MuSeConfig) -> Tensor:
-    """(batch, query heads, queries, key clusters) bool: the clusters that each query of a selection opens."""
-    if config.tolerance is not None:
-        return unpack_bits(selection.opened, config.key_clusters)
-    place = torch.where(selection.opened < 0, config.key_clusters, selection.opened).long()
-    found = torch.zeros(*place.shape[:3], config.key_clusters + 1, dtype=torch.bool, device=place.device)
-    return found.scatter_(3, place, True)[..., : config.key_clusters]
+def _count_in_tiles(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
+    """With a tolerance: pairs, keys, and queries that retrieve, (batch, query heads) int64 each."""
+    first = call.selection.retrieved  # (batch, heads, blocks, tiles, buckets)
+    pairs = torch.zeros(first.shape[:2], dtype=torch.int64, device=first.device)
+    if not first.shape[-1]:
+        return pairs, pairs, pairs
+    block_size = call.config.block_size
+    tile, _ = place_in_tiles(call.clusters.query_assignment, call.config)
+    rows = torch.zeros(first.shape[:-1], dtype=torch.int64, device=first.device).flatten(2)
+    tile = tile + torch.arange(tile.shape[-1], device=tile.device) // block_size * first.shape[3]
+    rows.scatter_add_(2, tile, torch.ones_like(tile))
+    sizes = bucket_sizes(call).flatten(2)[..., : first.shape[-1]]
+    sizes = sizes.repeat_interleave(first.shape[1] // sizes.shape[1], dim=1)
+    keys, retrieving = torch.zeros_like(pairs), torch.zeros_like(pairs)
+    at_once = max(1, _NUMBERS_AT_ONCE // math.prod((*first.shape[:2], first.shape[-1])))
+    for some, rows_of_some in zip(first.flatten(2, 3).split(at_once, 2), rows.split(at_once, 2), strict=True):
+        queries = (rows_of_some[..., None] - some).clamp(min=0)  # of each tile, that retrieve each bucket
+        of_buckets = queries.sum(2)
+        pairs += of_buckets.sum(-1)
+        keys += (of_buckets * sizes).sum(-1)
+        retrieving += queries.amax(-1).sum(-1)
+    return pairs, keys, retrieving
 
 
-def bucket_sizes(key_assignment: Tensor, config: MuSeConfig) -> Tensor:
-    """(batch, key heads, blocks, key clusters) int64: keys in each bucket, of a (batch, key heads, N) assignment."""
-    batch, heads, length = key_assignment.shape
-    blocks = config.number_of_blocks(length)
-    block = torch.arange(length, device=key_assignment.device) // config.block_size
-    head = torch.arange(batch * heads, device=key_assignment.device)[:, None]
-    place = (head * blocks + block) * config.key_clusters + key_assignment.flatten(0, 1)
-    counts = torch.bincount(place.flatten(), minlength=batch * heads * blocks * config.key_clusters)
-    return counts.view(batch, heads, blocks, config.key_clusters)
+def _count_picks(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
+    """The paper's method: likewise."""
+    opened, retrieved = call.selection.opened, call.selection.retrieved
+    sizes = bucket_sizes(call).flatten(2)
+    sizes = sizes.repeat_interleave(opened.shape[1] // sizes.shape[1], dim=1)
+    is_picked = retrieved >= 0
+    at_once = max(1, _NUMBERS_AT_ONCE // max(1, math.prod((*retrieved.shape[:2], *retrieved.shape[3:]))))
+    keys = torch.zeros(opened.shape[:2], dtype=torch.int64, device=opened.device)
+    for clusters, blocks in zip(opened.split(at_once, 2), retrieved.split(at_once, 2), strict=True):
+        bucket = blocks.long() * call.config.key_clusters + clusters[..., None]
+        of_picks = sizes.gather(2, bucket.clamp(min=0).flatten(2)).view_as(bucket)
+        keys += of_picks.masked_fill_(blocks < 0, 0).sum((2, 3, 4))
+    return is_picked.sum((2, 3, 4)), keys, is_picked.flatten(3).any(-1).sum(2)
 
 
-def _count(call: RecordedCall, selection: Selection) -> tuple[Tensor, Tensor]:
-    """Buckets that each query retrieves and keys in them, (batch, query heads, N) each, float64."""
+def _found_share(call: RecordedCall, exact_lse: Tensor) -> Tensor:
+    batch, heads, _, _ = call.query.shape
+    known = SingleKeys(call)
+    weight, found = (torch.zeros(batch * heads, dtype=torch.float64, device=call.query.device) for _ in range(2))
+    for pair, weights in _single_weights(call, exact_lse):
+        head = pair[0] * heads + pair[1]
+        weight.index_add_(0, head, weights)
+        found.index_add_(0, head, weights * (known.is_retrieved(*pair) | known.is_alone(*pair)))
+    return (found / weight).view(batch, heads)
+
+
+def _single_weights(call: RecordedCall, exact_lse: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    """Pairs of a query and a key that matters to it, as of `SingleKeys`, and exact attention's weights, float64."""
     batch, heads, length, _ = call.query.shape
-    sizes = bucket_sizes(call.clusters.key_assignment, call.config).flatten(2).double()
-    sizes = sizes.repeat_interleave(heads // call.key.shape[1], dim=1)
-    counted = torch.stack([torch.ones_like(sizes), sizes], dim=-1)
-    at_once = max(1, _BUCKETS_AT_ONCE // (batch * heads * sizes.shape[2]))
-    parts = [
-        retrieved_buckets(Selection(opened, retrieved), call.config, length).flatten(3).double() @ counted
-        for opened, retrieved in zip(
-            selection.opened.split(at_once, dim=2), selection.retrieved.split(at_once, dim=2), strict=True
-        )
-    ]
-    pairs, keys = torch.cat(parts, dim=2).unbind(-1)
-    return pairs, keys
-
-
-def _is_held_back(call: RecordedCall, pairs: Tensor) -> Tensor:
-    """(batch, query heads) bool"""
-    roomier = call.config.replace(retrieved_clusters=max(1, 2 * call.config.retrieved_clusters))
-    with torch.no_grad():
-        _, selection = ops.attend(replace(call, config=roomier), call.backend)
-    return _count(call, selection)[0].sum(-1) > pairs.sum(-1)
+    wide, block_size = compute_dtype(call.query.dtype), call.config.block_size
+    key_heads = call.key.shape[1]
+    threshold = exact_lse.to(wide).unflatten(1, (key_heads, -1))[..., None] + math.log(SINGLE_WEIGHT)
+    query = (call.scale * call.query.to(wide)).unflatten(1, (key_heads, -1))  # (batch, key heads, group, N, D)
+    for begin in range(0, length, block_size):
+        end = min(begin + block_size, length)
+        # What the queries of this block see beyond it.
+        for first, last in ((1, begin), (max(1, end), end if call.is_causal else length)):
+            if first >= last:
+                continue
+            keys = call.key[:, :, first:last].to(wide).mT
+            at_once = max(1, _NUMBERS_AT_ONCE // (batch * heads * (last - first)))
+            for start in range(begin, end, at_once):
+                rows = slice(start, min(start + at_once, end))
+                logits = query[..., rows, :].flatten(2, 3) @ keys
+                excess = logits.unflatten(2, (query.shape[2], -1)) - threshold[..., rows, :]
+                found = (excess > 0).nonzero(as_tuple=True)
+                of_batch, key_head, member, row, key = found
+                pair = (of_batch, key_head * query.shape[2] + member, start + row, first + key)
+                yield pair, SINGLE_WEIGHT * excess[found].double().exp()
