@@ -24,11 +24,10 @@ class Default(NamedTuple):
 
 
 DEFAULTS = (
-    Default(LONGEST_EXACT, "Q128K128R32T0.001,caution=2,cap_factor=none", blocks=8),
-    Default(16 * 1024, "Q32K32R8T0.1,caution=2,cap_factor=none", blocks=8),
-    Default(32 * 1024, "Q32K64R8T0.2,caution=2,cap_factor=none", blocks=8),
-    Default(128 * 1024, "Q32K64R8T0.2,caution=2,cap_factor=none", blocks=16),
-    Default(None, "Q32K64R8T0.2,caution=2,cap_factor=none", blocks=32),
+    Default(LONGEST_EXACT, "Q16K64T0.02", blocks=8),
+    Default(32 * 1024, "Q16K64T0.2", blocks=16),
+    Default(128 * 1024, "Q16K64T0.4", blocks=16),
+    Default(None, "Q16K64T0.4B8k"),
 )
 """From short sequences to long ones; the first that serves a length is taken.
 

@@ -37,7 +37,9 @@ class SingleKeys:
             bucket = block * config.key_clusters + cluster
             return selection.retrieved[batch, head, query // config.block_size, tile, bucket] <= row
         is_opened = selection.opened[batch, head, query] == cluster[..., None]
-        return (is_opened[..., None] & (selection.retrieved[batch, head, query] == block[..., None, None])).any((-2, -1))
+        return (is_opened[..., None] & (selection.retrieved[batch, head, query] == block[..., None, None])).any(
+            (-2, -1)
+        )
 
     def is_alone(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """bool, of each pair: if the key is not retrieved, whether it is the only one of the summary that has it."""

@@ -1,5 +1,5 @@
-"""Time against error of many configurations on captured heads: which are worth having, and which is the fastest below
-an error.
+"""Time against error of many configurations on captured heads: which are worth having, and which is the fastest that
+errs no more, and finds no fewer single keys, than the paper's sizes.
 
 The results are one JSON file, replaced after every configuration, so that an interrupted run goes on where it stopped.
 """
@@ -11,14 +11,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.config import MuSeConfig
-from muse_attention.fidelity.error import future_influence, position_error
+from muse_attention.fidelity.error import FOUND, future_influence, position_error
 from muse_attention.fidelity.error import measure as measure_fidelity
 from muse_attention.fidelity.lookups import look_up
 from muse_attention.registry import config_at, full_name, get_attention
@@ -28,16 +28,14 @@ from muse_lab.records.attention_names import EXACT
 from muse_lab.records.captured_heads import Captures
 from muse_lab.records.stored_results import OnStep, StoredResults
 
-RULES = ((0.03, 0), (0.01, 0), (0.1, 2), (0.03, 2), (0.01, 2))
-"""Tolerance and caution."""
-CLUSTERS = ((32, 64), (64, 64), (16, 128), (32, 128), (64, 128), (128, 128), (16, 256), (32, 256))
-"""Of queries and of keys."""
+TOLERANCES = (0.05, 0.1, 0.2, 0.4)
+QUERY_CLUSTERS = (8, 16, 32)
+KEY_CLUSTERS = (32, 64, 128, 256)
 BLOCKS = (32, 16, 8)
 """In which the length is cut."""
 SMALLEST_BLOCK = 256
-BUDGET = 8
 ERROR = "relative_squared_error"
-"""The measure that a configuration is chosen by."""
+"""The measure that a configuration is chosen by, beside `FOUND`."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +127,29 @@ class Candidate:
         return self.fidelity[ERROR]
 
 
+class Goal(NamedTuple):
+    """What a configuration is chosen for."""
+
+    error: float
+    """largest relative squared error"""
+    found: float | None = None
+    """least `found_share`; None for any"""
+
+    def is_reached(self, candidate: Candidate) -> bool:
+        return candidate.error <= self.error and (self.found is None or candidate.fidelity.get(FOUND, 0) >= self.found)
+
+    def __str__(self) -> str:
+        found = "" if self.found is None else f" that finds at least {self.found:.1%} of the single keys"
+        return f"an RSE of at most {self.error:.3g}{found}"
+
+
 @dataclass
 class TuningResults(StoredResults):
     command = "muse tune"
 
     settings: TuningSettings
-    error: float = 0.005
-    """that a configuration may have"""
+    error: float | None = None
+    """that a configuration may have; None for that of the paper's sizes"""
     exact: Times | None = None
     tuned: list[Candidate] = field(default_factory=list)
 
@@ -157,6 +171,22 @@ class TuningResults(StoredResults):
     def measured(self) -> list[Candidate]:
         return [candidate for candidate in self.tuned if candidate.is_measured]
 
+    @property
+    def goal(self) -> Goal | None:
+        """The error that was asked for, or what the paper's sizes reach; None if these were not measured."""
+        if self.error is not None:
+            return Goal(self.error)
+        name = paper_sizes(self.settings.length)
+        found = next((candidate for candidate in self.measured if candidate.attention == name), None)
+        return None if found is None else Goal(found.error, found.fidelity.get(FOUND))
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The fastest that reaches the goal; None if there is none."""
+        goal = self.goal
+        reached = [candidate for candidate in self.measured if goal is not None and goal.is_reached(candidate)]
+        return min(reached, key=lambda candidate: candidate.time, default=None)
+
     def missing(self, attentions: Sequence[str]) -> list[str]:
         done = {candidate.attention for candidate in self.tuned}
         return [attention for attention in attentions if attention not in done]
@@ -176,20 +206,19 @@ def candidates(length: int, *, added: Sequence[str] = (), only: Sequence[str] = 
             f"{length} tokens fit into one block of {SMALLEST_BLOCK}, which is exact attention; choose more by --length"
         )
     grid = [
-        MuSeConfig(
-            query_clusters=queries,
-            key_clusters=keys,
-            retrieved_clusters=BUDGET,
-            block_size=block,
-            tolerance=tolerance,
-            caution=caution,
-            cap_factor=None,
+        MuSeConfig(query_clusters=queries, key_clusters=keys, block_size=block, tolerance=tolerance)
+        for block, queries, keys, tolerance in itertools.product(
+            dict.fromkeys(blocks), QUERY_CLUSTERS, KEY_CLUSTERS, TOLERANCES
         )
-        for block, (queries, keys), (tolerance, caution) in itertools.product(dict.fromkeys(blocks), CLUSTERS, RULES)
         if block < length
     ]
     configs = [MuSeConfig.paper(length), MuSeConfig.paper_sizes(length), MuSeConfig.for_length(length), *grid]
     return _each_once([*(f"muse:{config}" for config in configs), *added], length)
+
+
+def paper_sizes(length: int) -> str:
+    """The full name of what a choice is measured by."""
+    return f"muse:{MuSeConfig.paper_sizes(length)}"
 
 
 def _each_once(attentions: Sequence[str], length: int) -> list[str]:
@@ -204,12 +233,6 @@ def front(measured: Sequence[Candidate]) -> list[Candidate]:
         if not best or candidate.error < best[-1].error:
             best.append(candidate)
     return best
-
-
-def choose(measured: Sequence[Candidate], error: float) -> Candidate | None:
-    """The fastest with at most this error; None if there is none."""
-    allowed = [candidate for candidate in measured if candidate.error <= error]
-    return min(allowed, key=lambda candidate: candidate.time, default=None)
 
 
 def clock_on(captures: Captures, repeats: int) -> Clock:
@@ -259,7 +282,8 @@ def _measure_one(captures: Captures, attention: str, exact: list[tuple[Tensor, T
         ]
         if captures.samples > 1:
             fidelity = [one | leak for one, leak in zip(fidelity, _leaks(captures, attention, exact), strict=True)]
-        means = {name: statistics.fmean(one[name] for one in fidelity) for name in fidelity[0]}
+        names = dict.fromkeys(name for one in fidelity for name in one)
+        means = {name: statistics.fmean(one[name] for one in fidelity if name in one) for name in names}
         return Candidate(attention, seconds, means, _look_up(captures, attention))
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from muse_attention.config import MuSeConfig
 from muse_attention.sizes import format_size
-from muse_lab.benchmark.tuning import Candidate, TuningResults, choose, front
+from muse_lab.benchmark.tuning import Candidate, TuningResults, front
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR, LEAK, RETRIEVAL, TAIL, measure_columns
 from muse_lab.report.figures import line_figure
@@ -36,7 +36,7 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
         raise ValueError("no configuration has been measured yet; run the command again to continue")
     settings = results.settings
     laid = f": {settings.laid}, which is harder than a text of that length" if settings.laid else ""
-    chosen = choose(results.measured, results.error)
+    chosen, goal = results.chosen, results.goal
     failed = [candidate.attention for candidate in results.tuned if not candidate.is_measured]
     notes = ["The front: nothing measured is both as fast and more accurate."]
     if any(candidate.lookup is not None for candidate in results.measured):
@@ -53,9 +53,9 @@ def tuning_report(results: TuningResults, file_name: str) -> Report:
     return Report(
         f"Time against error: {file_name}",
         verdict=verdict(results),
-        cards=[] if chosen is None else [
+        cards=[] if chosen is None or goal is None else [
             Card("speed-up", _speedup(results, chosen), "over exact attention"),
-            Card("RSE", f"{chosen.error:.3g}", f"at most {results.error:g} was asked for"),
+            Card("RSE", f"{chosen.error:.3g}", f"at most {goal.error:.3g} was asked for"),
             Card("forward + backward", f"{_milliseconds(chosen.time)} ms"),
             *([Card("lookup", _looked_up(chosen, "share"))] if chosen.lookup is not None else []),
         ],
@@ -74,16 +74,16 @@ def verdict(results: TuningResults) -> list[str]:
     measured = results.measured
     if not measured or results.exact is None:
         return ["Nothing has been measured yet; run the command again to continue"]
-    chosen = choose(measured, results.error)
+    chosen, goal = results.chosen, results.goal
     if chosen is None:
         best = min(measured, key=lambda candidate: candidate.error)
+        unreached = "The paper's sizes were not measured" if goal is None else f"Nothing measured has {goal}"
         return [
-            f"Nothing measured has an RSE of at most {results.error:g}; the lowest is {best.error:.3g}, "
-            f"of {best.attention}, in {_milliseconds(best.time)} ms"
+            f"{unreached}; the lowest RSE is {best.error:.3g}, of {best.attention}, in {_milliseconds(best.time)} ms"
         ]
     speedup = results.exact.forward_backward_median / chosen.time
     lines = [
-        f"The fastest with an RSE of at most {results.error:g} is {chosen.attention}: "
+        f"The fastest with {goal} is {chosen.attention}: "
         f"RSE {chosen.error:.3g}, {_milliseconds(chosen.time)} ms, {speedup:.2f}x as fast as exact attention"
     ]
     if speedup <= 1:
@@ -95,15 +95,12 @@ def verdict(results: TuningResults) -> list[str]:
         lines.append(
             f"The paper's method has RSE {paper.error:.3g} in {_milliseconds(paper.time)} ms ({paper.attention})"
         )
-    if chosen.fidelity.get("at_budget", 0) > 0:
-        share = f"{100 * chosen.fidelity['at_budget']:.0f}%"
-        lines.append(f"{share} of the heads are at their budget: a larger R may lower the error")
     return lines
 
 
 def shown(results: TuningResults) -> list[Candidate]:
     """The front, what was chosen and the paper's method, from the fastest on."""
-    others = [choose(results.measured, results.error), _papers(results)]
+    others = [results.chosen, _papers(results)]
     found = [*front(results.measured), *(one for one in others if one is not None)]
     return sorted({candidate.attention: candidate for candidate in found}.values(), key=lambda one: one.time)
 
@@ -126,7 +123,7 @@ def as_csv(results: TuningResults) -> str:
     """A line for every attention; exact attention is the first."""
     measures = list(dict.fromkeys(name for candidate in results.measured for name in candidate.fidelity))
     on_front = {candidate.attention for candidate in front(results.measured)}
-    chosen = choose(results.measured, results.error)
+    chosen = results.chosen
     rows: list[list[object]] = []
     if results.exact is not None:
         rows.append(
@@ -141,7 +138,7 @@ def as_csv(results: TuningResults) -> str:
 
 
 def _figure(results: TuningResults) -> Figure:
-    chosen = choose(results.measured, results.error)
+    chosen, goal = results.chosen, results.goal
     lines = [
         Line("measured", _points(results.measured), GREY, "o", "", marker_size=3.5),
         Line("front", _points(front(results.measured)), PALETTE[0], "o"),
@@ -149,7 +146,7 @@ def _figure(results: TuningResults) -> Figure:
     if chosen is not None and chosen.error > ROUNDING:
         name = chosen.attention.removeprefix("muse:").partition(",")[0]
         lines.append(Line(name, _points([chosen]), PALETTE[1], "*", "", marker_size=11))
-    rules = [Rule(f"error {results.error:g}", results.error, GREY)] if results.error > 0 else []
+    rules = [Rule(f"error {goal.error:.3g}", goal.error, GREY)] if goal is not None and goal.error > 0 else []
     if results.exact is not None:
         rules.append(Rule("exact attention", 1000 * results.exact.forward_backward_median, BLACK, is_vertical=True))
     x, y = Axis("forward + backward (ms)", log=10), Axis("relative squared error", log=10)

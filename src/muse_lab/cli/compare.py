@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from muse_attention.registry import full_name
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.cli.app import (
     Device,
@@ -32,7 +33,7 @@ from muse_lab.evaluation.loss.curves import SHORTEST
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.recipes import PRECISIONS
 from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import forward_name
+from muse_lab.records.attention_names import without_freezing
 
 if TYPE_CHECKING:
     from muse_lab.evaluation.comparison.runs import StoredRun
@@ -145,7 +146,7 @@ def compare_runs(
     length = _length(runs, asked_length)
     windows = open_windows(corpus, length)
     asked_for = request.attention or [run.recipe.attention for run in runs]
-    tested = list(dict.fromkeys([EXACT, *(forward_name(name, length) for name in asked_for)]))
+    tested = list(dict.fromkeys([EXACT, *(without_freezing(full_name(name, length)) for name in asked_for)]))
     if request.samples > len(windows):
         say(f"the held-out split has {len(windows)} windows of {format_size(length)}: all of them are used")
     results = _start(request, corpus, length, len(windows))

@@ -11,7 +11,7 @@ import typer
 
 from muse_attention.registry import get_attention
 from muse_attention.sizes import format_size, parse_size
-from muse_lab.benchmark.tuning import TuningResults, TuningSettings, candidates, clock_on, measure
+from muse_lab.benchmark.tuning import TuningResults, TuningSettings, candidates, clock_on, measure, paper_sizes
 from muse_lab.benchmark.tuning_report import shown, table_of, tuning_report, verdict
 from muse_lab.benchmark.workload import DTYPES
 from muse_lab.cli.app import RepeatCaptures, app, busy, user_errors
@@ -29,7 +29,7 @@ _DEFAULT_LENGTH = 8192
 _GROUPS = "With --save-captures: whole groups of heads that share their keys, for muse bench."
 _COMPACT = "With --save-captures: rounded to eight bits a number, for a file of a quarter of the size."
 _NEEDLES = "Bury a needle in each sample, and tell how much of the weight on it is attended to."
-_SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "leak", "lookup")
+_SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "found", "leak", "lookup")
 """Columns that fit a terminal; the reports have all."""
 
 
@@ -40,7 +40,10 @@ class _Options:
     model: Model = DEFAULT_MODEL
     text: Text = None
     length: Annotated[str | None, option("Tokens of a sample; k means 1024.", "8k, or that of the captures")] = None
-    error: Annotated[float, option("Largest relative squared error, pooled over heads.")] = 0.005
+    error: Annotated[
+        float | None,
+        option("Largest relative squared error, pooled over heads.", "that of the paper's sizes, and what they find"),
+    ] = None
     heads: Annotated[int, option("Heads to measure on, spread over the layers.")] = 12
     samples: Annotated[int, option("Samples to capture, one after another in the text.")] = 1
     attention: Annotated[Words, attentions("Attention to measure too", "none")] = None
@@ -64,7 +67,7 @@ class _Options:
             raise ValueError("--groups needs --save-captures FILE: muse tune measures heads with keys of their own")
         if self.compact and self.saved is None:
             raise ValueError("--compact needs --save-captures FILE: it is about what that writes")
-        if not self.error >= 0:
+        if self.error is not None and not self.error >= 0:
             raise ValueError(f"--error {self.error} must be a number of at least 0")
         for named in [*(self.attention or []), *(self.only or [])]:
             get_attention(named)
@@ -81,7 +84,8 @@ _OPTIONS = _Options()
 @app.command()
 @with_option_groups
 def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _RUN) -> None:
-    """Find the fastest configuration below an error, on a model's own queries, keys and values and on this device.
+    """Find the fastest configuration that is as good as the paper's sizes, on a model's own queries, keys and values
+    and on this device.
 
     Measures time (forward and backward) and error of a grid of configurations. Writes NAME.json after each, and
     NAME.md, NAME.csv, NAME.html and NAME.png at the end. Run again, it adds what is missing.
@@ -101,7 +105,10 @@ def tune(context: typer.Context, options: _Options = _OPTIONS, run: ModelRun = _
             typer.echo(f"wrote {saved}; measure on it anywhere by: muse tune --captures {shlex.quote(str(saved))}")
             return
         found = _open(options, run)
-        chosen = candidates(found.length, added=options.attention or (), only=options.only or ())
+        only = list(options.only or ())
+        if only and options.error is None:
+            only.append(paper_sizes(found.length))
+        chosen = candidates(found.length, added=options.attention or (), only=only)
         settings = TuningSettings.of(found, device=run.place.device, dtype=run.place.dtype, repeats=options.repeats)
         results = measurement.start(settings)
         results.error = options.error

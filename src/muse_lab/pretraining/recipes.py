@@ -56,7 +56,7 @@ class Recipe:
         micro_batch: sequences that a rank computes at the same time; gradients of more are accumulated
         mesh: ranks along data x ranks along the sequence, like 2x4; auto has all along data
         document_mask: keep the documents of a sequence apart: no attention and no prediction from one to the next
-        attention: attention of the global layers, by name: exact, muse, muse:QK64R8T0.01B8k, moba:L8kB512R1
+        attention: attention of the global layers, by name: exact, muse, muse:Q16K64T0.2B4k, moba:L8kB512R1
         exact_start: share of the updates, the first ones, with exact attention
         exact_tail: share of the updates, the last ones, with exact attention
         further_steps: updates after all others, at the final learning rate; what --continue-from adds to a finished run
@@ -179,13 +179,11 @@ class Recipe:
         if self.mixture not in MIXTURES:
             raise ValueError(f"mixture={self.mixture!r} must be one of {', '.join(MIXTURES)}")
         read_mesh(self.mesh)
-        get_attention(self.attention)
-        if not isinstance(self.further_attention, str):
-            raise ValueError(f"further_attention={self.further_attention!r} must be a string, the name of an attention")
-        if self.further_attention:
-            get_attention(self.further_attention)
-            if not self.further_steps:
-                raise ValueError(f"further_attention={self.further_attention} needs further_steps=, of at least 1")
+        for name in ("attention", "further_attention"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a string, the name of an attention")
+        if self.further_attention and not self.further_steps:
+            raise ValueError(f"further_attention={self.further_attention} needs further_steps=, of at least 1")
         if self.further_steps and not self.final_rate:
             raise ValueError(f"further_steps={self.further_steps} would learn nothing: final_rate=0; choose another")
         if self.error_limit and not self.probe_every:
@@ -329,6 +327,8 @@ def override(recipe: Recipe, changes: Iterable[str]) -> Recipe:
             what = f"a recipe has no {key!r}" if equals else f"{change!r} is not of the form key=value"
             raise ValueError(f"{what}; the keys are {', '.join(fields)}")
         values[key] = _parse(key, text, fields[key])
+        if key in ("attention", "further_attention") and text:
+            get_attention(text)
     return dataclasses.replace(recipe, **values)
 
 

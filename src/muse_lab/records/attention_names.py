@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from muse_attention.config import MuSeConfig
-from muse_attention.registry import config_at, full_name
-from muse_attention.sizes import format_size
+from muse_attention.registry import config_at
+from muse_attention.sizes import format_size, parse_size
 
 EXACT = "exact"
 _OTHERS = {
@@ -17,22 +17,36 @@ _OTHERS = {
     "moba": "MoBA, own blocks of {0}, retrieved blocks of {1}, {2} for each query",
 }
 _FROZEN = "differentiable_aggregation=false"
+_BLOCK = re.compile(r"B(\d+[km]?)$")
 
 
-def forward_name(attention: str, length: int) -> str:
-    """The full name without what gradients alone depend on: attentions that compute the same share it."""
-    config = config_at(attention, length)
-    return full_name(attention, length) if config is None else _without_freezing(config)
+def recorded_config(attention: str, length: int | None = None) -> MuSeConfig | None:
+    """`config_at` of a name in a record. Also None for one that only an earlier version can read."""
+    try:
+        return config_at(attention, length)
+    except ValueError:
+        return None
 
 
-def _without_freezing(config: MuSeConfig) -> str:
-    return f"muse:{config.replace(differentiable_aggregation=True)}"
+def block_size_of(attention: str, length: int | None = None) -> int | None:
+    """Tokens of a block of MuSe, by a name in a record of any version; None for other attentions."""
+    notation = attention.removeprefix("muse:").partition(",")[0]
+    if attention.startswith("muse:") and (size := _BLOCK.search(notation)):
+        return parse_size(size[1])
+    config = recorded_config(attention, length)
+    return None if config is None else config.block_size
+
+
+def without_freezing(attention: str) -> str:
+    """A full name without what gradients alone depend on: attentions that compute the same share it."""
+    return attention.replace(f",{_FROZEN}", "")
 
 
 def in_words(attention: str) -> str:
-    config = config_at(attention)
+    """As it is, if only an earlier version can read it."""
+    config = recorded_config(attention)
     if config is not None and not config.differentiable_aggregation:
-        return f"{in_words(_without_freezing(config))}, frozen aggregation"
+        return f"{in_words(without_freezing(attention))}, frozen aggregation"
     if config is None:
         kind, _, settings = attention.partition(":")
         sizes = re.findall(r"\d+[km]?", settings)
@@ -46,14 +60,15 @@ def in_words(attention: str) -> str:
     else:
         clusters = f"{config.query_clusters} query clusters, {config.key_clusters} key clusters"
     blocks = f"blocks of {format_size(config.block_size)}"
+    if config.tolerance is not None:
+        cautiously = "" if config.caution == MuSeConfig.caution else f" with a caution of {config.caution:g}"
+        together = "" if config.tile == MuSeConfig.tile else f" in tiles of {config.tile} queries"
+        return (
+            f"{clusters} of each block, retrieval{together} of what is expected{cautiously} to be off by "
+            f"{config.tolerance:g} or more, {blocks}"
+        )
     if config.retrieved_clusters == 0:
         return f"{clusters}, none opened, {blocks}"
-    if config.tolerance is not None:
-        cautiously = f" with a caution of {config.caution:g}" if config.caution else ""
-        return (
-            f"{clusters}, retrieval of what is expected{cautiously} to be off by more than {config.tolerance:g}, "
-            f"at most {config.retrieved_clusters} buckets per query in a head, {blocks}"
-        )
     in_each = "1 block" if config.retrieved_blocks == 1 else f"{config.retrieved_blocks} blocks"
     return f"{clusters}, {config.retrieved_clusters} opened in {in_each} each, {blocks}"
 

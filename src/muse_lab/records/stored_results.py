@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from muse_attention.registry import config_at
+from muse_lab.records.attention_names import recorded_config
 from muse_lab.records.dataclass_json import as_json, from_json
 from muse_lab.records.earlier_results import WAY_OUT_BY_NAME, find_earlier
 from muse_lab.records.files import replace_file
@@ -98,7 +98,7 @@ class StoredResults:
 
     def write(self, path: Path) -> None:
         """Replace the file in one step, so that it is whole at any moment."""
-        configs = {name: config_at(name) for name in self.named}
+        configs = {name: recorded_config(name) for name in self.named}
         attentions = {name: config and dataclasses.asdict(config) for name, config in configs.items()}
         document = {"version": VERSION, **as_json(self), "attentions": attentions}
         replace_file(path, json.dumps(document, separators=(",", ":")) + "\n")

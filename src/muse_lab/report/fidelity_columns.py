@@ -68,10 +68,11 @@ RETRIEVAL = (
     Column("keys_per_query", "keys", "{:.1f}".format, "Keys that a query retrieves, the mean over all queries."),
     Column("share_retrieving", "retrieving", _share, "Share of queries that retrieve anything."),
     Column(
-        "at_budget",
-        "at budget",
+        "found_share",
+        "found",
         _share,
-        "With a tolerance: share of heads that would retrieve more with twice the budget.",
+        "Of exact attention's weights above 0.05 on keys outside of the query's own block and other than the first "
+        "token, the share on keys that are retrieved or alone in their summary, averaged over heads that have such.",
     ),
 )
 LEAK = (

@@ -25,7 +25,7 @@ from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
 from muse_lab.pretraining.initial_model import make_empty_model
 from muse_lab.pretraining.recipes import differences
 from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import forward_name
+from muse_lab.records.attention_names import without_freezing
 from muse_lab.records.stored_results import OnStep, rounded
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def attentions_of(run: StoredRun, step: int, attentions: Sequence[str]) -> Seque
     """What weights are measured under: all for the newest; exact attention and the run's own for those before."""
     if step == run.newest:
         return attentions
-    own = forward_name(run.recipe.attention, run.recipe.length)
+    own = without_freezing(run.recipe.attention)
     return [name for name in attentions if name in (EXACT, own)]
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from muse_attention.registry import config_at
 from muse_lab.evaluation.comparison.findings import reference_of
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
 from muse_lab.evaluation.loss.loss_report import span
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import short_names
+from muse_lab.records.attention_names import block_size_of, short_names
 from muse_lab.report.figures import line_figure
 from muse_lab.report.plots import GREY, PALETTE, Axis, Curve, Line, Rule, shades
 from muse_lab.report.tree import Figure, Section, Table, number, text
@@ -227,7 +226,7 @@ def _first_drawn(results: ComparisonResults) -> int:
 
 def _block(results: ComparisonResults, run: Run) -> list[Rule]:
     """Where the first block ends, up to which MuSe is exact."""
-    config = config_at(run.attention)
-    if config is None or config.block_size >= results.settings.length:
+    size = block_size_of(run.attention)
+    if size is None or size >= results.settings.length:
         return []
-    return [Rule("first block", config.block_size, GREY, is_vertical=True)]
+    return [Rule("first block", size, GREY, is_vertical=True)]

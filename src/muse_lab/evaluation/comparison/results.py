@@ -13,7 +13,7 @@ from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.attention_names import forward_name
+from muse_lab.records.attention_names import without_freezing
 from muse_lab.records.dataclass_json import entries
 from muse_lab.records.earlier_results import WAY_OUT
 from muse_lab.records.stored_results import StoredResults
@@ -59,7 +59,7 @@ class Run:
     @property
     def tested_attention(self) -> str:
         """The same by the name that losses are measured under, which leaves out what only gradients depend on."""
-        return forward_name(self.recipe.attention, self.recipe.length)
+        return without_freezing(self.recipe.attention)
 
     @property
     def is_finished(self) -> bool:

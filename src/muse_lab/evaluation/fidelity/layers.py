@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.baselines import exact_attention
+from muse_attention.fidelity.error import FOUND, pool
 from muse_attention.fidelity.error import measure as measure_fidelity
 from muse_attention.fidelity.gradients import ExactGradients, measure_gradients
 from muse_attention.registry import get_attention
@@ -30,7 +31,7 @@ GRADIENTS = ("query_gradient_error", "key_gradient_error", "value_gradient_error
 """Those of `fidelity.gradients.GradientErrors`, for every head of queries, or of keys. Only where asked for."""
 MEASURES = (
     *("relative_squared_error", "cosine", "energy_error", "lse_gap", "error_p99", "error_p999", "share_far_off"),
-    *("pairs_per_query", "keys_per_query", "share_retrieving", "at_budget"),
+    *("pairs_per_query", "keys_per_query", "share_retrieving", "found_share"),
     *GRADIENTS,
 )
 """Those of `fidelity.Fidelity`, each a number for every head, and of gradients. An attention that
@@ -82,13 +83,14 @@ class FidelityResults(StoredResults):
 
     def by_head(self, request: FidelityRequest, measure: str) -> Tensor:
         """(layers, heads), averaged over samples."""
-        return torch.tensor(
+        of_samples = torch.tensor(
             [[layer[measure] for layer in sample] for sample in self.measured[request]], dtype=torch.float64
-        ).mean(0)
+        )
+        return of_samples.nanmean(0) if measure == FOUND else of_samples.mean(0)
 
     def pooled(self, request: FidelityRequest) -> dict[str, float]:
         """Each measure that is known, averaged over all samples, layers and heads."""
-        return {measure: float(self.by_head(request, measure).mean()) for measure in self.measures(request)}
+        return pool({measure: self.by_head(request, measure) for measure in self.measures(request)})
 
     @property
     def heads(self) -> int:

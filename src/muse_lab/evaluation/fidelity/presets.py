@@ -314,7 +314,7 @@ def _error_control(base: _Base) -> Iterable[Row]:
 
     Blocks of {eighth}. The paper's rule retrieves R buckets for every query, a sixteenth of a block if all buckets
     had the mean size; MoBA as many keys, twice and four times as many; a tolerance T retrieves what is expected to
-    be wrong by more, R buckets per query of a head at most.
+    be wrong by that or more, for 64 queries together.
     """
     block, part = base.eighth, base.eighth // RETRIEVED_PART
     for clusters in (32, 64, 128):
@@ -323,7 +323,6 @@ def _error_control(base: _Base) -> Iterable[Row]:
     for count in (1, 2, 4):
         moba = f"moba:L{format_size(block)}B{format_size(part)}R{count}"
         yield base.named(moba, "MoBA", "", f"{count} x {part} keys")
-    for sizes in ("Q32K32", "Q64K64", "Q128K128", "Q32K128", "Q16K256", "Q32K256"):
-        for tolerance, budget in (("0.03", 8), ("0.01", 8), ("0.003", 16)):
-            muse = f"muse:{sizes}R{budget}T{tolerance}B{block}"
-            yield base.named(muse, f"tolerance, {sizes}", sizes, f"T{tolerance} R{budget}")
+    for sizes in ("Q16K32", "Q16K64", "Q16K128", "Q8K128", "Q32K128", "Q16K256"):
+        for rule in ("T0.4", "T0.2", "T0.1", "T0.05"):
+            yield base.named(f"muse:{sizes}{rule}B{block}", f"tolerance, {sizes}", sizes, rule)

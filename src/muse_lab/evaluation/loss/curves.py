@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muse_attention.registry import config_at
 from muse_lab.evaluation.fits import Decay
 from muse_lab.evaluation.loss.positions import LossResults
 from muse_lab.evaluation.means import Mean
+from muse_lab.records.attention_names import recorded_config
 
 SHORTEST = 64
 """Tokens of a sample, for there to be a curve to fit."""
@@ -78,16 +78,13 @@ def reducible_curve(results: LossResults, attention: str, irreducible: float) ->
 
 def doublings(results: LossResults) -> list[Doubling]:
     """Every pair there is, by clusters."""
-    configs = {config: name for name in results.whole if (config := config_at(name)) is not None}
+    configs = {config: name for name in results.whole if (config := recorded_config(name)) is not None}
     found = []
     for config in sorted(configs, key=lambda config: config.key_clusters):
-        doubled = configs.get(
-            config.replace(
-                query_clusters=2 * config.query_clusters,
-                key_clusters=2 * config.key_clusters,
-                retrieved_clusters=2 * config.retrieved_clusters,
-            )
-        )
+        changes = {"query_clusters": 2 * config.query_clusters, "key_clusters": 2 * config.key_clusters}
+        if config.tolerance is None:
+            changes["retrieved_clusters"] = 2 * config.retrieved_clusters
+        doubled = configs.get(config.replace(**changes))
         if doubled is not None:
             before, after = gap(results, configs[config]).mean, gap(results, doubled).mean
             found.append(Doubling(configs[config], doubled, before / after if min(before, after) > 0 else None))

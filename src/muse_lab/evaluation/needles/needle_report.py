@@ -6,7 +6,6 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from muse_attention.registry import config_at
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.means import WILSON, Mean
 from muse_lab.evaluation.needles import panels
@@ -22,7 +21,7 @@ from muse_lab.evaluation.needles.statistics import (
     token_means,
 )
 from muse_lab.pretraining.needles.samples import depth_of
-from muse_lab.records.attention_names import EXACT, short_names
+from muse_lab.records.attention_names import EXACT, block_size_of, short_names
 from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Note, Report, Section, Table, number, shown, text
@@ -191,7 +190,7 @@ def _exact_in_one_block(results: NeedleResults) -> list[str]:
     """MuSe and the lengths at which it approximates nothing."""
     lengths: dict[str, list[int]] = {}
     for attention, length in sorted({(task.attention, task.length) for task in results.measured}):
-        config = config_at(attention)
-        if config is not None and config.block_size >= length:
+        size = block_size_of(attention)
+        if size is not None and size >= length:
             lengths.setdefault(attention, []).append(length)
     return [f"{attention} at {', '.join(map(format_size, found))}" for attention, found in lengths.items()]

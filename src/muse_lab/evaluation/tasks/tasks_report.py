@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muse_attention.registry import config_at
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.means import Mean, Share
 from muse_lab.evaluation.tasks.answers import Answer, TaskAnswers, TaskResults
 from muse_lab.evaluation.tasks.benchmarks import RULER
-from muse_lab.records.attention_names import EXACT, short_names
+from muse_lab.records.attention_names import EXACT, block_size_of, short_names
 from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Note, Report, Section, Table, number, text
@@ -72,10 +71,10 @@ def gap_to_exact(cell: TaskAnswers, attention: str, metric: str) -> Mean | None:
 
 def longer_than_a_block(cell: TaskAnswers, attention: str) -> int | None:
     """Samples on which MuSe is more than exact attention; None for other attentions."""
-    if config_at(attention, 1) is None:
+    if block_size_of(attention, 1) is None:
         return None
-    found = ((answer.tokens, config_at(attention, answer.tokens)) for answer in cell.scored(attention))
-    return sum(config is not None and tokens > config.block_size for tokens, config in found)
+    found = ((answer.tokens, block_size_of(attention, answer.tokens)) for answer in cell.scored(attention))
+    return sum(size is not None and tokens > size for tokens, size in found)
 
 
 def scores_table(results: TaskResults) -> Table:

@@ -40,7 +40,7 @@ class Step:
     """relative squared error of the attention by layer, where it was measured"""
     attention_means: dict[str, float] = field(default_factory=dict)
     """all measures of `fidelity.Fidelity` averaged over layers, where they were measured: the error and its tail, pairs
-    and keys per query, share of queries that retrieve, share of heads at their budget"""
+    and keys per query, share of queries that retrieve"""
     answers_loss: float | None = None
     """in nats for each token of a uid that is imported, where needles are learnt from and it was measured"""
     answers: dict[str, float] = field(default_factory=dict)
