@@ -43,8 +43,10 @@ def without_freezing(attention: str) -> str:
 
 
 def in_words(attention: str) -> str:
-    """As it is, if only an earlier version can read it."""
-    config = recorded_config(attention)
+    try:
+        config = config_at(attention)
+    except ValueError:
+        return "an earlier form of MuSe"
     if config is not None and not config.differentiable_aggregation:
         return f"{in_words(without_freezing(attention))}, frozen aggregation"
     if config is None:
