@@ -21,7 +21,7 @@ def assert_at_most_twice_the_error_of_torch(
     config = MuSeConfig.parse(shape.config)
     inputs = shape.tensors(dtype)
     scale = shape.head_dim**-0.5
-    clusters = ops.cluster(*inputs[:2], config, scale=scale, backend="triton")
+    clusters = ops.cluster(*inputs[:2], config, is_causal=shape.is_causal, scale=scale, backend="triton")
     arguments = {"is_causal": shape.is_causal, "scale": scale}
     poison_memory()
     call = Call(*inputs, clusters, config, **arguments)

@@ -149,9 +149,9 @@ def test_csv_has_a_line_for_every_head(tmp_path: Path) -> None:
 def test_what_was_retrieved_is_that_of_the_captured_layers(tmp_path: Path) -> None:
     model, tokens = tiny_llama(), token_ids(128)
     results = FidelityResults({}, dataclasses.replace(SETTINGS, samples=1))
-    request = FidelityRequest("muse:Q4K8R2T0.003B32", 128)
+    request = FidelityRequest("muse:Q4K8T0.1B32", 128)
     measure(model, tokens, [request], results, tmp_path / "results.json")
-    for name in ("keys_per_query", "at_budget", "error_p999"):
+    for name in ("keys_per_query", "found_share", "error_p999"):
         expected = [
             measure_fidelity(
                 get_attention(request.attention), inputs.query, inputs.key, inputs.value, is_causal=True,
@@ -307,7 +307,7 @@ def test_keys_of_opened_clusters_are_the_papers_keys_per_query() -> None:
 def test_error_control_at_8k() -> None:
     (preset,) = find_presets(["error-control"], 8192)
     names = [request.attention for request in preset.requests]
-    for text in ("QK32R2B1k", "QK64R4B1k", "QK128R8B1k", "Q32K256R8T0.01B1k", "Q16K256R16T0.003B1k"):
+    for text in ("QK32R2B1k", "QK64R4B1k", "QK128R8B1k", "Q32K128T0.1B1k", "Q16K256T0.05B1k"):
         assert full_name(f"muse:{text}", 8192) in names
     assert "moba:L1kB64R1" in names
     assert len(names) == len(set(names)) == 3 + 3 + 6 * 3
@@ -420,12 +420,12 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
 
 
 def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list[object], tmp_path: Path) -> None:
-    code, out, err = run_muse(*asked, "--attention", "muse:Q4K8R2T0.003B32", "--gradients")
+    code, out, err = run_muse(*asked, "--attention", "muse:Q4K8T0.1B32", "--gradients")
     assert (code, err) == (0, "")
     for said in ("99.9%", "pairs", "keys", "retrieving", "budget", "dq"):
         assert said in out
     markdown = (tmp_path / "out" / "tiny.md").read_text()
-    titles = "RSE 99% | RSE 99.9% | RSE > 0.1 | pairs | keys | retrieving | at budget | dq RSE | dk RSE | dv RSE |"
+    titles = "RSE 99% | RSE 99.9% | RSE > 0.1 | pairs | keys | retrieving | found | dq RSE | dk RSE | dv RSE |"
     assert titles.replace(">", "\\>") in markdown
     assert "sum |dq - dq_exact|^2 / sum |dq_exact|^2" in markdown.replace("\\|", "|")
     assert "sum |dq - dq_exact|^2" in (tmp_path / "out" / "tiny.html").read_text()

@@ -25,7 +25,7 @@ from muse_lab.evaluation.loss.curves import binned, cumulative_mean, doublings, 
 from muse_lab.evaluation.loss.loss_report import as_csv
 from muse_lab.evaluation.loss.positions import Losses, LossResults, figure_attentions, measure, position_losses
 from muse_lab.evaluation.settings import TextSettings, take_fingerprint
-from muse_lab.records.attention_names import in_words
+from muse_lab.records.attention_names import block_size_of, in_words
 from tests.command_line import assert_refused, run_muse
 from tests.models import SIZES, tiny_llama, token_ids
 
@@ -202,10 +202,12 @@ def test_the_attentions_of_the_figure() -> None:
     assert "one tilted query cluster, 32 key clusters, 2 opened" in in_words(expected[5])
     assert "no tilt" in in_words(expected[6])
     assert in_words("muse:QK16R2B1k,differentiable_aggregation=false").endswith("blocks of 1k, frozen aggregation")
-    assert in_words("muse:Q16K64R8T0.01B1k") == (
-        "16 query clusters, 64 key clusters, retrieval of what is expected to be off by more than 0.01, at most 8 "
-        "buckets per query in a head, blocks of 1k"
+    assert in_words("muse:Q16K64T0.1B1k") == (
+        "16 query clusters, 64 key clusters of each block, retrieval of what is expected to be off by 0.1 or more, "
+        "blocks of 1k"
     )
+    assert in_words("muse:Q16K64R8T0.01B1k,caution=2.0") == "an earlier form of MuSe"
+    assert block_size_of("muse:Q16K64R8T0.01B1k,caution=2.0") == 1024
 
 
 # The command

@@ -22,7 +22,6 @@ from muse_lab.benchmark.tuning import (
     TuningResults,
     TuningSettings,
     candidates,
-    choose,
     front,
     measure,
 )
@@ -45,7 +44,7 @@ from tests.models import tiny_llama, token_ids
 from tests.needle_models import needle_tokenizer, write_needle_model, write_texts
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
-FINE = "muse:Q4K8R8T0.001B32,clustering=lloyd"
+FINE = "muse:Q4K8T0.1B32"
 run = functools.partial(run_muse, "tune")
 
 
@@ -186,13 +185,12 @@ def test_shorter_captures_are_laid_end_to_end_where_that_is_asked_for() -> None:
 
 
 def test_the_grid_is_around_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "DEFAULTS", (Default(None, "QK16R4T0.5B4k"),))
+    monkeypatch.setattr(defaults, "DEFAULTS", (Default(None, "QK16T0.5B4k"),))
     names = candidates(65536, added=["moba:L8kB512R1", "exact", "muse"])
     of_the_length = (MuSeConfig.paper(65536), MuSeConfig.paper_sizes(65536), MuSeConfig.for_length(65536))
     assert names[:3] == [f"muse:{config}" for config in of_the_length]
-    assert len(names) == len(set(names)) == 3 + 120 + 1
-    assert "muse:Q32K256R8T0.01B2k,clustering=lloyd,cap_factor=none" in names
-    assert "muse:Q32K64R8T0.1B8k,caution=2.0,clustering=lloyd,cap_factor=none" in names
+    assert len(names) == len(set(names)) == 3 + 144 + 1
+    assert {"muse:Q32K256T0.05B2k", "muse:Q8K32T0.4B8k"} < set(names)
     assert names[-1] == "moba:L8kB512R1"
     blocks = {MuSeConfig.parse(name.removeprefix("muse:")).block_size for name in candidates(4096)[3:]}
     assert blocks == {256, 512}
@@ -204,11 +202,32 @@ def test_the_grid_is_around_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_front_has_what_nothing_beats() -> None:
     found = [candidate(*point) for point in ((3, 0.1), (1, 0.5), (2, 0.2), (2.5, 0.3), (4, 0.1), (5, 0.01), (1, 0.6))]
     assert [(one.time, one.error) for one in front(found)] == [(1, 0.5), (2, 0.2), (3, 0.1), (5, 0.01)]
-    chosen = choose(found, 0.2)
-    assert chosen is not None
-    assert (chosen.time, chosen.error) == (2, 0.2)
-    assert choose(found, 0.001) is None
     assert front([]) == []
+
+
+def test_the_fastest_that_is_as_good_as_the_papers_sizes_is_chosen() -> None:
+    """A configuration may err no more than these, and must find as many single keys."""
+
+    def finding(time: float, error: float, found: float, name: str) -> Candidate:
+        one = candidate(time, error, name)
+        return dataclasses.replace(one, fidelity=one.fidelity | {"found_share": found})
+
+    sizes = f"muse:{MuSeConfig.paper_sizes(128)}"
+    tuned = [
+        finding(1, 0.3, 0.9, "errs more"),
+        finding(2, 0.1, 0.4, "finds less"),
+        finding(3, 0.2, 0.5, "fastest"),
+        finding(4, 0.1, 0.9, "slower"),
+        finding(5, 0.2, 0.5, sizes),
+    ]
+    results = TuningResults({}, settings(some_captures()), exact=Times((2.0,), (4.0,)), tuned=tuned)
+    assert results.chosen is tuned[2]
+    assert "an RSE of at most 0.2 that finds at least 50.0% of the single keys is fastest" in verdict(results)[0]
+    assert dataclasses.replace(results, error=0.1).chosen is tuned[1]
+    assert dataclasses.replace(results, error=0.01).chosen is None
+    alone = dataclasses.replace(results, tuned=tuned[:2])
+    assert alone.chosen is None
+    assert "The paper's sizes were not measured; the lowest RSE is 0.1, of finds less" in verdict(alone)[0]
 
 
 # TuningResults
@@ -294,7 +313,7 @@ def test_the_verdict_names_what_to_take() -> None:
     faster = dataclasses.replace(results, exact=Times((0.5,), (1.0,)))
     assert "Exact attention is faster here, 1000 ms: use that" in verdict(faster)[1]
     (line,) = verdict(dataclasses.replace(results, error=0.001))
-    assert "Nothing measured has an RSE of at most 0.001; the lowest is 0.004" in line
+    assert "Nothing measured has an RSE of at most 0.001; the lowest RSE is 0.004" in line
     assert "Nothing has been measured" in verdict(dataclasses.replace(results, tuned=[]))[0]
 
 
@@ -304,14 +323,14 @@ def test_reports_have_every_configuration() -> None:
         dataclasses.replace(candidate(3.0, 0.02, COARSE), lookup=Found(2.0, 1.0, 1.5)),
     ]
     found = some_captures().with_length(200, repeat=True)
-    results = TuningResults(describe_machine(), settings(found), exact=Times((2.0,), (4.0,)), tuned=tuned)
+    results = TuningResults(describe_machine(), settings(found), error=0.005, exact=Times((2.0,), (4.0,)), tuned=tuned)
     for report in (as_markdown(tuning_report(results, "t")), as_html(tuning_report(results, "t"))):
         for expected in ("laid end to end", "50.0%", "75.0%", "2000", "2.00x", "layer 2, head 0"):
             assert expected in report
     header, exact, *lines = as_csv(results).splitlines()
     assert header == "attention,seconds,is_on_front,is_chosen,lookup,lookup_exact,relative_squared_error"
     assert exact == "exact,4,False,False,,,"
-    assert lines == [f'"{FINE}",2,True,True,,,0.004', f'"{COARSE}",3,False,False,0.5,0.75,0.02']
+    assert lines == [f"{FINE},2,True,True,,,0.004", f'"{COARSE}",3,False,False,0.5,0.75,0.02']
 
 
 # The command
@@ -358,7 +377,8 @@ def test_the_command_goes_on_where_it_was_interrupted(
     assert line.endswith(f"--output {tmp_path / 'out'}")
     assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE]
     assert run(*asked)[0] == 0
-    assert [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned] == [COARSE, FINE]
+    names = [one.attention for one in TuningResults.read(tmp_path / "out" / "tiny.json").tuned]
+    assert names == [COARSE, FINE, f"muse:{MuSeConfig.paper_sizes(128)}"]
 
 
 def test_captures_are_measured_without_the_model(asked: list[object], folder: Path, tmp_path: Path) -> None:

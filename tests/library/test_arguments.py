@@ -81,10 +81,6 @@ def test_bad_settings(arguments: dict[str, Any], words: list[str], monkeypatch: 
     _expect(words, lambda: muse_attention(_tensor(), _tensor(), _tensor(), **arguments))
 
 
-def test_a_budget_may_be_larger_than_the_number_of_clusters() -> None:
-    assert muse_attention(_tensor(), _tensor(), _tensor(), config="QK4R9T0.1B16").isfinite().all()
-
-
 def test_a_text_without_a_block_size_is_not_exact_by_accident() -> None:
     query = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0))
     found = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from muse_attention import get_attention
+from muse_attention import exact_attention, get_attention
 from muse_attention.core.recording import recorded_calls
 from muse_attention.fidelity import measure
 from muse_attention.fidelity.gradients import measure_gradients
@@ -18,7 +18,7 @@ from muse_lab.synthetic import clustered_qkv
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ("muse:QK16R2SP2B128", "muse:Q8K40R3T0.003B128", "moba:L128B16R3")
+NAMES = ("muse:QK16R2SP2B128", "muse:Q8K40T0.1B128", "moba:L128B16R3")
 
 
 def on_cpu(found: Any) -> Any:
@@ -38,14 +38,14 @@ def test_counts_on_a_gpu_are_those_on_a_cpu(name: str) -> None:
         get_attention(name)(query, key[:, :2], value[:, :2], is_causal=True, enable_gqa=True)
     (call,) = calls
     here = dataclasses.replace(on_cpu(call), backend="torch")
-    found, expected = measure_retrieval(call), measure_retrieval(here)
+    exact_lse = exact_attention(query, key[:, :2], value[:, :2], is_causal=True, enable_gqa=True, return_lse=True)[1]
+    found, expected = measure_retrieval(call, exact_lse), measure_retrieval(here, exact_lse.cpu())
     assert found is not None
     assert expected is not None
-    for measure_name in ("pairs_per_query", "keys_per_query", "share_retrieving"):
+    for measure_name in ("pairs_per_query", "keys_per_query", "share_retrieving", "found_share"):
         torch.testing.assert_close(getattr(found, measure_name).cpu(), getattr(expected, measure_name))
     arguments = (999, range(100, 500))
-    there = found_weight(call.query, call.key, call.clusters, call.selection, call.config, *arguments, scale=call.scale)
-    again = found_weight(here.query, here.key, here.clusters, here.selection, here.config, *arguments, scale=here.scale)
+    there, again = found_weight(call, *arguments), found_weight(here, *arguments)
     for part, other in zip(vars(there).values(), vars(again).values(), strict=True):
         torch.testing.assert_close(part.cpu(), other)
 

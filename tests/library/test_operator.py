@@ -16,7 +16,7 @@ from tests.shapes import Shape
 
 CONFIG = "Q4K5R2B32"
 SHAPE = Shape("", CONFIG, length=150, batch=2, heads=4, key_heads=2)
-ATTENTIONS = [f"muse:{CONFIG}", "muse:Q4K5R2T0.01B32", "exact", "block_diagonal:32", "moba:L32B8R2"]
+ATTENTIONS = [f"muse:{CONFIG}", "muse:Q4K5T0.01B32", "exact", "block_diagonal:32", "moba:L32B8R2"]
 
 
 @pytest.mark.long
@@ -24,7 +24,7 @@ ATTENTIONS = [f"muse:{CONFIG}", "muse:Q4K5R2T0.01B32", "exact", "block_diagonal:
     ("config", "backend"),
     [
         (CONFIG, "torch"),
-        ("Q4K5R2T0.01B32", "torch"),
+        ("Q4K5T0.01B32", "torch"),
         ("Q3K4R2B32", "triton"),
     ],
 )
@@ -38,7 +38,7 @@ def test_opcheck(config: str, backend: str, request: pytest.FixtureRequest) -> N
     settings = (config, True, 0.25, backend)
     plain = [tensor.detach() for tensor in (query, key, value)]
     torch.library.opcheck(ops.CLUSTER, (*plain[:2], config, 0.25, backend))
-    clusters = ops.cluster(query, key, MuSeConfig.parse(config), scale=0.25, backend=backend)
+    clusters = ops.cluster(query, key, MuSeConfig.parse(config), is_causal=True, scale=0.25, backend=backend)
     parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment, clusters.key_spread)
     torch.library.opcheck(ops.FORWARD, (query, key, value, *parts, None, None, *settings))
     out, lse, opened, retrieved, memory = ops.FORWARD(*plain, *parts, None, None, *settings)

@@ -53,6 +53,14 @@ def in_words(attention: str) -> str:
         kind, _, settings = attention.partition(":")
         sizes = re.findall(r"\d+[km]?", settings)
         return _OTHERS[kind].format(*sizes) if kind == EXACT or (kind in _OTHERS and sizes) else attention
+    blocks = f"blocks of {format_size(config.block_size)}"
+    if config.tolerance is not None:
+        cautiously = "" if config.caution == MuSeConfig.caution else f" with a caution of {config.caution:g}"
+        together = "" if config.tile == MuSeConfig.tile else f" in tiles of {config.tile} queries"
+        return (
+            f"{config.query_clusters} query clusters, {config.key_clusters} key clusters of each block, "
+            f"retrieval{together} of what is expected{cautiously} to be off by {config.tolerance:g} or more, {blocks}"
+        )
     if not config.tilt:
         clusters = f"{config.key_clusters} key clusters, no tilt"
     elif config.query_clusters == config.key_clusters:
@@ -61,14 +69,6 @@ def in_words(attention: str) -> str:
         clusters = f"one tilted query cluster, {config.key_clusters} key clusters"
     else:
         clusters = f"{config.query_clusters} query clusters, {config.key_clusters} key clusters"
-    blocks = f"blocks of {format_size(config.block_size)}"
-    if config.tolerance is not None:
-        cautiously = "" if config.caution == MuSeConfig.caution else f" with a caution of {config.caution:g}"
-        together = "" if config.tile == MuSeConfig.tile else f" in tiles of {config.tile} queries"
-        return (
-            f"{clusters} of each block, retrieval{together} of what is expected{cautiously} to be off by "
-            f"{config.tolerance:g} or more, {blocks}"
-        )
     if config.retrieved_clusters == 0:
         return f"{clusters}, none opened, {blocks}"
     in_each = "1 block" if config.retrieved_blocks == 1 else f"{config.retrieved_blocks} blocks"
