@@ -20,9 +20,8 @@ def assert_at_most_twice_the_error_of_torch(
     """Output, lse and all gradients, against the reference in float64. `poison_memory` comes before either pass."""
     config = MuSeConfig.parse(shape.config)
     inputs = shape.tensors(dtype)
-    scale = shape.head_dim**-0.5
-    clusters = ops.cluster(*inputs[:2], config, is_causal=shape.is_causal, scale=scale, backend="triton")
-    arguments = {"is_causal": shape.is_causal, "scale": scale}
+    arguments = {"is_causal": shape.is_causal, "scale": shape.head_dim**-0.5}
+    clusters = ops.cluster(*inputs[:2], config, **arguments, backend="triton")
     poison_memory()
     call = Call(*inputs, clusters, config, **arguments)
     merged, selection = ops.attend(call, "triton")

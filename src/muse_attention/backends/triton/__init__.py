@@ -1,6 +1,7 @@
 """The far-field stages in Triton: the same as in `backends/torch`, for CUDA, without a host synchronisation.
 
-`limits` says what the kernels serve, and is imported without Triton.
+The paper's method is here, what a tolerance asks for in `blockwise`. `limits` says what the kernels serve, and is
+imported without Triton.
 
 Everything is laid out by head: `H` query heads of all sequences, `G` key heads, `R = H / G` query heads to each. Query
 and key rows are sorted by (block, cluster), so that a segment of queries and a bucket of keys is a range of rows.
