@@ -8,8 +8,8 @@ begin with short models of their own, and only within one can attentions be comp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -18,9 +18,8 @@ from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter
 
 from docs_build.needle_records import read_difference, read_mean_over_trainings
-from docs_build.records import BLOCK_DIAGONAL, DEFAULT, GPU, MOBA, RECORDS, read_comparison
+from docs_build.records import BLOCK_DIAGONAL, DEFAULT, DEFAULTS_OF_0_3, GPU, MOBA, RECORDS, read_comparison
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, RED, save
-from muse_attention.config import MuSeConfig
 from muse_attention.registry import full_name
 from muse_attention.sizes import format_size
 from muse_lab.benchmark.results import BenchmarkResults
@@ -78,6 +77,7 @@ class Try(NamedTuple):
 
 
 _SETTINGS = "caution=2.0,clustering=lloyd,cap_factor=none"
+_TOLERANCE = re.compile(r"T(\d[\d.]*)B")
 _NEEDLES_AT = 16 * 1024
 _TIMES_OF_NEEDLE_MODELS = "cuda-tiny-heads"
 _LONGER = "default, 3 times the updates"
@@ -154,7 +154,7 @@ def read_trained(measured: Measured) -> list[Point]:
 
 def read_needles(one: Try) -> list[Point]:
     """Of all models of a try."""
-    names = {models: full_name(models.attention, _NEEDLES_AT) for models in one.models}
+    names = {models: _recorded_name(models.attention) for models in one.models}
     costs = _read_costs([_TIMES_OF_NEEDLE_MODELS], names.values(), _NEEDLES_AT)
     points = []
     for models, attention in names.items():
@@ -287,16 +287,20 @@ def _read_difference(one: Try, models: NeedleModels) -> tuple[Mean, int]:
     return Mean.of([read_difference(path, models.called, length) for path in paths]), len(paths)
 
 
+def _recorded_name(attention: str) -> str:
+    if attention == "muse":
+        return DEFAULTS_OF_0_3[_NEEDLES_AT]
+    return full_name(attention, _NEEDLES_AT) if attention == "muse:paper" else attention
+
+
 def _method(attention: str, length: int) -> str:
     """In words; a ValueError for what is not drawn."""
-    kind, _, settings = attention.partition(":")
-    named = {full_name("muse", length): DEFAULT, full_name("muse:paper", length): PAPERS_METHOD}
+    kind = attention.partition(":")[0]
+    named = {DEFAULTS_OF_0_3[length]: DEFAULT, full_name("muse:paper", length): PAPERS_METHOD}
     if attention in named:
         return named[attention]
-    if kind == "muse":
-        default = MuSeConfig.for_length(length)
-        if replace(MuSeConfig.parse(settings), tolerance=default.tolerance) == default:
-            return TOLERANCE
+    if _TOLERANCE.sub("", attention) == _TOLERANCE.sub("", DEFAULTS_OF_0_3[length]):
+        return TOLERANCE
     kinds = {"moba": MOBA, "block_diagonal": BLOCK_DIAGONAL}
     if kind not in kinds:
         raise ValueError(f"{attention} differs from the default by more than its tolerance: it has no name here")
@@ -305,10 +309,9 @@ def _method(attention: str, length: int) -> str:
 
 def _sizes(attention: str, method: str) -> str:
     """What tells two attentions of one method apart."""
-    settings = attention.partition(":")[2]
     if method == TOLERANCE:
-        return f" {MuSeConfig.parse(settings).tolerance:g}"
-    return f" {settings}" if method == MOBA else ""
+        return " ".join(["", *_TOLERANCE.findall(attention)])
+    return f" {attention.partition(':')[2]}" if method == MOBA else ""
 
 
 def _percent(gap: Mean) -> str:

@@ -13,11 +13,17 @@ from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.training_curves import Speed, TrainingCurves
 from muse_lab.pretraining.monitoring.metrics import read_metrics
+from muse_lab.records.attention_names import recorded_config
 
 RECORDS = Path(__file__).parent.parent / "benchmarks"
 DEFAULT, PAPER, MOBA, BLOCK_DIAGONAL = "MuSe, default", "MuSe, the paper's sizes", "MoBA", "block-diagonal"
 TO_THE_LETTER = "MuSe, the paper's method"
 """`muse:paper`: its sizes, its streaming clustering and its limit on the size of clusters."""
+DEFAULTS_OF_0_3 = {
+    length: f"muse:{sizes},caution=2.0,clustering=lloyd,cap_factor=none"
+    for length, sizes in ((16 * 1024, "Q32K32R8T0.1B2k"), (32 * 1024, "Q32K64R8T0.2B4k"))
+}
+"""By length: what models of the records were trained with, an earlier form of MuSe."""
 SYNTHETIC = "synthetic data"
 GPU = "NVIDIA H200"
 """That README's numbers are of."""
@@ -83,12 +89,14 @@ def read_speed_alone(record: str, training: str) -> tuple[Speed, Path]:
 
 def classify(attention: str, length: int) -> str | None:
     """Which method a recorded name is at a length; None for every other configuration."""
-    kind, _, settings = attention.partition(":")
+    kind = attention.partition(":")[0]
     if kind in ("moba", "block_diagonal"):
         return MOBA if kind == "moba" else BLOCK_DIAGONAL
     if kind != "muse":
         return None
-    config = MuSeConfig.parse(settings)
+    config = recorded_config(attention)
+    if config is None:
+        return None
     if config == MuSeConfig.for_length(length):
         return DEFAULT
     if config == MuSeConfig.paper(length):

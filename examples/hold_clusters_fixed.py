@@ -1,4 +1,7 @@
-"""Find clusters once and reuse them: with clusters held fixed, MuSe attention is causal in every respect."""
+"""Find clusters once and reuse them: with clusters held fixed, the paper's method is causal in every respect.
+
+With a tolerance MuSe is so anyway.
+"""
 
 import torch
 
