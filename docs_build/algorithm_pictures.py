@@ -17,7 +17,6 @@ from torch import Tensor
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, save
 from muse_attention import MuSeConfig
 from muse_attention.backends.reference import Reference, reference_attention
-from muse_attention.fidelity.retrieved import opened_clusters, retrieved_buckets
 from muse_lab.synthetic import clustered_qkv
 
 LENGTH, QUERY = 512, 488
@@ -72,9 +71,7 @@ def draw_buckets(example: Example) -> None:
     """Keys by position and cluster: a cell is a bucket, its colour what it is for one query."""
     figure, axes = pyplot.subplots(figsize=(8, 3.4))
     size, own_block = CONFIG.block_size, QUERY // CONFIG.block_size
-    selection = example.reference.selection
-    opened = opened_clusters(selection, CONFIG)[0, 0, QUERY]
-    retrieved = retrieved_buckets(selection, CONFIG, LENGTH)[0, 0, QUERY]
+    opened, retrieved = _selected(example)
     for cluster in range(CONFIG.key_clusters):
         if not opened[cluster]:
             _shade(axes, 0, own_block * size, cluster, COLOURS[OF_CLUSTER])
@@ -125,15 +122,25 @@ def draw_softmax(example: Example) -> None:
     save(figure, "one-softmax.svg")
 
 
+def _selected(example: Example) -> tuple[Tensor, Tensor]:
+    """Of the one query: clusters that it opens, (clusters,) bool, and buckets that it retrieves, (blocks, clusters)."""
+    selection = example.reference.selection
+    cluster, block = selection.opened[0, 0, QUERY].long(), selection.retrieved[0, 0, QUERY, :, 0].long()
+    opened = torch.zeros(CONFIG.key_clusters, dtype=torch.bool)
+    opened[cluster[cluster >= 0]] = True
+    retrieved = torch.zeros(CONFIG.number_of_blocks(LENGTH), CONFIG.key_clusters, dtype=torch.bool)
+    retrieved[block[block >= 0], cluster[block >= 0]] = True
+    return opened, retrieved
+
+
 def _exact_weights(example: Example) -> dict[str, Tensor]:
     """Exact attention's weight on the keys behind each kind of term."""
     logits = example.key @ example.query[QUERY] / math.sqrt(2)
     weights = torch.where(torch.arange(LENGTH) <= QUERY, logits, -math.inf).softmax(-1)
     block = torch.arange(LENGTH) // CONFIG.block_size
     cluster = example.reference.clusters.key_assignment[0, 0].long()
-    selection = example.reference.selection
-    opened = opened_clusters(selection, CONFIG)[0, 0, QUERY][cluster]
-    retrieved = retrieved_buckets(selection, CONFIG, LENGTH)[0, 0, QUERY][block, cluster]
+    opened, retrieved = _selected(example)
+    opened, retrieved = opened[cluster], retrieved[block, cluster]
     own = block == QUERY // CONFIG.block_size
     return {
         OWN: weights[own].sum(),

@@ -4,19 +4,24 @@
     out = muse_attention(query, key, value, is_causal=True)
 
 `attention.py` is that function: it checks the arguments, and settles the configuration (`config.py`, `defaults.py`) and
-the backend of a call. `ops.py` makes forward and backward operators of PyTorch. `backends/reference.py` defines what
-they compute, as one dense file. The steps, in order, are in `backends/torch/`:
+the backend of a call. `ops.py` makes forward and backward operators of PyTorch. `backends/reference/` defines what they
+compute, densely: the method of this library and the paper's. The steps of the first, in order, are in
+`backends/torch/blockwise/`:
 
-1. Cluster queries and keys, separately, over the whole sequence; assign inside each block:
-   `backends/torch/clustering.py`.
-2. Summarise each (query cluster, key cluster, block) by exponentially tilted means, and accumulate the summaries over
-   the blocks that a query sees: `backends/torch/summaries.py`.
-3. Select the clusters to open and the blocks to retrieve: `backends/torch/selection.py`, or, by a tolerance,
-   `backends/torch/error_control.py`. Attend to the summaries of the rest.
-4. Attend exactly to the retrieved buckets, `backends/torch/retrieval.py`, and to the own block, `core/local.py`.
-5. Merge everything as one softmax: `core/merging.py`. `backends/torch/far_field.py` runs the steps.
+1. Cluster the keys of each block, and the queries before each generation of blocks:
+   `backends/torch/blockwise/find_clusters.py`.
+2. Summarise each bucket, a key cluster of a block, by exponentially tilted means for each query cluster that may see
+   it: `backends/torch/blockwise/summaries.py`.
+3. Attend to the summaries of all visible buckets, and select those whose summaries are expected to be wrong by the
+   tolerance or more: `backends/torch/blockwise/columns.py`.
+4. Attend exactly to the keys of the selected buckets, a tile of queries at a time:
+   `backends/torch/blockwise/retrieval.py`.
+5. All of it is one softmax with the own block, `core/local.py`. `backends/torch/blockwise/far_field.py` runs the steps.
 
-`backends/triton/` has the same steps for CUDA. `core/` is what backends share: structures, arguments, precision.
+Those of the paper's method are beside it, in `backends/torch/`: clusters of the whole sequence, summaries accumulated
+over blocks, and as many retrieved buckets for every query.
+
+`backends/triton/` has the same for CUDA. `core/` is what backends share: structures, arguments, precision.
 
 `registry.py` finds an attention by its name. `documents/varlen.py` attends to documents in one row of tokens,
 `distributed/` to sequences over a device mesh. `huggingface/` runs models of transformers, and `integrations/` the

@@ -139,7 +139,7 @@ def test_csv_has_a_line_for_every_head(tmp_path: Path) -> None:
     header, *lines = results.as_csv().splitlines()
     assert header == (
         "attention,length,sample,layer,head,relative_squared_error,cosine,energy_error,lse_gap,error_p99,error_p999,"
-        "share_far_off,pairs_per_query,keys_per_query,share_retrieving"
+        "share_far_off,pairs_per_query,keys_per_query,share_retrieving,found_share"
     )
     assert len(lines) == 3 * 2 * 2 * 4
     assert lines[0].startswith(f'"{COARSE}",128,0,0,0,')
@@ -310,7 +310,7 @@ def test_error_control_at_8k() -> None:
     for text in ("QK32R2B1k", "QK64R4B1k", "QK128R8B1k", "Q32K128T0.1B1k", "Q16K256T0.05B1k"):
         assert full_name(f"muse:{text}", 8192) in names
     assert "moba:L1kB64R1" in names
-    assert len(names) == len(set(names)) == 3 + 3 + 6 * 3
+    assert len(names) == len(set(names)) == 3 + 3 + 6 * 4
 
 
 def test_paper_tables_are_rectangular() -> None:
@@ -422,7 +422,7 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
 def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list[object], tmp_path: Path) -> None:
     code, out, err = run_muse(*asked, "--attention", "muse:Q4K8T0.1B32", "--gradients")
     assert (code, err) == (0, "")
-    for said in ("99.9%", "pairs", "keys", "retrieving", "budget", "dq"):
+    for said in ("99.9%", "pairs", "keys", "retrieving", "found", "dq"):
         assert said in out
     markdown = (tmp_path / "out" / "tiny.md").read_text()
     titles = "RSE 99% | RSE 99.9% | RSE > 0.1 | pairs | keys | retrieving | found | dq RSE | dk RSE | dv RSE |"

@@ -76,16 +76,26 @@ def in_words(attention: str) -> str:
 
 
 def short_names(attentions: Iterable[str]) -> dict[str, str]:
-    """What attentions are called in one report: MuSe by its sizes, and by settings that most of them do not have.
+    """What attentions are called in one report: MuSe by its sizes, and by settings that most others do not have, of
+    those with a tolerance and of those without.
 
     That the aggregation is frozen is always told: it is another gradient.
     """
     names = list(dict.fromkeys(attentions))
     settings = {name: name.removeprefix("muse:").split(",") for name in names if name.startswith("muse:")}
-    uses = Counter(part for parts in settings.values() for part in parts[1:])
+    uses = Counter((_has_tolerance(parts), part) for parts in settings.values() for part in parts)
+    others = Counter(map(_has_tolerance, settings.values()))
+
+    def is_told(part: str, *, has_tolerance: bool) -> bool:
+        return part == _FROZEN or 2 * uses[has_tolerance, part] <= others[has_tolerance]
+
     short = {
-        name: ",".join([parts[0], *(part for part in parts[1:] if part == _FROZEN or 2 * uses[part] <= len(settings))])
+        name: ",".join([parts[0], *(part for part in parts[1:] if is_told(part, has_tolerance=_has_tolerance(parts)))])
         for name, parts in settings.items()
     }
     taken = Counter(short.values())
     return {name: short[name] if name in short and taken[short[name]] == 1 else name for name in names}
+
+
+def _has_tolerance(settings: list[str]) -> bool:
+    return "T" in settings[0]
