@@ -6,7 +6,6 @@ The results are one JSON file, replaced every few seconds, so that an interrupte
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,5 +201,4 @@ def _has_gradients(heads: Heads) -> bool:
 
 def _csv_cell(numbers: list[float] | None, head: int, heads: int) -> str:
     """Of a head of queries; what is measured for heads of keys stands beside each that shares one."""
-    number = math.nan if numbers is None else numbers[head * len(numbers) // heads]
-    return "" if math.isnan(number) else f"{number:.6g}"
+    return "" if numbers is None else f"{numbers[head * len(numbers) // heads]:.6g}"
