@@ -10,7 +10,7 @@ from torch import Tensor
 from muse_attention.backends.protocol import Backend
 from muse_attention.backends.torch import blockwise, far_field
 from muse_attention.backends.torch.find_clusters import find_clusters
-from muse_attention.backends.torch.large_logits import is_too_coarse, lse_dtype
+from muse_attention.backends.torch.large_logits import is_large, is_too_coarse, lse_dtype
 from muse_attention.config import MuSeConfig
 from muse_attention.core import local
 from muse_attention.core.call import Attended, Call, without_far_field
@@ -29,7 +29,7 @@ class TorchBackend(Backend):
     def forward(self, call: Call, chosen: Selection | None) -> Attended:
         attended = _forward(call, chosen)
         if is_too_coarse(call.query, attended.merged.lse):
-            attended = _forward(_in_dtype(call, torch.float64), chosen)
+            attended = _in_float64(call, attended, chosen)
         out, lse = attended.merged.out.to(call.query.dtype), attended.merged.lse.to(lse_dtype(call.query))
         return attended._replace(merged=Partial(out, lse))
 
@@ -67,6 +67,16 @@ def _forward(call: Call, chosen: Selection | None) -> Attended:
     method = far_field if call.config.tolerance is None else blockwise
     merged, selected = method.attend(own, call, chosen)
     return Attended(merged, selected, selected.opened.new_empty(0))
+
+
+def _in_float64(call: Call, narrow: Attended, chosen: Selection | None) -> Attended:
+    """Where nothing may depend on a later token, with the same selection, and from each head's first large lse on."""
+    if call.config.tolerance is None or not call.is_causal:
+        return _forward(_in_dtype(call, torch.float64), chosen)
+    wide = _forward(_in_dtype(call, torch.float64), narrow.selection)
+    since = is_large(narrow.merged.lse).cumsum(-1) > 0
+    out = torch.where(since[..., None], wide.merged.out, narrow.merged.out)
+    return wide._replace(merged=Partial(out, torch.where(since, wide.merged.lse, narrow.merged.lse)))
 
 
 def _in_dtype(call: Call, dtype: torch.dtype) -> Call:

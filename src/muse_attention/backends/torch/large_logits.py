@@ -27,4 +27,9 @@ def is_too_coarse(query: Tensor, lse: Tensor) -> bool:
     """Whether a call may be repeated in float64, and has to be. A lse that is not finite counts as large."""
     if lse_dtype(query) == compute_dtype(query.dtype):
         return False
-    return not bool(lse.abs().max() <= LARGEST_LSE)
+    return bool(is_large(lse).any())
+
+
+def is_large(lse: Tensor) -> Tensor:
+    """Where a lse is too large for float32."""
+    return ~(lse.abs() <= LARGEST_LSE)

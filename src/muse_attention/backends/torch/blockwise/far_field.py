@@ -234,7 +234,13 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
 
 
 def _attend_block_backward(
-    block: _Block, grad_out: Tensor, lse: Tensor, delta: Tensor, selected: Tensor, *, add_to: tuple[Table, Tensor, Tensor]
+    block: _Block,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    selected: Tensor,
+    *,
+    add_to: tuple[Table, Tensor, Tensor],
 ) -> Tensor:
     """The gradient of the scaled queries; those of the table, and of keys and values by bucket, are added."""
     config, columns = block.config, block.columns
@@ -270,7 +276,9 @@ def _attend_block_backward(
         block.head.buckets,
         add_to=(by_tile, grad_keys, grad_values),
     )
-    return scatter(by_tile[:-1].view_as(to_queries), slots.rows, grad_out.new_empty(grad_out.shape[0], queries.shape[-1]))
+    return scatter(
+        by_tile[:-1].view_as(to_queries), slots.rows, grad_out.new_empty(grad_out.shape[0], queries.shape[-1])
+    )
 
 
 def _read_selection(slots: Slots, selected: Tensor, columns: Columns) -> Tensor:
