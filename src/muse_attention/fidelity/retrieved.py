@@ -16,7 +16,7 @@ from muse_attention.fidelity.single_keys import SingleKeys, bucket_sizes
 
 SINGLE_WEIGHT = 0.05
 """A key outside of the own block with a larger weight in exact attention is one that a query looks up."""
-_NUMBERS_AT_ONCE = 1 << 26
+_NUMBERS_AT_ONCE = 1 << 25
 """Logits, or numbers of a selection, that are looked at together."""
 
 
@@ -57,15 +57,15 @@ def _count_in_tiles(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
         return pairs, pairs, pairs
     block_size = call.config.block_size
     tile, _ = place_in_tiles(call.clusters.query_assignment, call.config)
-    rows = torch.zeros(first.shape[:-1], dtype=torch.int64, device=first.device).flatten(2)
+    rows = torch.zeros(first.shape[:-1], dtype=torch.int32, device=first.device).flatten(2)
     tile = tile + torch.arange(tile.shape[-1], device=tile.device) // block_size * first.shape[3]
-    rows.scatter_add_(2, tile, torch.ones_like(tile))
+    rows.scatter_add_(2, tile, torch.ones_like(tile, dtype=torch.int32))
     sizes = bucket_sizes(call).flatten(2)[..., : first.shape[-1]]
     sizes = sizes.repeat_interleave(first.shape[1] // sizes.shape[1], dim=1)
     keys, retrieving = torch.zeros_like(pairs), torch.zeros_like(pairs)
     at_once = max(1, _NUMBERS_AT_ONCE // math.prod((*first.shape[:2], first.shape[-1])))
     for some, rows_of_some in zip(first.flatten(2, 3).split(at_once, 2), rows.split(at_once, 2), strict=True):
-        queries = (rows_of_some[..., None] - some).clamp(min=0)  # of each tile, that retrieve each bucket
+        queries = (rows_of_some[..., None] - some).clamp_(min=0)  # of each tile, that retrieve each bucket
         of_buckets = queries.sum(2)
         pairs += of_buckets.sum(-1)
         keys += (of_buckets * sizes).sum(-1)
@@ -117,7 +117,7 @@ def _single_weights(call: RecordedCall, exact_lse: Tensor) -> Iterator[tuple[tup
             for start in range(begin, end, at_once):
                 rows = slice(start, min(start + at_once, end))
                 logits = query[..., rows, :].flatten(2, 3) @ keys
-                excess = logits.unflatten(2, (query.shape[2], -1)) - threshold[..., rows, :]
+                excess = logits.unflatten(2, (query.shape[2], -1)).sub_(threshold[..., rows, :])
                 found = (excess > 0).nonzero(as_tuple=True)
                 of_batch, key_head, member, row, key = found
                 pair = (of_batch, key_head * query.shape[2] + member, start + row, first + key)
