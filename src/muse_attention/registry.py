@@ -3,7 +3,8 @@
 - `exact`
 - `muse`: `MuSeConfig.for_length` of whatever length it is called with
 - `muse:paper`: likewise `MuSeConfig.paper`; options may follow, `muse:paper,seed=1`
-- `muse:QK32R2B1k,clustering=streaming`; without `B`, as `muse:QK32R2`, the block size follows the length
+- `muse:Q16K64T0.2B4k`; without a tolerance the paper's method, `muse:QK32R2B1k,clustering=streaming`; without `B`, as
+  `muse:Q16K64T0.2`, the block size follows the length
 - `block_diagonal:8k`
 - `moba:L8kB512R1`: an own block of 8k, and one retrieved block of 512
 - `flex_attention:W4k`, `flex_attention:B8k`: PyTorch's, with a sliding window or with blocks; CUDA only
