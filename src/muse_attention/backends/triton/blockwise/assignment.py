@@ -21,6 +21,8 @@ from muse_attention.backends.triton.runtime.launching import kernel
 
 _TILES = 4
 """Tiles of vectors that one program assigns."""
+_PARTS = 8
+"""Of a block, whose squares are summed by different programs."""
 
 
 def assign(
@@ -44,18 +46,19 @@ def find_key_spread(keys: Tensor, centroids: Tensor, assignment: Tensor, geometr
     to a mean of 1."""
     key_heads, length, head_dim = keys.shape
     blocks, generations = geometry.seen_blocks, geometry.generations.number
-    sums = centroids.new_empty(key_heads, blocks, head_dim)
-    largest = centroids.new_empty(key_heads, blocks)
+    parts = blocks * _PARTS
+    sums = centroids.new_empty(key_heads, parts, head_dim)
+    largest = centroids.new_empty(key_heads, parts)
     spread = centroids.new_empty(key_heads, generations, head_dim)
     widths = {"D": head_dim, "DP": padded(head_dim), "ACC": arithmetic(keys.dtype)["ACC"]}
-    _sum_squares_of_block[(blocks, key_heads)](
+    _sum_squares_of_block[(_PARTS, blocks, key_heads)](
         keys_ptr=keys, centroids_ptr=centroids, assignment_ptr=assignment, sums_ptr=sums, largest_ptr=largest,
-        length=length, block_size=geometry.config.block_size, clusters=centroids.shape[2], TILE=64, num_warps=8,
+        length=length, block_size=geometry.config.block_size, clusters=centroids.shape[2], TILE=64, num_warps=4,
         **widths,
     )  # fmt: skip
     _scale_spread[(generations, key_heads)](
-        sums_ptr=sums, largest_ptr=largest, spread_ptr=spread, blocks=blocks, IS_CAUSAL=geometry.is_causal,
-        BLOCKS=power_of_two(blocks), num_warps=8, **widths,
+        sums_ptr=sums, largest_ptr=largest, spread_ptr=spread, parts=parts, PARTS_OF_BLOCK=_PARTS,
+        IS_CAUSAL=geometry.is_causal, PARTS=power_of_two(parts), num_warps=8, **widths,
     )  # fmt: skip
     return spread
 
@@ -103,17 +106,18 @@ def _sum_squares_of_block(
     keys_ptr, centroids_ptr, assignment_ptr, sums_ptr, largest_ptr, length, block_size, clusters, TILE: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys of a block, in units of the largest residual there: squares of large ones would overflow.
+    """Of a part of the keys of a block, in units of the largest residual there: squares of large ones would overflow.
 
-    Grid: (blocks, G). `keys_ptr`: (G, N, D); `centroids_ptr`: (G, blocks, K, D); `assignment_ptr`: (G, N) int32;
-    `sums_ptr`: (G, blocks, D); `largest_ptr`: (G, blocks).
+    Grid: (parts of a block, blocks, G). `keys_ptr`: (G, N, D); `centroids_ptr`: (G, blocks, K, D); `assignment_ptr`:
+    (G, N) int32; `sums_ptr`: (G, parts, D); `largest_ptr`: (G, parts).
     """
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    of_block = head * tl.num_programs(0) + block
+    part, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    of_block = head * tl.num_programs(1) + block
     total = tl.zeros([DP], ACC)  # [D]
     unit = tl.max(tl.zeros([TILE], ACC), 0)
-    end = tl.minimum((block + 1) * block_size, length)
-    for begin in range(block * block_size, end, TILE):
+    rows = tl.cdiv(tl.cdiv(block_size, tl.num_programs(0)), TILE) * TILE
+    first, end = block * block_size + part * rows, tl.minimum((block + 1) * block_size, length)
+    for begin in range(first, tl.minimum(first + rows, end), TILE):
         offs_row = begin + tl.arange(0, TILE)  # [TILE]
         mask_row = offs_row < end  # [TILE]
         cluster = tl.load(assignment_ptr + head * length + offs_row, mask=mask_row, other=0)  # [TILE]
@@ -125,26 +129,25 @@ def _sum_squares_of_block(
         total = total * _square_of_ratio(unit, larger) + tl.sum(scaled * scaled, 0)
         unit = larger
     offs_d = tl.arange(0, DP)  # [D]
-    tl.store(sums_ptr + of_block * D + offs_d, total, mask=offs_d < D)
-    tl.store(largest_ptr + of_block, unit)
+    at = of_block * tl.num_programs(0) + part
+    tl.store(sums_ptr + at * D + offs_d, total, mask=offs_d < D)
+    tl.store(largest_ptr + at, unit)
 
 
-@kernel(stage="clustering", do_not_specialize=["blocks"])
+@kernel(stage="clustering", do_not_specialize=["parts"])
 def _scale_spread(
-    sums_ptr, largest_ptr, spread_ptr, blocks, IS_CAUSAL: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, ACC: tl.constexpr,
+    sums_ptr, largest_ptr, spread_ptr, parts, PARTS_OF_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The sums of the past of a generation, in units of their mean over the dimensions; 1 where all are 0.
 
-    Grid: (S, G). `sums_ptr`: (G, blocks, D); `largest_ptr`: (G, blocks); `spread_ptr`: (G, S, D).
+    Grid: (S, G). `sums_ptr`: (G, parts, D); `largest_ptr`: (G, parts); `spread_ptr`: (G, S, D).
     """
-    # scalar, scalar, [BLOCKS], [D]
-    generation, head, offs_block, offs_d = (
-        tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCKS), tl.arange(0, DP)
-    )  # fmt: skip
-    past = tl.minimum(blocks, 1 << generation) if IS_CAUSAL else blocks
-    units = tl.load(largest_ptr + head * blocks + offs_block, mask=offs_block < past, other=0.0)  # [BLOCKS]
-    some = load_rows(sums_ptr, head * blocks, offs_block, offs_block < past, D, DP)  # [BLOCKS, D]
+    generation, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    offs_part, offs_d = tl.arange(0, PARTS), tl.arange(0, DP)  # [PARTS], [D]
+    past = tl.minimum(parts, PARTS_OF_BLOCK << generation) if IS_CAUSAL else parts
+    units = tl.load(largest_ptr + head * parts + offs_part, mask=offs_part < past, other=0.0)  # [PARTS]
+    some = load_rows(sums_ptr, head * parts, offs_part, offs_part < past, D, DP)  # [PARTS, D]
     total = tl.sum(some * _square_of_ratio(units, tl.max(units, 0))[:, None], 0)  # [D]
     mean = tl.sum(total, 0) / D
     ptrs = spread_ptr + (head * tl.num_programs(0) + generation) * D + offs_d  # [D]

@@ -22,12 +22,12 @@ from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
 
 FROM_SUMMARIES = {
-    128: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 2},
+    128: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"CENTROIDS": 16, "num_warps": 8, "num_stages": 2},
     512: {"CENTROIDS": 16, "num_warps": 8, "num_stages": 1},
 }
 FROM_QUERIES = {
-    128: {"num_warps": 4, "num_stages": 2},
+    128: {"num_warps": 4, "num_stages": 1},
     256: {"num_warps": 8, "num_stages": 2},
     512: {"num_warps": 8, "num_stages": 1},
 }
@@ -172,6 +172,12 @@ def _summaries_backward_to_keys(
     _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, DVP, ACC)
 
 
+@triton.jit
+def _rows_of(entry, offs_row):
+    """[ROWS]: the rows of a listed tile that attend to the keys: from the first that retrieves them on."""
+    return (offs_row < ((entry >> 8) & 255)) & (offs_row >= (entry & 255))
+
+
 @kernel(stage="retrieval", do_not_specialize=_OF_QUERIES)
 def _queries_backward_to_keys(
     grad_keys_ptr, grad_values_ptr, grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr,
@@ -201,16 +207,19 @@ def _queries_backward_to_keys(
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         bucket = (head * seen_blocks + block) * key_clusters + key_cluster
         list_ptr = lists_ptr + bucket * blocks * query_tiles
-        for listed in range(0, tl.load(listed_ptr + bucket)):
-            entry = tl.load(list_ptr + listed)
-            # The first place, the rows, and the first row that attends to the keys.
-            mask_row = (offs_row < ((entry >> 8) & 255)) & (offs_row >= (entry & 255))  # [ROWS]
-            ptrs = query_order_ptr + head * blocks * block_size + (entry >> 16) + offs_row  # [ROWS]
-            position = tl.load(ptrs, mask=mask_row, other=0)  # [ROWS]
+        number = tl.load(listed_ptr + bucket)
+        order_ptr = query_order_ptr + head * blocks * block_size
+        # (Where the next rows lie is known before it is their turn.)
+        entry = tl.load(list_ptr, mask=number > 0, other=0)
+        position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
+        for listed in range(0, number):
+            mask_row = _rows_of(entry, offs_row)  # [ROWS]
             query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
             lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf"))  # [ROWS]
             delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+            entry = tl.load(list_ptr + listed + 1, mask=listed + 1 < number, other=0)
+            position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
             logits = tl.dot(keys, tl.trans(query), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, ROWS]
             weights = exp_of_less(logits * SCALE, lse[None, :])  # [KEYS, ROWS]
             response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, ROWS]

@@ -30,12 +30,12 @@ from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.structures import Partial
 
 FROM_COLUMNS = {
-    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2},
+    128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
     256: {"COLUMNS": 32, "num_warps": 4, "num_stages": 2},
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 FROM_KEYS = {
-    128: {"KEYS": 64, "num_warps": 4, "num_stages": 3},
+    128: {"KEYS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
     256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }

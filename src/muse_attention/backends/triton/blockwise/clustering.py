@@ -32,6 +32,11 @@ from muse_attention.core.shuffle import seeded_shuffle
 
 _PARTS = 16
 """Pieces of a sequence whose members are summed by different programs."""
+SUM_MEMBERS: dict[bool, dict[str, int]] = {
+    True: {"num_warps": 4, "num_stages": 2, "maxnreg": 128},
+    False: {"num_warps": 8, "num_stages": 2},
+}
+"""For up to 128 clusters, and for more."""
 
 
 def start_positions(lengths: tuple[int, ...], clusters: int, config: MuSeConfig, device: torch.device) -> Tensor:
@@ -91,7 +96,7 @@ def find_centroids(
     for _ in range(config.lloyd_iterations):
         _sum_members_of_sequence[(parts, sequences, heads)](
             **of_vectors, sums_ptr=sums, sizes_ptr=sizes, sample=config.lloyd_sample, CP=padded(clusters), TILE=tile,
-            num_warps=4 if clusters <= 128 else 8,
+            **SUM_MEMBERS[clusters <= 128],
         )  # fmt: skip
         _mean_of_sequence[(cdiv(clusters, 16), heads * sequences)](
             sums_ptr=sums, sizes_ptr=sizes, centroids_ptr=centroids, parts=parts, clusters=clusters, D=head_dim,

@@ -66,8 +66,10 @@ def list_pieces(first_rows: Tensor, begin: int, end: int, order: Order, geometry
     )  # fmt: skip
     _list_pieces_of_tile[(blocks * tiles, geometry.heads)](
         first_rows_ptr=first_rows, tile_info_ptr=order.query_tile_info, key_starts_ptr=order.key_starts,
-        key_sizes_ptr=order.key_sizes, **found.arguments, begin=begin, end=end, **geometry.sizes(*_SIZES),
-        IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows, COLUMNS=64, num_warps=4,
+        key_sizes_ptr=order.key_sizes,
+        wanted_ptr=order.queries.new_empty(geometry.heads, blocks * tiles, geometry.columns), **found.arguments,
+        begin=begin, end=end, **geometry.sizes(*_SIZES), IS_CAUSAL=geometry.is_causal, ROWS=geometry.rows,
+        COLUMNS=512, WANTED=64, num_warps=4, maxnreg=96,
     )  # fmt: skip
     return found
 
@@ -84,27 +86,28 @@ def begin_of_list(head, tile, blocks, query_tiles, room, GROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, begin, end, COLUMNS: tl.constexpr):
-    """Of columns from `begin` on, [COLUMNS] each: the first row that wants them, their first piece, and how many."""
-    offs_column = begin + tl.arange(0, COLUMNS)  # [COLUMNS]
-    mask_column = offs_column < end  # [COLUMNS]
-    first_row = tl.load(first_rows_ptr + offs_column, mask=mask_column, other=255).to(tl.int32)  # [COLUMNS]
-    is_wanted = first_row < NO_ROW  # [COLUMNS]
-    piece = tl.load(key_starts_ptr + offs_column, mask=is_wanted, other=0) // PIECE_SIZE  # [COLUMNS]
-    size = tl.load(key_sizes_ptr + offs_column, mask=is_wanted, other=0)  # [COLUMNS]
+def _load_wanted(columns_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, begin, number, WANTED: tl.constexpr):
+    """Of listed columns from `begin` on, [WANTED] each: the first row that wants them, their first piece, and how many."""
+    offs = begin + tl.arange(0, WANTED)  # [WANTED]
+    mask = offs < number  # [WANTED]
+    column = tl.load(columns_ptr + offs, mask=mask, other=0)  # [WANTED]
+    first_row = tl.load(first_rows_ptr + column, mask=mask, other=255).to(tl.int32)  # [WANTED]
+    piece = tl.load(key_starts_ptr + column, mask=mask, other=0) // PIECE_SIZE  # [WANTED]
+    size = tl.load(key_sizes_ptr + column, mask=mask, other=0)  # [WANTED]
     return first_row, piece, tl.cdiv(size, PIECE_SIZE)
 
 
 @kernel(stage="selection", do_not_specialize=[*_SIZES, "begin", "end", "room"])
 def _list_pieces_of_tile(
-    first_rows_ptr, tile_info_ptr, key_starts_ptr, key_sizes_ptr, lists_ptr, listed_ptr, begin, end, room, blocks,
-    seen_blocks, key_clusters, query_tiles, shared_by, GROWS: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    first_rows_ptr, tile_info_ptr, key_starts_ptr, key_sizes_ptr, wanted_ptr, lists_ptr, listed_ptr, begin, end, room,
+    blocks, seen_blocks, key_clusters, query_tiles, shared_by, GROWS: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
-    """A stable sort by first rows.
+    """List the columns that a tile wants, then sort their pieces by first rows.
 
     Grid: (nb tiles, H). `first_rows_ptr`: (H, nb tiles, seen blocks K) uint8; `tile_info_ptr`: (H, nb tiles) int32;
-    `key_starts_ptr`, `key_sizes_ptr`: (G, seen blocks K) int32; the others as in `PieceLists`.
+    `key_starts_ptr`, `key_sizes_ptr`: (G, seen blocks K) int32; `wanted_ptr`: (H, nb tiles, seen blocks K) int32, for
+    the listed columns; the others as in `PieceLists`.
     """
     head = tl.program_id(1).to(tl.int64)
     tile = head * tl.num_programs(0) + tl.program_id(0)
@@ -113,31 +116,53 @@ def _list_pieces_of_tile(
     end = tl.where(tl.load(tile_info_ptr + tile) == 0, begin, end)
     columns = seen_blocks * key_clusters
     first_rows_ptr += tile * columns
+    wanted_ptr += tile * columns
     key_starts_ptr += head // shared_by * columns
     key_sizes_ptr += head // shared_by * columns
     lists_ptr += begin_of_list(head, tl.program_id(0), blocks, query_tiles, room, GROWS)
-    offs_row, offs_column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)  # [ROWS], [COLUMNS]
-    count = tl.zeros([ROWS], tl.int32)
+    offs_row, offs_wanted = tl.arange(0, ROWS), tl.arange(0, WANTED)  # [ROWS], [WANTED]
+
+    # 1. The columns.
+    wanted = 0
     for at in range(begin, end, COLUMNS):
-        first_row, _, number = _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, end, COLUMNS)
-        # [COLUMNS, ROWS]
+        offs_column = at + tl.arange(0, COLUMNS)  # [COLUMNS]
+        first_row = tl.load(first_rows_ptr + offs_column, mask=offs_column < end, other=255).to(tl.int32)  # [COLUMNS]
+        is_wanted = (first_row < NO_ROW).to(tl.int32)  # [COLUMNS]
+        tl.store(wanted_ptr + wanted + tl.cumsum(is_wanted, 0) - 1, offs_column, mask=is_wanted > 0)
+        wanted += tl.sum(is_wanted, 0)
+    if wanted == 0:
+        tl.store(listed_ptr + tile, 0)
+        return
+    tl.debug_barrier()  # (What one thread writes, others read.)
+
+    # 2. How many pieces begin at each row.
+    count = tl.zeros([ROWS], tl.int32)
+    for at in range(0, wanted, WANTED):
+        # [WANTED] each
+        first_row, _, number = _load_wanted(
+            wanted_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, wanted, WANTED
+        )
+        # [WANTED, ROWS]
         count += tl.sum(tl.where(first_row[:, None] == offs_row[None, :], number[:, None], 0), 0)
     tl.store(listed_ptr + tile, tl.sum(count, 0))
+
+    # 3. Where each goes.
     place = tl.cumsum(count, 0) - count  # [ROWS]
-    is_before = (offs_column[None, :] < offs_column[:, None]).to(tl.float16)  # [COLUMNS, COLUMNS]
-    for at in range(begin, end, COLUMNS):
-        # [COLUMNS] each
-        first_row, piece, number = _load_pieces(first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, end, COLUMNS)
-        if tl.sum(number, 0) > 0:
-            is_of = first_row[:, None] == offs_row[None, :]  # [COLUMNS, ROWS]
-            pieces = tl.where(is_of, number[:, None], 0)  # [COLUMNS, ROWS]
-            # (Small integers: half precision is exact, and a product counts faster than a scan.)
-            before = tl.dot(is_before, pieces.to(tl.float16), out_dtype=tl.float32).to(tl.int32)  # [COLUMNS, ROWS]
-            to = tl.sum(tl.where(is_of, before + place[None, :], 0), 1)  # [COLUMNS]
-            entry = piece * 256 + first_row  # [COLUMNS]
-            for extra in range(0, tl.max(number, 0)):
-                tl.store(lists_ptr + to + extra, entry + extra * 256, mask=extra < number)
-            place += tl.sum(pieces, 0)
+    is_before = (offs_wanted[None, :] < offs_wanted[:, None]).to(tl.float16)  # [WANTED, WANTED]
+    for at in range(0, wanted, WANTED):
+        # [WANTED] each
+        first_row, piece, number = _load_wanted(
+            wanted_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, at, wanted, WANTED
+        )
+        is_of = first_row[:, None] == offs_row[None, :]  # [WANTED, ROWS]
+        pieces = tl.where(is_of, number[:, None], 0)  # [WANTED, ROWS]
+        # (Small integers: half precision is exact, and a product counts faster than a scan.)
+        before = tl.dot(is_before, pieces.to(tl.float16), out_dtype=tl.float32).to(tl.int32)  # [WANTED, ROWS]
+        to = tl.sum(tl.where(is_of, before + place[None, :], 0), 1)  # [WANTED]
+        entry = piece * 256 + first_row  # [WANTED]
+        for extra in range(0, tl.max(number, 0)):
+            tl.store(lists_ptr + to + extra, entry + extra * 256, mask=extra < number)
+        place += tl.sum(pieces, 0)
 
 
 @triton.jit
