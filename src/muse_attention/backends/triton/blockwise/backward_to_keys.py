@@ -17,6 +17,7 @@ from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.pieces import list_tiles
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
 from muse_attention.backends.triton.device_math import exp_of_less
+from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.numbers import arithmetic, fitting
 from muse_attention.backends.triton.row_tiles import load_rows, store_rows
 from muse_attention.backends.triton.runtime.launching import kernel
@@ -31,6 +32,10 @@ FROM_QUERIES = {
     256: {"num_warps": 8, "num_stages": 2},
     512: {"num_warps": 8, "num_stages": 1},
 }
+_PARTS = 16
+"""Programs that share the tiles of a bucket which many retrieve, as a sink is."""
+_FEW_TILES = 32
+"""So many are left to one of them."""
 _OF_SUMMARIES = (
     "length", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised", "key_tiles", "key_room",
     "shared_by",
@@ -81,10 +86,11 @@ def add_to_keys(
         IS_FROZEN=not geometry.config.differentiable_aggregation,
         **fitting(FROM_SUMMARIES, head_dim, value_dim, queries.dtype),
     )  # fmt: skip
-    _queries_backward_to_keys[grid](
+    turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
+    _queries_backward_to_keys[(*grid, _PARTS)](
         **shared, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries,
-        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry).arguments,
-        **geometry.sizes(*_OF_QUERIES), SCALE=scale, ROWS=geometry.rows,
+        query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry).arguments, turns_ptr=turns,
+        **geometry.sizes(*_OF_QUERIES), SCALE=scale, FEW_TILES=_FEW_TILES, ROWS=geometry.rows,
         **fitting(FROM_QUERIES, head_dim, value_dim, queries.dtype),
     )  # fmt: skip
 
@@ -181,15 +187,18 @@ def _rows_of(entry, offs_row):
 @kernel(stage="retrieval", do_not_specialize=_OF_QUERIES)
 def _queries_backward_to_keys(
     grad_keys_ptr, grad_values_ptr, grad_out_ptr, lse_ptr, delta_ptr, queries_ptr, keys_ptr, values_ptr,
-    query_order_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, lists_ptr, listed_ptr, length, block_size,
-    blocks, seen_blocks, key_clusters, query_tiles, key_tiles, key_room, shared_by, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    query_order_ptr, key_order_ptr, key_tile_begin_ptr, key_tile_info_ptr, lists_ptr, listed_ptr, turns_ptr, length,
+    block_size, blocks, seen_blocks, key_clusters, query_tiles, key_tiles, key_room, shared_by, SCALE: tl.constexpr,
+    FEW_TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Up to `KEYS` keys of one bucket, from the tiles of queries that retrieve it.
+    """Up to `KEYS` keys of one bucket, from a part of the tiles of queries that retrieve it.
 
-    Grid: (seen blocks tiles, G). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`: (H, N);
-    `query_order_ptr`: (H, nb B) int32; lists as in `TileLists`; the others as in `_summaries_backward_to_keys`.
+    Parts add what they found in turn, so that sums have one order. (A part begins no later than those after it.)
+
+    Grid: (seen blocks tiles, G, parts). `queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`:
+    (H, N); `query_order_ptr`: (H, nb B) int32; lists as in `TileLists`; `turns_ptr`: (G, seen blocks tiles) int32, all
+    0; the others as in `_summaries_backward_to_keys`.
     """
     key_head = tl.program_id(1).to(tl.int64)
     tile = key_head * tl.num_programs(0) + tl.program_id(0)
@@ -197,6 +206,14 @@ def _queries_backward_to_keys(
     if info == 0:
         return
     block, key_cluster = tl.program_id(0) // key_tiles, info >> 8
+    part, parts = tl.program_id(2), tl.num_programs(2)
+    longest = 0
+    for head in range(key_head * shared_by, (key_head + 1) * shared_by):
+        bucket = (head * seen_blocks + block) * key_clusters + key_cluster
+        longest = tl.maximum(longest, tl.load(listed_ptr + bucket))
+    of_part = tl.maximum(FEW_TILES, tl.cdiv(longest, parts))
+    if part * of_part >= longest:
+        return
     at, mask_key, keys, values = _load_keys_of_tile(
         keys_ptr, values_ptr, key_order_ptr, key_tile_begin_ptr, tile, key_head, info & 255, length, seen_blocks,
         key_room, KEYS, D, DP, DV, DVP,
@@ -207,12 +224,13 @@ def _queries_backward_to_keys(
     for head in range(key_head * shared_by, (key_head + 1) * shared_by):
         bucket = (head * seen_blocks + block) * key_clusters + key_cluster
         list_ptr = lists_ptr + bucket * blocks * query_tiles
-        number = tl.load(listed_ptr + bucket)
+        first = part * of_part
+        number = tl.minimum(tl.load(listed_ptr + bucket), first + of_part)
         order_ptr = query_order_ptr + head * blocks * block_size
         # (Where the next rows lie is known before it is their turn.)
-        entry = tl.load(list_ptr, mask=number > 0, other=0)
+        entry = tl.load(list_ptr + first, mask=first < number, other=0)
         position = tl.load(order_ptr + (entry >> 16) + offs_row, mask=_rows_of(entry, offs_row), other=0)  # [ROWS]
-        for listed in range(0, number):
+        for listed in range(first, number):
             mask_row = _rows_of(entry, offs_row)  # [ROWS]
             query = load_rows(queries_ptr, head * length, position, mask_row, D, DP)  # [ROWS, D]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
@@ -228,5 +246,9 @@ def _queries_backward_to_keys(
                 weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC
             )
             d_keys = tl.dot(d_logits.to(query.dtype), query, d_keys, input_precision=PRECISION, out_dtype=ACC)
+    while tl.atomic_add(turns_ptr + tile, 0) < part:
+        pass
     _add_to_rows(grad_keys_ptr, key_head * length, at, mask_key, d_keys * SCALE, D, DP, ACC)
     _add_to_rows(grad_values_ptr, key_head * length, at, mask_key, d_values, DV, DVP, ACC)
+    tl.debug_barrier()  # (All of it is written before the next one's turn.)
+    tl.atomic_add(turns_ptr + tile, 1)

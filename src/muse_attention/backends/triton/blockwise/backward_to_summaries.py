@@ -49,7 +49,7 @@ def find_gradients_of_summaries(
         query_order_ptr=order.queries, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments, chunks=chunks,
         **geometry.sizes(*_SIZES), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
-        IS_FROZEN=not config.differentiable_aggregation, ROWS=geometry.rows, **widths(head_dim, value_dim),
+        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows, **widths(head_dim, value_dim),
         **arithmetic(grad_out.dtype), **launch,
     )  # fmt: skip
     return gradients
@@ -60,8 +60,8 @@ def _far_backward_to_summaries(
     grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr,
     deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr,
     grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks,
-    query_clusters, key_clusters, summarised, query_tiles, shared_by, chunks, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    query_clusters, key_clusters, summarised, query_tiles, shared_by, chunks, IS_CAUSAL: tl.constexpr,
+    SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a block, as one query cluster of one generation sees them.
@@ -98,21 +98,24 @@ def _far_backward_to_summaries(
     for own_block in range(first_block, end_block):
         of_block = head * blocks + own_block
         before_ptr = tiles_before_ptr + of_block * (query_clusters + 1) + cluster
-        end_tile = tl.load(before_ptr + 1)
+        first_tile, tiles = tl.load(before_ptr), tl.load(before_ptr + 1)
+        tiles -= first_tile
         if not IS_CAUSAL:
-            end_tile = tl.where(own_block == block, 0, end_tile)
-        for tile_of_block in range(tl.load(before_ptr), end_tile):
-            tile = of_block * query_tiles + tile_of_block
-            rows = tl.load(tile_info_ptr + tile) & 255
-            mask_row = offs_row < rows  # [ROWS]
-            place = head * blocks * block_size + tl.load(tile_begin_ptr + tile)
+            tiles = tl.where(own_block == block, 0, tiles)
+        # The tiles of a cluster follow each other, and all but the last are full.
+        tile = of_block * query_tiles + first_tile
+        begin = head * blocks * block_size + tl.load(tile_begin_ptr + tile, mask=tiles > 0, other=0)
+        rows_of_last = tl.load(tile_info_ptr + tile + tiles - 1, mask=tiles > 0, other=0) & 255
+        for number_of_tile in range(0, tiles):
+            mask_row = offs_row < tl.where(number_of_tile == tiles - 1, rows_of_last, TILE)  # [ROWS]
+            place = begin + number_of_tile * TILE
             position = tl.load(query_order_ptr + place + offs_row, mask=mask_row, other=0)  # [ROWS]
             residual = load_rows(residuals_ptr, place, offs_row, mask_row, D, DP)  # [ROWS, D]
             shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
             lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
             delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
-            wanted_ptrs = first_rows_ptr + tile * seen_blocks * key_clusters + bucket  # [COLUMNS]
+            wanted_ptrs = first_rows_ptr + (tile + number_of_tile) * seen_blocks * key_clusters + bucket  # [COLUMNS]
             first_row = tl.load(wanted_ptrs, mask=mask_column, other=0).to(tl.int32)  # [COLUMNS]
             # [COLUMNS, ROWS]
             logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
