@@ -28,7 +28,7 @@ FROM_SUMMARIES = {
     512: {"CENTROIDS": 16, "num_warps": 8, "num_stages": 1},
 }
 FROM_QUERIES = {
-    128: {"num_warps": 4, "num_stages": 1},
+    128: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
     256: {"num_warps": 8, "num_stages": 2},
     512: {"num_warps": 8, "num_stages": 1},
 }

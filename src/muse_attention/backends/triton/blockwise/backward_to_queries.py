@@ -35,7 +35,7 @@ FROM_COLUMNS = {
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 FROM_KEYS = {
-    128: {"KEYS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
+    128: {"KEYS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
     256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }

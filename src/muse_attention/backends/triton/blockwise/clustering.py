@@ -33,7 +33,7 @@ from muse_attention.core.shuffle import seeded_shuffle
 _PARTS = 16
 """Pieces of a sequence whose members are summed by different programs."""
 SUM_MEMBERS: dict[bool, dict[str, int]] = {
-    True: {"num_warps": 4, "num_stages": 2, "maxnreg": 128},
+    True: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
     False: {"num_warps": 8, "num_stages": 2},
 }
 """For up to 128 clusters, and for more."""

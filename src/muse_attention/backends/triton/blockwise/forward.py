@@ -36,7 +36,7 @@ TO_COLUMNS = {
     512: {"COLUMNS": 32, "num_warps": 4, "num_stages": 1},
 }
 TO_KEYS = {
-    128: {"KEYS": 128, "num_warps": 4, "num_stages": 3},
+    128: {"KEYS": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
     256: {"KEYS": 64, "num_warps": 4, "num_stages": 3},
     512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
@@ -91,11 +91,8 @@ def attend(
 @triton.jit
 def _expected_error(log_weight, sigma, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr):
     """What a weight would gain for each deviation if its logit were `CAUTION` deviations above its estimate."""
-    if CAUTION > 0:
-        gain = (tl.exp2(tl.minimum(CAUTION * sigma, LARGEST_GROWTH) * LOG2_E) - 1.0) / CAUTION
-    else:
-        gain = sigma
-    return tl.exp2(log_weight * LOG2_E) * gain
+    growth = tl.exp2(tl.minimum(CAUTION * sigma, LARGEST_GROWTH) * LOG2_E) - 1.0
+    return tl.exp2(log_weight * LOG2_E) * growth / CAUTION
 
 
 @triton.jit
@@ -163,6 +160,9 @@ def _attend_to_columns(
             mass = mass * tl.exp2((top - larger) * LOG2_E) + tl.sum(exp_of_less(logits, larger[:, None]), 1)
             top = larger
         judged_by = top + tl.log(mass)  # [ROWS]
+        # Without caution, `exp(logit - lse) * sigma` reaches the tolerance where its logarithm does.
+        least = judged_by + tl.log(tolerance) - tl.log(width)  # [ROWS]
+        least = tl.where(tolerance > 0, least, float("-inf"))
 
     # 2. Decide on each, and attend to those that stay.
     largest, total = own_lse, tl.full([ROWS], 1.0, ACC)  # [ROWS], [ROWS]
@@ -178,11 +178,15 @@ def _attend_to_columns(
         else:
             feared = tl.load(feared_ptr + of_cluster + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
             worth = tl.load(worth_ptr + of_buckets + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
-            # [ROWS, COLUMNS]
-            error = _expected_error(
-                logits - judged_by[:, None], width[:, None] * feared[None, :], CAUTION, LARGEST_GROWTH
-            )
-            is_wanted = (error * worth[None, :] >= tolerance) & (logits > float("-inf")) & mask_row[:, None]
+            if CAUTION > 0:
+                # [ROWS, COLUMNS]
+                error = _expected_error(
+                    logits - judged_by[:, None], width[:, None] * feared[None, :], CAUTION, LARGEST_GROWTH
+                )
+                is_wanted = error * worth[None, :] >= tolerance  # [ROWS, COLUMNS]
+            else:
+                is_wanted = logits + tl.log(feared * worth)[None, :] >= least[:, None]  # [ROWS, COLUMNS]
+            is_wanted &= (logits > float("-inf")) & mask_row[:, None]
             first_row = tl.min(tl.where(is_wanted, offs_row[:, None], 255), 0)  # [COLUMNS]
             tl.store(first_rows_ptr + offs_column, first_row.to(tl.uint8), mask=offs_column < columns)
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))

@@ -18,7 +18,7 @@ from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
 from muse_attention.core.precision import compute_dtype
 
 SUMMARISE = {
-    128: {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
+    128: {"ROWS": 16, "KEYS": 32, "num_warps": 1, "num_stages": 1},
     256: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2},
     512: {"ROWS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
