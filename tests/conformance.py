@@ -16,7 +16,7 @@ from muse_attention.core.structures import Selection
 from muse_attention.fidelity import compare
 from muse_lab.synthetic import clustered_qkv
 from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
-from tests.shapes import SHAPES, VARIANTS, Shape
+from tests.shapes import BLOCKWISE, SHAPES, VARIANTS, Shape
 
 FORMS = pytest.mark.parametrize(
     ("frozen", "is_causal"), [(False, True), (False, False), (True, True)], ids=["causal", "full", "frozen"]
@@ -117,8 +117,8 @@ class Conformance:
             "Q4K5R2B32,clustering=streaming",
             "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
             "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
-            "Q4K5R9T0.02B32,clustering=streaming",
-            "Q4K5R1T0.001B32,clustering=lloyd",
+            "Q4K5T0.1B32",
+            "Q4K5T0.03B32,tile=4,lloyd_sample=5",
         ],
     )
     def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
@@ -130,13 +130,16 @@ class Conformance:
         assert_equal_to_rounding(clusters.key_centroids, expected.clusters.key_centroids)
         assert torch.equal(clusters.query_assignment, expected.clusters.query_assignment)
         assert torch.equal(clusters.key_assignment, expected.clusters.key_assignment)
+        if expected.clusters.key_spread is not None:
+            assert clusters.key_spread is not None
+            assert_equal_to_rounding(clusters.key_spread, expected.clusters.key_spread)
         assert torch.equal(selection.opened, expected.selection.opened)
         assert torch.equal(selection.retrieved, expected.selection.retrieved)
 
     # --- the seven properties ----------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R5SP100B32", "Q3K5R25T0B32"])
+    @pytest.mark.parametrize("config", ["QK4R1B200", "Q3K5R5SP9B32", "Q3K5R5SP100B32", "Q3K5T0B32"])
     def test_property_1_exact_when_one_block_or_everything_is_retrieved(self, config: str, is_causal: bool) -> None:
         query, key, value = Shape(config, config, length=self.length, heads=self.heads).tensors(torch.float64)
         out, lse = self._call(query, key, value, config, is_causal=is_causal, return_lse=True)
@@ -154,25 +157,28 @@ class Conformance:
             assert_equal_to_rounding(ours, exact, f"grad {name}")
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    def test_property_2_exact_when_queries_are_their_centroids(self, is_causal: bool) -> None:
+    @pytest.mark.parametrize("config", ["Q6K4R1B32", "Q6K4T0.05B32"])
+    def test_property_2_exact_when_queries_are_their_centroids(self, config: str, is_causal: bool) -> None:
         query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
         scale = 0.25
         prototypes = torch.randn(1, self.few_heads, 6, 16, dtype=torch.float64)
         assignment = torch.randint(6, (1, self.few_heads, self.length))
         query = prototypes.gather(2, assignment[..., None].expand(-1, -1, -1, 16)) / scale
-        found = find_clusters(query, key, config="Q6K4R1B32", scale=scale, backend=self.backend)
+        found = find_clusters(query, key, config=config, is_causal=is_causal, scale=scale, backend=self.backend)
+        if found.query_centroids.dim() == 5:  # of each generation
+            prototypes = prototypes[:, :, None].expand_as(found.query_centroids).contiguous()
         clusters = replace(found, query_centroids=prototypes, query_assignment=assignment.int())
-        self._check_exact(query, key, value, "Q6K4R1B32", is_causal=is_causal, scale=scale, clusters=clusters)
+        self._check_exact(query, key, value, config, is_causal=is_causal, scale=scale, clusters=clusters)
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-    def test_property_2_exact_when_all_keys_of_a_cluster_are_equal(self, is_causal: bool) -> None:
+    @pytest.mark.parametrize("config", ["Q3K5R0B32,cap_factor=none", "Q3K5TinfB32"])
+    def test_property_2_exact_when_all_keys_of_a_cluster_are_equal(self, config: str, is_causal: bool) -> None:
         query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
         prototypes = torch.randn(1, self.few_heads, 5, 16, dtype=torch.float64)
         assignment = torch.randint(5, (1, self.few_heads, self.length))
         key = prototypes.gather(2, assignment[..., None].expand(-1, -1, -1, 16))
-        config = "Q3K5R0B32,cap_factor=none"
-        found = find_clusters(query, key, config=config, backend=self.backend)
-        clusters = replace(found, key_centroids=prototypes, key_assignment=assignment.int())
+        found = find_clusters(query, key, config=config, is_causal=is_causal, backend=self.backend)
+        clusters = replace(found, key_assignment=assignment.int())
         self._check_exact(query, key, value, config, is_causal=is_causal, scale=None, clusters=clusters)
 
     def _check_exact(
@@ -199,7 +205,6 @@ class Conformance:
         """Of first order; the mass of second order is an estimate, which may be above."""
         if MuSeConfig.parse(variant).uses_second_order:
             variant += ",second_order=false"
-            variant = variant.replace("second_order=true,", "")
         query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
         _, lse = self._call(query, key, value, variant, is_causal=is_causal, return_lse=True)
         gap = _exact_logits(query, key, is_causal=is_causal).logsumexp(-1) - lse
@@ -257,12 +262,10 @@ class Conformance:
 
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_property_6_nothing_after_a_query_changes_its_output(self, variant: str) -> None:
-        """With the clustering held fixed, and a budget that is not met: it is shared by all queries of a head."""
-        if MuSeConfig.parse(variant).tolerance is not None:
-            variant = str(MuSeConfig.parse(variant).replace(retrieved_clusters=999))
+        """With the clustering held fixed."""
         cut = self.length // 2 + 10
         inputs = self._inputs(self.length, torch.float64)
-        clusters = find_clusters(inputs[0], inputs[1], config=variant, backend=self.backend)
+        clusters = find_clusters(inputs[0], inputs[1], config=variant, is_causal=True, backend=self.backend)
         out = self._call(*inputs, variant, is_causal=True, clusters=clusters)
         gradients = torch.autograd.grad(out[:, :, :cut].square().sum(), inputs)
         for name, gradient in zip(("query", "key", "value"), gradients, strict=True):
@@ -274,6 +277,26 @@ class Conformance:
         ]
         after = self._call(*changed, variant, is_causal=True, clusters=clusters)
         assert_equal_to_rounding(after[:, :, :cut], out[:, :, :cut])
+
+    @pytest.mark.parametrize("variant", BLOCKWISE)
+    def test_property_6_with_a_tolerance_nothing_later_changes_a_bit(self, variant: str) -> None:
+        """Neither by way of the clusters: they are found again. (A dense backend masks, and rounds otherwise.)"""
+        heads = {"heads": self.heads, "key_heads": self.few_heads}
+        inputs, others = (
+            Shape("", "", self.length, **heads).tensors(torch.float32, requires_grad=False) for _ in range(2)
+        )
+        out, lse = self._call(*inputs, variant, is_causal=True, return_lse=True)
+        for cut in (20, self.length // 2 + 10, self.length - 1):
+            changed = [
+                torch.cat([tensor[:, :, :cut], other[:, :, cut:]], dim=2)
+                for tensor, other in zip(inputs, others, strict=True)
+            ]
+            after, lse_after = self._call(*changed, variant, is_causal=True, return_lse=True)
+            for found, expected in ((after, out), (lse_after, lse)):
+                if self.is_dense:
+                    torch.testing.assert_close(found[:, :, :cut], expected[:, :, :cut])
+                else:
+                    assert torch.equal(found[:, :, :cut], expected[:, :, :cut])
 
     def test_property_6_values_of_later_tokens_have_no_influence_at_all(self) -> None:
         query, key, value = self._inputs(self.length, torch.float64, requires_grad=False)
@@ -290,7 +313,7 @@ class Conformance:
             ["QK16R0B128", "QK16R1B128", "QK16R4B128", "QK16R16SP8B128"],
             ["QK16R4SP1B128", "QK16R4SP2B128", "QK16R4SP8B128"],
             ["Q1K16R0B128,tilt=false", "Q4K16R0B128", "Q32K16R0B128"],
-            ["QK16R9T0.1B128", "QK16R20T0.03B128", "QK16R50T0.01B128", "QK16R200T0.001B128"],
+            ["QK16T1B128,tile=8", "QK16T0.2B128,tile=8", "QK16T0.05B128,tile=8", "QK16T0.01B128,tile=8"],
         ],
         ids=["clusters", "retrieved clusters", "retrieved blocks", "query clusters", "tolerance"],
     )
@@ -376,10 +399,10 @@ class Conformance:
             "QK4R2B32,cap_factor=none",
             "QK4R0B32,dipole=tilted",
             "QK4R0B32,dipole=centred",
-            "QK4R2T0.01B32,caution=2",
-            "QK4R0T0B32",
-            "QK4R50T0B32",
-            "QK4R2TinfB32",
+            "QK4T0.01B32",
+            "QK4T0.01B32,tile=1,caution=0",
+            "QK4T0B32",
+            "QK4TinfB32",
         ],
     )
     @pytest.mark.parametrize(
@@ -417,7 +440,7 @@ class Conformance:
             torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize(
-        "config", ["QK300R4B32,clustering=streaming", "Q2K64R8SP3B16", "Q64K2R1B32", "QK40R40SP4B16"]
+        "config", ["QK300R4B32,clustering=streaming", "Q2K64R8SP3B16", "Q64K2R1B32", "QK40R40SP4B16", "Q40K64T0.01B16"]
     )
     @pytest.mark.parametrize("length", [5, 33, 150])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
@@ -425,12 +448,13 @@ class Conformance:
         out, lse = self._call(*inputs, config, is_causal=True, return_lse=True)
         gradients = torch.autograd.grad(out.square().sum() + lse.sum(), inputs)
         assert all(tensor.isfinite().all() for tensor in (out, lse, *gradients))
-        assert (lse <= _exact_logits(*inputs[:2], is_causal=True).logsumexp(-1) + 1e-12).all()
+        if not MuSeConfig.parse(config).uses_second_order:
+            assert (lse <= _exact_logits(*inputs[:2], is_causal=True).logsumexp(-1) + 1e-12).all()
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
     @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
     @pytest.mark.parametrize(
-        "config", ["QK4R2B32,clustering=streaming", "QK4R2B32", "QK4R0B32", "QK4R2B32,monopole=false", "QK4R9T0.01B32"]
+        "config", ["QK4R2B32,clustering=streaming", "QK4R2B32", "QK4R0B32", "QK4R2B32,monopole=false", "QK4T0.05B32"]
     )
     def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
         self, config: str, target: int, poison: float
@@ -488,7 +512,7 @@ class OperatorConformance(Conformance):
         self, query: Tensor, key: Tensor, value: Tensor, config: MuSeConfig, *, is_causal: bool
     ) -> tuple[Tensor, Tensor, Clusters, Selection]:
         scale = query.shape[-1] ** -0.5
-        clusters = ops.cluster(query, key, config, scale=scale, backend=self.backend)
+        clusters = ops.cluster(query, key, config, is_causal=is_causal, scale=scale, backend=self.backend)
         call = Call(query, key, value, clusters, config, is_causal, scale)
         merged, selection = ops.attend(call, self.backend)
         return merged.out, merged.lse, clusters, selection
@@ -499,7 +523,7 @@ def assert_out_of_range_is_clamped(wrong: int, config: str) -> None:
     take the nearest number that is a cluster, and never leave their memory."""
     parsed = MuSeConfig.parse(config)
     inputs = Shape("", config, length=70, heads=1, key_heads=1).tensors(torch.float32)
-    clusters = find_clusters(*inputs[:2], config=parsed, backend="triton")
+    clusters = find_clusters(*inputs[:2], config=parsed, is_causal=True, backend="triton")
     query_assignment, key_assignment = clusters.query_assignment.clone(), clusters.key_assignment.clone()
     query_assignment[0, 0, ::9] = wrong
     key_assignment[0, 0, ::8] = wrong

@@ -218,7 +218,9 @@ def _definition(case: Case, dense: list[Tensor]) -> tuple[Callable[[list[Tensor]
     arguments = {"is_causal": case.is_causal, "scale": case.scale}
     if name == "muse":
         config = MuSeConfig.parse(settings)
-        clusters = find_clusters(folded, dense[1], config=config, scale=scale, backend=case.backend)
+        clusters = find_clusters(
+            folded, dense[1], config=config, is_causal=case.is_causal, scale=scale, backend=case.backend
+        )
         call = Call(folded, *dense[1:], clusters, config, case.is_causal, scale)
         _, selection = ops.attend(call, case.backend)
         return (

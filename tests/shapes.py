@@ -53,6 +53,18 @@ SHAPES = [
     Shape("narrow values", "QK4R1B64", length=190, head_dim=40, value_dim=16),
     Shape("full attention", "QK4R2B48", length=200, is_causal=False),
     Shape("blocks of one token", "QK3R2B1", length=20),
+    Shape("blockwise, ragged 1000", "Q6K5T0.02B128", length=1000, heads=1, key_heads=1),
+    Shape("blockwise, query heads 6 to 2", "Q5K4T0.05B32,tile=8", length=130, heads=6, key_heads=2, value_dim=24),
+    Shape("blockwise, full attention", "QK4T0.05B48,tile=16", length=200, is_causal=False),
+]
+
+BLOCKWISE = [
+    "Q4K5T0.1B32",
+    "Q4K5T0.03B32,tile=4",
+    "Q4K5T0.03B32,tile=1,caution=0",
+    "Q1K20T0.1B32,tile=8",
+    "Q4K5T0.03B32,second_order=false",
+    "Q4K5TinfB32",
 ]
 
 VARIANTS = [
@@ -71,8 +83,5 @@ VARIANTS = [
     "Q4K5R2B32,clustering=streaming",
     "Q4K5R2B32,cap_factor=1.5,query_cap_factor=1.5",
     "Q4K5R2B32,cap_factor=none",
-    "Q4K5R2SP2B32,second_order=true",
-    "Q4K5R9T0.03B32",
-    "Q4K40R1T0.003B32,caution=2",
-    "Q4K5R3T0B32,tilt=false",
+    *BLOCKWISE,
 ]

@@ -29,12 +29,14 @@ def test_defaults_are_the_papers_operating_point() -> None:
         ("B1m", {"block_size": 2**20}),
         ("SP4,block_size=100", {"retrieved_blocks": 4, "block_size": 100}),
         ("QK4B32", {"query_clusters": 4, "key_clusters": 4, "retrieved_clusters": 4, "block_size": 32}),
-        ("QK64R8T0.01B8k", {"query_clusters": 64, "key_clusters": 64, "tolerance": 0.01}),
+        ("QK64T0.01B8k", {"query_clusters": 64, "key_clusters": 64, "tolerance": 0.01}),
         ("Q32K256T1e-05B8k", {"query_clusters": 32, "key_clusters": 256, "tolerance": 1e-5}),
         ("T0B8k,second_order=false", {"tolerance": 0.0, "second_order": False}),
         ("TinfB8k", {"tolerance": float("inf")}),
-        ("QK64T0.01B8k,caution=2", {"query_clusters": 64, "key_clusters": 64, "tolerance": 0.01, "caution": 2.0}),
-        ("QK32R2B1k,second_order=true", None),
+        (
+            "QK64T0.01B8k,caution=0,tile=8",
+            {"query_clusters": 64, "key_clusters": 64, "tolerance": 0.01, "caution": 0.0, "tile": 8},
+        ),
         ("QK32R2B1k,clustering=lloyd,seed=7", None),
         ("QK32R0B1k, dipole=shared", None),
         ("B8k,cap_factor=none,tilt=false", {"cap_factor": None, "tilt": False}),
@@ -90,10 +92,65 @@ def test_the_papers_method() -> None:
     assert MuSeConfig.paper(16384).largest_query_cluster == 4 * 2048 // 64
 
 
-@pytest.mark.parametrize("change", [{"retrieved_blocks": 2}, {"monopole": False}])
+@given(
+    st.builds(
+        MuSeConfig,
+        query_clusters=st.integers(1, 5000),
+        key_clusters=st.integers(1, 5000),
+        block_size=st.integers(1, 100_000),
+        tolerance=st.one_of(st.floats(0, 1e6), st.just(math.inf)),
+        caution=st.floats(0, 1e6),
+        tile=st.sampled_from([1, 2, 16, 64, 128]),
+        second_order=st.sampled_from([None, True, False]),
+        differentiable_aggregation=st.booleans(),
+        seed=st.integers(0, 2**63),
+    )
+)
+def test_text_with_a_tolerance_round_trips(config: MuSeConfig) -> None:
+    assert MuSeConfig.parse(str(config)) == config
+
+
+def test_the_notation_with_a_tolerance_leaves_out_what_belongs_to_the_paper() -> None:
+    assert str(MuSeConfig.parse("Q16K128T0.1B4k")) == "Q16K128T0.1B4k"
+    assert (
+        str(MuSeConfig.parse("Q16K128T0.1B4k,tile=8,second_order=false")) == "Q16K128T0.1B4k,tile=8,second_order=false"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"retrieved_clusters": 4},
+        {"retrieved_blocks": 2},
+        {"monopole": False},
+        {"tilt": False},
+        {"clustering": "streaming"},
+        {"cap_factor": 2.0},
+        {"query_cap_factor": 2.0},
+        {"dipole": "tilted"},
+    ],
+    ids=str,
+)
 def test_what_a_tolerance_does_not_go_with(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="decides on every block"):
+    with pytest.raises(ValueError, match="belongs to the paper's method"):
         MuSeConfig(tolerance=0.1, **change)
+
+
+def test_a_text_with_a_tolerance_has_no_budget() -> None:
+    with pytest.raises(ValueError, match="leave R out"):
+        MuSeConfig.parse("Q16K128R8T0.1B4k")
+
+
+def test_second_order_needs_a_tolerance() -> None:
+    with pytest.raises(ValueError, match="needs a tolerance"):
+        MuSeConfig(second_order=True)
+    assert not MuSeConfig(second_order=False).uses_second_order
+
+
+@pytest.mark.parametrize("tile", [0, 3, 256, 8.0, True])
+def test_what_is_no_tile(tile: object) -> None:
+    with pytest.raises(ValueError, match="tile="):
+        MuSeConfig(tolerance=0.1, tile=tile)
 
 
 @pytest.mark.parametrize("caution", [-1, float("nan"), float("inf"), True, None, "2"])
@@ -150,12 +207,12 @@ def test_every_length_has_a_default() -> None:
 
 def test_a_table_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind of row: a configuration for short sequences, a number of blocks, and the paper's rule."""
-    table = (Default(4096, "QK16R4T0.1B1k"), Default(65536, "Q32K256R8T0.01,seed=1", blocks=16), Default(None, "paper"))
+    table = (Default(4096, "QK16T0.1B1k"), Default(65536, "Q32K256T0.01,seed=1", blocks=16), Default(None, "paper"))
     monkeypatch.setattr(defaults, "DEFAULTS", table)
     for length in (1, 4096):
-        assert MuSeConfig.for_length(length) == MuSeConfig.parse("QK16R4T0.1B1k")
+        assert MuSeConfig.for_length(length) == MuSeConfig.parse("QK16T0.1B1k")
     for length, block in ((4097, "1k"), (6000, "1k"), (65536, "4k")):
-        assert MuSeConfig.for_length(length) == MuSeConfig.parse(f"Q32K256R8T0.01B{block},seed=1")
+        assert MuSeConfig.for_length(length) == MuSeConfig.parse(f"Q32K256T0.01B{block},seed=1")
     assert MuSeConfig.for_length(65537) == MuSeConfig.paper(65537)
 
 
@@ -198,7 +255,7 @@ def test_bad_fields(changes: dict[str, object], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["Q128K128R8SP1B8k"]),
+        ("", ["Q128K128R8SP1B8k", "Q16K128T0.1B4k"]),
         ("fast", ["'fast'", "Q128K128R8SP1B8k"]),
         ("Q128K128R8SP1B8kX", ["'X'"]),
         ("q128", ["'q128'"]),

@@ -124,4 +124,4 @@ def test_streaming_is_the_papers_sequential_rule() -> None:
             totals[nearest] = 0.9 * totals[nearest] + vector
             counts[nearest] = 0.9 * counts[nearest] + 1
     expected = torch.stack([total / count for total, count in zip(totals, counts, strict=True)])
-    torch.testing.assert_close(find_clusters(vectors, vectors, config).key_centroids[0, 0], expected)
+    torch.testing.assert_close(find_clusters(vectors, vectors, config, is_causal=True).key_centroids[0, 0], expected)
