@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.grouping import group_rows, rank_in_group
+from muse_attention.backends.torch.grouping import group_rows, rank_in_group, transposed
 from muse_attention.config import MuSeConfig
 from muse_attention.core.shuffle import seeded_shuffle
 
@@ -107,7 +107,7 @@ def assign(vectors: Tensor, centroids: Tensor, caps: list[int | None], config: M
 def _affinity(vectors: Tensor, centroids: Tensor) -> Tensor:
     """Larger is nearer: `-|x - c|^2 / 2` without the `|x|^2` that all centroids share."""
     norms = (centroids * centroids).sum(-1)[:, None]
-    return torch.baddbmm(norms, vectors, centroids.mT, beta=-0.5)
+    return torch.baddbmm(norms, vectors, transposed(centroids), beta=-0.5)
 
 
 def _nearest(affinity: Tensor) -> Tensor:

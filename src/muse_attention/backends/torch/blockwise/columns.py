@@ -28,7 +28,7 @@ class Columns:
     log_mass: Tensor
     """(Q, S): -inf for no term"""
     keys: Tensor
-    """(Q, S, D)"""
+    """(Q, D, S)"""
     values: Tensor
     """(Q, S, Dv)"""
     deviation: Tensor
@@ -42,18 +42,26 @@ class Columns:
 
     @classmethod
     def of(
-        cls, table: Table, tilted: Tensor, plain: Tensor, buckets: Buckets, head: int, seen: int, config: MuSeConfig
+        cls,
+        table: Table,
+        keys: Tensor,
+        tilted: Tensor,
+        plain: Tensor,
+        buckets: Buckets,
+        head: int,
+        seen: int,
+        config: MuSeConfig,
     ) -> Columns:
-        """Of the first `seen` buckets, from the table of a generation and the variances of its keys."""
+        """Of the first `seen` buckets, from the table of a generation, its means of keys once more but transposed, and
+        the variances."""
         size = buckets.sizes[:seen].to(tilted.dtype)
-        log_mass, keys, values = (part[head, :, :seen] for part in table.parts())
         variance = tilted[head, :, :seen]
         # Where a centroid looks at one key of a bucket, its weights do not tell how far away the others are.
         feared = torch.maximum(variance, LEAST_PLAIN_SPREAD * plain[:seen]).sqrt()
         return cls(
-            log_mass,
-            keys,
-            values,
+            table.log_mass[head, :, :seen],
+            keys[head, ..., :seen],
+            table.value_mean[head, :, :seen],
             variance.sqrt(),
             (2 * size.clamp(min=1).log()).sqrt(),
             feared,
@@ -70,7 +78,7 @@ class Columns:
         """(slots, rows, S): `r . kbar + mu`, and to second order what the spread of keys adds to a bucket's mass."""
         logits = residuals.new_empty(*residuals.shape[:2], self.log_mass.shape[1])
         for place, cluster in enumerate(slots.cluster.tolist()):
-            torch.addmm(self.log_mass[cluster], residuals[place], self.keys[cluster].mT, out=logits[place])
+            torch.addmm(self.log_mass[cluster], residuals[place], self.keys[cluster], out=logits[place])
         if second_order:
             sigma = reach[..., None] * self.deviation[slots.cluster, None]
             # sigma^2 / 2 up to `most`, and from there on the line that continues it: so few keys cannot have more.

@@ -16,6 +16,7 @@ from muse_attention.backends.torch.blockwise.buckets import Buckets
 from muse_attention.backends.torch.blockwise.columns import Columns, leave_out_retrieved, products, weigh
 from muse_attention.backends.torch.blockwise.query_slots import Slots, most_slots, slot_rows
 from muse_attention.backends.torch.blockwise.summaries import Spread, Table, summarise, summarise_backward
+from muse_attention.backends.torch.grouping import transposed
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
 from muse_attention.core.exponential import exp_
@@ -61,6 +62,7 @@ def attend_backward(
     grad_query, grad_key, grad_value = (gradient.to(compute_dtype(call.query.dtype)) for gradient in own)
     for head in _heads(call):
         gradients = [table.zeros_like() for table in head.tables]
+        transposed_values = [transposed(table.value_mean) for table in head.tables]
         to_keys, to_values = torch.zeros_like(head.buckets.keys), torch.zeros_like(head.buckets.values)
         for block in head.blocks():
             at = block.at
@@ -74,6 +76,7 @@ def attend_backward(
                 merged.lse[at],
                 delta,
                 selected.retrieved[at[:2]][block.number],
+                transposed_values[block.generation][block.place],
                 add_to=(gradients[block.generation], to_keys, to_values),
             )
             grad_query[at] += call.scale * to_queries
@@ -105,6 +108,8 @@ class _Head:
     """(R, S, Q, D)"""
     buckets: Buckets
     tables: list[Table]
+    transposed_keys: list[Tensor]
+    """(R, Q, D, buckets) of each table"""
     spread: Spread
 
     @property
@@ -120,6 +125,7 @@ class _Head:
                 seen = (number if self.call.is_causal else self.generations.blocks) * config.key_clusters
                 columns = Columns.of(
                     self.tables[generation],
+                    self.transposed_keys[generation],
                     self.spread.tilted[generation],
                     self.spread.plain,
                     self.buckets,
@@ -194,7 +200,8 @@ def _heads(call: Call) -> Iterator[_Head]:
                 heads = range(key_head * shared_by + begin, key_head * shared_by + min(shared_by, begin + at_once))
                 centroids = clusters.query_centroids[sequence, heads.start : heads.stop].to(dtype)
                 tables, spread = summarise(buckets, centroids, generations)
-                yield _Head(call, at, heads, generations, centroids, buckets, tables, spread)
+                keys = [transposed(table.key_mean) for table in tables]
+                yield _Head(call, at, heads, generations, centroids, buckets, tables, keys, spread)
 
 
 def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool) -> Partial:
@@ -239,6 +246,7 @@ def _attend_block_backward(
     lse: Tensor,
     delta: Tensor,
     selected: Tensor,
+    of_values: Tensor,
     *,
     add_to: tuple[Table, Tensor, Tensor],
 ) -> Tensor:
@@ -248,6 +256,7 @@ def _attend_block_backward(
     slots, queries = block.lay_out()
     seen = columns.log_mass.shape[1]
     d_mass, d_keys, d_values = (part[block.place, :, :seen] for part in gradient.parts())
+    of_keys = block.head.tables[block.generation].key_mean[block.place, :, :seen]
     # Padding gets an infinite lse, and so no weight.
     row_lse = torch.where(slots.row_in_tile == NO_ROW, torch.inf, gather(lse.to(queries.dtype), slots.rows))
     row_grad, row_delta = gather(grad_out, slots.rows), gather(delta, slots.rows)
@@ -258,8 +267,10 @@ def _attend_block_backward(
         weights = exp_(logits.sub_(row_lse[some][..., None]).clamp_(max=0))
         first[some] = _read_selection(of_some, selected, columns)
         leave_out_retrieved(weights, of_some, first[some])
-        d_logits = products(row_grad[some], columns.values.mT, of_some).sub_(row_delta[some][..., None]).mul_(weights)
-        to_queries[some] = products(d_logits, columns.keys, of_some)
+        d_logits = (
+            products(row_grad[some], of_values[..., :seen], of_some).sub_(row_delta[some][..., None]).mul_(weights)
+        )
+        to_queries[some] = products(d_logits, of_keys, of_some)
         for place, cluster in enumerate(of_some.cluster.tolist()):
             d_mass[cluster] += d_logits[place].sum(0)
             d_keys[cluster].addmm_(d_logits[place].mT, residuals[place])

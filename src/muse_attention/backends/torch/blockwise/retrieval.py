@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.blockwise.buckets import Buckets
-from muse_attention.backends.torch.grouping import take_rows
+from muse_attention.backends.torch.grouping import take_rows, transposed
 from muse_attention.core.exponential import exp_
 from muse_attention.core.query_tiles import NO_ROW
 from muse_attention.core.structures import Partial
@@ -99,7 +99,7 @@ def attend(queries: Tensor, row_in_tile: Tensor, first: Tensor, buckets: Buckets
         number = group.tile.shape[0]
         sums, totals, shifts = queries.new_empty(number, rows, value_dim), *queries.new_empty(2, number, rows)
         for some, chunks in group.split():
-            logits = _logits(queries, row_in_tile, chunks, buckets)
+            logits = _logits(queries, row_in_tile, chunks, take_rows(buckets.keys, chunks.rows))
             shifts[some] = logits.amax(-1)
             weights = exp_(logits.sub_(_finite(shifts[some])[..., None]))
             totals[some] = weights.sum(-1)
@@ -127,19 +127,19 @@ def attend_backward(
     for group in chunks_of_keys(first, buckets):
         for _, chunks in group.split():
             keys, values = take_rows(buckets.keys, chunks.rows), take_rows(buckets.values, chunks.rows)
-            logits = _logits(queries, row_in_tile, chunks, buckets)
+            logits = _logits(queries, row_in_tile, chunks, keys)
             weights = exp_(logits.sub_(lse[chunks.tile][..., None]).clamp_(max=0))
             of_tile, to_out = queries[chunks.tile], grad_out[chunks.tile]
-            d_logits = torch.bmm(to_out, values.mT).sub_(delta[chunks.tile][..., None]).mul_(weights)
+            d_logits = torch.bmm(to_out, transposed(values)).sub_(delta[chunks.tile][..., None]).mul_(weights)
             grad_queries.index_add_(0, chunks.tile, d_logits @ keys)
             rows = chunks.rows.flatten()
             grad_keys.index_add_(0, rows, (d_logits.mT @ of_tile).flatten(0, 1))
             grad_values.index_add_(0, rows, (weights.mT @ to_out).flatten(0, 1))
 
 
-def _logits(queries: Tensor, row_in_tile: Tensor, chunks: Chunks, buckets: Buckets) -> Tensor:
+def _logits(queries: Tensor, row_in_tile: Tensor, chunks: Chunks, keys: Tensor) -> Tensor:
     """(chunks, rows, CHUNK): -inf where a row does not attend to a key."""
-    logits = torch.bmm(queries[chunks.tile], take_rows(buckets.keys, chunks.rows).mT)
+    logits = torch.bmm(queries[chunks.tile], transposed(keys))
     return logits.masked_fill_(row_in_tile[chunks.tile][..., None] < chunks.first[:, None], -torch.inf)
 
 

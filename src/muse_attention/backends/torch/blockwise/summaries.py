@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.blockwise.buckets import Buckets
-from muse_attention.backends.torch.grouping import Groups, Tiles, tiles
+from muse_attention.backends.torch.grouping import Groups, Tiles, tiles, transposed
 from muse_attention.core.exponential import exp_
 from muse_attention.core.generations import Generations
 
@@ -61,11 +61,12 @@ def summarise(buckets: Buckets, centroids: Tensor, generations: Generations) -> 
     wide = torch.cat([buckets.keys, buckets.values, squared[:, None]], dim=1)
     for block in range(buckets.blocks):
         points = _points(centroids, block, generations)  # (C, D)
+        of_points = transposed(points)
         log_mass = points.new_full((buckets.key_clusters, points.shape[0]), -torch.inf)
         sums = points.new_zeros(buckets.key_clusters, points.shape[0], wide.shape[1])
         for tile in _tiles_of_block(buckets, block, points.shape[0]):
             rows = tile.gather(wide)  # (T, m, D + Dv + 1)
-            logits = (rows[..., :head_dim].flatten(0, 1) @ points.mT).view(*rows.shape[:2], -1)  # (T, m, C)
+            logits = (rows[..., :head_dim].flatten(0, 1) @ of_points).view(*rows.shape[:2], -1)  # (T, m, C)
             # Padding repeats a key of the bucket, so the maximum is right without a mask.
             shift = logits.amax(1, keepdim=True)
             weights = exp_(logits.sub_(shift)).mul_(tile.valid[..., None])
@@ -99,6 +100,7 @@ def summarise_backward(
     for block in range(buckets.blocks):
         of_block = buckets.of_block(block)
         points = _points(centroids, block, generations)  # (C, D)
+        of_points = transposed(points)
         log_mass, *means = _read(tables, of_block)  # (K, C, ...)
         d_mass, *d_means = _read(gradients, of_block)
         d_wide = torch.cat(d_means, dim=-1)
@@ -108,12 +110,12 @@ def summarise_backward(
         for tile in _tiles_of_block(buckets, block, points.shape[0]):
             rows, d_rows = tile.gather(wide), d_wide[tile.group]  # (T, m, D + Dv), (T, C, D + Dv)
             # Padding gets weights as well, but `add` drops what they give.
-            logits = (rows[..., :head_dim].flatten(0, 1) @ points.mT).view(*rows.shape[:2], -1)  # (T, m, C)
+            logits = (rows[..., :head_dim].flatten(0, 1) @ of_points).view(*rows.shape[:2], -1)  # (T, m, C)
             weights = exp_(logits.sub_(log_mass[tile.group, None]).clamp_(max=0))
             to_rows = torch.bmm(weights, d_rows)
             d_logits = d_mass[tile.group, None]
             if differentiable_aggregation:
-                d_logits = torch.baddbmm(d_logits, rows, d_rows.mT)
+                d_logits = torch.baddbmm(d_logits, rows, transposed(d_rows))
             to_rows[..., :head_dim] += ((weights * d_logits).flatten(0, 1) @ points).view(*rows.shape[:2], -1)
             tile.add(add_to[0], to_rows[..., :head_dim])
             tile.add(add_to[1], to_rows[..., head_dim:])
