@@ -15,8 +15,8 @@ from torch import Tensor
 from muse_attention.config import MuSeConfig
 from muse_attention.core.query_tiles import NO_ROW
 
-LEAST_ROWS = 64
-"""Of a slot: a matrix product with fewer rows is not much faster."""
+LEAST_ROWS, MOST_ROWS = 16, 128
+"""Of a slot, where a tile does not have more."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class Slots:
 
 
 def slot_rows(config: MuSeConfig) -> int:
-    """Rows of a slot."""
-    return max(LEAST_ROWS, config.tile)
+    """Rows of a slot: half of what a cluster has in a block on average, so that little is padding, or a whole tile."""
+    half = max(1, config.block_size // (2 * config.query_clusters))
+    return max(config.tile, min(MOST_ROWS, max(LEAST_ROWS, 1 << half.bit_length() - 1)))
 
 
 def most_slots(config: MuSeConfig) -> int:
