@@ -3,7 +3,8 @@
 The backward pass finds the weights again from the lse: `p = exp(s - L)`. In float32 an `L` of 600 is rounded by up to
 3e-5, and so is every weight. Plain PyTorch keeps the weights and has no such error. So a float32 call on a CPU whose
 lse turns out large is computed again in float64, and its lse is kept in float64 for the backward pass. On a GPU that
-would wait for the device: there, float32 is computed in float32.
+would wait for the device: there, float32 is computed in float32. Blockwise MuSe takes the results in
+float64 from the first large lse of each head on, so that no later token changes a bit of an earlier output.
 """
 
 from __future__ import annotations
