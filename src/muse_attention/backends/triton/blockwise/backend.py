@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise import assignment, clustering, summaries
+from muse_attention.backends.triton.blockwise import summaries
 from muse_attention.backends.triton.blockwise.backward_to_keys import add_to_keys
 from muse_attention.backends.triton.blockwise.backward_to_queries import add_to_queries, find_delta
 from muse_attention.backends.triton.blockwise.backward_to_summaries import find_gradients_of_summaries
+from muse_attention.backends.triton.blockwise.clustering import cluster, find_start_positions
 from muse_attention.backends.triton.blockwise.forward import attend as attend_far
 from muse_attention.backends.triton.blockwise.geometry import Geometry
+from muse_attention.backends.triton.blockwise.key_spread import find_key_spread
 from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.rows import take_residuals
 from muse_attention.backends.triton.blockwise.sorting import sort_keys, sort_queries
@@ -30,32 +32,23 @@ from muse_attention.core.structures import Clusters, Partial, Selection
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float) -> Clusters:
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
-    starts = [
-        clustering.start_positions(lengths, clusters, config, query.device)
-        for lengths, clusters in (
-            (clustering.lengths_of_queries(geometry), config.query_clusters),
-            (clustering.lengths_of_keys(geometry), config.key_clusters),
-        )
-    ]
-    tensors = (*starts, aligned(query), aligned(key))
+    starts = find_start_positions(geometry, query.device)
+    tensors = (aligned(query), aligned(key), *starts)
     return Clusters(*schedule.run(_find_clusters, tensors, (config, is_causal, scale)))
 
 
 def _find_clusters(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
-    query_starts, key_starts, query, key, config, is_causal, scale = tensors_and_settings
+    query, key, query_starts, key_starts, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
-    tables = []
-    for vectors, starts, factor in ((query, query_starts, scale), (key, key_starts, 1.0)):
-        are_queries, flat = vectors is query, vectors.flatten(0, 1)
-        centroids = clustering.find_centroids(flat, starts, geometry, factor=factor, are_queries=are_queries)
-        assigned = flat.new_empty(flat.shape[:2], dtype=torch.int32)
-        assignment.assign(flat, centroids, geometry, factor=factor, are_queries=are_queries, fill_in=assigned)
-        tables += [centroids, assigned]
-    spread = assignment.find_key_spread(key.flatten(0, 1), tables[2], tables[3], geometry)
-    of_queries, of_keys = query.shape[:2], key.shape[:2]
-    return tuple(
-        table.unflatten(0, heads)
-        for table, heads in zip((*tables, spread), (of_queries, of_queries, of_keys, of_keys, of_keys), strict=True)
+    queries, keys = query.flatten(0, 1), key.flatten(0, 1)
+    found = cluster(queries, keys, query_starts, key_starts, geometry, scale=scale)
+    spread = find_key_spread(keys, found.key_centroids, found.key_assignment, geometry)
+    return (
+        found.query_centroids.unflatten(0, query.shape[:2]),
+        found.query_assignment.unflatten(0, query.shape[:2]),
+        found.key_centroids.unflatten(0, key.shape[:2]),
+        found.key_assignment.unflatten(0, key.shape[:2]),
+        spread.unflatten(0, key.shape[:2]),
     )
 
 

@@ -1,10 +1,12 @@
 """Centroids of the keys of each block that is seen, and of the queries before each generation: Lloyd's k-means.
 
-A *sequence* is what is clustered by itself: the keys of a block, or the queries of the past of a generation.
+A *sequence* is what is clustered by itself: the queries of the past of a generation, or the keys of a block. Those of
+queries and of keys go through every kernel together.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry
+from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block
 from muse_attention.backends.triton.nearest import (
     affinity,
     argmax,
@@ -32,130 +34,177 @@ from muse_attention.core.shuffle import seeded_shuffle
 
 _PARTS = 16
 """Pieces of a sequence whose members are summed by different programs."""
+_TILES = 4
+"""Tiles of vectors that one program assigns."""
 SUM_MEMBERS: dict[bool, dict[str, int]] = {
     True: {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
     False: {"num_warps": 8, "num_stages": 2},
 }
 """For up to 128 clusters, and for more."""
+_SIZES = ("query_heads", "generations", "seen_blocks", "length", "block_size", "query_clusters", "key_clusters")
 
 
-def start_positions(lengths: tuple[int, ...], clusters: int, config: MuSeConfig, device: torch.device) -> Tensor:
-    """(sequences, clusters) int32: the vectors that centroids start as, of sequences of these lengths."""
+def find_start_positions(geometry: Geometry, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(S, Q) and (seen blocks, K) int32: the queries and keys that centroids start as, counted in their sequence."""
+    generations, config = geometry.generations, geometry.config
+    size, length = config.block_size, geometry.length
+    of_queries = tuple(min(length, generations.past(number) * size) for number in range(generations.number))
+    of_keys = tuple(min(size, length - block * size) for block in range(geometry.seen_blocks))
+    return (
+        _start_positions(of_queries, config.query_clusters, config, device),
+        _start_positions(of_keys, config.key_clusters, config, device),
+    )
 
+
+def _start_positions(lengths: tuple[int, ...], clusters: int, config: MuSeConfig, device: torch.device) -> Tensor:
     def find() -> Tensor:
-        rows = []
-        for length in lengths:
+        rows = {}
+        for length in set(lengths):
             order = seeded_shuffle(length, config.seed, device)
-            rows.append(order[(torch.arange(clusters, device=device) * max(1, length // clusters)) % length])
-        return torch.stack(rows).int()
+            rows[length] = order[(torch.arange(clusters, device=device) * max(1, length // clusters)) % length]
+        return torch.stack([rows[length] for length in lengths]).int()
 
     return once((*lengths, clusters, config.seed), device, find)
 
 
-def lengths_of_keys(geometry: Geometry) -> tuple[int, ...]:
-    """Keys of each block that is seen."""
-    size = geometry.config.block_size
-    return tuple(min(size, geometry.length - block * size) for block in range(geometry.seen_blocks))
+@dataclass(frozen=True)
+class Found:
+    query_centroids: Tensor
+    """(H, S, Q, D)"""
+    query_assignment: Tensor
+    """(H, N) int32"""
+    key_centroids: Tensor
+    """(G, seen blocks, K, D)"""
+    key_assignment: Tensor
+    """(G, N) int32"""
 
 
-def lengths_of_queries(geometry: Geometry) -> tuple[int, ...]:
-    """Queries that each generation is found from."""
-    generations, size = geometry.generations, geometry.config.block_size
-    return tuple(min(geometry.length, generations.past(number) * size) for number in range(generations.number))
-
-
-def find_centroids(
-    vectors: Tensor, starts: Tensor, geometry: Geometry, *, factor: float, are_queries: bool
-) -> Tensor:
-    """(heads, sequences, clusters, D) centroids of (heads, N, D) vectors times a factor."""
-    heads, length, head_dim = vectors.shape
-    sequences, clusters = starts.shape
-    config = geometry.config
-    centroids = vectors.new_empty(heads, sequences, clusters, head_dim, dtype=compute_dtype(vectors.dtype))
-    longest = max(lengths_of_queries(geometry) if are_queries else lengths_of_keys(geometry))
-    tile = rows_with_scores(clusters)
-    # (As many samples as that has any sequence, or up to twice as many.)
-    most = min(longest, 2 * config.lloyd_sample * clusters)
-    parts = min(_PARTS, cdiv(most, tile))
-    sums = centroids.new_empty(heads, sequences, parts, clusters, head_dim)
-    sizes = centroids.new_empty(heads, sequences, parts, clusters)
-    of_vectors: dict[str, Any] = {
-        "vectors_ptr": vectors,
-        "centroids_ptr": centroids,
-        "length": length,
-        "block_size": config.block_size,
-        "clusters": clusters,
-        "FACTOR": factor,
-        "ARE_QUERIES": are_queries,
+def cluster(
+    queries: Tensor, keys: Tensor, query_starts: Tensor, key_starts: Tensor, geometry: Geometry, *, scale: float
+) -> Found:
+    """Of (H, N, D) queries, times the scale, and (G, N, D) keys."""
+    config, dtype = geometry.config, compute_dtype(queries.dtype)
+    heads, key_heads, head_dim = queries.shape[0], keys.shape[0], queries.shape[2]
+    generations, blocks = geometry.generations.number, geometry.seen_blocks
+    found = Found(
+        queries.new_empty(heads, generations, config.query_clusters, head_dim, dtype=dtype),
+        queries.new_empty(queries.shape[:2], dtype=torch.int32),
+        keys.new_empty(key_heads, blocks, config.key_clusters, head_dim, dtype=dtype),
+        keys.new_empty(keys.shape[:2], dtype=torch.int32),
+    )
+    most = max(config.query_clusters, config.key_clusters)
+    tile = rows_with_scores(most)
+    parts = min(_PARTS, cdiv(min(geometry.length, 2 * config.lloyd_sample * most), tile))
+    every = heads * generations + key_heads * blocks
+    sums = queries.new_empty(every, parts, most, head_dim, dtype=dtype)
+    sizes = queries.new_empty(every, parts, most, dtype=dtype)
+    shared: dict[str, Any] = {
+        "queries_ptr": queries,
+        "keys_ptr": keys,
+        "query_centroids_ptr": found.query_centroids,
+        "key_centroids_ptr": found.key_centroids,
+        "query_heads": heads,
+        **geometry.sizes(*_SIZES[1:]),
+        "FACTOR": scale,
         "IS_CAUSAL": geometry.is_causal,
         "D": head_dim,
         "DP": padded(head_dim),
-        **arithmetic(vectors.dtype),
+        **arithmetic(queries.dtype),
     }
-    _take_starts[(cdiv(clusters, 16), sequences, heads)](**of_vectors, starts_ptr=starts, TILE=16)
+    of_sequences = (max(generations, blocks), heads + key_heads)
+    in_parts = {"sums_ptr": sums, "sizes_ptr": sizes}
+    _take_starts[(cdiv(most, 16), *of_sequences)](
+        **shared, query_starts_ptr=query_starts, key_starts_ptr=key_starts, TILE=16
+    )
     for _ in range(config.lloyd_iterations):
-        _sum_members_of_sequence[(parts, sequences, heads)](
-            **of_vectors, sums_ptr=sums, sizes_ptr=sizes, sample=config.lloyd_sample, CP=padded(clusters), TILE=tile,
-            **SUM_MEMBERS[clusters <= 128],
-        )  # fmt: skip
-        _mean_of_sequence[(cdiv(clusters, 16), heads * sequences)](
-            sums_ptr=sums, sizes_ptr=sizes, centroids_ptr=centroids, parts=parts, clusters=clusters, D=head_dim,
-            DP=padded(head_dim), TILE=16,
-        )  # fmt: skip
-    return centroids
+        _sum_members_of_sequence[(parts, *of_sequences)](
+            **shared, **in_parts, sample=config.lloyd_sample, CP=padded(most), TILE=tile, **SUM_MEMBERS[most <= 128]
+        )
+        _mean_of_sequence[(cdiv(most, 16), *of_sequences)](**shared, **in_parts, parts=parts, TILE=16)
+    _assign_to_nearest[(cdiv(config.block_size, tile * _TILES), geometry.blocks, heads + key_heads)](
+        **shared, query_assignment_ptr=found.query_assignment, key_assignment_ptr=found.key_assignment,
+        CP=padded(most), TILE=tile, TILES=_TILES, num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 @triton.jit
-def range_of_sequence(sequence, length, block_size, ARE_QUERIES: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """The first vector of a sequence, and how many it has."""
-    if ARE_QUERIES:
+def _pick_sequence(
+    queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sequence, head, query_heads, generations,
+    seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Where the vectors of a head begin; the first vector of a sequence and how many it has, none where there is no such
+    sequence; its number among all, where its centroids begin, and how many they are."""
+    if head < query_heads:
+        vectors_ptr = queries_ptr + head * length * D
         first, number = sequence * 0, tl.minimum(length, block_size << sequence) if IS_CAUSAL else length
+        number = tl.where(sequence < generations, number, 0)
+        of_sequence, clusters = head * generations + sequence, query_clusters
+        centroids_ptr = query_centroids_ptr + of_sequence * query_clusters * D
     else:
+        vectors_ptr = keys_ptr + (head - query_heads) * length * D
         first = sequence * block_size
-        number = tl.minimum(block_size, length - first)
-    return first, number
+        number = tl.where(sequence < seen_blocks, tl.minimum(block_size, length - first), 0)
+        of_keys, clusters = (head - query_heads) * seen_blocks + sequence, key_clusters
+        of_sequence = query_heads * generations + of_keys
+        centroids_ptr = key_centroids_ptr + of_keys * key_clusters * D
+    return vectors_ptr, first, number, of_sequence, centroids_ptr, clusters
 
 
-@kernel(stage="clustering", do_not_specialize=["length", "block_size", "clusters"])
+@kernel(stage="clustering", do_not_specialize=_SIZES)
 def _take_starts(
-    vectors_ptr, starts_ptr, centroids_ptr, length, block_size, clusters, FACTOR: tl.constexpr,
-    ARE_QUERIES: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, query_starts_ptr, key_starts_ptr, query_heads,
+    generations, seen_blocks, length, block_size, query_clusters, key_clusters, FACTOR: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Centroids start as vectors.
 
-    Grid: (C / TILE, sequences, heads). `vectors_ptr`: (heads, N, D); `starts_ptr`: (sequences, C) int32;
-    `centroids_ptr`: (heads, sequences, C, D).
+    Grid: (C / TILE, sequences, H + G), with the larger number of clusters and of sequences. `queries_ptr`: (H, N, D);
+    `keys_ptr`: (G, N, D); `query_centroids_ptr`: (H, S, Q, D); `key_centroids_ptr`: (G, seen blocks, K, D);
+    `query_starts_ptr`: (S, Q) and `key_starts_ptr`: (seen blocks, K), int32.
     """
     sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    vectors_ptr, first, number, _, centroids_ptr, clusters = _pick_sequence(
+        queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sequence, head, query_heads, generations,
+        seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL, D,
+    )  # fmt: skip
+    if number == 0:
+        return
     offs_cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)  # [TILE]
     mask_cluster = offs_cluster < clusters  # [TILE]
-    first, _ = range_of_sequence(sequence, length, block_size, ARE_QUERIES, IS_CAUSAL)
+    if head < query_heads:
+        starts_ptr = query_starts_ptr
+    else:
+        starts_ptr = key_starts_ptr
     offs_row = first + tl.load(starts_ptr + sequence * clusters + offs_cluster, mask=mask_cluster, other=0)  # [TILE]
-    # [TILE, D]
-    x = load_vectors(vectors_ptr + head * length * D, offs_row, mask_cluster, True, FACTOR, D, DP, ACC)
-    of_sequence = head * tl.num_programs(1) + sequence
-    store_centroids(centroids_ptr, of_sequence, tl.program_id(0) * TILE, clusters, x.to(ACC), D, DP, TILE)
+    x = load_vectors(vectors_ptr, offs_row, mask_cluster, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
+    store_centroids(centroids_ptr, sequence * 0, tl.program_id(0) * TILE, clusters, x.to(ACC), D, DP, TILE)
 
 
-@kernel(stage="clustering", do_not_specialize=["length", "block_size", "clusters", "sample"])
+@kernel(stage="clustering", do_not_specialize=[*_SIZES, "sample"])
 def _sum_members_of_sequence(
-    vectors_ptr, centroids_ptr, sums_ptr, sizes_ptr, length, block_size, clusters, sample, FACTOR: tl.constexpr,
-    ARE_QUERIES: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr,
-    TILE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sums_ptr, sizes_ptr, query_heads, generations,
+    seen_blocks, length, block_size, query_clusters, key_clusters, sample, FACTOR: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a part of the samples of a sequence, the vectors nearest to each centroid, summed and counted.
 
-    Grid: (parts, sequences, heads). `vectors_ptr`: (heads, N, D); `centroids_ptr`: (heads, sequences, C, D);
-    `sums_ptr`: (heads, sequences, parts, C, D); `sizes_ptr`: (heads, sequences, parts, C).
+    Grid: (parts, sequences, H + G). `sums_ptr`: (all sequences, parts, C, D) and `sizes_ptr`: (all sequences, parts,
+    C), with the larger number of clusters; the others as in `_take_starts`.
     """
     part, sequence, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    of_sequence = head * tl.num_programs(1) + sequence
-    first, number = range_of_sequence(sequence, length, block_size, ARE_QUERIES, IS_CAUSAL)
+    vectors_ptr, first, number, of_sequence, centroids_ptr, clusters = _pick_sequence(
+        queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sequence, head, query_heads, generations,
+        seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL, D,
+    )  # fmt: skip
+    if number == 0:
+        return
     stride = tl.maximum(1, number // (sample * clusters))
     sampled = tl.cdiv(number, stride)
-    current = load_centroids(centroids_ptr, of_sequence, 0, clusters, D, DP, CP)  # [CP, D]
-    rounded, norms = half_norms(current, 0, clusters, CP, vectors_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
+    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, DP, CP)  # [CP, D]
+    rounded, norms = half_norms(current, 0, clusters, CP, queries_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
     offs_cluster, offs_d = tl.arange(0, CP), tl.arange(0, DP)  # [CP], [D]
     total = tl.zeros([CP, DP], ACC)  # [CP, D]
     count = tl.zeros([CP], ACC)
@@ -163,38 +212,80 @@ def _sum_members_of_sequence(
     for begin in range(part * rows, tl.minimum((part + 1) * rows, sampled), TILE):
         offs_row = (begin + tl.arange(0, TILE)) * stride  # [TILE]
         mask_row = offs_row < number  # [TILE]
-        # [TILE, D]
-        x = load_vectors(vectors_ptr + head * length * D, first + offs_row, mask_row, True, FACTOR, D, DP, ACC)
+        x = load_vectors(vectors_ptr, first + offs_row, mask_row, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
         nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [TILE]
         member = ((nearest[:, None] == offs_cluster[None, :]) & mask_row[:, None]).to(x.dtype)  # [TILE, CP]
         total = tl.dot(tl.trans(member), x, total, input_precision=PRECISION, out_dtype=ACC)
         count += tl.sum(member.to(ACC), 0)
-    at = (of_sequence * tl.num_programs(0) + part) * clusters
+    at = (of_sequence * tl.num_programs(0) + part) * tl.maximum(query_clusters, key_clusters)
     mask_cluster = offs_cluster < clusters  # [CP]
     offs = (at + offs_cluster)[:, None] * D + offs_d[None, :]  # [CP, D]
     tl.store(sums_ptr + offs, total, mask=mask_cluster[:, None] & (offs_d < D)[None, :])
     tl.store(sizes_ptr + at + offs_cluster, count, mask=mask_cluster)
 
 
-@kernel(stage="clustering", do_not_specialize=["parts", "clusters"])
+@kernel(stage="clustering", do_not_specialize=[*_SIZES, "parts"])
 def _mean_of_sequence(
-    sums_ptr, sizes_ptr, centroids_ptr, parts, clusters, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr
-):
+    queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sums_ptr, sizes_ptr, query_heads, generations,
+    seen_blocks, length, block_size, query_clusters, key_clusters, parts, FACTOR: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """Move centroids to the means of their members; one without any stays.
 
-    Grid: (C / TILE, heads sequences). `sums_ptr`: (heads sequences, parts, C, D); `sizes_ptr`:
-    (heads sequences, parts, C); `centroids_ptr`: (heads sequences, C, D).
+    Grid: (C / TILE, sequences, H + G). As in `_sum_members_of_sequence`.
     """
-    of_sequence = tl.program_id(1).to(tl.int64)
+    sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    _, _, number, of_sequence, centroids_ptr, clusters = _pick_sequence(
+        queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sequence, head, query_heads, generations,
+        seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL, D,
+    )  # fmt: skip
     first = tl.program_id(0) * TILE
+    if (number == 0) | (first >= clusters):
+        return
     offs_cluster, offs_d = first + tl.arange(0, TILE), tl.arange(0, DP)  # [TILE], [D]
     mask_cluster = offs_cluster < clusters  # [TILE]
-    total = tl.zeros([TILE, DP], sums_ptr.dtype.element_ty)  # [TILE, D]
-    count = tl.zeros([TILE], sums_ptr.dtype.element_ty)
+    total = tl.zeros([TILE, DP], ACC)  # [TILE, D]
+    count = tl.zeros([TILE], ACC)
     for part in range(parts):
-        at = (of_sequence * parts + part) * clusters
+        at = (of_sequence * parts + part) * tl.maximum(query_clusters, key_clusters)
         total += load_rows(sums_ptr, at, offs_cluster, mask_cluster, D, DP)
         count += tl.load(sizes_ptr + at + offs_cluster, mask=mask_cluster, other=0.0)
-    offs = (of_sequence * clusters + offs_cluster)[:, None] * D + offs_d[None, :]  # [TILE, D]
+    offs = offs_cluster[:, None] * D + offs_d[None, :]  # [TILE, D]
     mask = (mask_cluster & (count > 0))[:, None] & (offs_d < D)[None, :]  # [TILE, D]
     tl.store(centroids_ptr + offs, total / tl.maximum(count, 1.0)[:, None], mask=mask)
+
+
+@kernel(stage="clustering", do_not_specialize=_SIZES)
+def _assign_to_nearest(
+    queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, query_assignment_ptr, key_assignment_ptr,
+    query_heads, generations, seen_blocks, length, block_size, query_clusters, key_clusters, FACTOR: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The nearest centroid of some vectors of a block; 0 where nothing is seen, or nobody sees it.
+
+    Grid: (B / (TILE TILES), nb, H + G). `query_assignment_ptr`: (H, N) and `key_assignment_ptr`: (G, N), int32; the
+    others as in `_take_starts`.
+    """
+    block, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    sequence, has_centroids = block, block < seen_blocks
+    assignment_ptr = key_assignment_ptr + (head - query_heads) * length
+    if head < query_heads:
+        sequence, _ = generation_of_block(block, IS_CAUSAL)
+        has_centroids = (block > 0) | (not IS_CAUSAL)
+        assignment_ptr = query_assignment_ptr + head * length
+    vectors_ptr, _, _, _, centroids_ptr, clusters = _pick_sequence(
+        queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, tl.where(has_centroids, sequence, 0), head,
+        query_heads, generations, seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL, D,
+    )  # fmt: skip
+    current = load_centroids(centroids_ptr, sequence * 0, 0, clusters, D, DP, CP)  # [CP, D]
+    rounded, norms = half_norms(current, 0, clusters, CP, queries_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
+    start = block * block_size + tl.program_id(0) * TILE * TILES
+    end = tl.minimum((block + 1) * block_size, length)
+    for begin in range(start, tl.minimum(start + TILE * TILES, end), TILE):
+        offs_row = begin + tl.arange(0, TILE)  # [TILE]
+        mask_row = offs_row < end  # [TILE]
+        x = load_vectors(vectors_ptr, offs_row, mask_row, head < query_heads, FACTOR, D, DP, ACC)  # [TILE, D]
+        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [TILE]
+        tl.store(assignment_ptr + offs_row, tl.where(has_centroids, nearest, 0), mask=mask_row)

@@ -78,15 +78,17 @@ def _sort_block(
             is_padding = mask_cluster & (taken - back >= count)  # [CP]
             tl.store(order_ptr + start + taken - back, tl.full([CP], -1, tl.int32), mask=is_padding)
 
-    # 2. Where each goes.
+    # 2. Where each goes: after all of its cluster that come before it. (A product counts faster than a scan.)
     place = start  # [CP]
+    is_before = (offs_row[None, :] < offs_row[:, None]).to(tl.float16)  # [TILE, TILE]
     for begin in range(0, number, TILE):
         mask_row = begin + offs_row < number  # [TILE]
         cluster = in_range(tl.load(assignment_ptr + begin + offs_row, mask=mask_row, other=0), clusters)  # [TILE]
-        member = ((cluster[:, None] == offs_cluster[None, :]) & mask_row[:, None]).to(tl.int32)  # [TILE, CP]
-        to = tl.sum(member * (tl.cumsum(member, 0) - 1 + place[None, :]), 1)  # [TILE]
+        member = (cluster[:, None] == offs_cluster[None, :]) & mask_row[:, None]  # [TILE, CP]
+        before = tl.dot(is_before, member.to(tl.float16), out_dtype=tl.float32).to(tl.int32)  # [TILE, CP]
+        to = tl.sum(tl.where(member, before + place[None, :], 0), 1)  # [TILE]
         tl.store(order_ptr + to, first + begin + offs_row, mask=mask_row)
-        place += tl.sum(member, 0)
+        place += tl.sum(member.to(tl.int32), 0)
 
     # 3. Tiles, cluster after cluster.
     cut = tl.cdiv(count, ROWS)  # [CP]

@@ -1,4 +1,4 @@
-"""The nearest centroid of each query and key, and how the keys are spread about theirs."""
+"""How the keys are spread about the centroids of their blocks: the metric of each generation."""
 
 from __future__ import annotations
 
@@ -6,39 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_block
-from muse_attention.backends.triton.nearest import (
-    affinity,
-    argmax,
-    half_norms,
-    load_centroids,
-    load_vectors,
-    rows_with_scores,
-)
-from muse_attention.backends.triton.numbers import arithmetic, cdiv, padded, power_of_two
+from muse_attention.backends.triton.blockwise.geometry import Geometry
+from muse_attention.backends.triton.numbers import arithmetic, padded, power_of_two
 from muse_attention.backends.triton.row_tiles import load_rows
 from muse_attention.backends.triton.runtime.launching import kernel
 
-_TILES = 4
-"""Tiles of vectors that one program assigns."""
 _PARTS = 8
 """Of a block, whose squares are summed by different programs."""
-
-
-def assign(
-    vectors: Tensor, centroids: Tensor, geometry: Geometry, *, factor: float, are_queries: bool, fill_in: Tensor
-) -> None:
-    """Fill in the (heads, N) clusters of (heads, N, D) vectors times a factor, by (heads, sequences, clusters, D)
-    centroids; 0 where they do not matter."""
-    heads, length, head_dim = vectors.shape
-    clusters, size = centroids.shape[2], geometry.config.block_size
-    tile = rows_with_scores(clusters)
-    _assign_to_nearest[(cdiv(size, tile * _TILES), geometry.blocks, heads)](
-        vectors_ptr=vectors, centroids_ptr=centroids, assignment_ptr=fill_in, length=length, block_size=size,
-        sequences=centroids.shape[1], clusters=clusters, FACTOR=factor, ARE_QUERIES=are_queries,
-        IS_CAUSAL=geometry.is_causal, D=head_dim, DP=padded(head_dim), CP=padded(clusters), TILE=tile, TILES=_TILES,
-        **arithmetic(vectors.dtype), num_warps=4,
-    )  # fmt: skip
 
 
 def find_key_spread(keys: Tensor, centroids: Tensor, assignment: Tensor, geometry: Geometry) -> Tensor:
@@ -61,37 +35,6 @@ def find_key_spread(keys: Tensor, centroids: Tensor, assignment: Tensor, geometr
         IS_CAUSAL=geometry.is_causal, PARTS=power_of_two(parts), num_warps=8, **widths,
     )  # fmt: skip
     return spread
-
-
-@kernel(stage="clustering", do_not_specialize=["length", "block_size", "sequences", "clusters"])
-def _assign_to_nearest(
-    vectors_ptr, centroids_ptr, assignment_ptr, length, block_size, sequences, clusters, FACTOR: tl.constexpr,
-    ARE_QUERIES: tl.constexpr, IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The nearest centroid of some vectors of a block.
-
-    Grid: (B / (TILE TILES), nb, heads). `vectors_ptr`: (heads, N, D); `centroids_ptr`: (heads, sequences, C, D);
-    `assignment_ptr`: (heads, N) int32.
-    """
-    block, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    if ARE_QUERIES:
-        sequence, _ = generation_of_block(block, IS_CAUSAL)
-        has_centroids = (block > 0) | (not IS_CAUSAL)
-    else:
-        sequence, has_centroids = tl.minimum(block, sequences - 1), block < sequences
-    first, end = block * block_size, tl.minimum((block + 1) * block_size, length)
-    current = load_centroids(centroids_ptr, head * sequences + sequence, 0, clusters, D, DP, CP)  # [CP, D]
-    rounded, norms = half_norms(current, 0, clusters, CP, vectors_ptr.dtype.element_ty, ACC)  # [CP, D], [CP]
-    start = first + tl.program_id(0) * TILE * TILES
-    for begin in range(start, tl.minimum(start + TILE * TILES, end), TILE):
-        offs_row = begin + tl.arange(0, TILE)  # [TILE]
-        mask_row = offs_row < end  # [TILE]
-        # [TILE, D]
-        x = load_vectors(vectors_ptr + head * length * D, offs_row, mask_row, True, FACTOR, D, DP, ACC)
-        nearest = argmax(affinity(x, rounded, norms, ACC, PRECISION), CP, x.dtype)  # [TILE]
-        nearest = tl.where(has_centroids, nearest, 0)
-        tl.store(assignment_ptr + head * length + offs_row, nearest, mask=mask_row)
 
 
 @triton.jit
