@@ -127,7 +127,7 @@ with torch.no_grad():
 # earlier output. Replace the last quarter of a sequence and see how much the outputs before it change.
 
 query, key, value = clustered_qkv(1, 1, 2048, 64)
-for label, config in (("MuSe", "Q16K32T0.2B256"), ("the paper's method", "QK32R2B256")):
+for label, config in (("MuSe", "Q16K32T0.02B256"), ("the paper's method", "QK32R2B256")):
     attention = get_attention(f"muse:{config}")
     error = fidelity.measure(attention, query, key, value, is_causal=True).pooled()["relative_squared_error"]
     leak = fidelity.future_influence(attention, query, key, value, 1536)

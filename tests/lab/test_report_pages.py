@@ -77,7 +77,7 @@ def of_tuning(folder: Path) -> Report:
     tuned = [test_tune.candidate(2.0, 0.004, LONG), test_tune.candidate(1.0, 0.02, "muse:QK8R2B64")]
     settings = test_tune.settings(test_tune.some_captures())
     return tuning_report(
-        TuningResults(describe_machine(), settings, exact=Times((2.0,), (4.0,)), tuned=tuned), "tuning"
+        TuningResults(describe_machine(), settings, error=0.005, exact=Times((2.0,), (4.0,)), tuned=tuned), "tuning"
     )
 
 
