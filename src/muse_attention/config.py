@@ -107,7 +107,7 @@ class MuSeConfig:
     retrieved_blocks: int = 1
     block_size: int = 8192
     tolerance: float | None = None
-    caution: float = 2.0
+    caution: float = 0.0
     tile: int = 64
     second_order: bool | None = None
     tilt: bool = True

@@ -32,7 +32,7 @@ FROM_QUERIES = {
     256: {"num_warps": 8, "num_stages": 2},
     512: {"num_warps": 8, "num_stages": 1},
 }
-_PARTS = 16
+_PARTS = 8
 """Programs that share the tiles of a bucket which many retrieve, as a sink is."""
 _FEW_TILES = 32
 """So many are left to one of them."""
