@@ -29,7 +29,7 @@ class CapturedData:
 
     def __str__(self) -> str:
         end_to_end = ", laid end to end where they are shorter" if self.repeated else ""
-        return f"{self.model}, {self.text}{end_to_end} (captures {self.fingerprint})"
+        return f"{self.model}, {self.text}{end_to_end} ({self.heads} captured heads, {self.fingerprint})"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ class CapturesFile:
         """Raise ValueError unless there are captures of this shape."""
         if shape.head_dim != self.head_dim:
             raise ValueError(f"the captured heads have dimension {self.head_dim}, not {shape.head_dim}")
-        if shape.heads > self.heads:
-            raise ValueError(f"{self.heads} heads were captured, not {shape.heads}; choose fewer --heads")
+        if shape.heads > self.heads and shape.heads % self.heads:
+            raise ValueError(
+                f"{self.heads} heads were captured, not {shape.heads}; choose fewer --heads, or a multiple of all"
+            )
         self.captures.choose_heads(shape.heads, shape.key_heads)
         samples = self.captures.samples_of(shape.length, repeat=self.repeat)
         if shape.batch > samples:

@@ -93,7 +93,10 @@ class Captures:
         return replace(self, **moved)
 
     def with_heads(self, number: int, key_heads: int | None = None) -> Captures:
-        """So many of the heads, evenly spread, with keys of their own; or in groups that share so many key heads."""
+        """So many of the heads, evenly spread, with keys of their own; or in groups that share so many key heads.
+
+        A multiple of all heads has each of them as often.
+        """
         heads, of_keys = self.choose_heads(number, key_heads)
         return replace(
             self,
@@ -106,9 +109,13 @@ class Captures:
     def choose_heads(self, number: int, key_heads: int | None = None) -> tuple[list[int], list[int]]:
         """Which heads, and which key heads, `with_heads` gives."""
         available = self.key.shape[1]
+        captured = len(self.origin.heads)
+        times = number // captured if number % captured == 0 else 1
         if key_heads is None or key_heads == number:
-            heads = spread(len(self.origin.heads), number)
+            heads = spread(captured, number // times) * times
             return heads, [head // self.group_size for head in heads]
+        if times > 1 and key_heads == times * available:
+            return list(range(captured)) * times, list(range(available)) * times
         size = number // key_heads
         if size * key_heads != number or size > self.group_size or key_heads > available:
             wanted = f"{key_heads} of {number / key_heads:g}"
