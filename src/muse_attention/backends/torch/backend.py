@@ -66,7 +66,7 @@ def _forward(call: Call, chosen: Selection | None) -> Attended:
         return without_far_field(call, own, chosen)
     method = far_field if call.config.tolerance is None else blockwise
     merged, selected = method.attend(own, call, chosen)
-    return Attended(merged, selected, selected.opened.new_empty(0))
+    return Attended(merged, selected, call.query.new_empty(0, dtype=torch.int32))
 
 
 def _in_float64(call: Call, narrow: Attended, chosen: Selection | None) -> Attended:
