@@ -49,7 +49,7 @@ _SYMBOLS = {
     "T": ("tolerance",),
     "B": ("block_size",),
 }
-_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}[km]?)|(T)(inf|\d{1,12}(?:\.\d{1,20})?(?:e-?\d{1,3})?)")
+_TERM = re.compile(r"(QK|SP|Q|K|R|B)(\d{1,12}[km]?)|(T)(inf|\d{1,16}(?:\.\d{1,20})?(?:e[+-]?\d{1,3})?)")
 PAPER = "paper"
 """In place of the notation: `MuSeConfig.paper` of whatever length a text is read for."""
 _EXAMPLE = 'write it like "Q16K128T0.1B4k", "Q128K128R8SP1B8k" or "QK32R2B1k,clustering=lloyd"'
