@@ -40,9 +40,7 @@ def as_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
-def cluster(
-    query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float, backend: str
-) -> Clusters:
+def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float, backend: str) -> Clusters:
     query, key = query.detach(), key.detach()
     if _is_plain(query, key):
         query, key = cast_for_autocast(query, key)
@@ -113,9 +111,7 @@ def _cluster(
     query: Tensor, key: Tensor, config: str, is_causal: bool, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _no_autocast(query):
-        found = backend_named(backend).find_clusters(
-            query, key, _config(config), is_causal=is_causal, scale=scale
-        )
+        found = backend_named(backend).find_clusters(query, key, _config(config), is_causal=is_causal, scale=scale)
     spread = query.new_empty(0) if found.key_spread is None else found.key_spread
     return found.query_centroids, found.query_assignment, found.key_centroids, found.key_assignment, spread
 

@@ -72,6 +72,7 @@ def attend(
         spread = _spread(k, summaries, tilted, member)
         variance, size = take_rows(spread.tilted, row), spread.size[:, :, None]
         assert clusters.key_spread is not None
+        assert config.tolerance is not None
         metric = clusters.key_spread.to(q.dtype).repeat_interleave(group, dim=1)[:, :, generation]
         width = (metric * r * r).sum(-1, keepdim=True)  # (batch, heads, n, 1)
         mass = _mass_off_centroid((variance * width).sqrt(), size)
@@ -174,9 +175,7 @@ class Spread:
     """(batch, heads, buckets)"""
 
 
-def _summarise(
-    k: Tensor, v: Tensor, centroids: Tensor, member: Tensor, config: MuSeConfig
-) -> tuple[Summaries, Tensor]:
+def _summarise(k: Tensor, v: Tensor, centroids: Tensor, member: Tensor, config: MuSeConfig) -> tuple[Summaries, Tensor]:
     """`mu = log sum exp(c_i . k)`, `kbar`, `vbar` = means weighted by `exp(c_i . k)`, over each bucket.
 
     Also the weights, (batch, heads, s i, buckets, m).
