@@ -38,7 +38,7 @@ class QueryGradients:
 
 
 def find_key_offset(keys: Tensor, first: int | None = None) -> Tensor:
-    """(G, D): in each dimension, halfway between the quartiles of a sample of (G, N, D) keys, or of the `first` of them.
+    """(G, D): in each dimension, halfway between the quartiles of a sample of (G, N, D) keys, or of the `first` keys.
 
     A few gigantic keys move it no further than any others do. (They would move the mean.) It is 0 where the quartiles
     lie on both sides of 0: there is little to gain, and a mean of one key is exact as it is. It is a number of the
@@ -49,8 +49,8 @@ def find_key_offset(keys: Tensor, first: int | None = None) -> Tensor:
     # (What is further away than that could not be stored less the offset.)
     largest = torch.finfo(keys.dtype).max / 4
     _find_middle[(cdiv(head_dim, _DIMS), heads)](
-        keys_ptr=keys, offset_ptr=offset, length=length, first=first or length, D=head_dim, DIMS=_DIMS, SAMPLE=_SAMPLE, LARGEST=largest,
-        ACC=arithmetic(keys.dtype)["ACC"],
+        keys_ptr=keys, offset_ptr=offset, length=length, first=first or length, D=head_dim, DIMS=_DIMS,
+        SAMPLE=_SAMPLE, LARGEST=largest, ACC=arithmetic(keys.dtype)["ACC"],
     )  # fmt: skip
     return offset
 
@@ -64,8 +64,8 @@ def _load_finite(ptrs, mask, ACC: tl.constexpr):
 
 @kernel(stage="summaries", do_not_specialize=["length", "first"])
 def _find_middle(
-    keys_ptr, offset_ptr, length, first, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr, LARGEST: tl.constexpr,
-    ACC: tl.constexpr,
+    keys_ptr, offset_ptr, length, first, D: tl.constexpr, DIMS: tl.constexpr, SAMPLE: tl.constexpr,
+    LARGEST: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Halfway between the quartiles of a sample, in some dimensions: each of the sample is ranked among all.
 

@@ -74,7 +74,10 @@ def _why_not_blockwise(widest: int, blocks: int, config: MuSeConfig) -> str | No
     if clusters > most:
         return f"has at most {most} clusters with a tolerance and such heads, the config has {clusters}: use fewer"
     if config.block_size > _LONGEST_BLOCK:
-        return f"has blocks of at most {_LONGEST_BLOCK} with a tolerance, these are {config.block_size}: use smaller ones"
+        return (
+            f"has blocks of at most {_LONGEST_BLOCK} with a tolerance, the config has {config.block_size}: "
+            "use a smaller block_size"
+        )
     if 2 * config.query_clusters * blocks * config.key_clusters * widest >= 1 << 31:
         most = (1 << 31) // (2 * config.query_clusters * config.key_clusters * widest)
         return f"has fewer than {most} blocks with these clusters, these are {blocks}: use a larger block_size"

@@ -49,8 +49,8 @@ def find_gradients_of_summaries(
         query_order_ptr=order.queries, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments, chunks=chunks,
         **geometry.sizes(*_SIZES), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
-        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows, **widths(head_dim, value_dim),
-        **arithmetic(grad_out.dtype), **launch,
+        IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows,
+        **widths(head_dim, value_dim), **arithmetic(grad_out.dtype), **launch,
     )  # fmt: skip
     return gradients
 
@@ -61,7 +61,8 @@ def _far_backward_to_summaries(
     deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr,
     grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks,
     query_clusters, key_clusters, summarised, query_tiles, shared_by, chunks, IS_CAUSAL: tl.constexpr,
-    SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a block, as one query cluster of one generation sees them.

@@ -133,8 +133,8 @@ def _pick_sequence(
     queries_ptr, keys_ptr, query_centroids_ptr, key_centroids_ptr, sequence, head, query_heads, generations,
     seen_blocks, length, block_size, query_clusters, key_clusters, IS_CAUSAL: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Where the vectors of a head begin; the first vector of a sequence and how many it has, none where there is no such
-    sequence; its number among all, where its centroids begin, and how many they are."""
+    """Where the vectors of a head begin; the first vector of a sequence and how many it has, none where there is no
+    such sequence; its number among all, where its centroids begin, and how many they are."""
     if head < query_heads:
         vectors_ptr = queries_ptr + head * length * D
         first, number = sequence * 0, tl.minimum(length, block_size << sequence) if IS_CAUSAL else length

@@ -1,4 +1,4 @@
-"""Queries and keys of each block in the order of their clusters: what the forward pass finds and the backward pass reads.
+"""Queries and keys of each block in the order of their clusters: the forward pass finds it, the backward pass reads it.
 
 All of it is one tensor of integers, an output of the operator.
 """

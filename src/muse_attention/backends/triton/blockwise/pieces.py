@@ -87,7 +87,7 @@ def begin_of_list(head, tile, blocks, query_tiles, room, GROWS: tl.constexpr):
 
 @triton.jit
 def _load_wanted(columns_ptr, first_rows_ptr, key_starts_ptr, key_sizes_ptr, begin, number, WANTED: tl.constexpr):
-    """Of listed columns from `begin` on, [WANTED] each: the first row that wants them, their first piece, and how many."""
+    """Of listed columns from `begin` on, [WANTED] each: the first row that wants them, their first piece, how many."""
     offs = begin + tl.arange(0, WANTED)  # [WANTED]
     mask = offs < number  # [WANTED]
     column = tl.load(columns_ptr + offs, mask=mask, other=0)  # [WANTED]

@@ -1,4 +1,4 @@
-"""Each bucket as the query centroids that may see it do: log-mass, means of keys and values, and how wrong it may be."""
+"""Each bucket as the query centroids that may see it do: log-mass, means of keys and values, expected error."""
 
 from __future__ import annotations
 
@@ -206,5 +206,6 @@ def _summarise_bucket(
     tl.store(deviation_ptr + of_head + offs, tl.sqrt(spread), mask=mask_row)
     feared = tl.sqrt(tl.maximum(spread, LEAST_PLAIN * plain))  # [ROWS]
     tl.store(feared_ptr + of_head + offs, feared, mask=mask_row)
-    store_rows(key_mean_ptr, of_head, offs, mask_row, tl.where(is_empty[:, None], 0.0, key_sum - offset[None, :]), D, DP)
+    key_mean = tl.where(is_empty[:, None], 0.0, key_sum - offset[None, :])  # [ROWS, DP]
+    store_rows(key_mean_ptr, of_head, offs, mask_row, key_mean, D, DP)
     store_rows(value_mean_ptr, of_head, offs, mask_row, value_sum * inverse[:, None], DV, DVP)
