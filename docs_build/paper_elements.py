@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 SRC = "src/muse_attention"
 LAB = "src/muse_lab"
-REFERENCE = f"{SRC}/backends/reference.py"
+REFERENCE = f"{SRC}/backends/reference/paper.py"
 TRAINED = "out/muse/model"
 """A model that the commands are written for: any folder of a causal language model will do."""
 
@@ -134,10 +134,9 @@ EQUATIONS = (
     Equation(
         9,
         "mass of a cluster, expanded in the residual",
-        (f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/torch/error_control.py"),
+        (f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/reference/blockwise.py"),
         ("tests/conformance.py",),
-        "The paper keeps the first order. `second_order` adds an isotropic estimate of the next one: ours, and "
-        "the default.",
+        "The paper keeps the first order. Blockwise MuSe, the default, adds an estimate of the second.",
     ),
     Equation(
         10,
@@ -188,7 +187,7 @@ FIGURES = (
         "the method: buckets, summaries, accumulation, two selections",
         ("docs/explanation/algorithm.md", "docs_build/algorithm_pictures.py"),
         (),
-        ("docs/images/buckets.svg", "docs/images/one-softmax.svg"),
+        ("docs/images/buckets.svg",),
         "Drawn anew from seeded data by `make pictures`.",
     ),
     Element(
@@ -567,6 +566,7 @@ PASSAGES = (
         "Causal accumulation (3.1)",
         (f"{SRC}/backends/torch/summaries.py", f"{SRC}/backends/triton/accumulation.py"),
         "exclusive, over the blocks before",
+        "The default accumulates nothing: a query sees a summary of every bucket of every block before.",
     ),
     Passage(
         "Two-level retrieval (3.2)",
@@ -576,7 +576,8 @@ PASSAGES = (
             f"{SRC}/backends/triton/retrieval.py",
         ),
         "clusters by accumulated summaries, blocks by their own",
-        "By default a tolerance decides how much is retrieved, which is ours; `muse:paper` has the paper's rule.",
+        "By default a tolerance decides which buckets are retrieved, in one level, which is ours; `muse:paper` has the "
+        "paper's rule.",
     ),
     Passage(
         "Output merging (3.3)",
