@@ -2,7 +2,8 @@
 
 Query centroids come from the past. Generation `s` serves the queries of blocks `2^s .. 2^(s+1) - 1`, and is found from
 those of the `2^s` blocks before. So no output depends on a later token, and the summaries of all generations together
-are fewer than twice those of one. Without a causal mask there is one generation, of all queries.
+are fewer than three times those of the last one, and fewer than twice with a power of two of blocks. Without a causal
+mask there is one generation, of all queries.
 """
 
 from __future__ import annotations
