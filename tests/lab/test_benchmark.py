@@ -288,7 +288,7 @@ def test_results_on_other_captures_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 5, "key_heads": 5}, "4 heads were captured, not 5; choose fewer --heads"),
+        ({"heads": 5, "key_heads": 5}, "4 heads were captured, not 5; choose fewer --heads, or a multiple of all"),
         ({"heads": 4}, "4 groups of 1 heads were captured, not 2 of 2; choose other --heads and --key-heads"),
         ({"head_dim": 16}, "have dimension 8, not 16"),
         ({"batch": 4}, "have 3 of 4 samples of 256 tokens; choose a smaller --batch or --length"),
