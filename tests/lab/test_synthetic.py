@@ -34,7 +34,7 @@ def test_a_lookup_takes_its_softmax_from_one_earlier_key_of_its_own() -> None:
 
 def test_error_control_retrieves_what_lookups_want() -> None:
     data = clustered_qkv(1, 1, 2048, 64, lookups=0.05)
-    config = MuSeConfig.parse("Q16K32T0.1B256")
+    config = MuSeConfig.parse("Q16K32T0.02B256")
     with_retrieval, without = (
         fidelity.measure(get_attention(f"muse:{one}"), *data, is_causal=True).pooled()
         for one in (config, config.replace(tolerance=float("inf")))

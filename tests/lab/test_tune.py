@@ -44,7 +44,7 @@ from tests.models import tiny_llama, token_ids
 from tests.needle_models import needle_tokenizer, write_needle_model, write_texts
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
-FINE = "muse:Q4K8T0.1B32"
+FINE = "muse:Q4K8T0.02B32"
 run = functools.partial(run_muse, "tune")
 
 
