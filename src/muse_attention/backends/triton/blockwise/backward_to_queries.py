@@ -31,12 +31,12 @@ from muse_attention.core.structures import Partial
 
 FROM_COLUMNS = {
     128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    256: {"COLUMNS": 32, "num_warps": 4, "num_stages": 2},
+    256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 FROM_KEYS = {
     128: {"KEYS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"KEYS": 64, "num_warps": 4, "num_stages": 1},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 _TILE = 64

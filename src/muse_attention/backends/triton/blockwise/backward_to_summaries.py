@@ -16,7 +16,7 @@ from muse_attention.backends.triton.runtime.launching import kernel
 
 TO_SUMMARIES = {
     128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
-    256: {"COLUMNS": 64, "num_warps": 8, "num_stages": 2},
+    256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
 _SIZES = (

@@ -32,12 +32,12 @@ from muse_attention.core.structures import Partial
 
 TO_COLUMNS = {
     128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
     512: {"COLUMNS": 32, "num_warps": 4, "num_stages": 1},
 }
 TO_KEYS = {
     128: {"KEYS": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
-    256: {"KEYS": 64, "num_warps": 4, "num_stages": 3},
+    256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
 _OF_COLUMNS = (

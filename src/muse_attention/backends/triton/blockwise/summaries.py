@@ -19,7 +19,7 @@ from muse_attention.core.precision import compute_dtype
 
 SUMMARISE = {
     128: {"ROWS": 16, "KEYS": 32, "num_warps": 1, "num_stages": 1},
-    256: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2},
+    256: {"ROWS": 16, "KEYS": 32, "num_warps": 2, "num_stages": 1},
     512: {"ROWS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 
