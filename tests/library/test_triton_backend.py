@@ -17,6 +17,7 @@ from tests.against_torch import assert_at_most_twice_the_error_of_torch
 from tests.closeness import assert_equal_to_rounding
 from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
 from tests.shapes import Shape
+from tests.strict_causality import Combination, assert_nothing_later_matters, draw_case
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_cuda.py")
@@ -30,6 +31,13 @@ SHAPES = [
     Shape("wide values", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=16, value_dim=40),
     Shape("narrow values, full", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=40, is_causal=False),
     Shape("blocks of three tokens", "QK3R2B3", length=20, heads=1, key_heads=1),
+    Shape("blockwise, one whole block", "QK4T0.1B64", length=64, heads=1, key_heads=1),
+    Shape(
+        "blockwise, batch 2, query heads 2 to 1, wide values", "Q3K5T0.05B32", 70, batch=2, key_heads=1, value_dim=24
+    ),
+    Shape("blockwise, narrow values, full", "Q3K5T0.05B32,tile=4", 80, 1, 1, 1, head_dim=40, is_causal=False),
+    Shape("blockwise, more than 64 key clusters", "Q2K70T0.05B32", length=70, heads=1, key_heads=1),
+    Shape("blockwise, blocks of three tokens", "QK3T0.1B3,tile=2", length=20, heads=1, key_heads=1),
 ]
 VARIANTS = [
     "Q3K5R2SP2B32",
@@ -37,13 +45,19 @@ VARIANTS = [
     "Q3K5R2B32,monopole=false",
     "Q3K5R2B32,tilt=false,cap_factor=none",
     "Q3K5R2B32,clustering=streaming,cap_factor=1.5,query_cap_factor=1.2",
+    "Q3K5T0.05B32",
+    "Q3K5T0.03B32,tile=4,caution=0",
+    "Q3K5T0.05B32,tile=1,second_order=false",
+    "Q3K5TinfB32",
 ]
-FROZEN = [VARIANTS[0]]
+FROZEN = [VARIANTS[0], "Q3K5T0.05B32,tile=4"]
 """Variants that are also tested with frozen aggregation, causal; on a GPU all are."""
 FOUND = [
     "Q4K5R2B32,clustering=streaming",
     "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
     "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
+    "Q4K5T0.1B32",
+    "Q4K5T0.03B32,tile=4,lloyd_sample=5",
 ]
 
 
@@ -60,6 +74,7 @@ class TestTritonBackend(OperatorConformance):
     test_property_4_invariance_under_translation_of_keys = None
     test_property_4_invariance_under_change_of_basis = None
     test_property_5_weights_sum_to_one_over_exactly_the_visible_keys = None
+    test_property_6_with_a_tolerance_nothing_later_changes_a_bit = None  # below
     test_property_6_values_of_later_tokens_have_no_influence_at_all = None
     test_property_7_error_falls_as_clusters_or_retrieval_grow = None
     test_same_inputs_give_the_same_bits_twice = None
@@ -115,13 +130,15 @@ class TestTritonBackend(OperatorConformance):
             ("equal keys", "QK4R2B64,cap_factor=1.0,query_cap_factor=1.5"),
             ("zeros", "QK4R1B64"),
             ("gigantic query", "QK4R1B64"),
+            ("equal keys", "QK4T0.01B64"),
+            ("gigantic key", "QK4T0.01B64"),
         ],
     )
     def test_hostile_inputs_stay_finite_and_near(self, case: str, config: str, is_causal: bool) -> None:
         super().test_hostile_inputs_stay_finite_and_near(case, config, is_causal)
 
     @pytest.mark.long
-    @pytest.mark.parametrize("config", ["Q2K64R8B16"])
+    @pytest.mark.parametrize("config", ["Q2K64R8B16", "Q40K64T0.01B16"])
     @pytest.mark.parametrize("length", [20])
     def test_more_clusters_than_tokens_and_empty_buckets(self, config: str, length: int) -> None:
         super().test_more_clusters_than_tokens_and_empty_buckets(config, length)
@@ -131,10 +148,11 @@ class TestTritonBackend(OperatorConformance):
         super().test_a_scale_below_zero_or_too_small(scale, is_causal)
 
     @pytest.mark.long
-    def test_a_group_of_heads_has_the_same_bits_alone(self) -> None:
+    @pytest.mark.parametrize("config", ["Q3K5R1B16", "Q3K5T0.05B16"])
+    def test_a_group_of_heads_has_the_same_bits_alone(self, config: str) -> None:
         shape = Shape("", "", length=24, heads=4, key_heads=2)
         query, key, value = (tensor.detach() for tensor in shape.tensors(torch.float32))
-        settings = {"config": "Q3K5R1B16", "backend": "triton", "is_causal": True, "enable_gqa": True}
+        settings = {"config": config, "backend": "triton", "is_causal": True, "enable_gqa": True}
         together = muse_attention(query, key, value, **settings)
         alone = muse_attention(query[:, 2:], key[:, 1:], value[:, 1:], **settings)
         assert torch.equal(alone, together[:, 2:])
@@ -142,7 +160,7 @@ class TestTritonBackend(OperatorConformance):
     @pytest.mark.parametrize(
         ("target", "poison"), [(0, float("inf")), (1, float("nan")), (2, float("inf"))], ids=["query", "key", "value"]
     )
-    @pytest.mark.parametrize("config", ["QK4R2B32"])
+    @pytest.mark.parametrize("config", ["QK4R2B32", "QK4T0.05B32"])
     def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
         self, config: str, target: int, poison: float
     ) -> None:
@@ -170,6 +188,21 @@ def test_moba_goes_through_the_retrieval_kernels() -> None:
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+FEW_BLOCKS = [
+    Combination("Q3K5T0.05B16,tile=4", 16, 16),
+    Combination("Q4K20T0.1B16", 16, 24),
+    Combination("Q2K70T0.02B12,tile=1,caution=0", 24, 8),
+    Combination("Q5K3T0B16,tile=64,second_order=false,differentiable_aggregation=false", 16, 16),
+]
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long if seed else ()) for seed in range(12)])
+def test_nothing_later_changes_a_bit(seed: int) -> None:
+    """Every third case has packed documents."""
+    case = draw_case(seed, lambda _: FEW_BLOCKS[seed % 4], most_blocks=4, most_heads=1, is_packed=seed % 3 == 1)
+    assert_nothing_later_matters(case, backend="triton", dtype=torch.float16 if seed % 4 == 1 else torch.float32)
 
 
 @pytest.mark.long
@@ -200,8 +233,9 @@ def test_a_plan_is_views_of_one_tensor() -> None:
     assert plan.of_heads(slice(1, 2), slice(2, 4)).segment_order.shape == (2, 10)
 
 
-def test_compiles_into_one_graph() -> None:
-    shape = Shape("", "Q3K4R2B32", length=40, heads=1, key_heads=1)
+@pytest.mark.parametrize("config", ["Q3K4R2B32", "Q3K4T0.1B32"])
+def test_compiles_into_one_graph(config: str) -> None:
+    shape = Shape("", config, length=40, heads=1, key_heads=1)
     inputs = shape.tensors(torch.float32)
 
     def attend(*tensors: Tensor) -> Tensor:
@@ -264,6 +298,8 @@ def test_of_equally_near_centroids_the_first_with_room_counts() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1B32")])
+@pytest.mark.parametrize(
+    ("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1B32"), (-7, "Q3K5T0.05B32"), (1 << 30, "Q3K5T0.05B32")]
+)
 def test_an_assignment_out_of_range_stays_in_memory(wrong: int, config: str) -> None:
     assert_out_of_range_is_clamped(wrong, config)
