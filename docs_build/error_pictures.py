@@ -6,7 +6,7 @@ import torch
 from matplotlib import pyplot
 from torch import Tensor
 
-from docs_build.records import RECORDS, classify
+from docs_build.records import DEFAULTS_OF_0_3, RECORDS, classify
 from docs_build.style import BLUE, GREEN, GREY, ORANGE, save
 from muse_attention import get_attention, muse_attention
 from muse_attention.core.recording import recorded_calls
@@ -37,44 +37,47 @@ def make_data() -> tuple[Tensor, Tensor, Tensor]:
 
 def draw_error_control(data: tuple[Tensor, Tensor, Tensor]) -> None:
     """Buckets that queries retrieve under both rules, and the error for the keys that this costs."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(5.2, 5.6))
     shown = ((PAPER_RULE[3], BLUE, "the paper's rule, R = 4"), (TOLERANCES[2], GREEN, "tolerance 0.2"))
     counts = [_buckets_per_query(text, data) for text, _, _ in shown]
     bins = torch.arange(int(max(count.max() for count in counts)) + 2) - 0.5
     for count, (_, colour, label) in zip(counts, shown, strict=True):
-        left.hist(count, bins=bins, color=colour, alpha=0.6, label=label)
-    left.set_xlabel("buckets that a query retrieves")
-    left.set_ylabel("queries")
-    left.legend(frameon=False, fontsize=10)
+        upper.hist(count, bins=bins, color=colour, alpha=0.6, label=label)
+    upper.set_xlabel("buckets that a query retrieves")
+    upper.set_ylabel("queries")
+    upper.legend(frameon=False, fontsize=10)
     for texts, colour, label in ((PAPER_RULE, BLUE, "the paper's rule"), (TOLERANCES, GREEN, "a tolerance")):
         measured = [measure(get_attention(f"muse:{text}"), *data, is_causal=True).pooled() for text in texts]
         keys = [pooled["keys_per_query"] for pooled in measured]
-        right.plot(keys, [pooled["relative_squared_error"] for pooled in measured], "o-", color=colour, label=label)
-    right.set_yscale("log")
-    right.set_xlabel("retrieved keys per query")
-    right.set_ylabel("error (RSE)")
-    right.legend(frameon=False, fontsize=10)
+        lower.plot(keys, [pooled["relative_squared_error"] for pooled in measured], "o-", color=colour, label=label)
+    lower.set_yscale("log")
+    lower.set_xlabel("retrieved keys per query")
+    lower.set_ylabel("error (RSE)")
+    lower.legend(frameon=False, fontsize=10)
     figure.tight_layout()
     save(figure, "error-control.svg")
 
 
 def draw_leak() -> None:
-    """How much outputs change with another future, beside their error, on heads of a trained model."""
-    figure, axes = pyplot.subplots(figsize=(7, 3.2))
+    """How much outputs change with another future, beside their error, on heads of a trained model: of the paper's
+    method and of the default of 0.3.0, whose clusters are those of the whole sequence."""
+    figure, axes = pyplot.subplots(figsize=(5.6, 3.2))
     bars = {}
     for record in LEAK_RECORDS:
         results = TuningResults.read(RECORDS / "error-control" / f"{record}.json")
         length = results.settings.length
         for candidate in results.tuned:
-            method = str(classify(candidate.attention, length)).removeprefix("MuSe, ")
-            bars[f"{method},\n{format_size(length)}"] = candidate.fidelity
+            is_earlier = candidate.attention == DEFAULTS_OF_0_3[length]
+            method = "default of 0.3.0" if is_earlier else str(classify(candidate.attention, length))
+            name = method.removeprefix("MuSe, ").replace(" method", "\nmethod").replace(" of ", "\nof ")
+            bars[f"{name},\n{format_size(length)}"] = candidate.fidelity
     for place, (name, label, colour) in enumerate(LEAK_BARS):
         at = [number + 0.38 * (place - 0.5) for number in range(len(bars))]
         drawn = axes.bar(at, [fidelity[name] for fidelity in bars.values()], width=0.36, color=colour, label=label)
-        axes.bar_label(drawn, fmt="%.2g", fontsize=9)
+        axes.bar_label(drawn, fmt="%.2g", fontsize=8)
     axes.set_xticks(range(len(bars)), list(bars))
     axes.set_ylabel("relative squared change")
-    axes.legend(frameon=False, fontsize=10)
+    axes.legend(frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.45, 1.0))
     save(figure, "leak.svg")
 
 
