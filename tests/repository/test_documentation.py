@@ -217,3 +217,12 @@ def test_scaling_page_has_the_numbers_of_the_records() -> None:
 
     tables = make_tables(read_timings(heads=RECORDED_HEADS, head_dim=HEAD_DIM))
     assert PAGE.read_text() == with_tables(PAGE.read_text(), tables)
+
+
+def test_the_page_of_configurations_names_every_field() -> None:
+    import dataclasses
+
+    from muse_attention import MuSeConfig
+
+    text, _, _ = (ROOT / "docs" / "reference" / "configuration.md").read_text().partition("## Fields")
+    assert not [field.name for field in dataclasses.fields(MuSeConfig) if f"`{field.name}`" not in text]
