@@ -21,9 +21,10 @@ from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, text
 
 LEAK = Note(
-    "MuSe clusters the whole sequence, so a later token can move a centroid, and with it the approximation error of an "
-    "earlier output. No value passes that way, but it is a path from the future, and every loss under MuSe is measured "
-    "with that leak. Exact attention has none."
+    "MuSe without a tolerance, the paper's method, clusters the whole sequence, so a later token can move a centroid, "
+    "and with it the approximation error of an earlier output. No value passes that way, but it is a path from the "
+    "future, and every loss under that method is measured with this leak. MuSe with a tolerance and exact attention "
+    "have none."
 )
 _LOSS = "Cross-entropy of the next token in nats, without any retraining, averaged over all positions."
 _GAP = (
