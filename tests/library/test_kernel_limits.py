@@ -24,15 +24,38 @@ pytest.importorskip("triton")
         ),
         ((1, 1, 4096, 64), "Q16K2049R1B1k", "at most 2048 clusters, the config has 2049: use fewer"),
         ((1, 1, 1 << 24, 128), "QK16R1B1m", "fewer than 2\\^31 numbers in the queries of a key head"),
+        ((1, 1, 4096, 64), "Q16K513T0.1B1k", "at most 512 clusters with a tolerance .*, the config has 513: use fewer"),
+        ((1, 1, 4096, 80), "Q257K16T0.1B1k", "at most 256 clusters with a tolerance .*, the config has 257: use fewer"),
+        (
+            (1, 1, 1 << 17, 64),
+            "Q16K64T0.1B64k",
+            "blocks of at most 32768 with a tolerance, .* 65536: use a smaller block_size",
+        ),
+        (
+            (1, 1, 1 << 20, 64),
+            "QK256T0.1B1k",
+            "fewer than 256 blocks with these clusters, these are 1024: use a larger",
+        ),
     ],
 )
 def test_limits(shape: tuple[int, ...], config: str, message: str) -> None:
     query = torch.empty(shape, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "meta")
     key = query[:, :1] if shape[1] == 4 else query
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         resolve_backend("triton", query, key, MuSeConfig.parse(config))
+    assert "\n" not in str(refused.value)
     if query.is_cuda:
         assert resolve_backend("auto", query, key, MuSeConfig.parse(config)) == "torch"
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_as_many_clusters_as_a_tolerance_may_have(head_dim: int) -> None:
+    """As many as the limit names, and as it refuses one more."""
+    query = torch.empty(1, 1, 1 << 16, head_dim, device="cuda" if torch.cuda.is_available() else "meta")
+    most = 32768 // max(16, 1 << (head_dim - 1).bit_length())
+    assert resolve_backend("triton", query, query, MuSeConfig.parse(f"Q16K{most}T0.1B8k")) == "triton"
+    with pytest.raises(ValueError, match=f"at most {most} clusters with a tolerance"):
+        resolve_backend("triton", query, query, MuSeConfig.parse(f"Q16K{most + 1}T0.1B8k"))
 
 
 @pytest.mark.parametrize("config", ["QK1024R64B8k", "Q2048K16R1B8k"])

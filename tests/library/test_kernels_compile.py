@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from muse_attention import MuSeConfig
+
 pytest.importorskip("triton")
 
 
@@ -20,6 +22,8 @@ CONFIGURATIONS = {
     "Q4K40R2B64": 64,
     "QK4R2SP2B64,clustering=streaming": 64,
     "Q16K600R2B64,clustering=streaming": 128,
+    "Q16K64T0.1B64": 64,
+    "Q4K40T0.1B64,tile=8": 128,
 }
 """The head dimension of each configuration."""
 
@@ -40,5 +44,5 @@ def test_kernels_compile_for_a_gpu() -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     for config in CONFIGURATIONS:
         shared = {name: int(size) for of_config, name, size in lines if of_config == config}
-        assert len(shared) > 30
+        assert len(shared) > (15 if MuSeConfig.parse(config).tolerance is not None else 30)
         assert not {name: size for name, size in shared.items() if size > MOST_SHARED}

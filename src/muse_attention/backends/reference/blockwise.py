@@ -118,7 +118,9 @@ def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig, *, is_c
     nearest = [
         assign(block, centroids, None, config) for block, centroids in zip(blocks_of_keys, of_blocks, strict=True)
     ]
-    key_centroids = torch.stack(of_blocks, 2) if of_blocks else key.new_empty(*key.shape[:2], 0, config.key_clusters, 1)
+    key_centroids = (
+        torch.stack(of_blocks, 2) if of_blocks else key.new_empty(*key.shape[:2], 0, config.key_clusters, key.shape[-1])
+    )
     unseen = torch.zeros(*key.shape[:2], length - sum(some.shape[-1] for some in nearest), dtype=torch.int32)
     key_assignment = torch.cat([*nearest, unseen.to(key.device)], dim=-1)
 
