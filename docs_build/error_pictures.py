@@ -19,7 +19,7 @@ from muse_lab.synthetic import clustered_qkv
 LENGTH = 4096
 SIZES = "QK32{}B256"
 PAPER_RULE = tuple(SIZES.format(f"R{clusters}") for clusters in (0, 1, 2, 4, 8))
-TOLERANCES = tuple(SIZES.format(f"T{tolerance}") for tolerance in ("0.8", "0.4", "0.2", "0.1", "0.05"))
+TOLERANCES = tuple(SIZES.format(f"T{tolerance}") for tolerance in ("0.4", "0.2", "0.1", "0.05", "0.02"))
 LEAK_RECORDS = ("leak-16k", "leak-32k")
 LEAK_BARS = (
     ("first_half_error", "error (RSE) of the first half", GREY),
@@ -38,14 +38,14 @@ def make_data() -> tuple[Tensor, Tensor, Tensor]:
 def draw_error_control(data: tuple[Tensor, Tensor, Tensor]) -> None:
     """Buckets that queries retrieve under both rules, and the error for the keys that this costs."""
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(5.2, 5.6))
-    shown = ((PAPER_RULE[3], BLUE, "the paper's rule, R = 4"), (TOLERANCES[2], GREEN, "tolerance 0.2"))
+    shown = ((PAPER_RULE[3], BLUE, "the paper's rule, R = 4"), (TOLERANCES[2], GREEN, "tolerance 0.1"))
     counts = [_buckets_per_query(text, data) for text, _, _ in shown]
     bins = torch.arange(int(max(count.max() for count in counts)) + 2) - 0.5
     for count, (_, colour, label) in zip(counts, shown, strict=True):
         upper.hist(count, bins=bins, color=colour, alpha=0.6, label=label)
     upper.set_xlabel("buckets that a query retrieves")
     upper.set_ylabel("queries")
-    upper.legend(frameon=False, fontsize=10)
+    upper.legend(frameon=False, fontsize=10, ncols=2, loc="lower center", bbox_to_anchor=(0.45, 1.0))
     for texts, colour, label in ((PAPER_RULE, BLUE, "the paper's rule"), (TOLERANCES, GREEN, "a tolerance")):
         measured = [measure(get_attention(f"muse:{text}"), *data, is_causal=True).pooled() for text in texts]
         keys = [pooled["keys_per_query"] for pooled in measured]
