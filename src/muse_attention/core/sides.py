@@ -19,11 +19,11 @@ def sides_to_cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: f
 
 
 def join_sides(query: Tensor, *tables: Tensor) -> Clusters:
-    """Centroids and assignment of each side that was clustered, and the spread of keys if it was found.
+    """Centroids and assignment of each side that was clustered.
 
     Without a tilt every query cluster would see the same summaries, so one with centroid 0 stands for all.
     """
-    return Clusters(*tables) if len(tables) > 3 else Clusters(*_one_cluster(query), *tables)
+    return Clusters(*tables) if len(tables) == 4 else Clusters(*_one_cluster(query), *tables)
 
 
 def single_cluster(query: Tensor, key: Tensor) -> Clusters:
