@@ -27,7 +27,7 @@ DEFAULTS_OF_0_3 = {
 SYNTHETIC = "synthetic data"
 GPU = "NVIDIA H200"
 """That README's numbers are of."""
-_NAMES = {"smollm2": "SmolLM2"}
+_NAMES = {"smollm2": "SmolLM2", "SmolLM2-135M-Instruct": "SmolLM2", "Qwen2.5-Coder-0.5B-Instruct": "Qwen 0.5B"}
 """Of models, where people write them otherwise."""
 
 
@@ -57,13 +57,17 @@ class Timing:
         return self.exact_seconds / self.seconds
 
 
-def read_timings(*, heads: int = 8, head_dim: int = 64, batch: int = 1) -> list[Timing]:
+def read_timings(*, heads: int = 8, key_heads: int | None = None, head_dim: int = 64, batch: int = 1) -> list[Timing]:
     """What was measured on a GPU with these sizes, by `muse bench` without a sweep and by `muse tune`, by length.
+
+    Heads have keys of their own, or share `key_heads`.
 
     Where the same was measured twice, the newer record counts, and on one day that of `muse bench`, whose calls follow
     each other without waiting.
     """
-    timings = [*_tuned(heads, head_dim, batch), *_benchmarked(heads, head_dim, batch)]
+    timings = list(_benchmarked(heads, key_heads or heads, head_dim, batch))
+    if key_heads is None:
+        timings = [*_tuned(heads, head_dim, batch), *timings]
     newest = {
         (timing.method, timing.data, timing.length): timing
         for timing in sorted(timings, key=lambda timing: timing.date)
@@ -110,7 +114,7 @@ def _sizes(config: MuSeConfig) -> tuple[Any, ...]:
     return (*(getattr(config, name) for name in names), config.clustering)
 
 
-def _benchmarked(heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
+def _benchmarked(heads: int, key_heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
     for path in sorted(RECORDS.glob("speed/cuda*.json")):
         results = BenchmarkResults.read(path)
         if results.settings.sweep is not None or results.settings.batch != batch:
@@ -118,7 +122,7 @@ def _benchmarked(heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
         captures = results.settings.captures
         for case in results.cases:
             shape, method = case.shape, classify(case.attention, case.shape.length)
-            if method is None or (shape.heads, shape.key_heads, shape.head_dim) != (heads, heads, head_dim):
+            if method is None or (shape.heads, shape.key_heads, shape.head_dim) != (heads, key_heads, head_dim):
                 continue
             yield Timing(
                 method=method,

@@ -24,6 +24,7 @@ from muse_attention.backends.triton.runtime import schedule
 from muse_attention.backends.triton.runtime.schedule import aligned
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Attended, Call
+from muse_attention.core.cluster_shapes import ClusterShapes
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.query_tiles import NO_ROW
 from muse_attention.core.selection_shapes import SelectionShapes
@@ -32,9 +33,25 @@ from muse_attention.core.structures import Clusters, Partial, Selection
 
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float) -> Clusters:
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
+    if geometry.seen_blocks == 0:
+        return _of_one_block(query, key, config)
     starts = find_start_positions(geometry, query.device)
     tensors = (aligned(query), aligned(key), *starts)
     return Clusters(*schedule.run(_find_clusters, tensors, (config, is_causal, scale)))
+
+
+def _of_one_block(query: Tensor, key: Tensor, config: MuSeConfig) -> Clusters:
+    """Of a causal sequence that nobody sees from afar: nothing is looked for, all centroids are 0."""
+    shapes = ClusterShapes.of(config, query.shape[2], query.shape[3], is_causal=True)
+    assert shapes.key_spread is not None
+    wide, integers = compute_dtype(query.dtype), torch.int32
+    return Clusters(
+        query.new_zeros(*query.shape[:2], *shapes.query_centroids, dtype=wide),
+        query.new_zeros(query.shape[:3], dtype=integers),
+        key.new_zeros(*key.shape[:2], *shapes.key_centroids, dtype=wide),
+        key.new_zeros(key.shape[:3], dtype=integers),
+        key.new_ones(*key.shape[:2], *shapes.key_spread, dtype=wide),
+    )
 
 
 def _find_clusters(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
@@ -115,10 +132,11 @@ def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     *tensors, memory, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(tensors[0], tensors[1], config, is_causal=is_causal)
     order = Order.of(memory, geometry)
+    flat: list[Any] = [None if tensor is None else tensor.flatten(0, 1) for tensor in tensors]
     (
         queries, keys, values, centroids, _, _, spread, grad_queries, grad_keys, grad_values, grad_out, grad_lse, out,
         lse, first_rows,
-    ) = (None if tensor is None else tensor.flatten(0, 1) for tensor in tensors)  # fmt: skip
+    ) = flat  # fmt: skip
     offset = find_key_offset(keys, config.block_size)
     columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
     delta = find_delta(Partial(out, lse), grad_out, grad_lse)

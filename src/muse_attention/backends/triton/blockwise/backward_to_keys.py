@@ -242,9 +242,7 @@ def _queries_backward_to_keys(
             weights = exp_of_less(logits * SCALE, lse[None, :])  # [KEYS, ROWS]
             response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [KEYS, ROWS]
             d_logits = weights * (response - delta[None, :])  # [KEYS, ROWS]
-            d_values = tl.dot(
-                weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC
-            )
+            d_values = tl.dot(weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC)
             d_keys = tl.dot(d_logits.to(query.dtype), query, d_keys, input_precision=PRECISION, out_dtype=ACC)
     while tl.atomic_add(turns_ptr + tile, 0) < part:
         pass

@@ -130,9 +130,7 @@ def _far_backward_to_summaries(
             response = tl.dot(values, tl.trans(grad_out), input_precision=PRECISION, out_dtype=ACC)  # [COLUMNS, ROWS]
             d_logits = weights * (response - delta[None, :])  # [COLUMNS, ROWS]
             d_mass += tl.sum(d_logits, 1)
-            d_values = tl.dot(
-                weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC
-            )
+            d_values = tl.dot(weights.to(grad_out.dtype), grad_out, d_values, input_precision=PRECISION, out_dtype=ACC)
             d_means = tl.dot(d_logits.to(residual.dtype), residual, d_means, input_precision=PRECISION, out_dtype=ACC)
     if not IS_FROZEN:
         d_mass -= tl.sum(means.to(ACC) * d_means, 1) + tl.sum(values.to(ACC) * d_values, 1)

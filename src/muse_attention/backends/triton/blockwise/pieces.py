@@ -18,8 +18,9 @@ from muse_attention.backends.triton.blockwise.geometry import PIECE, Geometry
 from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.runtime.launching import kernel
 
-_MOST_LISTED = 1 << 25
-"""Pieces that all lists together may have room for. Where all that could be retrieved is more, it comes in rounds."""
+_MOST_LISTED = 1 << 24
+"""Pieces that the lists of a head may have room for. Where all that could be retrieved is more, it comes in rounds: by
+head, because rounds are an order of sums, and a head's bits must not depend on its neighbours."""
 _SIZES = ("blocks", "seen_blocks", "key_clusters", "query_tiles", "shared_by")
 
 PIECE_SIZE = tl.constexpr(PIECE)
@@ -46,7 +47,7 @@ class PieceLists:
 def ranges_of_columns(geometry: Geometry) -> list[tuple[int, int]]:
     """Whole blocks of columns, few enough to list all their pieces; all of them if that is possible."""
     blocks, columns = geometry.seen_blocks, geometry.config.key_clusters
-    of_block = geometry.heads * geometry.blocks * geometry.query_tiles * (geometry.key_room // PIECE)
+    of_block = geometry.blocks * geometry.query_tiles * (geometry.key_room // PIECE)
     at_once = max(1, min(blocks, _MOST_LISTED // of_block))
     if geometry.is_causal and 2 * at_once >= blocks:
         at_once = blocks
@@ -197,9 +198,7 @@ def list_tiles(first_rows: Tensor, order: Order, geometry: Geometry) -> TileList
     """By (H, nb, tiles, seen blocks K) first rows."""
     shape = (geometry.heads, geometry.columns)
     tiles = geometry.blocks * geometry.query_tiles
-    found = TileLists(
-        order.queries.new_empty(*shape, tiles, dtype=torch.int64), order.queries.new_empty(shape)
-    )
+    found = TileLists(order.queries.new_empty(*shape, tiles, dtype=torch.int64), order.queries.new_empty(shape))
     columns = min(64, 1 << (geometry.columns - 1).bit_length())
     _list_tiles_of_buckets[(-(-geometry.columns // columns), geometry.heads)](
         first_rows_ptr=first_rows, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
