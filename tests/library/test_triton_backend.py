@@ -31,6 +31,7 @@ SHAPES = [
     Shape("wide values", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=16, value_dim=40),
     Shape("narrow values, full", "QK4R1B64", length=100, heads=1, key_heads=1, head_dim=40, is_causal=False),
     Shape("blocks of three tokens", "QK3R2B3", length=20, heads=1, key_heads=1),
+    Shape("blockwise, one whole block", "QK4T0.1B64", length=64, heads=1, key_heads=1),
     Shape(
         "blockwise, batch 2, query heads 2 to 1, wide values", "Q3K5T0.05B16", 40, batch=2, key_heads=1, value_dim=24
     ),
