@@ -87,7 +87,7 @@ LOADING, WRITING = ("language_model.load_model", "loading tiny"), ("measuring.wr
                 LOADING,
                 ("tune.read_samples", "reading text.txt"),
                 ("tune.capture_heads", "capturing 2 heads of tiny on one sample of 128 tokens"),
-                ("tune.measure", ": 0 of 2"),
+                ("tune.measure", ": 0 of 3"),
                 WRITING,
             ],
         ),
