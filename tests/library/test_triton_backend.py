@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
+from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.backends.triton.plan import Plan
 from tests.against_torch import assert_at_most_twice_the_error_of_torch
 from tests.closeness import assert_equal_to_rounding
@@ -224,7 +225,7 @@ def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_plan_is_views_of_one_tensor() -> None:
     shapes = Plan.shapes(MuSeConfig.parse("Q5K6R2B4"), heads=4, key_heads=2, length=10, query_clusters=5, picks=2)
-    memory = torch.arange(Plan.size(shapes), dtype=torch.int32)
+    memory = torch.arange(size_of_tables(shapes), dtype=torch.int32)
     plan = Plan.of(memory, shapes)
     assert plan.pair_order.shape == (2, 40)
     numbers = torch.cat([tensor.flatten() for tensor in vars(plan).values()])

@@ -11,6 +11,7 @@ from muse_attention.backends.protocol import Backend
 from muse_attention.backends.triton import far_field
 from muse_attention.backends.triton.blockwise import backend as blockwise
 from muse_attention.backends.triton.clustering import find_clusters, shuffled_positions
+from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.backends.triton.limits import MOST_PROGRAMS
 from muse_attention.backends.triton.plan import Plan
 from muse_attention.backends.triton.runtime import schedule
@@ -83,7 +84,7 @@ class TritonBackend(Backend):
         batch, heads, length, _ = call.query.shape
         picks = math.prod(retrieved.shape[-2:])
         query_clusters = call.clusters.query_centroids.shape[2]
-        return Plan.size(
+        return size_of_tables(
             Plan.shapes(call.config, batch * heads, batch * call.key.shape[1], length, query_clusters, picks)
         )
 

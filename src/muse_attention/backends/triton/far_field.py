@@ -11,6 +11,7 @@ from muse_attention.backends.triton import merging, retrieval, selection, terms
 from muse_attention.backends.triton.accumulation import accumulate_backward
 from muse_attention.backends.triton.bucket_summaries import ROWS_OF_TILE, summarise_backward
 from muse_attention.backends.triton.grouping import Groups, group_by_cluster_and_block
+from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.backends.triton.layout import FarField, Heads
 from muse_attention.backends.triton.pairs import Pairs, sort_picks
 from muse_attention.backends.triton.plan import Plan
@@ -38,7 +39,7 @@ def attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     picks = math.prod(retrieved.shape[-2:])
     of_plan = heads.plan_shapes(config, picks)
-    memory = heads.query_assignment.new_empty(Plan.size(of_plan))
+    memory = heads.query_assignment.new_empty(size_of_tables(of_plan))
     plan = Plan.of(memory, of_plan)
     for group in heads.groups(config, picks, is_backward=False):
         some = heads[group]

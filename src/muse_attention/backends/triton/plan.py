@@ -5,15 +5,12 @@ All of it is one tensor of integers, an output of the operator.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from itertools import accumulate
 
 from torch import Tensor
 
+from muse_attention.backends.triton.integer_tables import tables_in
 from muse_attention.config import MuSeConfig
-
-_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -48,21 +45,10 @@ class Plan:
             (key_heads, key_clusters * blocks + 1),
         ]
 
-    @staticmethod
-    def size(shapes: list[tuple[int, int]]) -> int:
-        """Integers that have room for all shapes."""
-        return sum(map(_room, shapes))
-
     @classmethod
     def of(cls, memory: Tensor, shapes: list[tuple[int, int]]) -> Plan:
-        """Views of a tensor of that size."""
-        begins = accumulate(map(_room, shapes), initial=0)
-        return cls(
-            *(
-                memory[begin : begin + math.prod(shape)].view(shape)
-                for begin, shape in zip(begins, shapes, strict=False)
-            )
-        )
+        """Views of a tensor with room for these shapes."""
+        return cls(*tables_in(memory, shapes))
 
     def of_heads(self, group: slice, of_queries: slice) -> Plan:
         """The part of some key heads and their query heads."""
@@ -74,8 +60,3 @@ class Plan:
             self.pair_order[group],
             self.pair_starts[group],
         )
-
-
-def _room(shape: tuple[int, int]) -> int:
-    """With that much for each, all begin where kernels expect memory to begin."""
-    return -(-math.prod(shape) // _MULTIPLE) * _MULTIPLE

@@ -10,12 +10,14 @@ from muse_attention.backends.triton.blockwise.geometry import Geometry, widths
 from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.pieces import (
     PIECE_SIZE,
+    SIZES_OF_KEYS,
     begin_of_list,
     list_pieces,
     load_listed,
     ranges_of_columns,
 )
 from muse_attention.backends.triton.blockwise.rows import (
+    SIZES_OF_COLUMNS,
     Residuals,
     first_column,
     load_tile,
@@ -40,11 +42,6 @@ FROM_KEYS = {
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 _TILE = 64
-_OF_COLUMNS = (
-    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
-    "shared_by",
-)  # fmt: skip
-_OF_KEYS = ("length", "block_size", "blocks", "seen_blocks", "query_tiles", "key_room", "shared_by")
 
 
 def find_delta(merged: Partial, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -97,13 +94,15 @@ def add_to_queries(
     }
     _columns_backward_to_queries[(tiles, geometry.heads)](
         **shared, **residuals.arguments, **columns.of_logits, first_rows_ptr=first_rows,
-        **geometry.sizes(*_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order, **launch,
+        **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
+        **launch,
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _keys_backward_to_queries[(tiles, geometry.heads)](
             **shared, queries_ptr=queries, keys_ptr=keys, values_ptr=values, key_order_ptr=order.keys,
-            **listed.arguments, **geometry.sizes(*_OF_KEYS), **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype),
+            **listed.arguments, **geometry.sizes(*SIZES_OF_KEYS),
+            **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype),
         )  # fmt: skip
 
 
@@ -124,7 +123,7 @@ def _find_delta_of_rows(
     tl.store(delta_ptr + head * length + offs_row, delta, mask=mask_row)
 
 
-@kernel(stage="attention to summaries", do_not_specialize=_OF_COLUMNS)
+@kernel(stage="attention to summaries", do_not_specialize=SIZES_OF_COLUMNS)
 def _columns_backward_to_queries(
     grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, key_offset_ptr, residuals_ptr, shift_ptr, width_ptr,
     log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr,
@@ -185,7 +184,7 @@ def _columns_backward_to_queries(
     store_rows(grad_queries_ptr, head * length, position, mask_row, gradient, D, DP)
 
 
-@kernel(stage="retrieval", do_not_specialize=[*_OF_KEYS, "room"])
+@kernel(stage="retrieval", do_not_specialize=[*SIZES_OF_KEYS, "room"])
 def _keys_backward_to_queries(
     grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, key_offset_ptr, queries_ptr, keys_ptr, values_ptr,
     query_order_ptr, tile_begin_ptr, tile_info_ptr, key_order_ptr, lists_ptr, listed_ptr, length, block_size, blocks,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, log2_floor, widths
 from muse_attention.backends.triton.blockwise.order import Order
-from muse_attention.backends.triton.blockwise.rows import Residuals
+from muse_attention.backends.triton.blockwise.rows import SIZES_OF_COLUMNS, Residuals
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
 from muse_attention.backends.triton.device_math import exp_of_less
 from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
@@ -19,10 +19,6 @@ TO_SUMMARIES = {
     256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
-_SIZES = (
-    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
-    "shared_by",
-)  # fmt: skip
 
 
 def find_gradients_of_summaries(
@@ -48,14 +44,14 @@ def find_gradients_of_summaries(
         grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, **residuals.arguments, **columns.of_logits,
         query_order_ptr=order.queries, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
         tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments, chunks=chunks,
-        **geometry.sizes(*_SIZES), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
+        **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
         IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows,
         **widths(head_dim, value_dim), **arithmetic(grad_out.dtype), **launch,
     )  # fmt: skip
     return gradients
 
 
-@kernel(stage="attention to summaries", do_not_specialize=[*_SIZES, "chunks"])
+@kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "chunks"])
 def _far_backward_to_summaries(
     grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr,
     deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr,

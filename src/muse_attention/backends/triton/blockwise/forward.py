@@ -10,12 +10,14 @@ from muse_attention.backends.triton.blockwise.geometry import Geometry, widths
 from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.pieces import (
     PIECE_SIZE,
+    SIZES_OF_KEYS,
     begin_of_list,
     list_pieces,
     load_listed,
     ranges_of_columns,
 )
 from muse_attention.backends.triton.blockwise.rows import (
+    SIZES_OF_COLUMNS,
     Residuals,
     first_column,
     load_tile,
@@ -40,11 +42,6 @@ TO_KEYS = {
     256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
-_OF_COLUMNS = (
-    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
-    "shared_by",
-)  # fmt: skip
-_OF_KEYS = ("length", "block_size", "blocks", "seen_blocks", "query_tiles", "key_room", "shared_by")
 
 
 def attend(
@@ -75,7 +72,7 @@ def attend(
     shared = {"ROWS": geometry.rows, **widths(head_dim, value_dim), **arithmetic(queries.dtype)}
     _attend_to_columns[(tiles, geometry.heads)](
         **residuals.arguments, **columns.arguments, **order.of_queries, first_rows_ptr=first_rows, **result,
-        **geometry.sizes(*_OF_COLUMNS), tolerance=config.tolerance, CAUTION=config.caution,
+        **geometry.sizes(*SIZES_OF_COLUMNS), tolerance=config.tolerance, CAUTION=config.caution,
         LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen,
         SECOND_ORDER=config.uses_second_order, **shared, **launch,
     )  # fmt: skip
@@ -83,7 +80,7 @@ def attend(
         listed = list_pieces(first_rows, begin, end, order, geometry)
         _attend_to_keys[(tiles, geometry.heads)](
             queries_ptr=queries, keys_ptr=keys, values_ptr=values, **order.of_queries, key_order_ptr=order.keys,
-            **listed.arguments, **result, **geometry.sizes(*_OF_KEYS), SCALE=scale, **shared,
+            **listed.arguments, **result, **geometry.sizes(*SIZES_OF_KEYS), SCALE=scale, **shared,
             **fitting(TO_KEYS, head_dim, value_dim, queries.dtype),
         )  # fmt: skip
 
@@ -109,7 +106,7 @@ def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECIS
     return larger, total, weighted
 
 
-@kernel(stage="attention to summaries", do_not_specialize=[*_OF_COLUMNS, "tolerance"])
+@kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "tolerance"])
 def _attend_to_columns(
     residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr,
     most_ptr, worth_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, out_ptr, lse_ptr, length,
@@ -196,7 +193,7 @@ def _attend_to_columns(
     tl.store(lse_ptr + head * length + position, largest + tl.log(total) + shift, mask=mask_row)
 
 
-@kernel(stage="retrieval", do_not_specialize=[*_OF_KEYS, "room"])
+@kernel(stage="retrieval", do_not_specialize=[*SIZES_OF_KEYS, "room"])
 def _attend_to_keys(
     queries_ptr, keys_ptr, values_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, key_order_ptr, lists_ptr,
     listed_ptr, out_ptr, lse_ptr, length, block_size, blocks, seen_blocks, query_tiles, key_room, shared_by, room,

@@ -5,16 +5,13 @@ All of it is one tensor of integers, an output of the operator.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
 from muse_attention.backends.triton.blockwise.geometry import Geometry
-
-_MULTIPLE = 32
+from muse_attention.backends.triton.integer_tables import size_of_tables, tables_in
 
 
 @dataclass(frozen=True)
@@ -60,19 +57,12 @@ class Order:
     @staticmethod
     def size(geometry: Geometry) -> int:
         """Integers that have room for all of it."""
-        return sum(map(_room, Order.shapes(geometry)))
+        return size_of_tables(Order.shapes(geometry))
 
     @classmethod
     def of(cls, memory: Tensor, geometry: Geometry) -> Order:
         """Views of a tensor of that size."""
-        shapes = cls.shapes(geometry)
-        begins = accumulate(map(_room, shapes), initial=0)
-        return cls(
-            *(
-                memory[begin : begin + math.prod(shape)].view(shape)
-                for begin, shape in zip(begins, shapes, strict=False)
-            )
-        )
+        return cls(*tables_in(memory, cls.shapes(geometry)))
 
     @property
     def of_queries(self) -> dict[str, Any]:
@@ -87,8 +77,3 @@ class Order:
     def of_buckets(self) -> dict[str, Any]:
         """As kernels take what tells the keys of a bucket."""
         return {"key_order_ptr": self.keys, "key_starts_ptr": self.key_starts, "key_sizes_ptr": self.key_sizes}
-
-
-def _room(shape: tuple[int, ...]) -> int:
-    """With that much for each, all begin where kernels expect memory to begin."""
-    return -(-math.prod(shape) // _MULTIPLE) * _MULTIPLE

@@ -22,6 +22,8 @@ _MOST_LISTED = 1 << 24
 """Pieces that the lists of a head may have room for. Where all that could be retrieved is more, it comes in rounds: by
 head, because rounds are an order of sums, and a head's bits must not depend on its neighbours."""
 _SIZES = ("blocks", "seen_blocks", "key_clusters", "query_tiles", "shared_by")
+SIZES_OF_KEYS = ("length", "block_size", "blocks", "seen_blocks", "query_tiles", "key_room", "shared_by")
+"""What a kernel takes of `Geometry.sizes` to find the keys that a tile retrieves."""
 
 PIECE_SIZE = tl.constexpr(PIECE)
 NO_ROW = tl.constexpr(255)

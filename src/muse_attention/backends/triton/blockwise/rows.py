@@ -16,6 +16,11 @@ from muse_attention.backends.triton.runtime.launching import kernel
 from muse_attention.core.precision import compute_dtype
 
 _SIZES = ("length", "block_size", "blocks", "query_clusters", "generations", "query_tiles", "shared_by")
+SIZES_OF_COLUMNS = (
+    "length", "block_size", "blocks", "seen_blocks", "query_clusters", "key_clusters", "summarised", "query_tiles",
+    "shared_by",
+)  # fmt: skip
+"""What a kernel takes of `Geometry.sizes` to find the columns of a tile."""
 
 
 @dataclass(frozen=True)
