@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -248,7 +249,8 @@ class Conformance:
         assert (weights[..., ~visible] == 0).all(), "an invisible key has weight"
         if "monopole=false" in variant:
             return
-        assert (weights[..., visible] > 0).all(), "a visible key has no weight"
+        if not MuSeConfig.parse(variant).uses_first_order:  # which also takes weight from keys on the other side
+            assert (weights[..., visible] > 0).all(), "a visible key has no weight"
         terms = reference_attention(
             query,
             key,
@@ -293,7 +295,7 @@ class Conformance:
             ]
             after, lse_after = self._call(*changed, variant, is_causal=True, return_lse=True)
             for found, expected in ((after, out), (lse_after, lse)):
-                if self.is_dense:
+                if self.is_dense or self.sums_in_any_order:
                     torch.testing.assert_close(found[:, :, :cut], expected[:, :, :cut])
                 else:
                     assert torch.equal(found[:, :, :cut], expected[:, :, :cut])
@@ -328,7 +330,8 @@ class Conformance:
             config += "" if "," in config else ",clustering=streaming"
             out, lse = self._call(query, key, value, config, is_causal=True, return_lse=True)
             errors.append(compare(out, exact_out, lse, exact_lse).pooled()["relative_squared_error"])
-        assert errors == sorted(errors, reverse=True)
+        # (To rounding: two tolerances may retrieve the same.)
+        assert all(after <= 1.0001 * before for before, after in itertools.pairwise(errors)), errors
         assert errors[-1] < 0.7 * errors[0]
 
     # --- inputs as users have them -----------------------------------------------------------------------------------

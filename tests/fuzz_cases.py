@@ -120,6 +120,7 @@ def _draw_config(rng: random.Random, block: int, backend: str) -> MuSeConfig:
             tolerance=tolerance,
             caution=rng.choice([0, 2, 2, 30]),
             tile=rng.choice([1, 4, 16, 64]),
+            first_order=rng.choice([None, True, False]),
             second_order=rng.choice([None, True, False]),
             block_size=block,
             differentiable_aggregation=rng.random() < 0.6,

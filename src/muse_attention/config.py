@@ -34,7 +34,8 @@ _SMALLEST = {
 }
 _LARGEST_TILE = 128
 _CAPS = ("cap_factor", "query_cap_factor")
-_SWITCHES = ("tilt", "monopole", "differentiable_aggregation", "second_order")
+_SWITCHES = ("tilt", "monopole", "differentiable_aggregation", "first_order", "second_order")
+_ORDERS = ("first_order", "second_order")
 _OF_PAPER = (
     "retrieved_clusters", "retrieved_blocks", "tilt", "monopole", "dipole", "clustering", "cap_factor",
     "query_cap_factor",
@@ -79,6 +80,8 @@ class MuSeConfig:
             small ones. A larger value finds more single keys that attract a query.
         tile: With a tolerance. So many queries of one block and cluster retrieve together, though none for an earlier
             one; a power of two up to 128. 1: each for itself.
+        first_order: With a tolerance. Add to the values of summaries what the keys on the query's side of its centroid
+            contribute, by one matrix for all the buckets that a block sees. None: True with a tolerance, False without.
         second_order: With a tolerance. Add to the mass of a summary what the spread of its keys contributes for a query
             off its centroid. None: True with a tolerance, False without.
         tilt: Weight the keys of a summary by `exp(query centroid . key)`. False: plain means, and queries are not
@@ -109,6 +112,7 @@ class MuSeConfig:
     tolerance: float | None = None
     caution: float = 0.0
     tile: int = 64
+    first_order: bool | None = None
     second_order: bool | None = None
     tilt: bool = True
     monopole: bool = True
@@ -130,7 +134,7 @@ class MuSeConfig:
             if isinstance(size, bool) or not isinstance(size, int) or size < smallest:
                 raise ValueError(f"MuSeConfig: {name}={size!r} must be an integer of at least {smallest}")
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool) and not (name == "second_order" and self.second_order is None):
+            if not isinstance(getattr(self, name), bool) and not (name in _ORDERS and getattr(self, name) is None):
                 raise ValueError(f"MuSeConfig: {name}={getattr(self, name)!r} must be True or False")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -158,8 +162,10 @@ class MuSeConfig:
             raise ValueError(f"MuSeConfig: tile={self.tile!r} must be a power of two of at most {_LARGEST_TILE}")
         if self.tolerance is not None:
             self._check_tolerance(self.tolerance)
-        elif self.second_order:
-            raise ValueError("MuSeConfig: second_order=True needs a tolerance; the paper's method is of first order")
+        else:
+            for name in _ORDERS:
+                if getattr(self, name):
+                    raise ValueError(f"MuSeConfig: {name}=True needs a tolerance; the paper's method has none of it")
         if self.dipole != "none" and (self.retrieved_clusters > 0 or not self.monopole):
             raise ValueError(
                 f"MuSeConfig: dipole={self.dipole!r} corrects the summaries and replaces retrieval: "
@@ -179,6 +185,11 @@ class MuSeConfig:
         for name in _CAPS:
             object.__setattr__(self, name, None)
         object.__setattr__(self, "tolerance", float(tolerance))
+
+    @property
+    def uses_first_order(self) -> bool:
+        """Whether the values of summaries follow a query off its centroid."""
+        return self.tolerance is not None if self.first_order is None else self.first_order
 
     @property
     def uses_second_order(self) -> bool:
@@ -403,7 +414,7 @@ def _read_option(name: str, setting: str, text: str) -> Any:
     if name in _SWITCHES and setting.lower() in ("true", "false"):
         return setting.lower() == "true"
     numbers = (*_CAPS, "tolerance", "caution")
-    if name in (*_CAPS, "tolerance", "second_order") and setting.lower() == "none":
+    if name in (*_CAPS, "tolerance", *_ORDERS) and setting.lower() == "none":
         return None
     try:
         return float(setting) if name in numbers else int(setting)

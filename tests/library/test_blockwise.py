@@ -196,6 +196,26 @@ def test_error_of_the_mass_is_of_third_order_where_keys_are_symmetric() -> None:
     assert errors["true"][0] < 0.05 * errors["false"][0]
 
 
+def test_error_of_the_values_is_of_second_order_with_one_bucket() -> None:
+    """Halving the residual divides the error by 4, where it divides that of the mean by 2."""
+    dim, half = 8, 64
+    keys, values, direction = torch.randn(1, 1, 2 * half, dim), torch.randn(1, 1, 2 * half, dim), torch.randn(dim)
+    keys, values, direction = (tensor.double() for tensor in (keys, values, direction))
+    values[:, :, half:], keys[:, :, half:] = 0, 0
+    errors: dict[str, list[float]] = {"true": [], "false": []}
+    for first_order, found in errors.items():
+        config = f"Q1K1TinfB{half},first_order={first_order}"
+        for size in (0.02, 0.01):
+            query = (size * direction).expand(1, 1, 2 * half, dim).contiguous()
+            clusters = find_clusters(query, keys, config=config, is_causal=True, scale=1.0)
+            clusters = dataclasses.replace(clusters, query_centroids=torch.zeros_like(clusters.query_centroids))
+            out = muse_attention(query, keys, values, is_causal=True, scale=1.0, config=config, clusters=clusters)
+            exact = exact_attention(query, keys, values, is_causal=True, scale=1.0)
+            found.append(float((out - exact)[0, 0, half].norm()))
+    assert errors["false"][0] / errors["false"][1] == pytest.approx(2, rel=0.1)
+    assert errors["true"][0] / errors["true"][1] == pytest.approx(4, rel=0.2)
+
+
 def test_caution_finds_more_of_what_one_key_attracts() -> None:
     """The last query of each head points at one key among many that are far apart."""
     generator = torch.Generator().manual_seed(0)

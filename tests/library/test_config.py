@@ -103,6 +103,7 @@ def test_the_papers_method() -> None:
         tolerance=st.floats(0),  # whatever its exponent, and infinity
         caution=st.floats(0, 1e6),
         tile=st.sampled_from([1, 2, 16, 64, 128]),
+        first_order=st.sampled_from([None, True, False]),
         second_order=st.sampled_from([None, True, False]),
         differentiable_aggregation=st.booleans(),
         seed=st.integers(0, 2**63),
@@ -143,10 +144,11 @@ def test_a_text_with_a_tolerance_has_no_budget() -> None:
         MuSeConfig.parse("Q16K128R8T0.1B4k")
 
 
-def test_second_order_needs_a_tolerance() -> None:
+@pytest.mark.parametrize("order", ["first_order", "second_order"])
+def test_a_higher_order_needs_a_tolerance(order: str) -> None:
     with pytest.raises(ValueError, match="needs a tolerance"):
-        MuSeConfig(second_order=True)
-    assert not MuSeConfig(second_order=False).uses_second_order
+        MuSeConfig(**{order: True})
+    assert not getattr(MuSeConfig(**{order: False}), f"uses_{order}")
 
 
 @pytest.mark.parametrize("tile", [0, 3, 256, 8.0, True])

@@ -49,7 +49,7 @@ class TestReference(Conformance):
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradcheck_with_clusters_and_selection_held_fixed(variant: str, is_causal: bool) -> None:
-    config = MuSeConfig.parse(variant).replace(block_size=5, second_order=False)  # that order is constant
+    config = MuSeConfig.parse(variant).replace(block_size=5, first_order=False, second_order=False)  # both are constant
     inputs = [torch.randn(1, heads, 17, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
     fixed = reference_attention(*inputs, config, is_causal=is_causal)
 

@@ -60,6 +60,7 @@ def configurations(draw: st.DrawFn) -> MuSeConfig:
             tolerance=draw(st.sampled_from([0.0, 0.01, 0.1, 0.5, math.inf])),
             tile=draw(st.sampled_from([1, 2, 8, 64, 128])),
             caution=draw(st.sampled_from([0.0, 2.0])),
+            first_order=draw(st.booleans()),
             second_order=draw(st.booleans()),
             differentiable_aggregation=draw(st.booleans()),
             seed=draw(st.integers(0, 3)),

@@ -49,6 +49,7 @@ VARIANTS = [
     "Q3K5T0.05B32",
     "Q3K5T0.03B32,tile=4,caution=0",
     "Q3K5T0.05B32,tile=16,second_order=false",
+    "Q3K5T0.05B32,tile=16,first_order=false",
     "Q3K5TinfB32",
 ]
 FROZEN = [VARIANTS[0], "Q3K5T0.05B32,tile=4"]

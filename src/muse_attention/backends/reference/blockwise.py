@@ -5,7 +5,8 @@
 2. Every bucket is summarised as each query centroid that may see it does (`_summarise`): log-mass, tilted means of keys
    and values, and how far its keys are apart (`_spread`).
 3. A query sees the summary of every visible bucket. To second order its logit has what the spread of the keys adds for
-   a query off its centroid (`_mass_off_centroid`).
+   a query off its centroid (`_mass_off_centroid`). To first order its value has what the keys on the query's side of
+   the centroid add, by one matrix for all the buckets that a block sees (`_slopes`).
 4. It wants the keys of a bucket whose summary is expected to be wrong by the tolerance or more (`_expected_error`).
    Queries of a tile retrieve together, none for an earlier one (`_select`).
 5. One softmax over the query's own block, the retrieved keys, and the summaries of all the rest.
@@ -29,6 +30,7 @@ from muse_attention.config import MuSeConfig
 from muse_attention.core.expected_error import LARGEST_GROWTH, LEAST_PLAIN_SPREAD
 from muse_attention.core.generations import Generations
 from muse_attention.core.query_tiles import NO_ROW, place_in_tiles, tiles_of_block
+from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
 from muse_attention.core.structures import Clusters, Selection, Summaries
 
 
@@ -102,6 +104,13 @@ def attend(
     weights = masked_softmax(all_logits, lse, present)
     own_weights, key_weights, summary_weights = weights.split([length, length, buckets], dim=-1)
     out = (own_weights + key_weights) @ v + torch.einsum("xhnt,xhntd->xhnd", summary_weights, vbar)
+    if config.uses_first_order:
+        with torch.no_grad():
+            slope, spread_of_keys = _slopes(k, v, clusters.query_centroids.to(q.dtype), bucket, generations, config)
+        reach = (spread_of_keys[:, :, block] * width[..., 0]).sqrt()  # (batch, heads, n)
+        off = r * (LARGEST_REACH / reach.clamp(min=LARGEST_REACH))[..., None]
+        change = torch.einsum("xhnd,xhnde->xhne", off, slope[:, :, block])
+        out = out + summary_weights.sum(-1, keepdim=True) * change
     stands_for = own.int() + key_retrieved.int() + stays.gather(-1, of_key).int()
     return Reference(out, lse, clusters, selection, weights, stands_for)
 
@@ -188,6 +197,41 @@ def _summarise(k: Tensor, v: Tensor, centroids: Tensor, member: Tensor, config: 
     if not config.differentiable_aggregation:
         weights = weights.detach()
     return Summaries(mu, weights @ k[:, :, None], weights @ v[:, :, None]), weights
+
+
+def _slopes(
+    k: Tensor, v: Tensor, centroids: Tensor, bucket: Tensor, generations: Generations, config: MuSeConfig
+) -> tuple[Tensor, Tensor]:
+    """(batch, heads, nb, D, Dv): how the values of the summaries that a block sees change with a query's residual, on
+    average; and (batch, heads, nb): how far their keys are apart.
+
+    For each bucket that is the covariance of its keys and values. All that a block sees are added with the weights that
+    half of the mean centroid gives their keys: less than a query's, because what a query weighs most is retrieved. All
+    of it is constant for the gradient: what would flow through it takes the gradients of keys and values further from
+    those of exact attention.
+    """
+    heads, blocks, block_of_key = k.shape[:2], generations.blocks, torch.arange(k.shape[2]) // config.block_size
+    slopes, spreads = k.new_zeros(*heads, blocks, k.shape[-1], v.shape[-1]), k.new_zeros(*heads, blocks)
+    for block in range(1 if generations.is_causal else 0, blocks):
+        seen = block_of_key < block if generations.is_causal else block_of_key != block
+        seen = seen.to(k.device)
+        centre = TILT_OF_SLOPE * centroids[:, :, generations.of_block(block)].mean(2)  # (batch, heads, D)
+        logits = torch.einsum("xhmd,xhd->xhm", k, centre)
+        weights = masked_softmax(logits, masked_logsumexp(logits, seen), seen)
+        off = k - _mean_of_bucket(k, weights, bucket)
+        slopes[:, :, block] = torch.einsum("xhm,xhmd,xhme->xhde", weights, off, v)
+        spreads[:, :, block] = torch.einsum("xhm,xhmd->xh", weights, off.square()) / k.shape[-1]
+    # What is not finite must poison what attends to it, not all that has a slope.
+    return torch.where(slopes.isfinite(), slopes, 0), torch.where(spreads.isfinite(), spreads, 0)
+
+
+def _mean_of_bucket(x: Tensor, weights: Tensor, bucket: Tensor) -> Tensor:
+    """Of each row's bucket, the weighted mean."""
+    buckets = int(bucket.max()) + 1
+    mass = weights.new_zeros(*weights.shape[:2], buckets).scatter_add(2, bucket, weights)
+    sums = x.new_zeros(*x.shape[:2], buckets, x.shape[-1])
+    sums = sums.scatter_add(2, bucket[..., None].expand_as(x), weights[..., None] * x)
+    return take_rows(sums / torch.where(mass > 0, mass, 1)[..., None], bucket)
 
 
 def _spread(k: Tensor, summaries: Summaries, weights: Tensor, member: Tensor) -> Spread:

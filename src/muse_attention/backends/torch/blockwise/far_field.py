@@ -15,6 +15,7 @@ from muse_attention.backends.torch.blockwise import retrieval
 from muse_attention.backends.torch.blockwise.buckets import Buckets
 from muse_attention.backends.torch.blockwise.columns import Columns, leave_out_retrieved, products, weigh
 from muse_attention.backends.torch.blockwise.query_slots import Slots, most_slots, slot_rows
+from muse_attention.backends.torch.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.torch.blockwise.summaries import Spread, Table, summarise, summarise_backward
 from muse_attention.backends.torch.grouping import transposed
 from muse_attention.config import MuSeConfig
@@ -111,6 +112,7 @@ class _Head:
     transposed_keys: list[Tensor]
     """(R, Q, D, buckets) of each table"""
     spread: Spread
+    slopes: Slopes | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,6 +180,14 @@ class _Block:
         logits = self.columns.logits(slots, residuals, reach, second_order=self.config.uses_second_order)
         return logits, residuals, reach
 
+    def slope(self, residuals: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What the values of summaries gain for each query, (slots, rows, Dv), if they gain any; with the (D, Dv)
+        matrix that the residuals are multiplied by, and the factor of each."""
+        if self.head.slopes is None:
+            return None
+        matrix, factor = self.head.slopes.of_rows(self.place, self.number, reach)
+        return (residuals * factor[..., None]) @ matrix, matrix, factor
+
 
 def _heads(call: Call) -> Iterator[_Head]:
     config, clusters, generations = call.config, call.clusters, call.generations
@@ -201,7 +211,8 @@ def _heads(call: Call) -> Iterator[_Head]:
                 centroids = clusters.query_centroids[sequence, heads.start : heads.stop].to(dtype)
                 tables, spread = summarise(buckets, centroids, generations)
                 keys = [transposed(table.key_mean) for table in tables]
-                yield _Head(call, at, heads, generations, centroids, buckets, tables, keys, spread)
+                slopes = find_slopes(buckets, centroids, generations) if config.uses_first_order else None
+                yield _Head(call, at, heads, generations, centroids, buckets, tables, keys, spread, slopes)
 
 
 def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool) -> Partial:
@@ -213,7 +224,7 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
     first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
     out, lse = queries.new_empty(*slots.rows.shape, value_dim), torch.empty_like(own_lse)
     for some, of_some in slots.split(block.slots_at_once):
-        logits, _, reach = block.score(of_some, queries[some])
+        logits, residuals, reach = block.score(of_some, queries[some])
         weights, shift = weigh(logits)
         if decide:
             log_total = torch.logaddexp(own_lse[some] - shift, weights.sum(-1).log_())
@@ -224,6 +235,8 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
         total = weights.sum(-1)
         sums = products(weights, columns.values, of_some)
         out[some] = sums.div_(torch.where(total == 0, 1, total)[..., None])
+        if slope := block.slope(residuals, reach):
+            out[some] += slope[0]
         lse[some] = total.log_().add_(shift)
     if decide:
         is_tile = slots.tiles >= 0
@@ -263,14 +276,17 @@ def _attend_block_backward(
     first = queries.new_empty(*slots.tiles.shape, seen, dtype=torch.uint8)
     to_queries = torch.empty_like(queries)
     for some, of_some in slots.split(block.slots_at_once):
-        logits, residuals, _ = block.score(of_some, queries[some])
+        logits, residuals, reach = block.score(of_some, queries[some])
+        slope = block.slope(residuals, reach)
+        some_delta = row_delta[some] if slope is None else row_delta[some] - (row_grad[some] * slope[0]).sum(-1)
         weights = exp_(logits.sub_(row_lse[some][..., None]).clamp_(max=0))
         first[some] = _read_selection(of_some, selected, columns)
         leave_out_retrieved(weights, of_some, first[some])
-        d_logits = (
-            products(row_grad[some], of_values[..., :seen], of_some).sub_(row_delta[some][..., None]).mul_(weights)
-        )
+        d_logits = products(row_grad[some], of_values[..., :seen], of_some).sub_(some_delta[..., None]).mul_(weights)
         to_queries[some] = products(d_logits, of_keys, of_some)
+        if slope is not None:
+            _, matrix, factor = slope
+            to_queries[some] += (row_grad[some] @ matrix.mT) * (factor * weights.sum(-1))[..., None]
         for place, cluster in enumerate(of_some.cluster.tolist()):
             d_mass[cluster] += d_logits[place].sum(0)
             d_keys[cluster].addmm_(d_logits[place].mT, residuals[place])

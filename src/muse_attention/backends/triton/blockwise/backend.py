@@ -17,6 +17,7 @@ from muse_attention.backends.triton.blockwise.geometry import Geometry
 from muse_attention.backends.triton.blockwise.key_spread import find_key_spread
 from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.rows import take_residuals
+from muse_attention.backends.triton.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.triton.blockwise.sorting import sort_keys, sort_queries
 from muse_attention.backends.triton.filling import fill
 from muse_attention.backends.triton.key_offset import find_key_offset
@@ -85,8 +86,8 @@ def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
         tensors_and_settings
     )
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
-    memory = assigned.new_empty(Order.size(geometry))
-    order = Order.of(memory, geometry)
+    memory = assigned.new_empty(_memory_size(geometry, key, value))
+    order, slopes = _read(memory, geometry, key, value)
     sort_queries(assigned.flatten(0, 1), geometry, order)
     sort_keys(key_assigned.flatten(0, 1), geometry, order)
     queries, keys, values, centroids, spread = (
@@ -98,9 +99,11 @@ def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
         first_rows = fill(query.new_empty(*query.shape[:2], *shape, dtype=torch.uint8), NO_ROW)
     offset = find_key_offset(keys, geometry.config.block_size)
     columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
+    if config.uses_first_order:
+        find_slopes(keys, values, centroids, offset, order, geometry, slopes)
     residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
     attend_far(
-        Partial(out.flatten(0, 1), lse.flatten(0, 1)), queries, keys, values, residuals, columns, order,
+        Partial(out.flatten(0, 1), lse.flatten(0, 1)), queries, keys, values, residuals, columns, slopes, order,
         first_rows.flatten(0, 1), geometry, is_chosen=chosen is not None, scale=scale,
     )  # fmt: skip
     return (memory,) if chosen is not None else (memory, first_rows)
@@ -131,7 +134,7 @@ def attend_backward(
 def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     *tensors, memory, config, is_causal, scale = tensors_and_settings
     geometry = Geometry.of(tensors[0], tensors[1], config, is_causal=is_causal)
-    order = Order.of(memory, geometry)
+    order, slopes = _read(memory, geometry, *tensors[1:3])
     flat: list[Any] = [None if tensor is None else tensor.flatten(0, 1) for tensor in tensors]
     (
         queries, keys, values, centroids, _, _, spread, grad_queries, grad_keys, grad_values, grad_out, grad_lse, out,
@@ -142,11 +145,13 @@ def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     delta = find_delta(Partial(out, lse), grad_out, grad_lse)
     of_softmax = (grad_out, lse, delta)
     residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
-    add_to_queries(
-        grad_queries, *of_softmax, queries, keys, values, residuals, offset, columns, order, first_rows, geometry,
-        scale=scale,
+    delta_of_summaries = add_to_queries(
+        grad_queries, *of_softmax, queries, keys, values, residuals, offset, columns, slopes, order, first_rows,
+        geometry, scale=scale,
     )  # fmt: skip
-    gradients = find_gradients_of_summaries(*of_softmax, residuals, columns, order, first_rows, geometry)
+    gradients = find_gradients_of_summaries(
+        grad_out, lse, delta_of_summaries, residuals, columns, order, first_rows, geometry
+    )
     add_to_keys(
         grad_keys, grad_values, gradients, *of_softmax, queries, keys, values, centroids, offset, columns, order,
         first_rows, geometry, scale=scale,
@@ -156,7 +161,17 @@ def _attend_backward(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
 
 def memory_size(call: Call) -> int:
     """Integers in the memory that `attend` returns."""
-    return Order.size(Geometry.of(call.query, call.key, call.config, is_causal=call.is_causal))
+    geometry = Geometry.of(call.query, call.key, call.config, is_causal=call.is_causal)
+    return _memory_size(geometry, call.key, call.value)
+
+
+def _memory_size(geometry: Geometry, key: Tensor, value: Tensor) -> int:
+    return Order.size(geometry) + Slopes.size(geometry, key.shape[-1], value.shape[-1], key.dtype)
+
+
+def _read(memory: Tensor, geometry: Geometry, key: Tensor, value: Tensor) -> tuple[Order, Slopes]:
+    of_slopes = memory[Order.size(geometry) :]
+    return Order.of(memory, geometry), Slopes.of(of_slopes, geometry, key.shape[-1], value.shape[-1], key.dtype)
 
 
 def _inputs(call: Call) -> tuple[Tensor, ...]:

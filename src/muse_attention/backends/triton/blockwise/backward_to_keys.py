@@ -24,7 +24,7 @@ from muse_attention.backends.triton.runtime.launching import kernel
 
 FROM_SUMMARIES = {
     128: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128},
-    256: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 1},
+    256: {"CENTROIDS": 16, "num_warps": 4, "num_stages": 2},
     512: {"CENTROIDS": 16, "num_warps": 8, "num_stages": 1},
 }
 FROM_QUERIES = {

@@ -24,6 +24,7 @@ from muse_attention.backends.triton.blockwise.rows import (
     score_columns,
     visible_columns,
 )
+from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
 from muse_attention.backends.triton.blockwise.summaries import Columns
 from muse_attention.backends.triton.device_math import exp_of_less
 from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded
@@ -38,7 +39,7 @@ FROM_COLUMNS = {
 }
 FROM_KEYS = {
     128: {"KEYS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    256: {"KEYS": 64, "num_warps": 4, "num_stages": 1},
+    256: {"KEYS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 _TILE = 64
@@ -68,13 +69,17 @@ def add_to_queries(
     residuals: Residuals,
     key_offset: Tensor,
     columns: Columns,
+    slopes: Slopes,
     order: Order,
     first_rows: Tensor,
     geometry: Geometry,
     *,
     scale: float,
-) -> None:
-    """Add to the (H, N, D) gradients of queries. `lse` is that of the merged softmax, `key_offset` is (G, D)."""
+) -> Tensor:
+    """Add to the (H, N, D) gradients of queries. `lse` is that of the merged softmax, `key_offset` is (G, D).
+
+    Also the `delta` of summaries, (H, nb B), in the order of places: all of them gain the same by a slope.
+    """
     config = geometry.config
     head_dim, value_dim = queries.shape[-1], values.shape[-1]
     tiles = geometry.blocks * geometry.query_tiles
@@ -92,10 +97,11 @@ def add_to_queries(
         **widths(head_dim, value_dim),
         **arithmetic(queries.dtype),
     }
+    delta_of_summaries = torch.empty_like(residuals.width)
     _columns_backward_to_queries[(tiles, geometry.heads)](
-        **shared, **residuals.arguments, **columns.of_logits, first_rows_ptr=first_rows,
-        **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
-        **launch,
+        **shared, **residuals.arguments, **columns.of_logits, **slopes.arguments, first_rows_ptr=first_rows,
+        delta_of_summaries_ptr=delta_of_summaries, **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal,
+        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **launch,
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
@@ -104,6 +110,7 @@ def add_to_queries(
             **listed.arguments, **geometry.sizes(*SIZES_OF_KEYS),
             **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype),
         )  # fmt: skip
+    return delta_of_summaries
 
 
 @kernel(stage="merging", do_not_specialize=["length"])
@@ -126,16 +133,17 @@ def _find_delta_of_rows(
 @kernel(stage="attention to summaries", do_not_specialize=SIZES_OF_COLUMNS)
 def _columns_backward_to_queries(
     grad_queries_ptr, grad_out_ptr, lse_ptr, delta_ptr, key_offset_ptr, residuals_ptr, shift_ptr, width_ptr,
-    log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr,
-    tile_info_ptr, first_rows_ptr, length, block_size, blocks, seen_blocks, query_clusters, key_clusters, summarised,
-    query_tiles, shared_by, SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, SECOND_ORDER: tl.constexpr,
+    log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, most_ptr, slope_ptr, slope_deviation_ptr,
+    query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, delta_of_summaries_ptr, length, block_size, blocks,
+    seen_blocks, query_clusters, key_clusters, summarised, query_tiles, shared_by, LARGEST_REACH: tl.constexpr,
+    SCALE: tl.constexpr, IS_CAUSAL: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's queries from the summaries.
 
     Grid: (nb tiles, H). `grad_queries_ptr`: (H, N, D); `grad_out_ptr`: (H, N, DV); `lse_ptr`, `delta_ptr`: (H, N);
-    `key_offset_ptr`: (G, D); the others as in `_attend_to_columns`.
+    `key_offset_ptr`: (G, D); `delta_of_summaries_ptr`: (H, nb B); the others as in `_attend_to_columns`.
     """
     head = tl.program_id(1).to(tl.int64)
     # (Those that see most come first.)
@@ -160,8 +168,15 @@ def _columns_backward_to_queries(
     # (Rows that do not exist have no weight anywhere.)
     lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
     delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+    if FIRST_ORDER:
+        slope, factor, gain = load_slope(
+            slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DP, DV, DVP,
+            ACC, PRECISION,
+        )  # fmt: skip
+        delta -= tl.sum(gain * grad_out.to(ACC), 1)
+    tl.store(delta_of_summaries_ptr + place + offs_row, delta, mask=mask_row)
     gradient = tl.zeros([ROWS, DP], ACC)  # [ROWS, D]
-    of_offset = tl.zeros([ROWS], ACC)
+    of_offset, of_summaries = tl.zeros([ROWS], ACC), tl.zeros([ROWS], ACC)
     for first in range(0, columns, COLUMNS):
         offs_column, mask_column = visible_columns(first, columns, own_block, key_clusters, COLUMNS, IS_CAUSAL)
         # [COLUMNS, D], [ROWS, COLUMNS]
@@ -173,9 +188,14 @@ def _columns_backward_to_queries(
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
         values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
         response = tl.dot(grad_out, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, COLUMNS]
-        d_logits = exp_of_less(logits, lse[:, None]) * (response - delta[:, None])  # [ROWS, COLUMNS]
+        weights = exp_of_less(logits, lse[:, None])  # [ROWS, COLUMNS]
+        d_logits = weights * (response - delta[:, None])  # [ROWS, COLUMNS]
         of_offset += tl.sum(d_logits, 1)
+        of_summaries += tl.sum(weights, 1)
         gradient = tl.dot(d_logits.to(means.dtype), means, gradient, input_precision=PRECISION, out_dtype=ACC)
+    if FIRST_ORDER:
+        to_residual = tl.dot(grad_out, tl.trans(slope), input_precision=PRECISION, out_dtype=ACC)  # [ROWS, D]
+        gradient += (of_summaries * factor)[:, None] * to_residual
     # (Means of keys are less the offset.)
     offs_d = tl.arange(0, DP)  # [D]
     offset = tl.load(key_offset_ptr + head // shared_by * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, log2_floor, widths
+from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_slot, widths
 from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.rows import SIZES_OF_COLUMNS, Residuals
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
@@ -31,7 +31,7 @@ def find_gradients_of_summaries(
     first_rows: Tensor,
     geometry: Geometry,
 ) -> ColumnGradients:
-    """`lse` and `delta` are (H, N), of the merged softmax."""
+    """`lse` is (H, N), of the merged softmax; `delta` is (H, nb B), what `add_to_queries` returns."""
     config = geometry.config
     head_dim, value_dim = residuals.residuals.shape[-1], grad_out.shape[-1]
     gradients = ColumnGradients.new(columns)
@@ -63,21 +63,19 @@ def _far_backward_to_summaries(
 ):  # fmt: skip
     """Some columns of a block, as one query cluster of one generation sees them.
 
-    Grid: (T chunks, Q, H). `tiles_before_ptr`: (H, nb, Q + 1) int32; `grad_*_ptr` as the columns; the others as in
-    `_far_backward_to_queries`.
+    Grid: (T chunks, Q, H). `delta_ptr`: (H, nb B); `tiles_before_ptr`: (H, nb, Q + 1) int32; `grad_*_ptr` as the
+    columns; the others as in `_columns_backward_to_queries`.
     """
     cluster, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     # (Generations with most queries come first.)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     slot, offs_column = number // chunks, number % chunks * COLUMNS + tl.arange(0, COLUMNS)  # scalar, [COLUMNS]
     key_head = head // shared_by
+    generation, block = generation_of_slot(slot, IS_CAUSAL)
     if IS_CAUSAL:
-        guess = log2_floor(slot + 2)
-        generation = tl.where(slot >= first_summary(guess), guess, guess - 1)
-        block = slot - first_summary(generation)
         first_block, end_block = tl.maximum(block + 1, 1 << generation), tl.minimum(2 << generation, blocks)
     else:
-        block, first_block, end_block = slot, 0, blocks
+        first_block, end_block = 0, blocks
     mask_column = offs_column < key_clusters  # [COLUMNS]
     of_slot = ((head * query_clusters + cluster) * summarised + slot) * key_clusters
     bucket = block * key_clusters + offs_column  # [COLUMNS]
@@ -111,7 +109,7 @@ def _far_backward_to_summaries(
             shift = tl.load(shift_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
             lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
-            delta = tl.load(delta_ptr + head * length + position, mask=mask_row, other=0.0)  # [ROWS]
+            delta = tl.load(delta_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
             wanted_ptrs = first_rows_ptr + (tile + number_of_tile) * seen_blocks * key_clusters + bucket  # [COLUMNS]
             first_row = tl.load(wanted_ptrs, mask=mask_column, other=0).to(tl.int32)  # [COLUMNS]
             # [COLUMNS, ROWS]

@@ -24,6 +24,7 @@ from muse_attention.backends.triton.blockwise.rows import (
     score_columns,
     visible_columns,
 )
+from muse_attention.backends.triton.blockwise.slopes import Slopes, load_slope
 from muse_attention.backends.triton.blockwise.summaries import Columns
 from muse_attention.backends.triton.device_math import LOG2_E, exp_of_less
 from muse_attention.backends.triton.numbers import arithmetic, fitting, padded
@@ -34,12 +35,12 @@ from muse_attention.core.structures import Partial
 
 TO_COLUMNS = {
     128: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
+    256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     512: {"COLUMNS": 32, "num_warps": 4, "num_stages": 1},
 }
 TO_KEYS = {
     128: {"KEYS": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
-    256: {"KEYS": 64, "num_warps": 4, "num_stages": 2},
+    256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
 
@@ -51,6 +52,7 @@ def attend(
     values: Tensor,
     residuals: Residuals,
     columns: Columns,
+    slopes: Slopes,
     order: Order,
     first_rows: Tensor,
     geometry: Geometry,
@@ -71,10 +73,11 @@ def attend(
     result = {"out_ptr": merged.out, "lse_ptr": merged.lse}
     shared = {"ROWS": geometry.rows, **widths(head_dim, value_dim), **arithmetic(queries.dtype)}
     _attend_to_columns[(tiles, geometry.heads)](
-        **residuals.arguments, **columns.arguments, **order.of_queries, first_rows_ptr=first_rows, **result,
+        **residuals.arguments, **columns.arguments, **slopes.arguments, **order.of_queries, first_rows_ptr=first_rows,
+        **result,
         **geometry.sizes(*SIZES_OF_COLUMNS), tolerance=config.tolerance, CAUTION=config.caution,
         LARGEST_GROWTH=LARGEST_GROWTH, IS_CAUSAL=geometry.is_causal, IS_CHOSEN=is_chosen,
-        SECOND_ORDER=config.uses_second_order, **shared, **launch,
+        FIRST_ORDER=config.uses_first_order, SECOND_ORDER=config.uses_second_order, **shared, **launch,
     )  # fmt: skip
     for begin, end in ranges_of_columns(geometry):
         listed = list_pieces(first_rows, begin, end, order, geometry)
@@ -109,15 +112,16 @@ def _include(logits, values, largest, total, weighted, ACC: tl.constexpr, PRECIS
 @kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "tolerance"])
 def _attend_to_columns(
     residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr,
-    most_ptr, worth_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr, out_ptr, lse_ptr, length,
-    block_size, blocks, seen_blocks, query_clusters, key_clusters, summarised, query_tiles, shared_by, tolerance,
-    CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_CHOSEN: tl.constexpr,
-    SECOND_ORDER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    most_ptr, worth_ptr, slope_ptr, slope_deviation_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, first_rows_ptr,
+    out_ptr, lse_ptr, length, block_size, blocks, seen_blocks, query_clusters, key_clusters, summarised, query_tiles,
+    shared_by, tolerance, LARGEST_REACH: tl.constexpr, CAUTION: tl.constexpr, LARGEST_GROWTH: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, IS_CHOSEN: tl.constexpr, FIRST_ORDER: tl.constexpr, SECOND_ORDER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Decide what a tile's queries retrieve, and attend to the summaries of all the rest.
 
-    Grid: (nb tiles, H). Residuals as in `Residuals`, columns as in `Columns`, orders and tiles as in `Order`;
+    Grid: (nb tiles, H). Residuals, columns, slopes, orders and tiles as in the classes of these names;
     `first_rows_ptr`: (H, nb, tiles, seen blocks K) uint8; `out_ptr`: (H, N, DV) and `lse_ptr`: (H, N), in the order of
     the inputs, read and written.
     """
@@ -189,6 +193,13 @@ def _attend_to_columns(
         logits = tl.where(offs_row[:, None] < first_row[None, :], logits, float("-inf"))
         values = load_rows(value_mean_ptr, of_cluster, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
         largest, total, weighted = _include(logits, values, largest, total, weighted, ACC, PRECISION)
+    if FIRST_ORDER:
+        _, _, gain = load_slope(
+            slope_ptr, slope_deviation_ptr, head * blocks + own_block, residual, width, LARGEST_REACH, D, DP, DV, DVP,
+            ACC, PRECISION,
+        )  # fmt: skip
+        of_summaries = total - tl.exp2((own_lse - largest) * LOG2_E)  # [ROWS]
+        weighted += of_summaries[:, None] * gain
     store_rows(out_ptr, head * length, position, mask_row, weighted / total[:, None], DV, DVP)
     tl.store(lse_ptr + head * length + position, largest + tl.log(total) + shift, mask=mask_row)
 

@@ -116,6 +116,17 @@ def generation_of_block(block, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def generation_of_slot(slot, IS_CAUSAL: tl.constexpr):
+    """The generation that a slot of summaries belongs to, and the block that is summarised there."""
+    if IS_CAUSAL:
+        guess = log2_floor(slot + 2)
+        generation = tl.where(slot >= first_summary(guess), guess, guess - 1)
+        return generation, slot - first_summary(generation)
+    else:
+        return slot * 0, slot
+
+
+@triton.jit
 def first_summary(generation):
     """Of causal generations: each before it has summaries of `2^(s+1) - 1` blocks."""
     return (2 << generation) - 2 - generation

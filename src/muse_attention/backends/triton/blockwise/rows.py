@@ -89,6 +89,8 @@ def _take_residuals_of_tile(
     generation, _ = generation_of_block(tl.program_id(0) // query_tiles, IS_CAUSAL)
     row = (head * generations + generation) * query_clusters + cluster
     centroid = tl.load(centroids_ptr + row * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]
+    # (Less the centroid as summaries are taken at it: rounded.)
+    centroid = centroid.to(queries_ptr.dtype.element_ty).to(ACC)
     residual = query.to(ACC) * SCALE - centroid[None, :]  # [ROWS, D]
     key_head = head // shared_by
     offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=mask_d, other=0.0).to(ACC)  # [D]

@@ -19,13 +19,13 @@ from muse_attention.core.precision import compute_dtype
 
 SUMMARISE = {
     128: {"ROWS": 16, "KEYS": 32, "num_warps": 1, "num_stages": 1},
-    256: {"ROWS": 16, "KEYS": 32, "num_warps": 2, "num_stages": 1},
+    256: {"ROWS": 16, "KEYS": 16, "num_warps": 1, "num_stages": 1},
     512: {"ROWS": 16, "KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
 
 
 _SIZES = (
-    "length", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised", "key_room", "shared_by",
+    "length", "seen_blocks", "key_clusters", "generations", "summarised", "key_room", "shared_by",
 )  # fmt: skip
 
 
@@ -88,7 +88,8 @@ def summarise(
     """Of (G, N, D) keys and (G, N, Dv) values, for (H, S, Q, D) centroids; `key_offset` is (G, D)."""
     head_dim, value_dim = keys.shape[-1], values.shape[-1]
     config, generations = geometry.config, geometry.generations
-    shape = (geometry.heads, config.query_clusters, generations.summarised_blocks, config.key_clusters)
+    clusters = centroids.shape[2]
+    shape = (geometry.heads, clusters, generations.summarised_blocks, config.key_clusters)
     log_mass = keys.new_empty(shape, dtype=compute_dtype(keys.dtype))
     of_buckets = (geometry.key_heads, geometry.seen_blocks, config.key_clusters)
     columns = Columns(
@@ -101,16 +102,17 @@ def summarise(
         log_mass.new_empty(of_buckets),
     )
     launch = fitting(SUMMARISE, head_dim, value_dim, keys.dtype)
-    chunks = cdiv(generations.number * config.query_clusters, launch["ROWS"])
+    chunks = cdiv(generations.number * clusters, launch["ROWS"])
     _summarise_bucket[(geometry.columns, chunks, geometry.heads)](
         keys_ptr=keys, values_ptr=values, centroids_ptr=centroids, key_offset_ptr=key_offset, **order.of_buckets,
-        **columns.arguments, **geometry.sizes(*_SIZES), mean_size=config.mean_bucket, LEAST_PLAIN=LEAST_PLAIN_SPREAD,
-        IS_CAUSAL=geometry.is_causal, **widths(head_dim, value_dim), **arithmetic(keys.dtype), **launch,
+        **columns.arguments, **geometry.sizes(*_SIZES), query_clusters=clusters, mean_size=config.mean_bucket,
+        LEAST_PLAIN=LEAST_PLAIN_SPREAD, IS_CAUSAL=geometry.is_causal, **widths(head_dim, value_dim),
+        **arithmetic(keys.dtype), **launch,
     )  # fmt: skip
     return columns
 
 
-@kernel(stage="summaries", do_not_specialize=[*_SIZES, "mean_size"])
+@kernel(stage="summaries", do_not_specialize=[*_SIZES, "query_clusters", "mean_size"])
 def _summarise_bucket(
     keys_ptr, values_ptr, centroids_ptr, key_offset_ptr, key_order_ptr, key_starts_ptr, key_sizes_ptr, log_mass_ptr,
     key_mean_ptr, value_mean_ptr, deviation_ptr, feared_ptr, most_ptr, worth_ptr, length, seen_blocks,

@@ -1,0 +1,258 @@
+"""How the values of summaries change with a query's residual: one matrix for all the buckets that a block sees.
+
+For each bucket that is the covariance of its keys and values, `sum w k v^T` less its means. It is a constant for the
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_attention.backends.triton.blockwise.geometry import (
+    Geometry,
+    generation_of_block,
+    generation_of_slot,
+    widths,
+)
+from muse_attention.backends.triton.blockwise.order import Order
+from muse_attention.backends.triton.blockwise.summaries import summarise
+from muse_attention.backends.triton.device_math import LOG2_E, exp_of_less, finite_square
+from muse_attention.backends.triton.integer_tables import size_of_tables
+from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded, power_of_two
+from muse_attention.backends.triton.row_tiles import load_rows
+from muse_attention.backends.triton.runtime.launching import kernel
+from muse_attention.core.precision import compute_dtype
+from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
+
+SUM_SLOPES = {
+    128: {"KEYS": 64, "num_warps": 4, "num_stages": 3},
+    256: {"KEYS": 64, "num_warps": 4, "num_stages": 1},
+    512: {"KEYS": 16, "num_warps": 8, "num_stages": 1},
+}
+_PARTS = 4
+"""Programs that share the keys of a block."""
+_DIMS = 16
+"""Rows of a matrix that one program adds up."""
+_OF_SUMS = ("length", "block_size", "key_clusters", "generations", "summarised", "shared_by")
+_OF_BLOCKS = ("blocks", "summarised")
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Of all blocks that see another; the rows of others are not written."""
+
+    matrix: Tensor
+    """(H, nb, D, Dv)"""
+    deviation: Tensor
+    """(H, nb): standard deviation of the keys about the means of their buckets"""
+
+    @staticmethod
+    def size(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+        """Integers that have room for all of it."""
+        return sum(_rooms(geometry, head_dim, value_dim, dtype)) if geometry.config.uses_first_order else 0
+
+    @classmethod
+    def of(cls, memory: Tensor, geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype) -> Slopes:
+        """Views of a tensor of integers of that size."""
+        blocks, wide = (geometry.heads, geometry.blocks), compute_dtype(dtype)
+        if not geometry.config.uses_first_order:  # of which nothing is read
+            return cls(memory.new_empty(1, dtype=dtype), memory.new_empty(1, dtype=wide))
+        of_matrix, of_deviation = memory.split(_rooms(geometry, head_dim, value_dim, dtype))
+        return cls(
+            of_matrix.view(dtype)[: math.prod(blocks) * head_dim * value_dim].view(*blocks, head_dim, value_dim),
+            of_deviation.view(wide)[: math.prod(blocks)].view(blocks),
+        )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As kernels take them."""
+        return {"slope_ptr": self.matrix, "slope_deviation_ptr": self.deviation, "LARGEST_REACH": LARGEST_REACH}
+
+
+def _rooms(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype) -> list[int]:
+    """Integers for the matrices and for the deviations."""
+    blocks = geometry.heads * geometry.blocks
+    sizes = [blocks * head_dim * value_dim * dtype.itemsize, blocks * compute_dtype(dtype).itemsize]
+    return [size_of_tables([(cdiv(size, torch.int32.itemsize),)]) for size in sizes]
+
+
+def find_slopes(
+    keys: Tensor,
+    values: Tensor,
+    centroids: Tensor,
+    key_offset: Tensor,
+    order: Order,
+    geometry: Geometry,
+    slopes: Slopes,
+) -> None:
+    """Write those of (G, N, D) keys and (G, N, Dv) values, for (H, S, Q, D) centroids; `key_offset` is (G, D)."""
+    heads, generations, _, head_dim = centroids.shape
+    value_dim = values.shape[-1]
+    shared = {**widths(head_dim, value_dim), "ACC": arithmetic(keys.dtype)["ACC"]}
+    centres = torch.empty_like(centroids[:, :, :1])
+    _find_centre[(generations, heads)](
+        centroids_ptr=centroids, centres_ptr=centres, clusters=centroids.shape[2], TILT=TILT_OF_SLOPE, D=head_dim,
+        DP=padded(head_dim), QP=padded(centroids.shape[2]), ACC=shared["ACC"],
+    )  # fmt: skip
+    columns = summarise(keys, values, centres, key_offset, order, geometry)
+    slots = (heads, geometry.generations.summarised_blocks)
+    sums = centroids.new_empty(*slots, _PARTS, head_dim, value_dim)
+    largest, total, moment = (sums.new_empty(slots) for _ in range(3))
+    of_slots = {"sums_ptr": sums, "largest_ptr": largest, "total_ptr": total, "moment_ptr": moment}
+    _sum_slopes_of_part[(_PARTS, *reversed(slots))](
+        keys_ptr=keys, values_ptr=values, centres_ptr=centres, key_offset_ptr=key_offset,
+        log_mass_ptr=columns.log_mass, key_mean_ptr=columns.key_mean, value_mean_ptr=columns.value_mean,
+        deviation_ptr=columns.deviation, **of_slots, **geometry.sizes(*_OF_SUMS), IS_CAUSAL=geometry.is_causal,
+        KP=padded(geometry.config.key_clusters), MEANS=padded(cdiv(geometry.config.key_clusters, _PARTS)),
+        PRECISION=arithmetic(keys.dtype)["PRECISION"], **shared,
+        **fitting(SUM_SLOPES, head_dim, value_dim, keys.dtype),
+    )  # fmt: skip
+    _add_slopes_of_blocks[(cdiv(head_dim, _DIMS), geometry.blocks, heads)](
+        **of_slots, slope_ptr=slopes.matrix, slope_deviation_ptr=slopes.deviation, **geometry.sizes(*_OF_BLOCKS),
+        IS_CAUSAL=geometry.is_causal, LARGEST=torch.finfo(keys.dtype).max, DIMS=_DIMS, PARTS=_PARTS,
+        BLOCKS=power_of_two(geometry.seen_blocks), num_warps=4, **shared,
+    )  # fmt: skip
+
+
+@kernel(stage="summaries", do_not_specialize=["clusters"])
+def _find_centre(
+    centroids_ptr, centres_ptr, clusters, TILT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QP: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """A part of the mean centroid of a generation.
+
+    Grid: (S, H). `centroids_ptr`: (H, S, Q, D); `centres_ptr`: (H, S, 1, D).
+    """
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    offs_d, offs_q = tl.arange(0, DP), tl.arange(0, QP)  # [D], [Q]
+    centroids = load_rows(centroids_ptr, row * clusters, offs_q, offs_q < clusters, D, DP).to(ACC)  # [Q, D]
+    tl.store(centres_ptr + row * D + offs_d, tl.sum(centroids, 0) * TILT / clusters.to(ACC), mask=offs_d < D)
+
+
+@kernel(stage="summaries", do_not_specialize=_OF_SUMS)
+def _sum_slopes_of_part(
+    keys_ptr, values_ptr, centres_ptr, key_offset_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr,
+    sums_ptr, largest_ptr, total_ptr, moment_ptr, length, block_size, key_clusters, generations, summarised,
+    shared_by, IS_CAUSAL: tl.constexpr, KP: tl.constexpr, MEANS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of some keys of a block with their values, less those of the means of some of its buckets, with weights
+    relative to the heaviest bucket.
+
+    Grid: (parts, T, H). `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); `centres_ptr`: (H, S, 1, D);
+    `key_offset_ptr`: (G, D); summaries as in `Columns`, of the one centre of each generation; `sums_ptr`: (H, T, parts,
+    D, DV); `largest_ptr`, `total_ptr`, `moment_ptr`: (H, T).
+    """
+    part, slot, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key_head = head // shared_by
+    generation, block = generation_of_slot(slot, IS_CAUSAL)
+    offs_d, offs_x, offs_key = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, KEYS)  # [D], [DV], [KEYS]
+    centre = tl.load(centres_ptr + (head * generations + generation) * D + offs_d, mask=offs_d < D, other=0.0)  # [D]
+    centre = centre.to(keys_ptr.dtype.element_ty).to(ACC)
+    offset = tl.load(key_offset_ptr + key_head * D + offs_d, mask=offs_d < D, other=0.0).to(ACC)  # [D]
+    of_slot = (head * summarised + slot) * key_clusters
+    offs_cluster = tl.arange(0, KP)
+    masses = tl.load(log_mass_ptr + of_slot + offs_cluster, mask=offs_cluster < key_clusters, other=float("-inf"))
+    largest = tl.max(masses, 0)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    if part == 0:
+        shares = exp_of_less(masses, shift)  # [KP]
+        deviations = tl.load(deviation_ptr + of_slot + offs_cluster, mask=offs_cluster < key_clusters, other=0.0)
+        at = head * summarised + slot
+        tl.store(largest_ptr + at, largest)
+        tl.store(total_ptr + at, tl.sum(shares, 0))
+        tl.store(moment_ptr + at, tl.sum(shares * deviations * deviations, 0))
+
+    # 1. Keys, in the order of the sequence.
+    sums = tl.zeros([DP, DVP], ACC)  # [D, DV]
+    rows = tl.cdiv(tl.cdiv(block_size, tl.num_programs(0)), KEYS) * KEYS
+    first, end = block * block_size + part * rows, tl.minimum((block + 1) * block_size, length)
+    for begin in range(first, tl.minimum(first + rows, end), KEYS):
+        mask_key = begin + offs_key < end  # [KEYS]
+        keys = load_rows(keys_ptr, key_head * length + begin, offs_key, mask_key, D, DP).to(ACC)  # [KEYS, D]
+        values = load_rows(values_ptr, key_head * length + begin, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
+        logits = tl.sum(keys * centre[None, :], 1)  # [KEYS]
+        weights = tl.where(mask_key, exp_of_less(logits, shift), 0.0)  # [KEYS]
+        weighted = (keys - offset[None, :]) * weights[:, None]  # [KEYS, D]
+        sums = tl.dot(tl.trans(weighted.to(values.dtype)), values, sums, input_precision=PRECISION, out_dtype=ACC)
+
+    # 2. Buckets. (Their means of keys are less the offset.)
+    buckets = tl.cdiv(key_clusters, tl.num_programs(0))
+    offs_mean = part * buckets + tl.arange(0, MEANS)  # [MEANS]
+    mask_mean = offs_mean < tl.minimum((part + 1) * buckets, key_clusters)  # [MEANS]
+    means = load_rows(key_mean_ptr, of_slot, offs_mean, mask_mean, D, DP).to(ACC)  # [MEANS, D]
+    values = load_rows(value_mean_ptr, of_slot, offs_mean, mask_mean, DV, DVP)  # [MEANS, DV]
+    masses = tl.load(log_mass_ptr + of_slot + offs_mean, mask=mask_mean, other=float("-inf"))  # [MEANS]
+    weighted = -means * exp_of_less(masses, shift)[:, None]  # [MEANS, D]
+    sums = tl.dot(tl.trans(weighted.to(values.dtype)), values, sums, input_precision=PRECISION, out_dtype=ACC)
+    at = (head * summarised + slot) * tl.num_programs(0) + part
+    mask = (offs_d < D)[:, None] & (offs_x < DV)[None, :]  # [D, DV]
+    tl.store(sums_ptr + at * D * DV + offs_d[:, None] * DV + offs_x[None, :], sums, mask=mask)
+
+
+@kernel(stage="summaries", do_not_specialize=_OF_BLOCKS)
+def _add_slopes_of_blocks(
+    sums_ptr, largest_ptr, total_ptr, moment_ptr, slope_ptr, slope_deviation_ptr, blocks, summarised,
+    IS_CAUSAL: tl.constexpr, LARGEST: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Some rows of the matrix of a block: sums over all blocks that it sees, as one softmax.
+
+    Grid: (D / DIMS, nb, H). `slope_ptr`: (H, nb, D, DV); `slope_deviation_ptr`: (H, nb); the others as in
+    `_sum_slopes_of_part`.
+    """
+    own_block, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    seen = own_block if IS_CAUSAL else blocks
+    if seen == 0:
+        return
+    _, slot = generation_of_block(own_block, IS_CAUSAL)
+    first = head * summarised + slot
+    offs_block = tl.arange(0, BLOCKS)
+    mask_block = offs_block < seen  # [BLOCKS]
+    if not IS_CAUSAL:
+        mask_block &= offs_block != own_block
+    largest = tl.load(largest_ptr + first + offs_block, mask=mask_block, other=float("-inf"))  # [BLOCKS]
+    top = tl.max(largest, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    shares = tl.exp2((largest - top) * LOG2_E)  # [BLOCKS]
+    total = tl.sum(tl.load(total_ptr + first + offs_block, mask=mask_block, other=0.0) * shares, 0)
+    moment = tl.sum(tl.load(moment_ptr + first + offs_block, mask=mask_block, other=0.0) * shares, 0)
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    offs_d, offs_x = tl.program_id(0) * DIMS + tl.arange(0, DIMS), tl.arange(0, DVP)  # [DIMS], [DV]
+    mask = (offs_d < D)[:, None] & (offs_x < DV)[None, :]  # [DIMS, DV]
+    offs = offs_d[:, None] * DV + offs_x[None, :]  # [DIMS, DV]
+    slope = tl.zeros([DIMS, DVP], ACC)  # [DIMS, DV]
+    for block in range(0, seen):
+        share = tl.exp2((tl.load(largest_ptr + first + block) - top) * LOG2_E)
+        if not IS_CAUSAL:
+            share = tl.where(block == own_block, 0.0, share)
+        for part in range(0, PARTS):
+            slope += share * tl.load(sums_ptr + ((first + block) * PARTS + part) * D * DV + offs, mask=mask, other=0.0)
+    slope *= inverse
+    # What is not finite must poison what attends to it, not all that has a slope.
+    slope = tl.where(tl.abs(slope) < LARGEST, slope, 0.0)
+    at = head * blocks + own_block
+    tl.store(slope_ptr + at * D * DV + offs, slope, mask=mask)
+    if tl.program_id(0) == 0:
+        tl.store(slope_deviation_ptr + at, tl.sqrt(finite_square(moment * inverse)))
+
+
+@triton.jit
+def load_slope(
+    slope_ptr, slope_deviation_ptr, of_block, residual, width, LARGEST_REACH: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The matrix of a block, [D, DV]; what residuals are multiplied by, [ROWS]; and what values gain, [ROWS, DV]."""
+    offs_d = tl.arange(0, DP)  # [D]
+    slope = load_rows(slope_ptr, of_block * D, offs_d, offs_d < D, DV, DVP)  # [D, DV]
+    reach = width * tl.load(slope_deviation_ptr + of_block)  # [ROWS]
+    factor = LARGEST_REACH / tl.maximum(reach, LARGEST_REACH)  # [ROWS]
+    off = (residual.to(ACC) * factor[:, None]).to(slope.dtype)  # [ROWS, D]
+    return slope, factor, tl.dot(off, slope, input_precision=PRECISION, out_dtype=ACC)
