@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from muse_attention.backends.triton.blockwise.geometry import Geometry, generation_of_slot, widths
+from muse_attention.backends.triton.blockwise.geometry import Geometry, first_summary, widths
 from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.rows import SIZES_OF_COLUMNS, Residuals
 from muse_attention.backends.triton.blockwise.summaries import ColumnGradients, Columns
@@ -36,14 +36,12 @@ def find_gradients_of_summaries(
     head_dim, value_dim = residuals.residuals.shape[-1], grad_out.shape[-1]
     gradients = ColumnGradients.new(columns)
     launch = fitting(TO_SUMMARIES, head_dim, value_dim, grad_out.dtype)
-    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(config.key_clusters))}
-    chunks = cdiv(config.key_clusters, launch["COLUMNS"])
-    _far_backward_to_summaries[
-        (geometry.generations.summarised_blocks * chunks, config.query_clusters, geometry.heads)
-    ](
+    launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
+    centroids = geometry.generations.number * config.query_clusters
+    _far_backward_to_summaries[(cdiv(geometry.columns, launch["COLUMNS"]), centroids, geometry.heads)](
         grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, **residuals.arguments, **columns.of_logits,
         query_order_ptr=order.queries, tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info,
-        tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments, chunks=chunks,
+        tiles_before_ptr=order.query_tiles_before, first_rows_ptr=first_rows, **gradients.arguments,
         **geometry.sizes(*SIZES_OF_COLUMNS), IS_CAUSAL=geometry.is_causal, SECOND_ORDER=config.uses_second_order,
         IS_FROZEN=not config.differentiable_aggregation, TILE=config.tile, ROWS=geometry.rows,
         **widths(head_dim, value_dim), **arithmetic(grad_out.dtype), **launch,
@@ -51,40 +49,43 @@ def find_gradients_of_summaries(
     return gradients
 
 
-@kernel(stage="attention to summaries", do_not_specialize=[*SIZES_OF_COLUMNS, "chunks"])
+@kernel(stage="attention to summaries", do_not_specialize=SIZES_OF_COLUMNS)
 def _far_backward_to_summaries(
     grad_out_ptr, lse_ptr, delta_ptr, residuals_ptr, shift_ptr, width_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr,
     deviation_ptr, most_ptr, query_order_ptr, tile_begin_ptr, tile_info_ptr, tiles_before_ptr, first_rows_ptr,
     grad_log_mass_ptr, grad_key_mean_ptr, grad_value_mean_ptr, length, block_size, blocks, seen_blocks,
-    query_clusters, key_clusters, summarised, query_tiles, shared_by, chunks, IS_CAUSAL: tl.constexpr,
+    query_clusters, key_clusters, summarised, query_tiles, shared_by, IS_CAUSAL: tl.constexpr,
     SECOND_ORDER: tl.constexpr, IS_FROZEN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a block, as one query cluster of one generation sees them.
+    """Some columns, as one query cluster of one generation sees them.
 
-    Grid: (T chunks, Q, H). `delta_ptr`: (H, nb B); `tiles_before_ptr`: (H, nb, Q + 1) int32; `grad_*_ptr` as the
-    columns; the others as in `_columns_backward_to_queries`.
+    Grid: (columns / COLUMNS, S Q, H). `delta_ptr`: (H, nb B); `tiles_before_ptr`: (H, nb, Q + 1) int32; `grad_*_ptr` as
+    the columns; the others as in `_columns_backward_to_queries`.
     """
-    cluster, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     # (Generations with most queries come first.)
-    number = tl.num_programs(0) - 1 - tl.program_id(0)
-    slot, offs_column = number // chunks, number % chunks * COLUMNS + tl.arange(0, COLUMNS)  # scalar, [COLUMNS]
+    row, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2).to(tl.int64)
+    generation, cluster = row // query_clusters, row % query_clusters
     key_head = head // shared_by
-    generation, block = generation_of_slot(slot, IS_CAUSAL)
+    first = tl.program_id(0) * COLUMNS
     if IS_CAUSAL:
-        first_block, end_block = tl.maximum(block + 1, 1 << generation), tl.minimum(2 << generation, blocks)
+        end_block = tl.minimum(2 << generation, blocks)
+        first_block, columns = tl.maximum(first // key_clusters + 1, 1 << generation), (end_block - 1) * key_clusters
     else:
-        first_block, end_block = 0, blocks
-    mask_column = offs_column < key_clusters  # [COLUMNS]
+        first_block, end_block, columns = 0, blocks, blocks * key_clusters
+    if first >= columns:
+        return
+    offs_column = first + tl.arange(0, COLUMNS)
+    mask_column = offs_column < columns  # [COLUMNS]
+    slot = first_summary(generation) if IS_CAUSAL else 0
     of_slot = ((head * query_clusters + cluster) * summarised + slot) * key_clusters
-    bucket = block * key_clusters + offs_column  # [COLUMNS]
     means = load_rows(key_mean_ptr, of_slot, offs_column, mask_column, D, DP)  # [COLUMNS, D]
     values = load_rows(value_mean_ptr, of_slot, offs_column, mask_column, DV, DVP)  # [COLUMNS, DV]
     masses = tl.load(log_mass_ptr + of_slot + offs_column, mask=mask_column, other=float("-inf"))  # [COLUMNS]
     if SECOND_ORDER:
         deviations = tl.load(deviation_ptr + of_slot + offs_column, mask=mask_column, other=0.0)  # [COLUMNS]
-        ptrs = most_ptr + key_head * seen_blocks * key_clusters + bucket  # [COLUMNS]
+        ptrs = most_ptr + key_head * seen_blocks * key_clusters + offs_column  # [COLUMNS]
         most = tl.load(ptrs, mask=mask_column, other=0.0)  # [COLUMNS]
     d_means = tl.zeros([COLUMNS, DP], ACC)  # [COLUMNS, D]
     d_values = tl.zeros([COLUMNS, DVP], ACC)  # [COLUMNS, DV]
@@ -95,8 +96,8 @@ def _far_backward_to_summaries(
         before_ptr = tiles_before_ptr + of_block * (query_clusters + 1) + cluster
         first_tile, tiles = tl.load(before_ptr), tl.load(before_ptr + 1)
         tiles -= first_tile
-        if not IS_CAUSAL:
-            tiles = tl.where(own_block == block, 0, tiles)
+        block = offs_column // key_clusters  # [COLUMNS]
+        is_seen = block < own_block if IS_CAUSAL else block != own_block  # [COLUMNS]
         # The tiles of a cluster follow each other, and all but the last are full.
         tile = of_block * query_tiles + first_tile
         begin = head * blocks * block_size + tl.load(tile_begin_ptr + tile, mask=tiles > 0, other=0)
@@ -110,8 +111,8 @@ def _far_backward_to_summaries(
             grad_out = load_rows(grad_out_ptr, head * length, position, mask_row, DV, DVP)  # [ROWS, DV]
             lse = tl.load(lse_ptr + head * length + position, mask=mask_row, other=float("inf")) - shift  # [ROWS]
             delta = tl.load(delta_ptr + place + offs_row, mask=mask_row, other=0.0)  # [ROWS]
-            wanted_ptrs = first_rows_ptr + (tile + number_of_tile) * seen_blocks * key_clusters + bucket  # [COLUMNS]
-            first_row = tl.load(wanted_ptrs, mask=mask_column, other=0).to(tl.int32)  # [COLUMNS]
+            wanted_ptrs = first_rows_ptr + (tile + number_of_tile) * seen_blocks * key_clusters + offs_column
+            first_row = tl.load(wanted_ptrs, mask=mask_column & is_seen, other=0).to(tl.int32)  # [COLUMNS]
             # [COLUMNS, ROWS]
             logits = tl.dot(means, tl.trans(residual), input_precision=PRECISION, out_dtype=ACC) + masses[:, None]
             if SECOND_ORDER:
