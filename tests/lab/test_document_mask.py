@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.pretraining.batches import Windows
 from muse_lab.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus, read_corpus
 from muse_lab.pretraining.data.corpus_documents import Buckets
@@ -21,6 +19,7 @@ from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import make_batches, train
+from tests.command_line import assert_refused, run_muse
 from tests.lab.test_prepare import SMALL as PREPARED
 from tests.lab.test_prepare import contents, make, source
 from tests.training_runs import SMALL, losses
@@ -34,10 +33,13 @@ END = 0
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Documents of a few tokens up to several rows."""
+    return make_packed(tmp_path_factory.mktemp("packed"), ROW)
+
+
+def make_packed(folder: Path, row: int | None) -> Corpus:
+    """Documents of a few tokens up to several rows; in rows of so many tokens, or one after another for None."""
     found = {f"project{n}": {"a.py": source(n, 4 + 5 * n)} for n in range(40)}
-    settings = dataclasses.replace(PREPARED, buckets=Buckets(1, 4096), pack=ROW)
-    return make(tmp_path_factory.mktemp("packed"), settings, found)
+    return make(folder, dataclasses.replace(PREPARED, buckets=Buckets(1, 4096), pack=row), found)
 
 
 def documents_of(corpus: Corpus) -> list[Tensor]:
@@ -64,8 +66,7 @@ def test_rows_hold_whole_documents(packed: Corpus) -> None:
 
 
 def test_the_documents_are_those_of_an_unpacked_corpus(packed: Corpus, tmp_path: Path) -> None:
-    found = {f"project{n}": {"a.py": source(n, 4 + 5 * n)} for n in range(40)}
-    unpacked = make(tmp_path, dataclasses.replace(PREPARED, buckets=Buckets(1, 4096)), found)
+    unpacked = make_packed(tmp_path, None)
     expected: list[Tensor] = []
     for stream in unpacked.streams(TRAIN):
         for document in unpacked.documents(stream):
@@ -75,8 +76,7 @@ def test_the_documents_are_those_of_an_unpacked_corpus(packed: Corpus, tmp_path:
 
 
 def test_the_same_sources_give_the_same_bytes(packed: Corpus, tmp_path: Path) -> None:
-    found = {f"project{n}": {"a.py": source(n, 4 + 5 * n)} for n in range(40)}
-    make(tmp_path, dataclasses.replace(PREPARED, buckets=Buckets(1, 4096), pack=ROW), found)
+    make_packed(tmp_path, ROW)
     assert contents(tmp_path) == contents(packed.folder)
 
 
@@ -142,12 +142,10 @@ def test_the_option_packs(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / "texts" / f"project{number}").mkdir(parents=True)
         (tmp_path / "texts" / f"project{number}" / "a.py").write_text(source(number, 30 + 10 * number))
-    words = ["prepare", str(tmp_path / "texts"), "--output", str(tmp_path / "corpus"), "--vocabulary", "400"]
-    result = CliRunner().invoke(commands.app, [*words, "--pack", "256", "--held-out", "0.2"])
-    assert result.exit_code == 0, result.output
+    words = ["prepare", tmp_path / "texts", "--output", tmp_path / "corpus", "--vocabulary", "400", "--held-out", "0.2"]
+    code, _, err = run_muse(*words, "--pack", "256")
+    assert code == 0, err
     corpus = read_corpus(tmp_path / "corpus")
     assert corpus.manifest.settings["pack"] == 256
     assert all(stream.tokens % 256 == 0 for stream in corpus.manifest.streams)
-    again = CliRunner().invoke(commands.app, [*words, "--smallest", "1", "--held-out", "0.2"])
-    assert again.exit_code == 2
-    assert "pack was 256, now none" in " ".join(again.output.split())
+    assert_refused(run_muse(*words, "--smallest", "1"), "pack was 256, now none")

@@ -12,18 +12,18 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.evaluation.tasks.benchmarks import BENCHMARKS
 from muse_lab.models import load_model
 from muse_lab.pretraining.model.configuration import DecoderConfig
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
+from tests.command_line import run_muse
 from tests.models import tiny_llama
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -80,9 +80,7 @@ ESSAYS = [{"text": "The moon is far. " * 300}, {"text": "Some  say\nit is near. 
 def _without_network() -> Iterator[None]:
     """Whoever asks for it fails, from the first import of lm-eval's tasks on."""
 
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("the network was asked for")
-
+    refuse = Mock(side_effect=AssertionError("the network was asked for"))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             patch.setenv(name, "1")  # which importing the harness does, and who comes after this module may not expect
@@ -384,9 +382,9 @@ def test_a_tokenizer_without_an_end_is_refused(model_folder: Path) -> None:
 def test_the_command_runs_tasks_of_every_kind(model_folder: Path, data: Path, tmp_path: Path) -> None:
     arguments = ["eval", "tasks", model_folder, "--task", "arc_easy,lcc,niah_single_1,niah_single_2", "--length", "1k"]
     arguments += ["--attention", "muse:QK2R1B64", "--limit", "1", "--data", data, "--device", "cpu"]
-    finished = CliRunner().invoke(commands.app, [*map(str, arguments), "--output", str(tmp_path)])
-    assert finished.exit_code == 0, finished.stderr
-    assert all(line.startswith("muse: ") for line in finished.stderr.splitlines())
+    code, _, err = run_muse(*arguments, "--output", tmp_path)
+    assert code == 0, err
+    assert all(line.startswith("muse: ") for line in err.splitlines())
     document = json.loads((tmp_path / f"{model_folder.name}.json").read_text())
     assert [(entry["task"], entry["length"], entry["samples"]) for entry in document["tasks"]] == [
         ("arc_easy", None, 1),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -12,14 +11,13 @@ import pytest
 import torch
 
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
-from muse_lab.pretraining.data.corpus_documents import Buckets
 from muse_lab.pretraining.mesh_shape import MeshShape, choose_shape
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import get_recipe, override, tiny
 from muse_lab.pretraining.training import train
-from tests.lab.test_prepare import SMALL as PREPARED
-from tests.lab.test_prepare import make, source
+from tests.lab.test_document_mask import make_packed
+from tests.lab.test_prepare import make
 from tests.mesh_runs import ALONE, HEADS, NEEDLES, PACKED, PLAIN, STOPPED_AFTER, UPDATES, run, small_model
 from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.reports_of_ranks import Reports, assert_nothing_went_wrong, gather_reports
@@ -33,8 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the corpora of all runs."""
     folder = tmp_path_factory.mktemp("mesh")
     make(folder / PLAIN)
-    documents = {f"project{n}": {"a.py": source(n, 4 + 5 * n)} for n in range(40)}
-    make(folder / PACKED, dataclasses.replace(PREPARED, buckets=Buckets(1, 4096), pack=128), documents)
+    make_packed(folder / PACKED, 128)
     (folder / "needle-files").mkdir()
     needle_corpus(needle_tokenizer(), folder / "needle-files").folder.rename(folder / NEEDLES)
     return folder

@@ -87,9 +87,10 @@ def test_results_are_continued_and_extended(
     assert {task: after.measured[task] for task in before.measured} == before.measured
     assert len(after.measured) == 3 * 9 * 2
     assert len(after.commands) == 2
-    code, _, err = eval_needles(*options, "--seed", 1, "--output", tmp_path / "out")
-    assert code == 2
-    assert f"{path} has other results: seed was 0, now 1; choose another --name or --output, or" in err
+    assert_refused(
+        eval_needles(*options, "--seed", 1, "--output", tmp_path / "out"),
+        f"{path} has other results: seed was 0, now 1; choose another --name or --output, or",
+    )
     assert NeedleResults.read(path) == after
 
 
@@ -111,9 +112,10 @@ def test_results_of_other_samples_are_not_continued(
     else:
         last = sorted((tmp_path / "texts").rglob("*.py"))[-1]
         last.write_text(last.read_text()[:-1] + "?")
-    code, _, err = eval_needles(*arguments, "--output", tmp_path / "out")
-    assert code == 2
-    assert f"tiny.json has other results: {'version' if change == 'version' else 'fingerprint'} was " in err
+    assert_refused(
+        eval_needles(*arguments, "--output", tmp_path / "out"),
+        f"tiny.json has other results: {'version' if change == 'version' else 'fingerprint'} was ",
+    )
 
 
 @pytest.mark.long
@@ -164,9 +166,7 @@ def test_failures_are_counted_and_the_rest_is_reported(
     code, _, _ = eval_needles(*options, "--output", tmp_path)
     assert code == 1, "what is asked for has failed again"
     monkeypatch.setattr(needle_results, "answer", lambda *given: 1 / 0)
-    code, _, err = eval_needles(*options, "--output", tmp_path, "--overwrite")
-    assert code == 1
-    assert "36 samples failed" in err
+    assert_refused(eval_needles(*options, "--output", tmp_path, "--overwrite"), "36 samples failed", code=1)
 
 
 @pytest.mark.long
@@ -311,19 +311,20 @@ def test_mistakes(options: list[object], changes: list[str], message: str, tmp_p
 
 
 def test_samples_that_are_too_short_are_refused(options: list[object], tmp_path: Path) -> None:
-    code, _, err = eval_needles(
-        *("64" if option == "1k" else option for option in options), "--output", tmp_path / "out"
+    assert_refused(
+        eval_needles(*("64" if option == "1k" else option for option in options), "--output", tmp_path / "out"),
+        "a tenth of 64 tokens has no room for the needles of single",
     )
-    assert code == 2
-    assert "a tenth of 64 tokens has no room for the needles of single" in err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_corpus_must_have_the_tokenizer_of_the_model(folder: Path, tmp_path: Path) -> None:
-    code, _, err = eval_needles(folder / "model", "--corpus", tmp_path / "none", "--device", "cpu", "--length", "1k")
-    assert code == 2
-    assert "there is no corpus in" in err
+    assert_refused(
+        eval_needles(folder / "model", "--corpus", tmp_path / "none", "--device", "cpu", "--length", "1k"),
+        "there is no corpus in",
+    )
     make(tmp_path / "corpus")
-    code, _, err = eval_needles(folder / "model", "--corpus", tmp_path / "corpus", "--device", "cpu", "--length", "1k")
-    assert code == 2
-    assert "the model has another tokenizer than the corpus" in err
+    assert_refused(
+        eval_needles(folder / "model", "--corpus", tmp_path / "corpus", "--device", "cpu", "--length", "1k"),
+        "the model has another tokenizer than the corpus",
+    )

@@ -13,7 +13,7 @@ from muse_lab.pretraining.data.datasets import dolma_documents, stack_repositori
 from muse_lab.pretraining.data.filters import is_prose, read_prose
 from muse_lab.pretraining.data.repositories import File, SkippedFileError
 from muse_lab.pretraining.data.sources import repositories_in
-from tests.lab.test_prepare import run
+from tests.command_line import assert_refused, run_muse
 from tests.lab.test_sources import DOLMA, LARGEST, STACK, write_folder, write_lines, write_tar
 
 PROSE = "This package reads tables and writes reports about them.\n" * 4
@@ -67,9 +67,10 @@ def test_without_pyarrow_a_line_says_what_to_install(tmp_path: Path, monkeypatch
     (tmp_path / "ids.parquet").write_bytes(b"PAR1")
     (tmp_path / "content").mkdir()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    code, _, err = run("prepare", tmp_path, "--kind", "stack", "--contents", tmp_path, "--output", tmp_path / "out")
-    assert code == 2
-    assert "pyarrow is not installed, and .parquet files need it: pip install 'muse-attention[parquet]'" in err
+    assert_refused(
+        run_muse("prepare", tmp_path, "--kind", "stack", "--contents", tmp_path, "--output", tmp_path / "out"),
+        "pyarrow is not installed, and .parquet files need it: pip install 'muse-attention[parquet]'",
+    )
 
 
 # LongMino
@@ -146,12 +147,12 @@ def test_a_corpus_of_prose_and_a_corpus_of_code_are_two(tmp_path: Path) -> None:
         texts = {"docs/guide.md": f"Number {number} of many. {PROSE * 40}", "a.py": f"x = {number}\n" * 900}
         write_folder(tmp_path / "sources" / f"project{number}", texts)
     asked = ("prepare", tmp_path / "sources", "--smallest", "64", "--largest", "8k", "--vocabulary", "300")
-    code, _, err = run(*asked, "--content", "prose", "--held-out", "0.3", "--output", tmp_path / "out")
+    code, _, err = run_muse(*asked, "--content", "prose", "--held-out", "0.3", "--output", tmp_path / "out")
     assert (code, err) == (0, "")
     manifest = read_corpus(tmp_path / "out").manifest
     assert manifest.source == "repositories: sources (prose)"
     assert manifest.counts["files"] == 4
-    code, _, err = run(*asked, "--held-out", "0.3", "--output", tmp_path / "out")
+    code, _, err = run_muse(*asked, "--held-out", "0.3", "--output", tmp_path / "out")
     assert code == 2
     assert len(err.splitlines()) == 1
 
@@ -165,9 +166,7 @@ def test_a_corpus_of_prose_and_a_corpus_of_code_are_two(tmp_path: Path) -> None:
     ],
 )
 def test_parts_that_a_kind_does_not_have(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    code, _, err = run("prepare", tmp_path, *words, "--output", tmp_path / "out")
-    assert code == 2
-    assert message in err
+    assert_refused(run_muse("prepare", tmp_path, *words, "--output", tmp_path / "out"), message)
 
 
 @pytest.mark.parametrize(("kind", "skips"), [("dolma", True), ("text", False)])
@@ -181,10 +180,10 @@ def test_what_is_too_large_is_left_out_of_the_papers_data_alone(kind: str, skips
         for number, text in enumerate(texts):
             (folder / f"{number}.txt").write_text(text)
     asked = ("prepare", folder, "--kind", kind, "--smallest", "64", "--largest", "1k", "--vocabulary", "300")
-    code, _, err = run(*asked, "--held-out", "0.3", "--output", tmp_path / "out")
+    code, _, err = run_muse(*asked, "--held-out", "0.3", "--output", tmp_path / "out")
     assert (code, err) == (0, "")
     manifest = read_corpus(tmp_path / "out").manifest
     assert manifest.settings["skip_large"] is skips
     assert ("from 1k tokens on" in manifest.skipped_documents) is skips
-    code, _, err = run(*asked, "--held-out", "0.3", "--output", tmp_path / "cut", "--cut-large")
+    code, _, err = run_muse(*asked, "--held-out", "0.3", "--output", tmp_path / "cut", "--cut-large")
     assert read_corpus(tmp_path / "cut").manifest.settings["skip_large"] is False

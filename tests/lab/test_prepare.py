@@ -16,23 +16,23 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.pretraining.batches import Batches, Windows, shuffled
-from muse_lab.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus, Manifest, read_corpus
+from muse_lab.pretraining.data.corpus import HELD_OUT, TRAIN, Corpus, read_corpus
 from muse_lab.pretraining.data.corpus_documents import MARKS, Buckets, Document, Piece, cut_text, join_files
 from muse_lab.pretraining.data.prepare import UNFINISHED, CorpusSettings, prepare
 from muse_lab.pretraining.data.repositories import File, Repository, broken
 from muse_lab.pretraining.data.sources import repositories_in
 from muse_lab.pretraining.data.tokenizer import Encoder, read_tokenizer, train_tokenizer
 from muse_lab.records.files import alone_in
+from tests.command_line import assert_refused, run_muse
 from tests.lab.test_sources import blob, stack_row, write_folder, write_lines, write_tar
 
 SMALL = CorpusSettings(vocabulary=400, buckets=Buckets(64, 4096), held_out=0.2, tokens_per_shard=1000)
@@ -289,7 +289,7 @@ def test_the_same_bytes_on_one_thread_and_in_another_process(tmp_path: Path, mon
         "--output",
     ]
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    assert run(*asked, tmp_path / "1")[0] == 0
+    assert run_muse(*asked, tmp_path / "1")[0] == 0
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2", "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-m", "muse_lab.cli", *asked, tmp_path / "2"]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
@@ -330,9 +330,7 @@ def test_nothing_of_a_damaged_archive_is_in_the_corpus(tmp_path: Path) -> None:
 
 
 def test_what_is_known_to_be_too_small_is_not_read(tmp_path: Path) -> None:
-    def never() -> bytes:
-        raise AssertionError("read")
-
+    never = Mock(side_effect=AssertionError("read"))
     small = Repository("small", [File("a.py", 5, never)], size=5)
     large = Repository("large", [File("a.py", 10**6, never)], size=10**6)
     made = prepare(
@@ -372,10 +370,8 @@ def test_a_corpus_is_kept_until_the_last_file_of_the_next_is_on_the_disk(
     make(tmp_path)
     before = contents(tmp_path)
 
-    def full(manifest: Manifest, folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-
-    monkeypatch.setattr("muse_lab.pretraining.data.prepare.write_manifest", full)
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+    monkeypatch.setattr("muse_lab.pretraining.data.prepare.write_manifest", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left on device"):
         make(tmp_path, CorpusSettings(**{**vars(SMALL), "seed": 5}))
     assert contents(tmp_path) == before
@@ -537,12 +533,6 @@ def test_impossible_batches_are_refused(corpus: Corpus) -> None:
 # The command
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    result = CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
 @pytest.fixture
 def asked(tmp_path: Path) -> list[object]:
     folder = tmp_path / "sources"
@@ -554,7 +544,7 @@ def asked(tmp_path: Path) -> list[object]:
 
 def test_the_command_writes_a_corpus_and_says_what_is_in_it(asked: list[object], tmp_path: Path) -> None:
     (tmp_path / "sources" / "cut-1.0.tar.gz").write_bytes(b"cut")
-    code, out, err = run(*asked)
+    code, out, err = run_muse(*asked)
     assert code == 0, err
     made = read_corpus(tmp_path / "out")
     assert made.manifest.source == "repositories: sources"
@@ -586,7 +576,7 @@ def test_the_command_reads_every_kind(kind: str, tmp_path: Path, monkeypatch: py
     else:
         write_folder(folder, {f"{n}.txt": text for n, text in enumerate(texts)})
     options = ["--kind", kind, "--smallest", "64", "--vocabulary", "300", "--output", tmp_path / "out"]
-    code, out, err = run("prepare", *asked, *options)
+    code, out, err = run_muse("prepare", *asked, *options)
     assert (code, err) == (0, "")
     made = read_corpus(tmp_path / "out")
     assert made.manifest.counts["documents"] == 6
@@ -597,36 +587,30 @@ def test_the_command_reads_every_kind(kind: str, tmp_path: Path, monkeypatch: py
 
 
 def test_the_same_corpus_is_kept_and_another_is_refused(asked: list[object], tmp_path: Path) -> None:
-    assert run(*asked)[0] == 0
+    assert run_muse(*asked)[0] == 0
     before = contents(tmp_path / "out")
-    code, out, err = run(*asked)
+    code, out, err = run_muse(*asked)
     assert (code, err) == (0, "")
     assert "is there already; --overwrite prepares it again" in out
-    code, out, err = run(*asked, "--held-out", "0.4")
+    code, out, err = run_muse(*asked, "--held-out", "0.4")
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert "held_out was " in line
     assert line.endswith(", now 0.4; choose another --output, or replace it with --overwrite")
     assert contents(tmp_path / "out") == before
-    assert run(*asked, "--held-out", "0.4", "--overwrite")[0] == 0
+    assert run_muse(*asked, "--held-out", "0.4", "--overwrite")[0] == 0
     assert contents(tmp_path / "out") != before
 
 
 def test_ctrl_c_and_a_full_disk_are_one_line(
     asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for error, code in ((KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "No space left on device"), 1)):
-
-        def fail(descriptor: int, error: BaseException = error) -> None:
-            raise error
-
-        monkeypatch.setattr("os.fsync", fail)
-        found, out, err = run(*asked)
-        assert (found, out) == (code, "")
-        assert len(err.splitlines()) == 1
-        assert "no new corpus was written; run the same command again" in err
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error, code, said in ((KeyboardInterrupt(), 130, "interrupted"), (full, 1, str(full.strerror))):
+        monkeypatch.setattr("os.fsync", Mock(side_effect=error))
+        refused = f"{said}; no new corpus was written; run the same command again"
+        assert_refused(run_muse(*asked), refused, code)
         assert not (tmp_path / "out").exists()
-    assert "No space left on device" in err
 
 
 @pytest.mark.parametrize(
@@ -648,11 +632,12 @@ def test_ctrl_c_and_a_full_disk_are_one_line(
 def test_every_mistake_is_answered_by_one_line(
     asked: list[object], changes: list[str], message: str, tmp_path: Path
 ) -> None:
-    code, out, err = run(*asked, *changes)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert message in err
+    assert_refused(run_muse(*asked, *changes), message)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_kind_that_needs_a_source_says_so() -> None:
+    assert_refused(run_muse("prepare", "--kind", "text"), "muse: the kind text needs a SOURCE\n")
 
 
 @pytest.mark.parametrize("name", ["[bold]text", "a[0]", ":smile:", "line\nbreak", "\udcff not UTF"])
@@ -662,7 +647,7 @@ def test_names_are_printed_as_they_are(name: str, asked: list[object]) -> None:
     (folder / "project0").rename(folder / name)
     (folder / f"cut{name}.zip").write_bytes(b"cut")
     asked[1] = folder.rename(folder.with_name(name))
-    code, out, err = run(*asked)
+    code, out, err = run_muse(*asked)
     assert code == 0, err
     printed = "".join(letter if letter.isprintable() else "?" for letter in name)
     assert f"repositories: {printed}" in out
@@ -681,11 +666,6 @@ def test_a_name_that_the_terminal_cannot_show_ends_no_command(
     assert done.stdout.endswith(name.encode("ascii", "backslashreplace") + b"\n")
 
 
-def test_a_kind_that_needs_a_source_says_so() -> None:
-    code, _, err = run("prepare", "--kind", "text")
-    assert (code, err) == (2, "muse: the kind text needs a SOURCE\n")
-
-
 @pytest.mark.parametrize(("package", "kind"), [("tokenizers", "text"), ("zstandard", "dolma")])
 def test_a_missing_package_is_one_line(
     package: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -695,7 +675,6 @@ def test_a_missing_package_is_one_line(
     monkeypatch.setitem(sys.modules, package, None)
     path = tmp_path / "x.jsonl.zst"
     path.write_bytes(b"x")
-    code, out, err = run("prepare", path, "--kind", kind, "--output", tmp_path / "out")
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert f"{package} is not installed" in err
+    assert_refused(
+        run_muse("prepare", path, "--kind", kind, "--output", tmp_path / "out"), f"{package} is not installed"
+    )

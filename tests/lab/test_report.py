@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands, result_files
+from muse_lab.cli import result_files
+from tests.command_line import assert_refused, run_muse
 from tests.lab.test_tasks import PARTS, Scripted, run_parts
 
 
 def report(*paths: Path) -> tuple[int, str, list[str]]:
     """Exit code, stdout and the lines of stderr."""
-    result = CliRunner().invoke(commands.app, ["report", *map(str, paths)])
-    return result.exit_code, result.stdout, result.stderr.splitlines()
+    code, out, err = run_muse("report", *paths)
+    return code, out, err.splitlines()
 
 
 @pytest.fixture
@@ -101,9 +101,7 @@ def test_other_json_files_of_a_folder_are_passed_over(good: Path, content: str) 
         [f"muse: {other} is left out: it holds no results of muse bench, fidelity, loss, compare, eval or tune"],
     )
     good.unlink()
-    code, _, lines = report(good.parent)
-    assert code == 2
-    assert "none of these are results" in lines[0]
+    assert_refused(run_muse("report", good.parent), "none of these are results")
 
 
 def test_pipes_devices_and_folders_are_left_out(good: Path) -> None:
@@ -139,9 +137,7 @@ def test_files_of_others_are_not_replaced(good: Path) -> None:
             if file != good:
                 file.unlink()
         (good.parent / name).write_text("# Notes of mine\n")
-        code, out, lines = report(good)
-        assert (code, out) == (2, "")
-        assert lines == [f"muse: {good} is left out: {good.parent / name}: {reason}"]
+        assert_refused(run_muse("report", good), f"muse: {good} is left out: {good.parent / name}: {reason}\n")
         assert {file.name for file in good.parent.glob("good.*")} == {"good.json", name}
         assert (good.parent / name).read_text() == "# Notes of mine\n"
 
@@ -153,27 +149,23 @@ def test_only_what_may_hold_results_is_looked_into(good: Path, monkeypatch: pyte
         shutil.copy(good, place)
     (folder / "env" / "pyvenv.cfg").touch()
     (folder / "linked").symlink_to(outside)
-    code, out, lines = report(folder)
+    code, _, lines = report(folder)
     assert (code, lines) == (0, [])
     assert sorted(folder.rglob("*.html")) == [folder / "in" / "here" / "good.html", folder / "index.html"]
     monkeypatch.setattr(result_files, "_MOST_ENTRIES", 9)
     before = set(folder.rglob("*"))
-    code, out, lines = report(folder)
-    assert (code, out) == (2, "")
-    assert lines == [f"muse: {folder} holds more than 9 files; give the folder of the results alone"]
+    refused = f"muse: {folder} holds more than 9 files; give the folder of the results alone"
+    assert_refused(run_muse("report", folder), refused)
     assert set(folder.rglob("*")) == before
 
 
 def test_without_an_argument_it_says_what_to_give(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(good.parent)
-    code, out, lines = report()
-    assert (code, out) == (2, "")
-    assert lines == ["muse: give result files of muse bench, fidelity, loss, compare, eval or tune, or their folder"]
+    refused = "muse: give result files of muse bench, fidelity, loss, compare, eval or tune, or their folder"
+    assert_refused(run_muse("report"), refused)
     assert list(good.parent.iterdir()) == [good]
 
 
 def test_nothing_is_written_if_something_is_not_there(good: Path) -> None:
-    code, out, lines = report(good, good.with_name("missing.json"))
-    assert (code, out) == (2, "")
-    assert "there is no file or folder" in lines[0]
+    assert_refused(run_muse("report", good, good.with_name("missing.json")), "there is no file or folder")
     assert not good.with_suffix(".html").exists()

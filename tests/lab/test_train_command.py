@@ -13,13 +13,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.pretraining import training
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions.failures import TrainingError
@@ -27,12 +25,8 @@ from muse_lab.pretraining.loop import Loop
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import RECIPES, override
 from muse_lab.pretraining.run.folder import run_recipe
+from tests.command_line import assert_refused, run_muse
 from tests.training_runs import SMALL, STEPS, assert_same_run, losses
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(commands.app, [str(argument) for argument in arguments])
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def asked(corpus: Corpus, tmp_path: Path) -> list[object]:
 
 @pytest.mark.long
 def test_the_command_trains_and_says_how_it_went(asked: list[object], whole_run: Path, tmp_path: Path) -> None:
-    code, out, err = run(*asked)
+    code, out, err = run_muse(*asked)
     assert (code, err) == (0, "")
     assert f"step {STEPS} of {STEPS}: loss " in out
     for said in ("tokens/s", "ETA 0:00:00", "RSE", f"wrote {tmp_path / 'out' / 'model'}"):
@@ -53,22 +47,22 @@ def test_the_command_trains_and_says_how_it_went(asked: list[object], whole_run:
 
 def test_few_steps_shorten_the_warmup_unless_it_is_set(tmp_path: Path) -> None:
     asked = ("train", tmp_path / "nowhere", "--device", "cpu", "--output", tmp_path / "out", "--steps", "4")
-    code, _, err = run(*asked)
+    code, _, err = run_muse(*asked)
     assert code == 2
     shortened, refused = err.splitlines()
     assert shortened == "muse: the warm-up is shortened from 16 updates to 4; --warmup sets another"
     assert "there is no corpus" in refused
-    assert run(*asked, "--warmup", "16")[2] == "muse: warmup=16 is longer than steps=4; choose fewer\n"
+    assert run_muse(*asked, "--warmup", "16")[2] == "muse: warmup=16 is longer than steps=4; choose fewer\n"
 
 
 def test_a_recipe_that_goes_on_from_another_asks_for_its_model(tmp_path: Path) -> None:
     asked = ("train", tmp_path / "nowhere", "--recipe", "far", "--device", "cpu", "--output", tmp_path / "out")
-    assert run(*asked)[2].splitlines()[0] == (
+    assert run_muse(*asked)[2].splitlines()[0] == (
         "muse: far has the rate of a run that goes on from a model of the recipe near; give that by --initial, or "
         "another --peak-rate"
     )
     for more in (["--initial", "near/model"], ["--peak-rate", "0.002"]):
-        assert len(run(*asked, *more)[2].splitlines()) == 1
+        assert len(run_muse(*asked, *more)[2].splitlines()) == 1
 
 
 def test_the_same_run_is_continued_another_is_refused_and_overwritten_on_request(
@@ -77,19 +71,19 @@ def test_the_same_run_is_continued_another_is_refused_and_overwritten_on_request
     output = tmp_path / "out"
     shutil.copytree(whole_run, output)
     shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
-    code, _, err = run(*asked)
+    code, _, err = run_muse(*asked)
     assert (code, err) == (0, f"muse: the run in {output} goes on from step {STEPS - 2} of {STEPS}\n")
     assert_same_run(output, whole_run)
     other = [word for word in asked if word != f"steps={STEPS}"]
-    code, _, err = run(*other, "--steps", "2", "--recipe", "tiny")
-    assert code == 2
-    (line,) = err.splitlines()
-    assert f"has steps={STEPS}, not 2: it would not be the same run; leave it as it was, choose another output" in line
+    assert_refused(
+        run_muse(*other, "--steps", "2", "--recipe", "tiny"),
+        f"has steps={STEPS}, not 2: it would not be the same run; leave it as it was, choose another output",
+    )
     assert_same_run(output, whole_run)
-    code, _, err = run(*other, "--steps", "2", "steps=3", "--overwrite")
+    code, _, err = run_muse(*other, "--steps", "2", "steps=3", "--overwrite")
     assert (code, err) == (2, "muse: steps is given twice, as steps=3 and as an option: 2; leave one out\n")
     (output / "notes.txt").write_text("mine")
-    code, _, err = run(*other, "--steps", "2", "--recipe", "tiny", "--overwrite")
+    code, _, err = run_muse(*other, "--steps", "2", "--recipe", "tiny", "--overwrite")
     assert (code, err) == (0, "")
     assert len(losses(output)) == run_recipe(output).steps == 2
     assert (output / "notes.txt").read_text() == "mine"
@@ -99,23 +93,23 @@ def test_options_are_fields_of_the_recipe(asked: list[object], tmp_path: Path) -
     names = ("attention", "steps", "batch", "micro_batch", "peak_rate")
     kept = [word for word in asked if not str(word).startswith(tuple(f"{name}=" for name in names))]
     options = ["--attention", "exact", "--steps", "2", "--batch", "4", "--micro-batch", "2", "--learning-rate", "1e-4"]
-    code, _, err = run(*kept, *options)
+    code, _, err = run_muse(*kept, *options)
     assert (code, err) == (0, "")
     recipe = run_recipe(tmp_path / "out")
     assert [getattr(recipe, name) for name in names] == ["exact", 2, 4, 2, 1e-4]
 
 
 def test_the_fields_of_recipes_are_listed_with_their_values() -> None:
-    code, out, _ = run("train", "--help")
+    code, out, _ = run_muse("train", "--help")
     assert code == 0
     assert all(field.name in out.replace("\n", "") for field in dataclasses.fields(SMALL))
     for words, rate in ((["recipes"], "0.003"), (["recipes", "s3"], "0.001732")):
-        code, out, _ = run(*words)
+        code, out, _ = run_muse(*words)
         assert code == 0
         assert f" {rate} " in out
         for field in dataclasses.fields(SMALL):
             assert f"\n {field.name} " in out
-    code, _, err = run("recipes", "s7")
+    code, _, err = run_muse("recipes", "s7")
     assert code == 2
     assert err == f"muse: unknown recipe 's7'; use one of {', '.join(RECIPES)}\n"
 
@@ -123,11 +117,8 @@ def test_the_fields_of_recipes_are_listed_with_their_values() -> None:
 def test_a_run_that_would_take_days_on_a_cpu_is_announced(
     asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*given: object, **named: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "make_batches", stop)
-    _, _, err = run(*asked[:2], "--recipe", "s3", "--output", tmp_path / "out", "--device", "cpu")
+    monkeypatch.setattr(training, "make_batches", Mock(side_effect=KeyboardInterrupt))
+    _, _, err = run_muse(*asked[:2], "--recipe", "s3", "--output", tmp_path / "out", "--device", "cpu")
     warning, _ = err.splitlines()
     assert re.fullmatch(
         r"muse: about [\d,]+ days on a CPU, attention not counted: \d+M parameters, 15,259 updates of 128k tokens; "
@@ -151,14 +142,12 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
         sync(descriptor)
 
     monkeypatch.setattr("os.fsync", fail)
-    code, _, err = run(*asked)
-    assert code == 1
-    assert len(err.splitlines()) == 1
-    assert "No space left on device; the last good checkpoint is" in err
-    assert "continue with: muse train" in err
+    outcome = run_muse(*asked)
+    assert_refused(outcome, "No space left on device; the last good checkpoint is", code=1)
+    assert "continue with: muse train" in outcome[2]
     assert list((tmp_path / "out" / "checkpoints").glob("*.tmp")) == []
     monkeypatch.undo()
-    assert run("train", corpus.folder, "--output", tmp_path / "out", "--resume", "--device", "cpu")[0] == 0
+    assert run_muse("train", corpus.folder, "--output", tmp_path / "out", "--resume", "--device", "cpu")[0] == 0
     assert_same_run(tmp_path / "out", whole_run)
 
 
@@ -166,25 +155,22 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
 def test_too_little_memory_is_one_line_that_says_what_to_try(
     asked: list[object], corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     output, other = tmp_path / "out", tmp_path / "other"
     shutil.copytree(whole_run, other)
     shutil.rmtree(other / "checkpoints" / "step-00000008")
-    monkeypatch.setattr(Loop, "_update", fail)
+    monkeypatch.setattr(Loop, "_update", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     less = "micro_batch=1 recompute=true"
     command = f"muse train {corpus.folder} --output {output} --device cpu --resume {less}"
     for _ in range(2):  # a run that has learnt nothing is in nobody's way
-        code, _, err = run(*asked)
+        code, _, err = run_muse(*asked)
         assert (code, err) == (1, f"muse: out of memory; there is no checkpoint yet; try {less}: {command}\n")
-    code, _, err = run("train", corpus.folder, "--output", other, "--resume")
+    code, _, err = run_muse("train", corpus.folder, "--output", other, "--resume")
     assert code == 1
     assert err.endswith(
         f"continue with: muse train {corpus.folder} --output {other} --resume, or try {less} in another output\n"
     )
     monkeypatch.undo()
-    code, _, err = run(*shlex.split(command)[1:])
+    code, _, err = run_muse(*shlex.split(command)[1:])
     assert (code, err) == (0, "")
     assert run_recipe(output) == override(SMALL, less.split())
     assert losses(output) == pytest.approx(losses(whole_run), rel=1e-4)
@@ -195,40 +181,33 @@ def test_a_run_is_known_before_anything_else_is_done(
 ) -> None:
     """And the line that says how to go on has all that is not in its recipe."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     @contextlib.contextmanager
     def open_world(device: str) -> Iterator[World]:
         yield World(torch.device(device))
 
-    output = tmp_path / "out"
+    output, interrupt = tmp_path / "out", Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
     monkeypatch.setattr("muse_lab.pretraining.parallel.open_world", open_world)
     with monkeypatch.context() as earlier:
         earlier.setattr(training, "make_batches", interrupt)
-        code, _, err = run(*asked)
+        code, _, err = run_muse(*asked)
     assert (code, err) == (130, "muse: interrupted; nothing is written yet: start again\n")
     monkeypatch.setattr(training, "make_model", interrupt)
-    code, _, err = run(*asked, "--tensorboard")
+    code, _, err = run_muse(*asked, "--tensorboard")
     assert code == 130
     options = f"train {corpus.folder} --output {output} --device cpu --tensorboard --resume"
     assert err == f"muse: interrupted; there is no checkpoint yet; continue with: muse {options}\n"
     assert run_recipe(output) == SMALL
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = run(*shlex.split(options))
+    code, _, err = run_muse(*shlex.split(options))
     assert err.endswith(f"; continue with: torchrun ... -m muse_lab.cli {options}\n")
     assert run_recipe(output) == SMALL
 
 
 def test_mishaps_of_the_command_are_one_line(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     for error, code in ((KeyboardInterrupt(), 130), (TrainingError("the loss of step 3 is nan"), 1)):
-
-        def fail(*arguments: Any, error: BaseException = error) -> None:
-            raise error
-
-        monkeypatch.setattr("muse_lab.pretraining.loop.Loop._update", fail)
-        found, _, err = run(*asked, "--recipe", "tiny", "--resume")
+        monkeypatch.setattr(Loop, "_update", Mock(side_effect=error))
+        found, _, err = run_muse(*asked, "--recipe", "tiny", "--resume")
         assert found == code
         assert len(err.splitlines()) == 1
         assert ("there is no checkpoint yet; continue with: muse train" in err) == (code == 130)
@@ -250,25 +229,17 @@ def test_every_mistake_is_answered_by_one_line(
     asked: list[object], changes: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    code, out, err = run(*asked, *changes)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert message in err
+    assert_refused(run_muse(*asked, *changes), message)
     assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_a_path_of_several_lines_is_one_line(tmp_path: Path) -> None:
-    code, _, err = run("train", tmp_path / "no\nwhere\x1b[31m")
-    assert (code, len(err.splitlines())) == (2, 1)
-    assert r"no where\x1b[31m: it has no manifest.json" in err
+    assert_refused(run_muse("train", tmp_path / "no\nwhere\x1b[31m"), r"no where\x1b[31m: it has no manifest.json")
 
 
 @pytest.mark.parametrize("change", ["peak_rate=1e38", "peak_rate=inf", "clip=nan", "steps=999999999999k", "seed=-1"])
 def test_absurd_numbers_are_one_line_before_anything_starts(asked: list[object], change: str, tmp_path: Path) -> None:
-    code, out, err = run(*asked, change)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert " must be " in err
+    assert_refused(run_muse(*asked, change), " must be ")
     assert not (tmp_path / "out").exists()
 
 
@@ -281,7 +252,7 @@ def test_what_a_resumed_run_should_know_is_said_in_a_line_each(
     lines = (output / "metrics.jsonl").read_text().splitlines()
     (output / "metrics.jsonl").write_text("\n".join([*lines[:2], "garbage", *lines[2:]]) + "\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    code, _, err = run("train", corpus.folder, "--output", output, "--resume", "--device", "cpu")
+    code, _, err = run_muse("train", corpus.folder, "--output", output, "--resume", "--device", "cpu")
     assert code == 0
     threads, step, broken = err.splitlines()
     assert threads.endswith("was written with threads 1, now 7: the last bits of the run may differ")
