@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ pytest.importorskip("tokenizers")
 
 from muse_attention.huggingface import forward
 from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.monitoring.metrics import read_metrics
-from muse_lab.pretraining.recipes import override, tiny
+from muse_lab.pretraining.data.corpus import Corpus
+from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
+from muse_lab.pretraining.recipes import Recipe, override, tiny
+from muse_lab.pretraining.training import train
 from tests.lab.test_prepare import contents
 
 STEPS = 8
@@ -91,9 +92,12 @@ def assert_same_run(output: Path, expected: Path) -> None:
     assert contents(output / "model") == contents(expected / "model")
 
 
-def stop_at(step: int) -> Callable[[Any], None]:
-    def stop(done: Any) -> None:
+def train_until(step: int, corpus: Corpus, recipe: Recipe, output: Path, **options: Any) -> None:
+    """A run that is interrupted when this update is made, before its checkpoint."""
+
+    def stop(done: Step) -> None:
         if done.step == step:
             raise KeyboardInterrupt
 
-    return stop
+    with pytest.raises(KeyboardInterrupt):
+        train(corpus, recipe, output, on_step=stop, **options)

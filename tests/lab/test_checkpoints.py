@@ -34,14 +34,13 @@ from muse_lab.pretraining.training import train
 from tests.lab.test_prepare import contents
 from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, training_alone, wait_for
-from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, inode_of, losses, stop_at
+from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, inode_of, losses, train_until
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", [1, 8])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(step: int, corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, SMALL, tmp_path, on_step=stop_at(step))
+    train_until(step, corpus, SMALL, tmp_path)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [made for made in (2, 4, 6) if made < step][-2:]
     train(corpus, SMALL, tmp_path, resume=True)
     assert_same_run(tmp_path, whole_run)
@@ -79,8 +78,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Pa
 
 @pytest.mark.long
 def test_what_changes_nothing_may_change(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, SMALL, tmp_path, on_step=stop_at(5))
+    train_until(5, corpus, SMALL, tmp_path)
     train(corpus, override(SMALL, ["checkpoint_every=3", "keep=1", "probe_every=0"]), tmp_path, resume=True)
     assert losses(tmp_path) == losses(whole_run)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [8]
@@ -103,8 +101,7 @@ def test_another_run_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path)
 
 def test_a_run_that_has_learnt_nothing_may_become_another(corpus: Corpus, tmp_path: Path) -> None:
     for resume in (False, True):
-        with pytest.raises(KeyboardInterrupt):
-            train(corpus, override(SMALL, [f"seed={1 + resume}"]), tmp_path, resume=resume, on_step=stop_at(1))
+        train_until(1, corpus, override(SMALL, [f"seed={1 + resume}"]), tmp_path, resume=resume)
         assert run_recipe(tmp_path).seed == 1 + resume
     (tmp_path / "run.json").write_text("of something else")
     for resume in (False, True):
@@ -457,8 +454,7 @@ def test_a_run_goes_on_bit_for_bit_before_a_damaged_checkpoint(corpus: Corpus, w
 
 
 def test_no_whole_checkpoint_is_an_error(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, QUICK, tmp_path, on_step=stop_at(3))
+    train_until(3, corpus, QUICK, tmp_path)
     flip(tmp_path / "checkpoints" / "step-00000002" / TENSORS, -1)
     with pytest.raises(ValueError, match=r"none of the checkpoints in .* is whole"):
         train(corpus, QUICK, tmp_path, resume=True)

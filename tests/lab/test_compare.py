@@ -33,14 +33,13 @@ from muse_lab.models import load_model
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override, tiny
-from muse_lab.pretraining.training import train
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, draw_lines
 from tests.command_line import Outcome, assert_refused, run_muse
 from tests.lab.test_prepare import make
-from tests.training_runs import SMALL, metrics_line, stop_at
+from tests.training_runs import SMALL, metrics_line, train_until
 
 MUSE = "muse:Q4K4R1SP1B16,clustering=lloyd"
 RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_every=2", "exact_tail=0"])
@@ -210,8 +209,7 @@ def test_a_damaged_earlier_checkpoint_is_left_out_and_named(corpus: Corpus, copi
 
 
 def test_a_run_that_has_learnt_nothing_yet_is_refused(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, RECIPE, tmp_path / "run", on_step=stop_at(1))
+    train_until(1, corpus, RECIPE, tmp_path / "run")
     with pytest.raises(ValueError, match="has neither a model nor a checkpoint yet; train it on with --resume"):
         open_runs([tmp_path / "run"], corpus)
 

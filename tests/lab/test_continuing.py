@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.models import load_model
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
@@ -20,10 +19,12 @@ from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.run.continuing import further_recipe
 from muse_lab.pretraining.run.folder import run_recipe
 from muse_lab.pretraining.training import train
+from tests.command_line import assert_refused, run_muse
 from tests.lab.test_prepare import SMALL as PREPARED
 from tests.lab.test_prepare import contents, make
-from tests.training_runs import SMALL, STEPS, assert_same_run, learnt, losses, stop_at
+from tests.training_runs import SMALL, STEPS, assert_same_run, learnt, losses, train_until
 
+run = functools.partial(run_muse, "train", "--device", "cpu")
 FURTHER = 3
 MUSE = override(SMALL, ["exact_tail=0"])
 
@@ -36,9 +37,14 @@ def finished(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(commands.app, ["train", *map(str, arguments), "--device", "cpu"])
-    return result.exit_code, result.stdout, result.stderr
+@pytest.fixture
+def damaged(finished: Path, tmp_path: Path) -> Path:
+    """A copy whose last checkpoint is torn."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(finished, copy)
+    (path,) = (copy / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    return copy
 
 
 @pytest.mark.long
@@ -89,8 +95,7 @@ def test_an_interrupted_continuation_goes_on(corpus: Corpus, finished: Path, tmp
     recipe = further_recipe(finished, ["attention=exact", "steps=4"])
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(corpus, recipe, whole, continue_from=finished)
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, recipe, stopped, continue_from=finished, on_step=stop_at(STEPS + 3))
+    train_until(STEPS + 3, corpus, recipe, stopped, continue_from=finished)
     words = [corpus.folder, "--output", stopped]
     assert run(*words, "--continue-from", finished, "attention=exact", "steps=4")[0] == 0
     assert_same_run(stopped, whole)
@@ -142,40 +147,31 @@ def test_tokens_are_whole_updates(text: str, updates: int, finished: Path) -> No
 
 
 @pytest.mark.long
-def test_runs_that_cannot_be_continued(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
-    def refused(*words: object, of: Path = finished, corpus_folder: Path = corpus.folder) -> str:
+def test_runs_that_cannot_be_continued(corpus: Corpus, finished: Path, damaged: Path, tmp_path: Path) -> None:
+    def refused(message: str, *words: object, of: Path = finished, corpus_folder: Path = corpus.folder) -> None:
         output = tmp_path / "out"
-        code, _, err = run(corpus_folder, "--continue-from", of, "--output", output, *words)
-        assert code == 2
+        assert_refused(run(corpus_folder, "--continue-from", of, "--output", output, "steps=1", *words), message)
         assert not (output / "checkpoints").exists()
-        (line,) = err.splitlines()
-        return line
 
-    assert "there is no run in" in refused("steps=1", of=tmp_path)
-    assert "leave --recipe out" in refused("steps=1", "--recipe", "tiny")
-    assert "leave --resume out" in refused("steps=1", "--resume")
-    stopped = tmp_path / "stopped"
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, MUSE, stopped, on_step=stop_at(5))
-    assert "is not finished: 4 of 8 updates are in its checkpoints; resume it first" in refused("steps=1", of=stopped)
-    without = tmp_path / "without"
+    refused("there is no run in", of=tmp_path)
+    refused("leave --recipe out", "--recipe", "tiny")
+    refused("leave --resume out", "--resume")
+    stopped, without, continued = (tmp_path / name for name in ("stopped", "without", "continued"))
+    train_until(5, corpus, MUSE, stopped)
+    refused("is not finished: 4 of 8 updates are in its checkpoints; resume it first", of=stopped)
     shutil.copytree(finished, without)
     shutil.rmtree(without / "checkpoints" / f"step-{STEPS:08}")
-    assert "has no checkpoint of its last update, where the optimiser's state is" in refused("steps=1", of=without)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(finished, damaged)
-    (path,) = (damaged / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert "is torn" in refused("steps=1", of=damaged)
+    refused("has no checkpoint of its last update, where the optimiser's state is", of=without)
+    refused("is torn", of=damaged)
     other = make(tmp_path / "other", dataclasses.replace(PREPARED, held_out=0.4))
-    assert "is of another corpus than" in refused("steps=1", corpus_folder=other.folder)
-    continued = tmp_path / "continued"
+    refused("is of another corpus than", corpus_folder=other.folder)
     train(corpus, further_recipe(finished, ["attention=exact", "steps=1"]), continued, continue_from=finished)
-    line = refused("steps=1", f"attention={MUSE.attention}", of=continued)
-    assert "was already continued with exact; continue the run that it came from" in line
-    code, _, err = run(corpus.folder, "--continue-from", finished, "steps=1", "--output", finished)
-    assert code == 2
-    assert "leaves that run as it is; choose another --output" in err
+    came_from = "was already continued with exact; continue the run that it came from"
+    refused(came_from, f"attention={MUSE.attention}", of=continued)
+    assert_refused(
+        run(corpus.folder, "--continue-from", finished, "steps=1", "--output", finished),
+        "leaves that run as it is; choose another --output",
+    )
 
 
 def test_a_rate_that_ended_at_zero_learns_nothing(corpus: Corpus, tmp_path: Path) -> None:
@@ -184,18 +180,15 @@ def test_a_rate_that_ended_at_zero_learns_nothing(corpus: Corpus, tmp_path: Path
         further_recipe(tmp_path, ["steps=1"])
 
 
-def test_a_run_is_overwritten_only_by_one_that_can_be_continued(corpus: Corpus, finished: Path, tmp_path: Path) -> None:
-    damaged, output = tmp_path / "damaged", tmp_path / "out"
-    shutil.copytree(finished, damaged)
-    (path,) = (damaged / "checkpoints" / f"step-{STEPS:08}").glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-1])
+def test_a_run_is_overwritten_only_by_one_that_can_be_continued(
+    corpus: Corpus, finished: Path, damaged: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
     shutil.copytree(finished, output)
     before = contents(output)
     words = [corpus.folder, "steps=1", "--output", output]
     assert run(*words, "--continue-from", damaged, "--overwrite")[0] == 2
     assert contents(output) == before
-    code, _, err = run(*words, "--continue-from", finished)
-    assert code == 2
-    assert "has further_steps=0, not 1: it would not be the same run" in err
+    assert_refused(run(*words, "--continue-from", finished), "has further_steps=0, not 1: it would not be the same run")
     assert run(*words, "--continue-from", finished, "--overwrite")[0] == 0
     assert run_recipe(output).updates == STEPS + 1

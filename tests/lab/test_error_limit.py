@@ -19,7 +19,7 @@ from muse_lab.pretraining.monitoring.layer_errors import measure_attention
 from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
-from tests.training_runs import SMALL, assert_same_run, attentions_called, losses, stop_at
+from tests.training_runs import SMALL, assert_same_run, attentions_called, losses, train_until
 
 LOOSE = "muse:Q4K4T0.5B16"
 QUARTER, SIXTEENTH = LOOSE.replace("0.5", "0.125"), LOOSE.replace("0.5", "0.03125")
@@ -155,8 +155,7 @@ def test_a_run_tightens_and_relaxes_and_says_so(limited_run: Limited) -> None:
 @pytest.mark.long
 def test_a_run_that_is_resumed_has_the_same_levels(corpus: Corpus, limited_run: Limited, tmp_path: Path) -> None:
     recipe = override(LIMITED, ["checkpoint_every=1"])
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, recipe, tmp_path, on_step=stop_at(2))
+    train_until(2, corpus, recipe, tmp_path)
     train(corpus, recipe, tmp_path, resume=True)
     assert_same_run(tmp_path, limited_run.output)
 

@@ -20,7 +20,7 @@ from muse_lab.pretraining.interruptions.failures import (
 )
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
-from tests.training_runs import QUICK, assert_same_run, stop_at
+from tests.training_runs import QUICK, assert_same_run, train_until
 
 RECIPE = override(QUICK, ["skip_budget=1"])
 
@@ -39,8 +39,7 @@ def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, tmp_path: Path) ->
     whole = tmp_path / "whole"
     train(corpus, RECIPE, whole)
     tmp_path /= "out"
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, RECIPE, tmp_path, on_step=stop_at(5))
+    train_until(5, corpus, RECIPE, tmp_path)
     poison(tmp_path, 4)
     for times in (1, 2):
         with pytest.raises(TrainingError, match=r"^step 6 failed: its loss is nan"):
@@ -59,8 +58,7 @@ def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_a_run_that_fails_behind_its_fallback_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, RECIPE, tmp_path, on_step=stop_at(5))
+    train_until(5, corpus, RECIPE, tmp_path)
     for step in (2, 4):
         poison(tmp_path, step)
     for step in (6, 6, 4):  # the last one from the checkpoint before
@@ -83,8 +81,7 @@ def test_a_run_that_fails_behind_its_fallback_is_not_resumed(corpus: Corpus, tmp
 
 def test_one_checkpoint_is_not_left_behind(corpus: Corpus, tmp_path: Path) -> None:
     """There is nothing to fall back to but the beginning."""
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, RECIPE, tmp_path, on_step=stop_at(3))
+    train_until(3, corpus, RECIPE, tmp_path)
     poison(tmp_path, 2)
     for _ in range(3):
         with pytest.raises(TrainingError, match=r"^step 4 failed"):

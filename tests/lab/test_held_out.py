@@ -11,10 +11,8 @@ from typing import cast
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from muse_attention.huggingface import use_attention
-from muse_lab.cli import commands
 from muse_lab.evaluation.loss.positions import position_losses
 from muse_lab.pretraining.batches import Windows
 from muse_lab.pretraining.data.corpus import HELD_OUT, Corpus
@@ -26,8 +24,9 @@ from muse_lab.pretraining.needles.writer import EVALUATION
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
+from tests.command_line import assert_refused, run_muse
 from tests.needle_models import needle_corpus, needle_tokenizer
-from tests.training_runs import QUICK, SMALL, assert_same_run, losses, stop_at
+from tests.training_runs import QUICK, SMALL, assert_same_run, losses, train_until
 
 RECIPE = override(SMALL, ["evaluate_every=3", "evaluate_samples=3", "evaluate_needles=0"])
 ASKED = override(SMALL, ["length=512", "attention=muse:QK4R1B64", "evaluate_every=1", "evaluate_needles=3"])
@@ -52,8 +51,7 @@ def test_a_run_is_evaluated_now_and_then_and_learns_the_same(corpus: Corpus, who
         for value in line.get("evaluation", {}).values():
             assert 0 < value < 1.2 * math.log(corpus.manifest.vocabulary)
     assert lines[5]["evaluation"]["held_out_loss"] < lines[2]["evaluation"]["held_out_loss"]
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, RECIPE, tmp_path / "out", on_step=stop_at(3))
+    train_until(3, corpus, RECIPE, tmp_path / "out")
     train(corpus, RECIPE, tmp_path / "out", resume=True)
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
@@ -159,16 +157,12 @@ def test_ranks_share_what_is_asked(needles: Corpus) -> None:
 def test_what_cannot_be_evaluated_is_said_first(
     changes: list[str], message: str, corpus: Corpus, tmp_path: Path
 ) -> None:
-    fields = ["length=64", "steps=4", "warmup=1", *changes]
-    output = ["--output", str(tmp_path / "out"), "--device", "cpu"]
     if "length=1m" in changes:  # the training split has samples of that length
         with pytest.raises(ValueError, match=message):
             Evaluation(corpus, override(SMALL, changes), World(torch.device("cpu")))
         return
-    result = CliRunner().invoke(commands.app, ["train", str(corpus.folder), *dict.fromkeys(fields), *output])
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert message in line
+    words = ("train", corpus.folder, "length=64", "steps=4", "warmup=1", *changes, "--device", "cpu")
+    assert_refused(run_muse(*words, "--output", tmp_path / "out"), message)
 
 
 WANDB = '''
@@ -204,8 +198,7 @@ def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, mon
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     output = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, RECIPE, output, wandb=True, on_step=stop_at(5))
+    train_until(5, corpus, RECIPE, output, wandb=True)
     train(corpus, RECIPE, output, wandb=True, resume=True)
     told = [json.loads(line) for line in (output / "told.jsonl").read_text().splitlines()]
     first, second = (line for line in told if line["what"] == "init")
@@ -253,9 +246,5 @@ def test_a_board_that_fails_is_left_out(
 
 def test_what_is_not_installed_is_one_line(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    result = CliRunner().invoke(
-        commands.app,
-        ["train", str(corpus.folder), "--output", str(tmp_path), "--device", "cpu", "--wandb", "length=64"],
-    )
-    assert result.exit_code == 2
-    assert result.stderr.startswith("muse: Weights & Biases is not installed: pip install 'muse-attention[wandb]'")
+    outcome = run_muse("train", corpus.folder, "--output", tmp_path, "--device", "cpu", "--wandb", "length=64")
+    assert_refused(outcome, "muse: Weights & Biases is not installed: pip install 'muse-attention[wandb]'")

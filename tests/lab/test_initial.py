@@ -24,7 +24,7 @@ from muse_lab.pretraining.recipes import Recipe, override
 from muse_lab.pretraining.training import train
 from tests.lab.test_prepare import make
 from tests.models import tiny_llama
-from tests.training_runs import SMALL, assert_same_run, losses, stop_at
+from tests.training_runs import SMALL, assert_same_run, losses, train_until
 
 
 def longer(model: Path) -> Recipe:
@@ -58,8 +58,7 @@ def test_it_goes_on_from_what_was_learnt(corpus: Corpus, model: Path, tmp_path: 
 def test_it_is_resumed_without_the_other_model(corpus: Corpus, model: Path, tmp_path: Path) -> None:
     recipe = longer(model)
     train(corpus, recipe, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, recipe, tmp_path / "parted", on_step=stop_at(3))
+    train_until(3, corpus, recipe, tmp_path / "parted")
     shutil.rmtree(model)
     train(corpus, recipe, tmp_path / "parted", resume=True)
     assert_same_run(tmp_path / "parted", tmp_path / "whole")
@@ -68,8 +67,7 @@ def test_it_is_resumed_without_the_other_model(corpus: Corpus, model: Path, tmp_
 
 
 def test_a_run_without_a_checkpoint_still_needs_it(corpus: Corpus, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, longer(model), tmp_path / "out", on_step=stop_at(1))
+    train_until(1, corpus, longer(model), tmp_path / "out")
     shutil.rmtree(model)
     with pytest.raises(ValueError, match="before is not a folder of a model that muse train wrote"):
         train(corpus, longer(model), tmp_path / "out", resume=True)

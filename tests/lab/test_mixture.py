@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.pretraining.batches import Batches, Windows
 from muse_lab.pretraining.data.corpus import Corpus
@@ -34,11 +33,12 @@ from muse_lab.pretraining.prefetch import READERS, ReadingError, read_ahead
 from muse_lab.pretraining.recipes import Recipe, override, tiny
 from muse_lab.pretraining.run.folder import run_recipe
 from muse_lab.pretraining.training import make_batches, train
+from tests.command_line import assert_refused, run_muse
 from tests.lab.test_prepare import contents, make
 from tests.needle_models import DEFINITION, QUESTION, needle_corpus
 from tests.patience import PATIENCE
 from tests.ranks import CONTEXT
-from tests.training_runs import losses, stop_at
+from tests.training_runs import losses, train_until
 
 RECIPE: Recipe = override(
     tiny(),
@@ -192,8 +192,7 @@ def test_a_run_with_needles_goes_on_to_the_same_bits(
     corpus: Corpus, probed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it was probed, too."""
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, RECIPE, tmp_path, on_step=stop_at(3))
+    train_until(3, corpus, RECIPE, tmp_path)
     train(corpus, RECIPE, tmp_path, resume=True)
     assert losses(tmp_path) == losses(probed_run)
     assert contents(tmp_path / "model") == contents(probed_run / "model")
@@ -229,15 +228,10 @@ def test_too_short_a_length_is_known_before_training(corpus: Corpus, tmp_path: P
 
 
 def test_the_mixture_is_an_option_of_the_command(corpus: Corpus, tmp_path: Path) -> None:
-    def run(*options: str) -> Any:
-        fields = ["steps=1", "length=256", "batch=2", "warmup=1", "attention=exact", "probe_every=0"]
-        arguments = ["train", str(corpus.folder), *fields, "--output", str(tmp_path), "--device", "cpu", *options]
-        return CliRunner().invoke(commands.app, arguments)
-
-    refused = run("--train-mixture", "ruler")
-    assert refused.exit_code == 2
-    assert refused.stderr == "muse: mixture='ruler' must be one of none, niah\n"
-    assert run("--train-mixture", "niah").exit_code == 0
+    fields = ["steps=1", "length=256", "batch=2", "warmup=1", "attention=exact", "probe_every=0"]
+    asked = ("train", corpus.folder, *fields, "--output", tmp_path, "--device", "cpu", "--train-mixture")
+    assert_refused(run_muse(*asked, "ruler"), "muse: mixture='ruler' must be one of none, niah\n")
+    assert run_muse(*asked, "niah")[0] == 0
     assert run_recipe(tmp_path).mixture == "niah"
 
 
@@ -268,10 +262,8 @@ def test_a_process_that_may_have_no_children_reads_by_itself(corpus: Corpus, tmp
 
 
 def test_a_fork_that_fails_is_one_line(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", refuse)
+    refuse = BlockingIOError(11, "Resource temporarily unavailable")
+    monkeypatch.setattr(os, "fork", Mock(side_effect=refuse))
     with pytest.raises(TrainingError, match=r"no process can be started to read ahead \(Resource .*; resume the run$"):
         train(corpus, RECIPE, tmp_path)
 

@@ -21,7 +21,7 @@ from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
 from tests.closeness import assert_as_accurate_as_pytorch
 from tests.lab.test_sliding_window import dense, inputs
-from tests.training_runs import SMALL, assert_same_run, losses, stop_at
+from tests.training_runs import SMALL, assert_same_run, losses, train_until
 
 pytestmark = pytest.mark.gpu
 HALVES = (torch.bfloat16, torch.float16)
@@ -94,8 +94,7 @@ def test_a_run_goes_on_bit_for_bit(corpus: Corpus, tmp_path: Path, changes: list
     """With `deterministic`, which the recipe tiny has."""
     recipe, world = override(SMALL, changes), World(torch.device("cuda"))
     train(corpus, recipe, tmp_path / "whole", world=world)
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, recipe, tmp_path / "stopped", world=world, on_step=stop_at(5))
+    train_until(5, corpus, recipe, tmp_path / "stopped", world=world)
     train(corpus, recipe, tmp_path / "stopped", world=world, resume=True)
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
     assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 1

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.checkpoints import shards
 from muse_lab.pretraining.data.corpus import Corpus
@@ -23,8 +21,9 @@ from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.run import disk_space, saving
 from muse_lab.pretraining.training import train
+from tests.command_line import assert_refused, run_muse
 from tests.patience import PATIENCE
-from tests.training_runs import QUICK, assert_same_run, learnt
+from tests.training_runs import QUICK, assert_same_run, learnt, train_until
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -62,13 +61,7 @@ def test_checkpoints_are_also_made_by_time(corpus: Corpus, tmp_path: Path, monke
 @pytest.mark.long
 def test_what_is_saved_by_time_is_as_good(corpus: Corpus, quick_run: Path, tmp_path: Path) -> None:
     recipe = override(QUICK, ["checkpoint_every=1000", "checkpoint_minutes=1e-9"])
-
-    def stop(done: Step) -> None:
-        if done.step == 6:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, recipe, tmp_path, on_step=stop)
+    train_until(6, corpus, recipe, tmp_path)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [5]
     steps: list[int] = []
     train(corpus, recipe, tmp_path, resume=True, on_step=lambda done: steps.append(done.step))
@@ -178,17 +171,11 @@ def test_a_disk_without_room_is_said_before_anything_is_learnt(
     size = size_of(quick_run)
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(10**12, 0, size - 1))
     fields = ["steps=4", "length=64", "warmup=1", "attention=exact", "probe_every=0"]
-    output = tmp_path / "out"
-    result = CliRunner().invoke(
-        commands.app, ["train", str(corpus.folder), *fields, "--output", str(output), "--device", "cpu"]
-    )
-    assert result.exit_code == 1
-    (line,) = result.stderr.splitlines()
-    megabytes = f"{size / 1e6:.1f} MB"
-    assert line.startswith(
-        f"muse: {output / 'checkpoints'}: a checkpoint takes {megabytes} and {megabytes} are free; free some space; "
-    )
-    assert "continue with: muse train" in line
+    output, megabytes = tmp_path / "out", f"{size / 1e6:.1f} MB"
+    outcome = run_muse("train", corpus.folder, *fields, "--output", output, "--device", "cpu")
+    said = f"a checkpoint takes {megabytes} and {megabytes} are free; free some space; "
+    assert_refused(outcome, f"muse: {output / 'checkpoints'}: {said}", code=1)
+    assert "continue with: muse train" in outcome[2]
     assert read_metrics(output) == []
 
 

@@ -24,7 +24,7 @@ from muse_lab.pretraining.run import skipped_updates
 from muse_lab.pretraining.run.skipped_updates import FEWEST, WINDOW, after_update, why_skipped
 from muse_lab.pretraining.run.state import RunState, read_state
 from muse_lab.pretraining.training import train
-from tests.training_runs import QUICK, SMALL, assert_same_run, stop_at
+from tests.training_runs import QUICK, SMALL, assert_same_run, train_until
 
 Poison = Callable[..., None]
 
@@ -73,8 +73,7 @@ def test_a_run_that_is_resumed_skips_the_same(corpus: Corpus, tmp_path: Path, po
     """And AdamW counts the updates that were made: else its bias correction would be another."""
     poison(1, 4, 6)
     train(corpus, QUICK, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, QUICK, tmp_path / "out", on_step=stop_at(5))
+    train_until(5, corpus, QUICK, tmp_path / "out")
     train(corpus, QUICK, tmp_path / "out", resume=True)
     assert_same_run(tmp_path / "out", tmp_path / "whole")
     assert [line["step"] for line in read_metrics(tmp_path / "out") if "skipped" in line] == [1, 4, 6]
@@ -119,8 +118,9 @@ def test_an_outlier_is_skipped_if_asked_for(
     lines = read_metrics(tmp_path / "whole")
     assert [line["step"] for line in lines if "skipped" in line] == [6]
     assert "more than 6 sigma" in lines[5]["skipped"]
-    with pytest.raises(KeyboardInterrupt):  # what recent losses were is in the checkpoint
-        train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out", on_step=stop_at(6))
+    train_until(
+        6, corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out"
+    )  # what recent losses were is in the checkpoint
     train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out", resume=True)
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 

@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from muse_lab.cli import commands
 from muse_lab.cli.train import parse_duration
 from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.batches import Batches
@@ -31,6 +29,7 @@ from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.monitoring.metrics import Metrics, Step, read_metrics
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
+from tests.command_line import assert_refused, run_muse
 from tests.patience import PATIENCE
 from tests.ranks import CONTEXT, Mishap, training_alone, wait_for
 from tests.training_runs import QUICK, SMALL, assert_same_run, inode_of
@@ -239,18 +238,16 @@ def test_the_command_says_how_to_go_on(corpus: Corpus, tmp_path: Path, monkeypat
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(Metrics, "add", calling_first(Metrics.add, pass_a_minute, at=3))
     fields = [f"{name}={value}" for name, value in dataclasses.asdict(QUICK).items()]
-    asked = ["train", str(corpus.folder), "--output", str(tmp_path / "out"), "--device", "cpu", "--time-limit"]
-    result = CliRunner().invoke(commands.app, [*asked, "1m", *fields])
-    assert result.exit_code == 124
-    (line,) = result.stderr.splitlines()
+    asked = ("train", corpus.folder, "--output", tmp_path / "out", "--device", "cpu", "--time-limit")
+    code, _, err = run_muse(*asked, "1m", *fields)
+    assert code == 124
+    (line,) = err.splitlines()
     assert line.startswith("muse: the time limit is reached after step 3; the last good checkpoint is ")
     assert line.endswith(
         f"step-00000003; continue with: muse train {corpus.folder} --output {tmp_path / 'out'} --device cpu "
         "--time-limit 1m --resume"
     )
-    result = CliRunner().invoke(commands.app, [*asked, "soon"])
-    assert result.exit_code == 2
-    assert result.stderr == "muse: cannot read the duration 'soon': write it like 45s, 90m, 3h or 1h30m\n"
+    assert_refused(run_muse(*asked, "soon"), "cannot read the duration 'soon': write it like 45s, 90m, 3h or 1h30m\n")
 
 
 @pytest.mark.parametrize(

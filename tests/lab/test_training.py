@@ -34,7 +34,7 @@ from muse_lab.pretraining.training import make_ready, train
 from muse_lab.records.files import alone_in
 from tests.lab.test_prepare import SMALL as PREPARED
 from tests.lab.test_prepare import make
-from tests.training_runs import QUICK, SMALL, STEPS, attentions_called, learnt, losses, stop_at
+from tests.training_runs import QUICK, SMALL, STEPS, attentions_called, learnt, losses, train_until
 
 GOLDEN = [5.84777, 5.24782, 4.80704, 4.40503, 3.94399, 3.69187, 3.46842, 3.36457]
 
@@ -225,8 +225,7 @@ def test_tensorboard_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatc
 
 def test_another_number_of_threads_is_noted(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = override(SMALL, ["steps=2", "checkpoint_every=1", "probe_every=0"])
-    with pytest.raises(KeyboardInterrupt):
-        train(corpus, recipe, tmp_path, on_step=stop_at(2), on_note=pytest.fail)
+    train_until(2, corpus, recipe, tmp_path, on_note=pytest.fail)
     assert json.loads((tmp_path / "run.json").read_text())["threads"] == torch.get_num_threads() == 1
     notes: list[str] = []
     shutil.copytree(tmp_path, tmp_path / "same")
