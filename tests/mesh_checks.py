@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +31,8 @@ from muse_attention.huggingface import use_attention
 from tests.closeness import assert_equal_to_rounding
 from tests.markdown_pages import ROOT
 from tests.models import tiny_llama, token_ids
+from tests.processes import send_reports
+from tests.refusals import one_line_error
 
 LENGTH = 64
 MUSE = "muse:Q3K4R2B16"
@@ -323,9 +323,8 @@ def ranks_that_disagree(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def refused(message: str) -> Iterator[None]:
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    with one_line_error(re.escape(message)):
         yield
-    assert "\n" not in str(caught.value)
 
 
 def of_a_mesh_with_two_dimensions(mesh: DeviceMesh) -> None:
@@ -386,16 +385,7 @@ CHECKS: dict[int, list[Callable[[DeviceMesh], None]]] = {
 
 
 def run(rank: int, ranks: int, port: int, report: Any) -> None:
-    """Sends (check, rank, what went wrong or None) for each check."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    for check in CHECKS[ranks]:
-        try:
-            check(mesh)
-            report.send((check.__name__, None))
-        except BaseException:  # what pytest raises is no Exception
-            report.send((check.__name__, traceback.format_exc()))
-            break  # the other ranks may wait for this one
-    report.close()
+    send_reports(CHECKS[ranks], init_device_mesh("cpu", (ranks,)), report)
     dist.destroy_process_group()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.parallel import World, open_world, share_sequences
 from muse_lab.pretraining.recipes import Recipe, override
 from muse_lab.pretraining.training import train
+from tests.processes import send_reports
 from tests.training_runs import SMALL
 
 UPDATES = 8
@@ -262,16 +262,8 @@ CHECKS: dict[int, list[Callable[[Ranks], None]]] = {
 
 
 def run(rank: int, ranks: int, port: int, folder: Path, report: Any) -> None:
-    """Sends (check, what went wrong or None) for each check."""
     torch.set_num_threads(1)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     with open_world("cpu") as world:
-        for check in CHECKS[ranks]:
-            try:
-                check(Ranks(world, folder))
-                report.send((check.__name__, None))
-            except BaseException:  # what pytest raises is no Exception
-                report.send((check.__name__, traceback.format_exc()))
-                break  # the other ranks may wait for this one
-        report.close()
+        send_reports(CHECKS[ranks], Ranks(world, folder), report)

@@ -30,6 +30,7 @@ from muse_lab.pretraining.interruptions import watchdog
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.recipes import Recipe
 from tests.patience import PATIENCE
+from tests.processes import running
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -58,12 +59,8 @@ def training_alone(
     """A process of `muse train`, which is killed at the end if it has not ended; `errors` is what it says on stderr."""
     arguments = ["train", *words_of(corpus, recipe), "--output", str(output), "--device", "cpu"]
     process = CONTEXT.Process(target=run_command, args=(arguments, {"RANK": "0"}, errors, mishap))
-    process.start()
-    try:
+    with running(process):
         yield process
-    finally:
-        process.kill()
-        process.join()
 
 
 def wait_for(condition: Callable[[], bool], process: Any, seconds: float = PATIENCE) -> None:

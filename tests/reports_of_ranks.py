@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 from tests.patience import PATIENCE
+from tests.processes import free_port, running
 from tests.ranks import CONTEXT
 
 Reports = dict[str, list[str | None]]
@@ -19,18 +19,14 @@ def gather_reports(run: Callable[..., None], ranks: int, *arguments: object) -> 
 
     They are killed when none has sent anything for `PATIENCE`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
+    port, pipes = free_port(), [CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
         CONTEXT.Process(target=run, args=(rank, ranks, port, *arguments, sending))
         for rank, (_, sending) in enumerate(pipes)
     ]
     found: Reports = {}
-    try:
-        for process, (_, sending) in zip(processes, pipes, strict=True):
-            process.start()
+    with running(*processes):
+        for _, sending in pipes:
             sending.close()
         waiting: list[Any] = [receiving for receiving, _ in pipes]
         while waiting and (ready := wait(waiting, timeout=PATIENCE)):
@@ -40,10 +36,6 @@ def gather_reports(run: Callable[..., None], ranks: int, *arguments: object) -> 
                     found.setdefault(name, []).append(failure)
                 except EOFError:
                     waiting.remove(connection)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from tests.closeness import assert_equal_to_rounding
 from tests.markdown_pages import ROOT
 from tests.patience import PATIENCE
+from tests.processes import free_port, running
 
 LENGTHS = (300, 1, 130, 81)
 """Of documents in one row: longer than a block of `CONFIG`, of one token, of a block and two, shorter than a block."""
@@ -80,24 +80,15 @@ def documented_code(trainer: str) -> str:
 
 def on_two_processes(check: Callable[[int], None]) -> None:
     """Call `check`, a function of a module, with the rank in each of two processes that gloo connects."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
+    port, context = free_port(), multiprocessing.get_context("forkserver")
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     processes = [
         context.Process(target=_run_rank, args=(rank, port, check, sending)) for rank, (_, sending) in enumerate(pipes)
     ]
-    for process in processes:
-        process.start()
-    try:
+    with running(*processes):
         failures = [
             receiving.recv() if receiving.poll(PATIENCE) else "it did not come to the end" for receiving, _ in pipes
         ]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
     assert failures == [None, None], "\n".join(filter(None, failures))
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from muse_lab.pretraining.training import train
 from muse_lab.records.files import alone_in
 from tests.lab.test_prepare import contents
 from tests.patience import PATIENCE
+from tests.processes import free_port, running
 from tests.ranks import CONTEXT, Mishap, run_command, words_of
 from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, learnt, losses
 
@@ -37,10 +37,7 @@ def ranks_of(
     words: list[str], output: Path, ranks: int = 2, mishap: Mishap | None = None
 ) -> Iterator[list[tuple[Any, Path]]]:
     """Processes of `muse train` as under `torchrun`, by the variables that it sets, and the files of what they say."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ["train", *words, "--output", str(output), "--device", "cpu"]
+    port, arguments = free_port(), ["train", *words, "--output", str(output), "--device", "cpu"]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     errors = [output.with_name(f"{output.name}-{rank}.txt") for rank in range(ranks)]
     processes = [
@@ -50,14 +47,8 @@ def ranks_of(
         )
         for rank, file in enumerate(errors)
     ]
-    try:
-        for process in processes:
-            process.start()
+    with running(*processes):
         yield list(zip(processes, errors, strict=True))
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2, mishap: Mishap | None = None) -> None:

@@ -9,7 +9,6 @@ import pickle
 import random
 import re
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +30,7 @@ from tests import shard_checks
 from tests.lab.test_checkpoints import Bomb, assert_refused, flip, forge
 from tests.lab.test_parallel import assert_close_runs, ranks_of, train_together, words_of
 from tests.patience import PATIENCE
+from tests.processes import free_port, running
 from tests.ranks import CONTEXT, Mishap
 from tests.training_runs import QUICK, assert_same_run
 
@@ -238,22 +238,14 @@ def test_ranks_that_see_different_files_do_not_go_on(
 
 
 def run_checks(action: str, ranks: int, folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [
         CONTEXT.Process(target=shard_checks.run, args=(action, rank, ranks, port, folder)) for rank in range(ranks)
     ]
-    try:
-        for process in processes:
-            process.start()
+    with running(*processes):
         for process in processes:
             process.join(timeout=PATIENCE)
             assert process.exitcode == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def test_what_four_ranks_wrote_on_any_mesh_is_read_by_two_and_by_one(tmp_path: Path) -> None:

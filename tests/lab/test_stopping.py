@@ -31,6 +31,7 @@ from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
 from tests.command_line import assert_refused, run_muse
 from tests.patience import PATIENCE
+from tests.processes import running
 from tests.ranks import CONTEXT, Mishap, training_alone, wait_for
 from tests.training_runs import QUICK, SMALL, assert_same_run, inode_of
 
@@ -176,8 +177,7 @@ def test_a_second_signal_ends_a_process_that_hangs() -> None:
     """As in an exchange with a rank that is gone: Python never runs a handler there."""
     hangs = CONTEXT.Event()
     process = CONTEXT.Process(target=hang_in_a_lock, args=(hangs,))
-    process.start()
-    try:
+    with running(process):
         assert hangs.wait(PATIENCE)
         os.kill(process.pid, signal.SIGTERM)
         process.join(timeout=1)
@@ -188,9 +188,6 @@ def test_a_second_signal_ends_a_process_that_hangs() -> None:
             if process.exitcode is not None:
                 break
         assert process.exitcode == 143
-    finally:
-        process.kill()
-        process.join()
 
 
 @pytest.mark.long
