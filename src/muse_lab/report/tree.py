@@ -29,9 +29,9 @@ def number(title: str, definition: str = "") -> Column:
     return Column(title, definition)
 
 
-def shown(value: object) -> str:
-    """What is not known is empty."""
-    return "" if value is None else str(value)
+def shown(value: object, form: str = "") -> str:
+    """In a form, as of f-strings; what is not known is empty."""
+    return "" if value is None else format(value, form)
 
 
 class Table:

@@ -9,7 +9,7 @@ from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.training_curves import Answers
 from muse_lab.report.figures import line_figure
 from muse_lab.report.plots import Axis, Line, colours
-from muse_lab.report.tree import Figure, Section, Table, number, text
+from muse_lab.report.tree import Figure, Section, Table, number, shown, text
 
 Names = Mapping[str, str]
 """What the report calls each attention, by its full name."""
@@ -53,15 +53,12 @@ def kind_tables(results: ComparisonResults, names: Names) -> Iterator[Table]:
     kinds = list(dict.fromkeys(kind for found in measured.values() for kind in found[-1].by_kind))
     if kinds:
         columns = (text("run"), text("measured under"), *map(number, kinds))
-        last = [(*who, *(_last(found, kind) for kind in kinds)) for who, found in measured.items()]
+        last = [
+            (*who, *(shown(found[-1].by_kind.get(kind), ".3f") for kind in kinds)) for who, found in measured.items()
+        ]
         yield Table(columns, last, "The last measurement, by kind of answer")
         learnt = [(*who, *(_learnt(found, kind) for kind in kinds)) for who, found in measured.items()]
         yield Table(columns, learnt, "Million tokens until half of the first loss is left")
-
-
-def _last(found: Sequence[Answers], kind: str) -> str:
-    loss = found[-1].by_kind.get(kind)
-    return "" if loss is None else f"{loss:.3f}"
 
 
 def _learnt(found: Sequence[Answers], kind: str) -> str:

@@ -21,7 +21,7 @@ from muse_lab.report.figures import line_figure
 from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import PALETTE, ROUNDING, Axis, Curve, Line, colours, shades
 from muse_lab.report.provenance import count, names_table, provenance_of
-from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, text
+from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, shown, text
 
 _LOSS = (
     "Cross-entropy of the next token on held-out repositories, in nats, ± its standard error over samples, most of "
@@ -263,7 +263,7 @@ def as_csv(results: ComparisonResults) -> str:
     for run in _runs(results):
         for cell in results.cells:
             if cell.run == run.name and len(cell.bins) == results.settings.samples:
-                numbers = ("" if one is None else f"{one:.6g}" for one in Mean.of(cell.means))
+                numbers = (shown(one, ".6g") for one in Mean.of(cell.means))
                 about = [run.name, run.attention, run.parameters, cell.step, cell.attention, len(cell.bins)]
                 rows.append([*about, *numbers])
     return csv_text(header, rows)

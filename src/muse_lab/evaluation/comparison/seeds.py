@@ -13,7 +13,7 @@ from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import FREE, Recipe
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import short_names
-from muse_lab.report.tree import Table, number, text
+from muse_lab.report.tree import Table, number, shown, text
 
 ABOUT = (
     "Runs that differ by their seed alone: other initial weights, and another order of the samples. ± is the standard "
@@ -98,7 +98,7 @@ def seeds_table(results: ComparisonResults) -> Table:
         (text("seeds"), lambda group: ", ".join(str(run.recipe.seed) for run in group.runs)),
         (number("loss, tested: exact"), lambda group: group.loss(results, EXACT)),
         (number("tested: as trained"), lambda group: group.loss(results, group.runs[0].tested_attention)),
-        (number("spread of seeds"), lambda group: _four_digits(group.spread(results))),
+        (number("spread of seeds"), lambda group: shown(group.spread(results), ".4f")),
         (number("less exact training", _PAIRED), nats),
         (number("percent", _PAIRED), percent),
         *([] if results.settings.shared_gpu else [speed]),
@@ -148,10 +148,6 @@ def _loss(results: ComparisonResults, run: Run, attention: str) -> float | None:
 def _mean(values: Sequence[float | None]) -> Mean | None:
     known = [value for value in values if value is not None]
     return Mean.of(known) if len(known) == len(values) else None
-
-
-def _four_digits(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4f}"
 
 
 def _times(ratio: float | None) -> str | None:

@@ -161,7 +161,7 @@ def depth_table(length: _Length) -> Table:
         rows.append(
             (
                 f"{depth_of(bucket):.2f}",
-                *(_share(length.by_depth(model, bucket)) for model in length.everywhere),
+                *(shown(length.by_depth(model, bucket), ".1%") for model in length.everywhere),
                 *(format_difference(Mean.of(of_model)) if of_model else "" for of_model in gaps),
             )
         )
@@ -245,7 +245,3 @@ def _sure_depths(length: _Length, model: str) -> tuple[int, int, int]:
     gaps = [gap for bucket in range(BUCKETS) for gap in length.differences(model, bucket).values()]
     sure = [gap.mean for gap in gaps if gap.standard_error is not None and abs(gap.mean) > _SURE * gap.standard_error]
     return sum(gap < 0 for gap in sure), sum(gap > 0 for gap in sure), len(gaps)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}%"
