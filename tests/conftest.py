@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,3 +71,10 @@ def whole_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("whole")
     train(corpus, SMALL, output)
     return output
+
+
+@pytest.fixture
+def run_copy(whole_run: Path, tmp_path: Path) -> Path:
+    """Of this run, in the folder `out`, to be changed."""
+    shutil.copytree(whole_run, tmp_path / "out")
+    return tmp_path / "out"

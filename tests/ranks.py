@@ -23,7 +23,8 @@ import muse_lab.cli.train
 import muse_lab.pretraining.checkpoints.together
 import muse_lab.pretraining.training  # imported once, for all ranks
 from muse_lab.cli import main
-from muse_lab.pretraining import checkpoints, optimiser
+from muse_lab.pretraining import optimiser
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.checkpoints import together
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions import watchdog

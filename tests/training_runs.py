@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from muse_attention.huggingface import forward
-from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import Recipe, override, tiny
@@ -73,7 +73,6 @@ def losses(output: Path) -> list[float]:
 
 def learnt(output: Path) -> dict[str, torch.Tensor]:
     checkpoint = checkpoints.latest_good(output / "checkpoints", pytest.fail)
-    assert checkpoint is not None
     return dict(checkpoints.read_tensors(checkpoint))
 
 

@@ -16,16 +16,17 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.checkpoints import shards
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.checkpoints.manifest import Chunk, StoredTensor, TensorKind, check_is_whole
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.recipes import Recipe, override
@@ -33,6 +34,7 @@ from muse_lab.pretraining.run.folder import describe_last_good, find_checkpoint,
 from muse_lab.pretraining.training import train
 from tests.lab.test_prepare import contents
 from tests.patience import PATIENCE
+from tests.processes import running
 from tests.ranks import CONTEXT, training_alone, wait_for
 from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, inode_of, losses, train_until
 
@@ -272,26 +274,20 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_a_manifest_can_be_forged(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+def test_a_manifest_can_be_forged(corpus: Corpus, run_copy: Path) -> None:
     """Well enough, but for the damages below."""
-    output = tmp_path / "out"
-    shutil.copytree(whole_run, output)
-    os.rename(output / "checkpoints" / "step-00000008", output / "checkpoints" / "step-00000007")
-    forge(output / "checkpoints" / "step-00000007", step=7)
-    found = find_checkpoint(output, SMALL, corpus, pytest.fail)
-    assert found is not None
-    assert found.step == 7
+    os.rename(run_copy / "checkpoints" / "step-00000008", run_copy / "checkpoints" / "step-00000007")
+    forge(run_copy / "checkpoints" / "step-00000007", step=7)
+    assert find_checkpoint(run_copy, SMALL, corpus, pytest.fail).step == 7
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
-    damage: str, corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, corpus: Corpus, run_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its hashes say."""
-    output = tmp_path / "out"
-    shutil.copytree(whole_run, output)
-    monkeypatch.chdir(tmp_path)
-    assert_refused(DAMAGES[damage], 8, 6, output, SMALL, corpus)
+    monkeypatch.chdir(run_copy.parent)
+    assert_refused(DAMAGES[damage], 8, 6, run_copy, SMALL, corpus)
 
 
 def assert_refused(
@@ -302,7 +298,6 @@ def assert_refused(
     damage(folder)
     refused: list[str] = []
     found = find_checkpoint(output, recipe, corpus, refused.append)
-    assert found is not None
     assert found.step == before
     assert len(refused) == 1
     assert refused[0].startswith(f"checkpoint {folder} is ")
@@ -312,27 +307,23 @@ def assert_refused(
 
 
 @pytest.mark.parametrize("step", [0, 99, 10**20])
-def test_a_step_that_the_run_has_not_is_refused(step: int, corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path / "checkpoints" / f"step-{step:08}"
-    os.rename(tmp_path / "checkpoints" / "step-00000006", folder)
+def test_a_step_that_the_run_has_not_is_refused(step: int, corpus: Corpus, run_copy: Path) -> None:
+    folder = run_copy / "checkpoints" / f"step-{step:08}"
+    os.rename(run_copy / "checkpoints" / "step-00000006", folder)
     if step == 0:
-        shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+        shutil.rmtree(run_copy / "checkpoints" / "step-00000008")
     forge(folder, step=step)
     refused: list[str] = []
     if step:
-        found = find_checkpoint(tmp_path, SMALL, corpus, refused.append)
-        assert found is not None
-        assert found.step == 8
+        assert find_checkpoint(run_copy, SMALL, corpus, refused.append).step == 8
     else:
         with pytest.raises(ValueError, match=r"none of the checkpoints in .* is whole"):
-            find_checkpoint(tmp_path, SMALL, corpus, refused.append)
+            find_checkpoint(run_copy, SMALL, corpus, refused.append)
     assert refused == [f"checkpoint {folder} is damaged: the run has {STEPS} steps, and none is {step}"]
 
 
-def test_a_checkpoint_that_goes_while_it_is_read_is_one_line(whole_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole_run / "checkpoints", tmp_path, dirs_exist_ok=True)
-    checkpoint = checkpoints.verify(tmp_path, 8)
+def test_a_checkpoint_that_goes_while_it_is_read_is_one_line(run_copy: Path) -> None:
+    checkpoint = checkpoints.verify(run_copy / "checkpoints", 8)
     reading = checkpoints.read_tensors(checkpoint)
     next(reading)
     shutil.rmtree(checkpoint.folder)
@@ -399,58 +390,49 @@ def test_unfinished_checkpoints_are_known_by_their_whole_name(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "failures.json"])
 @pytest.mark.parametrize("place", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_pipes_and_devices_in_a_run_are_not_read(
-    name: str, place: Callable[[Path], object], corpus: Corpus, whole_run: Path, tmp_path: Path
+    name: str, place: Callable[[Path], object], corpus: Corpus, run_copy: Path
 ) -> None:
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    (tmp_path / name).unlink(missing_ok=True)
-    place(tmp_path / name)
+    (run_copy / name).unlink(missing_ok=True)
+    place(run_copy / name)
     if name == "failures.json":  # where there are no failures to be read, there were none
-        assert train(corpus, SMALL, tmp_path, resume=True).is_dir()
+        assert train(corpus, SMALL, run_copy, resume=True).is_dir()
         return
     with pytest.raises(
         (OSError, ValueError), match=f"{name}.*it is not a regular file|it is not a regular file.*{name}"
     ):
-        train(corpus, SMALL, tmp_path, resume=True)
+        train(corpus, SMALL, run_copy, resume=True)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"recipe": {"scale": 0, "steps": 1e999}}', "\x80", "NaN"])
 def test_a_damaged_description_of_a_run_is_one_line(
-    content: str, corpus: Corpus, whole_run: Path, tmp_path: Path
+    content: str, corpus: Corpus, whole_run: Path, run_copy: Path
 ) -> None:
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "run.json").write_text(content, encoding="latin-1")
+    (run_copy / "run.json").write_text(content, encoding="latin-1")
     with pytest.raises(
         ValueError, match=r"run.json is not of muse train; choose another output, or move run.json away and resume"
     ):
-        train(corpus, SMALL, tmp_path, resume=True)
-    (tmp_path / "run.json").unlink()
-    train(corpus, SMALL, tmp_path, resume=True)
-    assert_same_run(tmp_path, whole_run)
+        train(corpus, SMALL, run_copy, resume=True)
+    (run_copy / "run.json").unlink()
+    train(corpus, SMALL, run_copy, resume=True)
+    assert_same_run(run_copy, whole_run)
 
 
-def test_a_run_goes_on_bit_for_bit_before_a_damaged_checkpoint(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_bit_for_bit_before_a_damaged_checkpoint(corpus: Corpus, whole_run: Path, run_copy: Path) -> None:
     """Which is not among those that are kept. What is half written or half removed is no checkpoint."""
-    shutil.copytree(whole_run, tmp_path, dirs_exist_ok=True)
-    folder = tmp_path / "checkpoints"
+    folder = run_copy / "checkpoints"
     flip(folder / "step-00000008" / TENSORS, -1)
     for name in ("step-00000007.tmp", "step-00000002.old.tmp"):
         (folder / name).mkdir()
         (folder / name / TENSORS).write_bytes(b"half")
     refused: list[str] = []
     steps: list[int] = []
-    train(
-        corpus,
-        override(SMALL, ["checkpoint_every=7"]),
-        tmp_path,
-        resume=True,
-        on_refused=refused.append,
-        on_step=lambda done: steps.append(done.step),
-    )
+    told: dict[str, Any] = {"on_refused": refused.append, "on_step": lambda done: steps.append(done.step)}
+    train(corpus, override(SMALL, ["checkpoint_every=7"]), run_copy, resume=True, **told)
     assert len(refused) == 1
     assert steps == [7, 8]
     assert checkpoints.steps_in(folder) == [7, 8]
     assert list(folder.glob("*.tmp")) == []
-    assert_same_run(tmp_path, whole_run)
+    assert_same_run(run_copy, whole_run)
 
 
 def test_no_whole_checkpoint_is_an_error(corpus: Corpus, tmp_path: Path) -> None:
@@ -462,21 +444,15 @@ def test_no_whole_checkpoint_is_an_error(corpus: Corpus, tmp_path: Path) -> None
 
 
 def test_checkpoints_that_cannot_be_listed_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> Iterator[Path]:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
     assert describe_last_good(tmp_path) == "there is no checkpoint yet"
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    refused = PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=refused))
     assert describe_last_good(tmp_path) == f"the checkpoints in {tmp_path} cannot be read: Permission denied"
 
 
-def test_what_has_its_name_is_on_the_disk(
-    corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_its_name_is_on_the_disk(corpus: Corpus, run_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics before the checkpoint behind them, and all files of a checkpoint and a model before they are renamed."""
-    output = tmp_path / "out"
-    shutil.copytree(whole_run, output)
-    shutil.rmtree(output / "checkpoints" / "step-00000008")
+    shutil.rmtree(run_copy / "checkpoints" / "step-00000008")
     synced: set[tuple[int, int]] = set()
     synced_before: dict[str, set[tuple[int, int]]] = {}
     sync, rename = os.fsync, os.rename
@@ -495,9 +471,9 @@ def test_what_has_its_name_is_on_the_disk(
 
     monkeypatch.setattr("os.fsync", note_sync)
     monkeypatch.setattr("os.rename", note_rename)
-    train(corpus, SMALL, output, resume=True)
-    assert identify(output / "metrics.jsonl") in synced_before["step-00000008"]
-    for folder in (output / "checkpoints" / "step-00000008", output / "model"):
+    train(corpus, SMALL, run_copy, resume=True)
+    assert identify(run_copy / "metrics.jsonl") in synced_before["step-00000008"]
+    for folder in (run_copy / "checkpoints" / "step-00000008", run_copy / "model"):
         files = sorted(folder.iterdir())
         assert len(files) >= 2
         assert {identify(file) for file in (folder, *files)} <= synced_before[folder.name]
@@ -505,20 +481,15 @@ def test_what_has_its_name_is_on_the_disk(
 
 
 def test_no_half_of_a_model_is_left(
-    corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, whole_run: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = tmp_path / "out"
-    shutil.copytree(whole_run, output)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("pathlib.Path.write_bytes", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left on device") as raised:
-        train(corpus, SMALL, output, resume=True)
-    assert raised.value.filename == str(output / "model")
-    assert not (output / "model.tmp").exists()
-    assert contents(output / "model") == contents(whole_run / "model")
+        train(corpus, SMALL, run_copy, resume=True)
+    assert raised.value.filename == str(run_copy / "model")
+    assert not (run_copy / "model.tmp").exists()
+    assert contents(run_copy / "model") == contents(whole_run / "model")
 
 
 def test_large_states_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,12 +552,9 @@ def test_a_death_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """The one before until the rename, the new one from then on, and never a torn one."""
     receiving, sending = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=die_at_every_call, args=(tmp_path, sending))
-    process.start()
-    try:
+    with running(process):
         process.join(timeout=PATIENCE)
         assert process.exitcode == 0
-    finally:
-        process.kill()
     steps = receiving.recv()
     assert steps == sorted(steps)
     assert steps.count(1) >= 6

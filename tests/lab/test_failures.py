@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions.failures import (
     FILE,
@@ -45,7 +46,6 @@ def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, tmp_path: Path) ->
         with pytest.raises(TrainingError, match=r"^step 6 failed: its loss is nan"):
             train(corpus, RECIPE, tmp_path, resume=True, on_refused=pytest.fail)
         failures = read_failures(tmp_path)
-        assert failures is not None
         assert (failures.step, failures.times, failures.fell_back) == (6, times, False)
     notes: list[str] = []
     train(corpus, RECIPE, tmp_path, resume=True, on_note=notes.append)
@@ -92,12 +92,9 @@ def test_one_checkpoint_is_not_left_behind(corpus: Corpus, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device", "out")])
 def test_a_run_that_was_stopped_has_not_failed(error: BaseException, corpus: Corpus, tmp_path: Path) -> None:
-    def fail(done: object) -> None:
-        raise error
-
     for _ in range(3):
         with pytest.raises(type(error)):
-            train(corpus, QUICK, tmp_path, resume=True, on_step=fail)
+            train(corpus, QUICK, tmp_path, resume=True, on_step=Mock(side_effect=error))
     assert read_failures(tmp_path) is None
 
 
@@ -108,7 +105,6 @@ def test_failures_are_counted_by_step(tmp_path: Path) -> None:
     assert read_failures(tmp_path) == Failures(7, 1, "other")
     note_failure(tmp_path, 7, "other")
     found = read_failures(tmp_path)
-    assert found is not None
     assert found.calls_for_fallback
     note_fallback(tmp_path, found)
     note_failure(tmp_path, 6, "earlier")

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.monitoring.metrics import read_metrics

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.checkpoints import shards
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import override

@@ -12,13 +12,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from muse_lab.pretraining import checkpoints
-from muse_lab.pretraining.checkpoints import store
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.monitoring.metrics import read_metrics
@@ -271,21 +271,17 @@ def test_two_ranks_go_on_from_a_checkpoint_of_four(corpus: Corpus, tmp_path: Pat
 
 def test_each_file_is_hashed_by_one_rank(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own, where there are as many ranks as have written."""
-    hashed: list[str] = []
 
     def gather(found: list[Any], value: Any) -> None:
         found[:] = [value] * len(found)
 
-    def note(path: Path) -> str:
-        hashed.append(path.name)
-        return hash_file(path)
-
-    hash_file = store.hash_file
-    monkeypatch.setattr(store, "hash_file", note)
+    hash_file = Mock(wraps=checkpoints.hash_file)
+    monkeypatch.setattr(checkpoints, "hash_file", hash_file)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     for ranks, shares in ((2, [[0], [1]]), (1, [[0, 1]]), (3, [[0], [], [1]])):
         for rank, share in enumerate(shares):
-            hashed.clear()
+            hash_file.reset_mock()
             world = World(torch.device("cpu"), rank, ranks, cast(Any, object()))
             checkpoints.verify(two_ranks / "checkpoints", LAST, world)
+            hashed = [call.args[0].name for call in hash_file.call_args_list]
             assert hashed == [f"rank-{number:05}-00000.safetensors" for number in share]

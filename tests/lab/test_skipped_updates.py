@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
-from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.batches import Batches, Windows
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
@@ -157,17 +156,15 @@ def test_a_state_is_read_as_it_was_written() -> None:
             read_state(broken)
 
 
-def test_a_checkpoint_with_a_forged_state_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    shutil.copytree(whole_run, output)
-    folder = output / "checkpoints"
+def test_a_checkpoint_with_a_forged_state_is_refused(corpus: Corpus, whole_run: Path, run_copy: Path) -> None:
+    folder = run_copy / "checkpoints"
     tensors = dict(checkpoints.read_tensors(checkpoints.verify(folder, 8)))
     about = {**checkpoints.verify(folder, 8).about, "state": {"skipped": 8}}
     checkpoints.save(folder, 8, about, tensors)
     refused: list[str] = []
-    train(corpus, SMALL, output, resume=True, on_refused=refused.append)
+    train(corpus, SMALL, run_copy, resume=True, on_refused=refused.append)
     assert refused == [f"checkpoint {folder / 'step-00000008'} is damaged: it has no state of a run"]
-    assert_same_run(output, whole_run)
+    assert_same_run(run_copy, whole_run)
 
 
 def test_what_may_differ_and_what_may_not() -> None:

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from muse_lab.cli.train import parse_duration
-from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.batches import Batches
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions import stopping
 from muse_lab.pretraining.interruptions.stopping import Request, Stopped, Stopping, stop_on_signals

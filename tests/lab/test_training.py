@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 from muse_lab.evaluation.loss.positions import position_losses
 from muse_lab.models import load_model
-from muse_lab.pretraining import checkpoints, loop, training
+from muse_lab.pretraining import loop, training
 from muse_lab.pretraining.batches import Batches, Windows
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.determinism import determinism
 from muse_lab.pretraining.initial_model import make_model

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from muse_lab.pretraining import checkpoints
 from muse_lab.pretraining.batches import Batches, Windows
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.determinism import determinism
 from muse_lab.pretraining.document_mask import check_packed

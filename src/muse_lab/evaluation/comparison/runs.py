@@ -15,7 +15,7 @@ import torch
 
 from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.models import load_model
-from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.initial_model import make_config
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM

@@ -7,7 +7,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from muse_lab.pretraining.data.corpus_documents import REPOSITORY_MARK, Document, Piece
 from muse_lab.records.files import errors_naming
@@ -37,9 +36,7 @@ class Spool:
     def __enter__(self) -> Spool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError):  # whatever is not on disk by now is not needed
             self._file.close()
 

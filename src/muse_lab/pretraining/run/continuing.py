@@ -19,7 +19,7 @@ from pathlib import Path
 
 from muse_attention.registry import full_name
 from muse_attention.sizes import parse_size
-from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import FILE, LARGEST_METRICS
 from muse_lab.pretraining.parallel import World

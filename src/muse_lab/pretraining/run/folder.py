@@ -24,7 +24,7 @@ import torch
 
 import muse_attention
 from muse_attention.registry import full_name
-from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.checkpoints.manifest import CheckpointError
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.initial_model import make_empty_model

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 from torch import Tensor
 
-from muse_lab.pretraining import checkpoints
+from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.checkpoints.background import BackgroundTask
 from muse_lab.pretraining.checkpoints.manifest import StoredPart
 from muse_lab.pretraining.checkpoints.shards import Piece, whole_pieces
@@ -131,9 +130,7 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.wait()
         elif not isinstance(error, Stopped) and self._in_flight is not None:
