@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from examples.ring import ring_attention
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -335,14 +334,11 @@ def of_a_mesh_with_two_dimensions(mesh: DeviceMesh) -> None:
 
 
 def ring(mesh: DeviceMesh) -> None:
-    example = _load_example()
     whole = whole_tensors(heads=2, key_heads=2)
     whole[2] = whole[1].detach().flip(2).requires_grad_()
     for name in ("exact", "muse:QK4R4SP8B8"):  # the second retrieves everything
         expected = get_attention("exact")(*whole, is_causal=True)
-        assert_same_as_one_process(
-            mesh, whole, (expected,), lambda *parts, name=name: (example.ring_attention(name, *parts),)
-        )
+        assert_same_as_one_process(mesh, whole, (expected,), lambda *parts, name=name: (ring_attention(name, *parts),))
 
 
 def documentation(mesh: DeviceMesh) -> None:
@@ -355,15 +351,6 @@ def documentation(mesh: DeviceMesh) -> None:
     assert '"cuda", (2, 4)' in code
     exec(compile(code.replace('"cuda", (2, 4)', '"cpu", (2, 2)'), "distributed.md", "exec"), names)
     assert names["out"].shape == (*query.shape[:3], value.shape[3])
-
-
-def _load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ring", ROOT / "examples" / "ring.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 _EVERYWHERE = [

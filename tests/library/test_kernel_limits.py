@@ -7,6 +7,7 @@ import torch
 
 from muse_attention import MuSeConfig
 from muse_attention.backends.choice import resolve_backend
+from tests.refusals import one_line_error
 
 pytest.importorskip("triton")
 
@@ -41,9 +42,8 @@ pytest.importorskip("triton")
 def test_limits(shape: tuple[int, ...], config: str, message: str) -> None:
     query = torch.empty(shape, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "meta")
     key = query[:, :1] if shape[1] == 4 else query
-    with pytest.raises(ValueError, match=message) as refused:
+    with one_line_error(message):
         resolve_backend("triton", query, key, MuSeConfig.parse(config))
-    assert "\n" not in str(refused.value)
     if query.is_cuda:
         assert resolve_backend("auto", query, key, MuSeConfig.parse(config)) == "torch"
 

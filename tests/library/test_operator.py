@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,12 +85,8 @@ def test_what_listens_to_operators_hears_of_them() -> None:
 def test_where_nothing_listens_the_dispatcher_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = SHAPE.tensors(torch.float32)
     expected = _whole(inputs)
-
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("went through the dispatcher")
-
     for name in ("CLUSTER", "FORWARD", "BACKWARD"):
-        monkeypatch.setattr(ops, name, refuse)
+        monkeypatch.setattr(ops, name, Mock(side_effect=AssertionError("went through the dispatcher")))
     for a, b in zip(_whole(inputs), expected, strict=True):
         assert torch.equal(a, b)
     with torch.no_grad():
@@ -178,7 +175,6 @@ def test_activation_checkpointing_recomputes_the_same_numbers(use_reentrant: boo
     out.square().sum().backward()
     assert torch.equal(out, plain)
     for tensor, gradient in zip(inputs, expected, strict=True):
-        assert tensor.grad is not None
         assert torch.equal(tensor.grad, gradient)
 
 
@@ -227,7 +223,6 @@ def test_autocast_does_what_it_does_to_sdpa(name: str, dtype: torch.dtype) -> No
     assert torch.equal(mixed, expected)
     assert torch.equal(lse, expected_lse)
     for tensor, gradient in zip(inputs, torch.autograd.grad(expected.float().square().sum(), low), strict=True):
-        assert tensor.grad is not None
         assert tensor.grad.dtype == torch.float32
         assert torch.equal(tensor.grad, gradient.float())
 
