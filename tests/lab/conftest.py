@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -42,6 +43,19 @@ def samples(tokenizer: Tokenizer) -> NeedleSamples:
     from tests.needle_models import needle_haystack
 
     return NeedleSamples(tokenizer, needle_haystack(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def decode(tokenizer: Tokenizer) -> Callable[[Any], str]:
+    return lambda tokens: tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False)
+
+
+@pytest.fixture(scope="session")
+def needles(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A corpus whose tokenizer knows the words of needles, which nobody may change."""
+    from tests.needle_models import needle_corpus, needle_tokenizer
+
+    return needle_corpus(needle_tokenizer(), tmp_path_factory.mktemp("needles"))
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from muse_lab.cli import commands, info, main
 from muse_lab.cli.app import console, new_table, phases_bar
 from muse_lab.cli.language_model import short_warnings
 from muse_lab.records.captured_heads import Captures, Origin, save_captures
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done, assert_refused, run_muse
 
 SHORT_BENCH = ("bench", "--device", "cpu", "--lengths", "512", "--head-dim", "8", "--repeats", "1", "--no-memory")
 
@@ -153,8 +153,7 @@ def test_info_says_what_triton_needs(
 
 def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
-    code, out, err = run_muse(*SHORT_BENCH, "--output", folder, "--name", "short")
-    assert code == 0, err
+    out = assert_done(run_muse(*SHORT_BENCH, "--output", folder, "--name", "short"))
     endings = ("-forward-backward.png", "-forward.png", ".csv", ".html", ".json", ".md")
     assert sorted(file.name for file in folder.iterdir()) == [f"short{ending}" for ending in endings]
     default = f"muse:{MuSeConfig.for_length(512)}".partition(",")[0]
@@ -196,8 +195,7 @@ def test_bench_measures_on_captured_heads(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     captures = ("--captures", file, "--output", folder)
     assert_refused(run_muse(*asked, *captures), "less than 512; choose a smaller --length, or lay them end to end")
-    code, _, err = run_muse(*asked, *captures, "--repeat-captures")
-    assert code == 0, err
+    assert_done(run_muse(*asked, *captures, "--repeat-captures"))
     results = json.loads((folder / "cpu-heads.json").read_text())
     (case,) = results["cases"]
     assert (case["request"]["shape"]["heads"], case["request"]["shape"]["head_dim"]) == (2, 8)
@@ -216,8 +214,7 @@ def test_bench_writes_to_out_and_not_to_committed_records(tmp_path: Path, monkey
 
 def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     asked = (*SHORT_BENCH[:3], "--length", "2100", *SHORT_BENCH[5:], "--sweep", "block-size", "--output", tmp_path)
-    code, out, err = run_muse(*asked)
-    assert code == 0, err
+    out = assert_done(run_muse(*asked))
     name = "cpu-sweep-block-size"
     assert {f"{name}.{ending}" for ending in ("csv", "html", "json", "md")} <= {
         file.name for file in tmp_path.iterdir()

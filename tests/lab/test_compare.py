@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -37,11 +38,13 @@ from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, draw_lines
-from tests.command_line import Outcome, assert_refused, run_muse
+from tests.command_line import Outcome, assert_done, assert_refused, run_muse
 from tests.lab.test_prepare import make
 from tests.training_runs import SMALL, metrics_line, train_until
 
 MUSE = "muse:Q4K4R1SP1B16,clustering=lloyd"
+LEARNT = "muse:Q8K8R2SP1B128,clustering=lloyd"
+"""What made-up runs were trained with."""
 RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_every=2", "exact_tail=0"])
 
 
@@ -72,7 +75,6 @@ def test_a_loss_is_that_of_the_logits_on_a_held_out_window(corpus: Corpus, train
     for attention in ("exact", MUSE):
         model.set_attention(attention)
         cell = results.find("muse", 6, attention)
-        assert cell is not None
         for sample, index in enumerate((0, len(windows) // 2)):
             tokens = windows[index]
             with torch.no_grad():
@@ -132,15 +134,14 @@ def test_what_was_measured_is_not_measured_again(
     corpus: Corpus, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "compare.json"
-    measured = []
-    original = matrix.token_losses
-    monkeypatch.setattr(matrix, "token_losses", lambda *given: measured.append(given[-1]) or original(*given))
+    measured = Mock(wraps=matrix.token_losses)
+    monkeypatch.setattr(matrix, "token_losses", measured)
     results = ComparisonResults.start(settings_of(corpus), path)
     measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], results, path)
-    assert measured == ["exact"] * 2
     results = ComparisonResults.start(settings_of(corpus), path)
     measure(open_runs([trained / "exact", trained / "muse"], corpus), corpus, ["exact", MUSE], results, path)
-    assert measured[2:] == [MUSE] * 2 + ["exact", MUSE] * 2
+    attentions = [call.args[-1] for call in measured.call_args_list]
+    assert attentions == ["exact"] * 2 + [MUSE] * 2 + ["exact", MUSE] * 2
     assert list(ComparisonResults.read(path).runs) == ["exact", "muse"]
 
 
@@ -276,7 +277,7 @@ def made_up(**runs: tuple[str, int, float, list[float]]) -> ComparisonResults:
 
 def test_differences_are_paired_and_relative_to_the_exact_run() -> None:
     results = made_up(
-        muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 300.0, [2.02, 4.06]),
+        muse=(LEARNT, 10, 300.0, [2.02, 4.06]),
         exact=("exact", 10, 150.0, [2.0, 4.0]),
         odd=("exact", 9, 1.0, [1.0, 1.0]),
     )
@@ -284,7 +285,6 @@ def test_differences_are_paired_and_relative_to_the_exact_run() -> None:
     assert reference_of(results, muse) is exact
     assert reference_of(results, odd) is odd
     found = difference(results, muse)
-    assert found is not None
     assert found.reference == "exact"
     assert tuple(found.nats) == pytest.approx((0.04, 0.02))
     assert tuple(found.percent) == pytest.approx((0.04 / 3 * 100, 0.02 / 3 * 100))
@@ -297,12 +297,9 @@ def test_differences_are_paired_and_relative_to_the_exact_run() -> None:
 
 
 def test_without_an_exact_run_the_first_is_the_reference_and_no_speed_is_compared() -> None:
-    results = made_up(
-        a=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 300.0, [2.0, 4.0]), b=("moba:L64B8R1", 10, 600.0, [1.0, 2.0])
-    )
+    results = made_up(a=(LEARNT, 10, 300.0, [2.0, 4.0]), b=("moba:L64B8R1", 10, 600.0, [1.0, 2.0]))
     first, second = results.runs.values()
     found = difference(results, second)
-    assert found is not None
     assert (found.reference, found.percent.mean) == ("a", pytest.approx(-50.0))
     assert speedup(results, second) is None
     assert difference(results, first) is None
@@ -315,19 +312,15 @@ def test_one_sample_has_no_standard_error() -> None:
 
 
 def test_switching_compares_one_model_with_itself() -> None:
-    results = made_up(muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [2.0, 4.0]))
+    results = made_up(muse=(LEARNT, 10, 1.0, [2.0, 4.0]))
     (run,) = results.runs.values()
     assert switching(results, run, MUSE) is None
     results.cells.append(Cell("muse", run.step, "", MUSE, [1, 1], [[2.1, 2.1], [4.3, 4.3]]))
-    found = switching(results, run, MUSE)
-    assert found is not None
-    assert tuple(found) == pytest.approx((0.2, 0.1))
+    assert tuple(switching(results, run, MUSE)) == pytest.approx((0.2, 0.1))
 
 
 def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
-    results = made_up(
-        exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [1.0, 1.0])
-    )
+    results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=(LEARNT, 10, 1.0, [1.0, 1.0]))
     assert unlike(results, results.runs["muse"]) == []
     muse = results.runs["muse"]
     results.runs["muse"] = Run("muse", override(muse.recipe, ["seed=1", "steps=512"]), 10, 512, muse.curves, "cuda")
@@ -351,9 +344,7 @@ def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
     ],
 )
 def test_whatever_changes_learning_or_speed_is_said(changes: list[str], named: list[str], remark: str) -> None:
-    results = made_up(
-        exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 300.0, [2.0, 4.0])
-    )
+    results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=(LEARNT, 10, 300.0, [2.0, 4.0]))
     muse = results.runs["muse"]
     results.runs["muse"] = Run("muse", override(muse.recipe, changes), 10, muse.step, muse.curves, "cpu")
     assert unlike(results, results.runs["muse"]) == named
@@ -376,9 +367,7 @@ def test_a_speedup_between_deterministic_runs_says_so_wherever_it_stands(
     changes: list[str], device: str | None, remark: str
 ) -> None:
     """Of a GPU, where they leave out cuDNN's attention, which has no float32."""
-    results = made_up(
-        exact=("exact", 10, 150.0, [2.0, 4.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 300.0, [2.0, 4.0])
-    )
+    results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=(LEARNT, 10, 300.0, [2.0, 4.0]))
     for name, run in results.runs.items():
         results.runs[name] = dataclasses.replace(run, recipe=override(run.recipe, changes), device=device)
     report = comparison_report(results)
@@ -399,8 +388,8 @@ def test_scaling_laws_need_three_sizes() -> None:
         a=("exact", 10**8, 1.0, law(10**8)),
         b=("exact", 10**7, 1.0, law(10**7)),
         c=("exact", 10**9, 1.0, law(10**9)),
-        d=("muse:Q8K8R2SP1B128,clustering=lloyd", 10**7, 1.0, [1.0, 2.0]),
-        e=("muse:Q8K8R2SP1B128,clustering=lloyd", 10**8, 1.0, [1.0, 2.0]),
+        d=(LEARNT, 10**7, 1.0, [1.0, 2.0]),
+        e=(LEARNT, 10**8, 1.0, [1.0, 2.0]),
     )
     (found,) = scaling_laws(results).values()
     assert (found.law.exponent, found.law.factor) == (pytest.approx(-0.17), pytest.approx(9))
@@ -426,9 +415,7 @@ def test_r_squared_falls_with_what_the_law_does_not_explain() -> None:
 
 
 def test_losses_by_position_are_less_those_of_a_reference_that_is_measured() -> None:
-    results = made_up(
-        exact=("exact", 10, 1.0, [1.0, 3.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [2.0, 2.5])
-    )
+    results = made_up(exact=("exact", 10, 1.0, [1.0, 3.0]), muse=(LEARNT, 10, 1.0, [2.0, 2.5]))
     table = positions_table(results)
     assert table.titles == ["positions", "exact", "muse less exact"]
     assert table.rows == [("1", "1.5000", "+0.2500"), ("2", "2.5000", "+0.2500")]
@@ -439,9 +426,7 @@ def test_losses_by_position_are_less_those_of_a_reference_that_is_measured() -> 
 
 
 def test_a_partial_comparison_is_reported_as_far_as_it_goes() -> None:
-    results = made_up(
-        exact=("exact", 10, 1.0, [1.0, 1.0]), muse=("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 1.0, [2.0])
-    )
+    results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=(LEARNT, 10, 1.0, [2.0]))
     report = as_markdown(comparison_report(results))
     assert "| exact | exact | 1.0000 ± 0.0000 |  |  |" in report
     assert "| muse | Q8K8R2SP1B128 |  |  |  |" in report
@@ -478,7 +463,7 @@ HOSTILE = "=1+1|`<b>x</b>`\n## y $z$"
 def test_the_name_of_a_run_is_text_in_every_report() -> None:
     runs: dict[str, Any] = {
         "exact": ("exact", 10, 1.0, [1.0, 1.0]),
-        HOSTILE: ("muse:Q8K8R2SP1B128,clustering=lloyd", 10, 2.0, [2.0, 2.0]),
+        HOSTILE: (LEARNT, 10, 2.0, [2.0, 2.0]),
     }
     results = made_up(**runs)
     recipe = override(results.runs[HOSTILE].recipe, [f"initial={HOSTILE}"])
@@ -513,8 +498,7 @@ def test_a_folder_whose_name_is_no_text_can_be_reported(corpus: Corpus, trained:
 def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Path, tmp_path: Path) -> None:
     output = tmp_path / "compare"
     asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", output, "--samples", 3)
-    code, out, err = run_command(*asked, "--checkpoints", 1)
-    assert code == 0, err
+    out = assert_done(run_command(*asked, "--checkpoints", 1))
     names = {"json", "md", "csv", "html"}
     pictures = {"training", "training-seconds", "positions", "positions-1", "positions-2", "errors-2"}
     expected = {f"compare.{name}" for name in names} | {f"compare-{name}.png" for name in pictures}
@@ -540,8 +524,7 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
     shutil.rmtree(copies)
     for name in expected - {"compare.json"}:
         (output / name).unlink()
-    code, _, err = run_muse("report", output)
-    assert code == 0, err
+    assert_done(run_muse("report", output))
     assert {file.name for file in output.iterdir()} == {*expected, "index.html"}
     assert (output / "compare.html").read_text() == page
     contents = (output / "index.html").read_text()
@@ -553,8 +536,7 @@ def test_the_command_writes_reports_that_need_no_run(corpus: Corpus, copies: Pat
 def test_a_run_that_has_lost_its_metrics_is_compared_all_the_same(corpus: Corpus, copies: Path, tmp_path: Path) -> None:
     (copies / "muse" / "metrics.jsonl").unlink()
     asked = (copies / "muse", "--corpus", corpus.folder, "--output", tmp_path / "out", "--samples", 1)
-    code, _, err = run_command(*asked, "--checkpoints", 0)
-    assert code == 0, err
+    assert_done(run_command(*asked, "--checkpoints", 0))
     assert not (tmp_path / "out" / "compare-training.png").exists()
     assert "| run | attention of the update |" in (tmp_path / "out" / "compare.md").read_text()
 
@@ -607,21 +589,12 @@ def test_ctrl_c_says_how_to_go_on(
 ) -> None:
     asked = (trained / "exact", "--corpus", corpus.folder, "--output", tmp_path, "--samples", 2, "--checkpoints", 0)
     original = matrix.token_losses
-    calls: list[str] = []
-
-    def interrupted(*given: Any) -> Any:
-        calls.append("")
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return original(*given)
-
-    monkeypatch.setattr(matrix, "token_losses", interrupted)
+    monkeypatch.setattr(matrix, "token_losses", Mock(wraps=original, side_effect=[DEFAULT, KeyboardInterrupt]))
     code, _, err = run_command(*asked)
     assert code == 130
     assert "interrupted; what is finished is in" in err
     command = err.partition("continue with: muse ")[2].split()
     assert len(ComparisonResults.read(tmp_path / "compare.json").cells[0].bins) == 1
     monkeypatch.setattr(matrix, "token_losses", original)
-    code, _, err = run_muse(*command)
-    assert code == 0, err
+    assert_done(run_muse(*command))
     assert len(ComparisonResults.read(tmp_path / "compare.json").cells[0].bins) == 2

@@ -11,7 +11,7 @@ import pytest
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.runs import load_weights, open_runs
 from muse_lab.pretraining.data.corpus import Corpus
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done, assert_refused, run_muse
 from tests.lab.test_compare import run_command
 
 
@@ -26,8 +26,7 @@ def test_runs_whose_weights_are_gone_are_compared_by_what_they_recorded(
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]))
     output = tmp_path / "out"
     asked = (copies / "exact", copies / "muse", "--corpus", corpus.folder, "--output", output, "--samples", 0)
-    code, out, err = run_command(*asked)
-    assert code == 0, err
+    out = assert_done(run_command(*asked))
     assert "No loss was measured for this report" in out
     assert "muse has metrics that end with update 4 of 6." in out
     report, stored = (output / "compare.md").read_text(), (output / "compare.json").read_text()
@@ -62,8 +61,7 @@ def test_runs_of_two_lengths_and_skipped_updates_are_compared_by_what_they_recor
     skipped = {name: value for name, value in json.loads(last).items() if name != "loss"} | {"skipped": "loss"}
     metrics.write_text("\n".join([*lines, json.dumps(skipped)]) + "\n")
     asked = ("--corpus", corpus.folder, "--output", tmp_path / "out", "--samples", 0)
-    code, out, err = run_command(copies / "exact", copies / "muse", *asked)
-    assert code == 0, err
+    out = assert_done(run_command(copies / "exact", copies / "muse", *asked))
     assert "metrics that end" not in out
     results = ComparisonResults.read(tmp_path / "out" / "compare.json")
     assert [(run.recipe.length, run.step) for run in results.runs.values()] == [(64, 6), (32, 6)]

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +21,7 @@ from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import Recipe, override, tiny
 from muse_lab.pretraining.schedule import EXACT
-from tests.command_line import run_muse
+from tests.command_line import assert_done, run_muse
 from tests.lab.test_prepare import SMALL as SMALL_CORPUS
 from tests.lab.test_prepare import as_repositories, contents, sources
 from tests.training_runs import SMALL
@@ -54,8 +55,7 @@ def _small() -> Iterator[None]:
 def whole(_small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A demo that nothing has disturbed."""
     output = tmp_path_factory.mktemp("whole")
-    code, out, err = run(output)
-    assert code == 0, err
+    out = assert_done(run(output))
     (output / "stdout").write_text(out)
     return output
 
@@ -126,23 +126,26 @@ def test_the_demo_prepares_trains_compares_and_names_its_report(whole: Path) -> 
     assert last < first - 0.5
 
 
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """Of this demo, to be changed."""
+    shutil.copytree(whole, tmp_path / "whole")
+    return tmp_path / "whole"
+
+
 @pytest.mark.long
-def test_what_is_done_is_not_done_again(whole: Path, tmp_path: Path) -> None:
-    output = tmp_path / "whole"
-    shutil.copytree(whole, output)
-    before = contents(output)
-    code, out, err = run(output)
-    assert code == 0, err
+def test_what_is_done_is_not_done_again(copy: Path) -> None:
+    before = contents(copy)
+    out = assert_done(run(copy))
     assert out.count("is there already") == 4
-    assert contents(output) == before
+    assert contents(copy) == before
 
 
 @pytest.mark.long
 def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*given: Any, **named: Any) -> Any:
-        raise KeyboardInterrupt
+    interrupt = Mock(side_effect=KeyboardInterrupt)
 
     def stop_training(attention: str) -> Any:
         @contextlib.contextmanager
@@ -166,8 +169,7 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
         again = f"muse demo --device cpu --output {tmp_path}"
         assert err.splitlines()[-1] == f"muse: interrupted; what is finished is kept; continue with: {again}"
         assert out.count("is there already") == finished
-    code, out, err = run(tmp_path)
-    assert code == 0, err
+    out = assert_done(run(tmp_path))
     assert out.count("is there already") == 4
     for folder in ("corpus", "exact/model", "muse/model"):
         assert contents(tmp_path / folder) == contents(whole / folder)
@@ -189,14 +191,12 @@ def test_a_demo_that_is_interrupted_in_every_part_learns_and_measures_the_same(
     ],
 )
 def test_what_another_demo_left_is_refused_in_one_line(
-    whole: Path, tmp_path: Path, file: str, before: str, after: str, reason: str
+    copy: Path, file: str, before: str, after: str, reason: str
 ) -> None:
-    output = tmp_path / "whole"
-    shutil.copytree(whole, output)
-    path = output / file
+    path = copy / file
     assert before in path.read_text()
     path.write_text(path.read_text().replace(before, after, 1))
-    code, _, err = run(output)
+    code, _, err = run(copy)
     assert code == 2
     (line,) = err.splitlines()
     assert path.name in line
@@ -205,17 +205,13 @@ def test_what_another_demo_left_is_refused_in_one_line(
 
 
 @pytest.mark.long
-def test_a_demo_is_overwritten_on_request(whole: Path, tmp_path: Path) -> None:
-    output = tmp_path / "whole"
-    shutil.copytree(whole, output)
-    for file in ("attention.json", "compare/compare.json"):
-        (output / file).write_text("{}")
-    (output / "exact" / "run.json").write_text("{}")
-    code, out, err = run(output, "--overwrite")
-    assert code == 0, err
+def test_a_demo_is_overwritten_on_request(whole: Path, copy: Path) -> None:
+    for file in ("attention.json", "compare/compare.json", "exact/run.json"):
+        (copy / file).write_text("{}")
+    out = assert_done(run(copy, "--overwrite"))
     assert "is there already" not in out
     for folder in ("corpus", "exact/model", "muse/model"):
-        assert contents(output / folder) == contents(whole / folder)
+        assert contents(copy / folder) == contents(whole / folder)
 
 
 def test_both_runs_of_the_real_demo_see_the_same_tokens() -> None:

@@ -19,7 +19,7 @@ from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import make_batches, train
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done, assert_refused, run_muse
 from tests.lab.test_prepare import SMALL as PREPARED
 from tests.lab.test_prepare import contents, make, source
 from tests.training_runs import SMALL, losses
@@ -143,8 +143,7 @@ def test_the_option_packs(tmp_path: Path) -> None:
         (tmp_path / "texts" / f"project{number}").mkdir(parents=True)
         (tmp_path / "texts" / f"project{number}" / "a.py").write_text(source(number, 30 + 10 * number))
     words = ["prepare", tmp_path / "texts", "--output", tmp_path / "corpus", "--vocabulary", "400", "--held-out", "0.2"]
-    code, _, err = run_muse(*words, "--pack", "256")
-    assert code == 0, err
+    assert_done(run_muse(*words, "--pack", "256"))
     corpus = read_corpus(tmp_path / "corpus")
     assert corpus.manifest.settings["pack"] == 256
     assert all(stream.tokens % 256 == 0 for stream in corpus.manifest.streams)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from muse_lab.evaluation.texts import read_samples, read_samples_inside
 from muse_lab.models import load_model
 from muse_lab.records import stored_results as stored
 from muse_lab.report.html import as_html
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done_quietly, assert_refused, run_muse
 from tests.models import SIZES, tiny_llama, token_ids, write_tokenizer
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
@@ -91,17 +91,8 @@ def test_an_interrupted_run_goes_on_to_the_same_results(
     measure(model, tokens, REQUESTS, whole, tmp_path / "whole.json")
 
     path = tmp_path / "results.json"
-    compared = 0
-    compare = layers.measure_fidelity
-
-    def interrupted(*arguments: Any, **others: Any) -> Any:
-        nonlocal compared
-        compared += 1
-        if compared > after:
-            raise KeyboardInterrupt
-        return compare(*arguments, **others)
-
-    monkeypatch.setattr(layers, "measure_fidelity", interrupted)
+    compare, so_often = layers.measure_fidelity, [DEFAULT] * after
+    monkeypatch.setattr(layers, "measure_fidelity", Mock(wraps=compare, side_effect=[*so_often, KeyboardInterrupt]))
     results = FidelityResults.start(SETTINGS, path)
     with pytest.raises(KeyboardInterrupt):
         measure(model, tokens, REQUESTS, results, path)
@@ -347,7 +338,6 @@ def test_effective_clusters_of_known_power_laws() -> None:
         clusters = config.key_clusters
         errors[row.request.attention] = 1 / clusters if config.tilt else 2 / clusters**0.5
     table = table_of_clusters(results_of(errors), find_presets(["joint"], 8192)[0])
-    assert table is not None
     assert [row[4] for row in table.rows] == ["1024*", "more than 2048*", "more than 2048*", "more than 2048*"]
     assert table.rows[0][3] == "8.0x"
     reverse = table_of_clusters_with_tilt(results_of(errors), find_presets(["joint"], 8192)[0])
@@ -365,15 +355,13 @@ def test_a_table_with_gaps_has_the_rows_there_are() -> None:
     results = results_of({f"{name},clustering=lloyd": error for name, error in (counts | plain).items()})
     assert "joint" in [preset.name for preset in shown_presets(results)]
     table = table_of_clusters(results, find_presets(["joint"], 8192)[0])
-    assert table is not None
     assert [row[0] for row in table.rows] == ["16", "32"]
     as_html(fidelity_report(results, "t"))
 
 
 def test_errors_of_zero_have_no_power_law(asked: list[object]) -> None:
     """A text that fits into one block is attended to exactly."""
-    code, out, err = run_muse(*asked, "--length", "256", "--preset", "joint")
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(run_muse(*asked, "--length", "256", "--preset", "joint"))
     assert "error-against-clusters" not in out
 
 
@@ -397,8 +385,7 @@ def asked(folder: Path, tmp_path: Path) -> list[object]:
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:
-    code, out, err = run_muse(*asked)
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(run_muse(*asked))
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {"tiny.json", "tiny.csv", "tiny.md", "tiny.html", "tiny-error-of-every-head.png"}
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
@@ -413,15 +400,13 @@ def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: P
     markdown = tmp_path / "out" / "tiny.md"
     before = markdown.read_text()
     markdown.unlink()
-    code, out, err = run_muse("report", tmp_path)
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(run_muse("report", tmp_path))
     assert "tiny.md" in out
     assert markdown.read_text() == before
 
 
 def test_the_command_shows_the_tail_what_was_retrieved_and_gradients(asked: list[object], tmp_path: Path) -> None:
-    code, out, err = run_muse(*asked, "--attention", "muse:Q4K8T0.1B32", "--gradients")
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(run_muse(*asked, "--attention", "muse:Q4K8T0.1B32", "--gradients"))
     for said in ("99.9%", "pairs", "keys", "retrieving", "found", "dq"):
         assert said in out
     markdown = (tmp_path / "out" / "tiny.md").read_text()
@@ -454,11 +439,7 @@ def test_the_preset_of_error_control_draws_error_against_keys(tmp_path: Path) ->
 
 def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_muse(*asked)[0] == 0
-
-    def never(*arguments: Any, **others: Any) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(layers, "measure_fidelity", never)
+    monkeypatch.setattr(layers, "measure_fidelity", Mock(side_effect=AssertionError("measured again")))
     assert run_muse(*asked)[0] == 0
 
 
@@ -487,9 +468,3 @@ def test_a_model_without_attention_is_refused(folder: Path, tmp_path: Path) -> N
     )
     assert code == 2
     assert "no attention heads" in err.splitlines()[-1]
-
-
-def test_a_missing_model_and_missing_results_are_one_line(tmp_path: Path) -> None:
-    assert_refused(run_muse("fidelity", tmp_path / "missing", "--length", "128"), "there is no model folder")
-    assert run_muse("report", tmp_path)[0] == 2
-    assert "there is no file or folder" in run_muse("report", tmp_path / "missing")[2]

@@ -25,16 +25,10 @@ from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
 from tests.command_line import assert_refused, run_muse
-from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.training_runs import QUICK, SMALL, assert_same_run, losses, train_until
 
 RECIPE = override(SMALL, ["evaluate_every=3", "evaluate_samples=3", "evaluate_needles=0"])
 ASKED = override(SMALL, ["length=512", "attention=muse:QK4R1B64", "evaluate_every=1", "evaluate_needles=3"])
-
-
-@pytest.fixture(scope="module")
-def needles(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return needle_corpus(needle_tokenizer(), tmp_path_factory.mktemp("needles"))
 
 
 def nothing() -> None:

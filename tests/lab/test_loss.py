@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from muse_lab.evaluation.loss.loss_report import as_csv
 from muse_lab.evaluation.loss.positions import Losses, LossResults, figure_attentions, measure, position_losses
 from muse_lab.evaluation.settings import TextSettings, take_fingerprint
 from muse_lab.records.attention_names import block_size_of, in_words
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done_quietly, assert_refused, run_muse
 from tests.models import SIZES, tiny_llama, token_ids
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
@@ -100,11 +101,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     model, tokens = tiny_llama(), token_ids(128, batch=2)
     whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
     measure(model, tokens, BOTH, LossResults.start(SETTINGS, whole), whole)
-
-    def interrupt(description: str, finished: int) -> None:
-        if finished == 3:
-            raise KeyboardInterrupt
-
+    interrupt = Mock(side_effect=[None, None, None, KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
         measure(model, tokens, BOTH, LossResults.start(SETTINGS, parted), parted, on_step=interrupt)
     part = LossResults.read(parted)
@@ -221,23 +218,17 @@ def asked(folder: Path, tmp_path: Path) -> list[object]:
 
 
 def test_attentions_of_a_preset_of_muse_fidelity(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def interrupted(model: object, tokens: object, attentions: list[str], *others: Any, **options: Any) -> None:
-        seen.extend(attentions)
-        raise KeyboardInterrupt
-
+    interrupted = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("muse_lab.cli.loss.measure", interrupted)
     assert run(*asked, "--preset", "error-control")[0] == 130
     (preset,) = find_presets(["error-control"], 128)
     named = ["exact", full_name("muse:QK4R1B32", 128)]
-    assert seen == [*named, *(request.attention for request in preset.requests)]
+    assert interrupted.call_args.args[2] == [*named, *(request.attention for request in preset.requests)]
     assert_refused(run(*asked, "--preset", "nonsense"), "unknown preset 'nonsense'; use all or some of methods")
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], tmp_path: Path) -> None:
-    code, out, err = run(*asked)
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(run(*asked))
     files = sorted((tmp_path / "out").iterdir())
     assert [file.name for file in files] == ["tiny.csv", "tiny.html", "tiny.json", "tiny.md", "tiny.png"]
     for expected in ("exact", "Q4K4R1SP1B32", "wrote", "tiny.html"):
@@ -264,11 +255,7 @@ def test_the_command_continues_what_is_the_same_and_refuses_what_differs(
     assert run(*asked, "--name", "whole")[0] == 0
 
     def interrupted(*arguments: Any, on_step: Any, **options: Any) -> None:
-        def interrupt(description: str, finished: int) -> None:
-            if finished == 1:
-                raise KeyboardInterrupt
-
-        measure(*arguments, on_step=interrupt, **options)
+        measure(*arguments, on_step=Mock(side_effect=[None, KeyboardInterrupt]), **options)
 
     with monkeypatch.context() as patch:
         patch.setattr("muse_lab.cli.loss.measure", interrupted)
@@ -366,9 +353,7 @@ def test_a_model_that_is_not_there_is_refused(folder: Path, tmp_path: Path, monk
 
 
 def test_too_little_memory_is_one_line(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    fail = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr("muse_lab.cli.loss.measure", fail)
     assert_refused(run(*asked), "out of memory; nothing was written; continue with: muse loss ", code=1)
 
@@ -379,8 +364,7 @@ def test_samples_can_stay_inside_files(folder: Path, tmp_path: Path) -> None:
     for number in range(3):
         (texts / f"{number}.txt").write_text(f"file {number} " * 40)
     words = ("--text", texts, "--length", "64", "--attention", "exact", "--output", tmp_path)
-    code, _, err = run(folder, *words, "--samples", "3", "--inside-files")
-    assert (code, err) == (0, "")
+    assert_done_quietly(run(folder, *words, "--samples", "3", "--inside-files"))
     (path,) = tmp_path.glob("*.json")
     assert LossResults.read(path).settings.text == "texts, each sample inside one file"
     assert_refused(

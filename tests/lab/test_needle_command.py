@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -23,7 +24,7 @@ from muse_lab.evaluation.needles.results import MeasuredSamples, NeedleResults
 from muse_lab.evaluation.needles.scores import answer
 from muse_lab.evaluation.needles.statistics import failures
 from muse_lab.pretraining.needles.samples import Sample
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done, assert_done_quietly, assert_refused, run_muse
 from tests.lab.test_prepare import make
 from tests.needle_models import write_needle_folder
 
@@ -46,8 +47,7 @@ def options(folder: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def measured(folder: Path, options: list[object]) -> Path:
-    code, out, err = eval_needles(*options, "--output", folder / "out")
-    assert code == 0, err
+    out = assert_done(eval_needles(*options, "--output", folder / "out"))
     assert "exact" in out
     return folder / "out"
 
@@ -132,14 +132,7 @@ def test_kinds_without_room_are_left_out(options: list[object], tmp_path: Path) 
 def test_an_interruption_says_how_to_go_on(
     options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-
-    def interrupted(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return answer(*given)
-
+    interrupted = Mock(wraps=answer, side_effect=[DEFAULT, DEFAULT, KeyboardInterrupt])
     monkeypatch.setattr(needle_results, "answer", interrupted)
     code, _, err = eval_needles(*options, "--output", tmp_path)
     assert code == 130
@@ -223,8 +216,7 @@ def beside_options(folder: Path, beside: Beside) -> list[object]:
 @pytest.fixture(scope="module")
 def measured_beside(folder: Path, beside: Beside, beside_options: list[object]) -> Path:
     output = folder / beside.option
-    code, out, err = eval_needles(*beside_options, "--output", output)
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(eval_needles(*beside_options, "--output", output))
     assert "Q4K4R1SP1B64" in out, "a terminal has room for the name"
     return output
 
@@ -252,25 +244,19 @@ def test_what_is_measured_beside_answers_is_written_and_reported_anew(
 def test_what_is_measured_beside_answers_goes_on_after_an_interruption(
     beside: Beside, beside_options: list[object], measured_beside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = getattr(beside.module, beside.measured_by), []
-
-    def interrupted(*given: Any, **others: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return original(*given, **others)
-
+    original = getattr(beside.module, beside.measured_by)
+    interrupted = Mock(wraps=original, side_effect=[*[DEFAULT] * 3, KeyboardInterrupt])
     monkeypatch.setattr(beside.module, beside.measured_by, interrupted)
     code, _, err = eval_needles(*beside_options, "--output", tmp_path)
     assert code == 130
     assert f"what is finished is in {tmp_path / beside.file}; continue with: muse eval needles" in err
     assert f"--{beside.option}" in err
     assert len(beside.results.read(tmp_path / beside.file).measured) == 1
+    monkeypatch.undo()
     assert eval_needles(*beside_options, "--output", tmp_path)[0] == 0
     whole = beside.results.read(measured_beside / beside.file)
     assert beside.results.read(tmp_path / beside.file).measured == whole.measured
-    code, _, err = eval_needles(*beside_options, "--attention", COARSE, "--output", tmp_path)
-    assert (code, err) == (0, "")
+    assert_done_quietly(eval_needles(*beside_options, "--attention", COARSE, "--output", tmp_path))
     extended = beside.results.read(tmp_path / beside.file).measured
     assert {task: extended[task] for task in whole.measured} == whole.measured
     assert len(extended) == 2 * 9

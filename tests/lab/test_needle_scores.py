@@ -7,6 +7,7 @@ import itertools
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -248,11 +249,7 @@ def test_a_run_can_be_interrupted_anywhere(
     tasks = plan({LENGTH: ["exact", COARSE]}, {LENGTH: ["single"]}, 1)[:4]
     whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
     measure(model, words, samples, tasks, NeedleResults({}, SETTINGS), whole)
-
-    def interrupt(description: str, finished: int) -> None:
-        if finished == 3:
-            raise KeyboardInterrupt
-
+    interrupt = Mock(side_effect=[None, None, None, KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
         measure(model, words, samples, tasks, NeedleResults({}, SETTINGS), parted, on_step=interrupt)
     part = NeedleResults.read(parted)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,16 @@ from muse_lab.pretraining.needles.samples import BUCKETS, CANDIDATES, KINDS, Nee
 from muse_lab.pretraining.needles.words import ENOUGH, words_for
 from muse_lab.pretraining.needles.writer import EVALUATION, TRAINING, Needle, NeedleWriter, occurrences
 from tests.lab.test_prepare import source
-from tests.needle_models import DEFINITION, needle_corpus, needle_haystack, texts
+from tests.needle_models import DEFINITION, needle_haystack, texts
+from tests.refusals import one_line_error
 
 LENGTH = 2048
+LETTERS = {chr(code): number for number, code in enumerate((10, *range(32, 127)))}
 
 
 @pytest.fixture(scope="module")
-def corpus(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return needle_corpus(tokenizer, tmp_path_factory.mktemp("needles"))
+def corpus(needles: Corpus) -> Corpus:
+    return needles
 
 
 @pytest.fixture(scope="module", params=["texts", "corpus"])
@@ -44,11 +45,6 @@ def haystack(request: pytest.FixtureRequest, tokenizer: Tokenizer, corpus: Corpu
 @pytest.fixture(scope="module")
 def samples(haystack: Haystack, tokenizer: Tokenizer) -> NeedleSamples:
     return NeedleSamples(tokenizer, haystack)
-
-
-@pytest.fixture(scope="module")
-def decode(tokenizer: Tokenizer) -> Callable[[Any], str]:
-    return lambda tokens: tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False)
 
 
 def all_samples(samples: NeedleSamples) -> list[Sample]:
@@ -106,7 +102,6 @@ def test_definitions_lie_in_their_buckets(samples: NeedleSamples, decode: Any) -
         for question in sample.questions:
             assert question.bucket * LENGTH <= 10 * question.definition.start
             match = DEFINITION.match(decode(sample.tokens[question.definition.start :]))
-            assert match is not None
             assert match[3] == question.needle.uid
             inside = decode(sample.tokens[question.definition.start : (question.bucket + 1) * LENGTH // 10])
             assert f'return "{question.needle.name.replace("_", " ")}"\n' in inside
@@ -207,9 +202,8 @@ def test_long_samples_are_fast(of_a_corpus: bool, tokenizer: Tokenizer, corpus: 
     ],
 )
 def test_mistakes(samples: NeedleSamples, kind: str, length: int, bucket: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
+    with one_line_error(message):
         samples.make(kind, length, bucket, 0)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,19 +222,16 @@ def test_the_shortest_length_is_enough_for_every_sample(samples: NeedleSamples, 
 
 
 def test_a_tokenizer_that_joins_digits_with_their_neighbours_is_refused() -> None:
-    letters = {chr(code): number for number, code in enumerate((10, *range(32, 127)))}
     for joined in (("x", "4"), ("4", "\n")):
-        vocabulary = {**letters, "".join(joined): len(letters)}
+        vocabulary = {**LETTERS, "".join(joined): len(LETTERS)}
         tokenizer = Tokenizer(models.BPE(vocabulary, [joined]))
         with pytest.raises(ValueError, match="joins digits with what is around them"):
             NeedleWriter(tokenizer).questions([Needle("amber_river", "12345674")])
-    plain = NeedleWriter(Tokenizer(models.BPE(letters, [])))
-    assert plain.tokens_per_uid == 8
+    assert NeedleWriter(Tokenizer(models.BPE(LETTERS, []))).tokens_per_uid == 8
 
 
 def test_without_delimiters_a_path_is_a_comment() -> None:
-    letters = {chr(code): number for number, code in enumerate((10, *range(32, 127)))}
-    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer = Tokenizer(models.BPE(LETTERS, []))
     haystack = TextHaystack.encode(tokenizer, texts(), enough=10**6, source="letters")
     sample = NeedleSamples(tokenizer, haystack).make("single", 4096, 3, 0)
     text = "".join(tokenizer.id_to_token(token) for token in sample.tokens)
@@ -292,8 +283,7 @@ def test_all_uids_are_split_alike_and_begin_with_different_tokens(tokenizer: Tok
 
 
 def test_first_tokens_repeat_evenly_when_there_are_no_others() -> None:
-    letters = {chr(code): number for number, code in enumerate((10, *range(32, 127)))}
-    uids = NeedleWriter(Tokenizer(models.BPE(letters, []))).draw_uids(random.Random(0), TRAINING, 27)
+    uids = NeedleWriter(Tokenizer(models.BPE(LETTERS, []))).draw_uids(random.Random(0), TRAINING, 27)
     firsts = [uid[0] for uid in uids]
     assert sorted(firsts) == sorted("123456789" * 3)
     assert len(set(uids)) == 27

@@ -13,7 +13,7 @@ from muse_lab.pretraining.data.datasets import dolma_documents, stack_repositori
 from muse_lab.pretraining.data.filters import is_prose, read_prose
 from muse_lab.pretraining.data.repositories import File, SkippedFileError
 from muse_lab.pretraining.data.sources import repositories_in
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done, assert_done_quietly, assert_refused, run_muse
 from tests.lab.test_sources import DOLMA, LARGEST, STACK, write_folder, write_lines, write_tar
 
 PROSE = "This package reads tables and writes reports about them.\n" * 4
@@ -147,8 +147,7 @@ def test_a_corpus_of_prose_and_a_corpus_of_code_are_two(tmp_path: Path) -> None:
         texts = {"docs/guide.md": f"Number {number} of many. {PROSE * 40}", "a.py": f"x = {number}\n" * 900}
         write_folder(tmp_path / "sources" / f"project{number}", texts)
     asked = ("prepare", tmp_path / "sources", "--smallest", "64", "--largest", "8k", "--vocabulary", "300")
-    code, _, err = run_muse(*asked, "--content", "prose", "--held-out", "0.3", "--output", tmp_path / "out")
-    assert (code, err) == (0, "")
+    assert_done_quietly(run_muse(*asked, "--content", "prose", "--held-out", "0.3", "--output", tmp_path / "out"))
     manifest = read_corpus(tmp_path / "out").manifest
     assert manifest.source == "repositories: sources (prose)"
     assert manifest.counts["files"] == 4
@@ -180,10 +179,9 @@ def test_what_is_too_large_is_left_out_of_the_papers_data_alone(kind: str, skips
         for number, text in enumerate(texts):
             (folder / f"{number}.txt").write_text(text)
     asked = ("prepare", folder, "--kind", kind, "--smallest", "64", "--largest", "1k", "--vocabulary", "300")
-    code, _, err = run_muse(*asked, "--held-out", "0.3", "--output", tmp_path / "out")
-    assert (code, err) == (0, "")
+    assert_done_quietly(run_muse(*asked, "--held-out", "0.3", "--output", tmp_path / "out"))
     manifest = read_corpus(tmp_path / "out").manifest
     assert manifest.settings["skip_large"] is skips
     assert ("from 1k tokens on" in manifest.skipped_documents) is skips
-    code, _, err = run_muse(*asked, "--held-out", "0.3", "--output", tmp_path / "cut", "--cut-large")
+    assert_done(run_muse(*asked, "--held-out", "0.3", "--output", tmp_path / "cut", "--cut-large"))
     assert read_corpus(tmp_path / "cut").manifest.settings["skip_large"] is False

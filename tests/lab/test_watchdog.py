@@ -20,17 +20,11 @@ from muse_lab.pretraining.interruptions.stopping import Request, Stopped, Stoppi
 from muse_lab.pretraining.interruptions.watchdog import Watchdog
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train
-from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.patience import PATIENCE
 from tests.ranks import Mishap, training_alone
 from tests.training_runs import QUICK
 
 NEEDLES = override(QUICK, ["length=256", "steps=6", "mixture=niah", "stall_minutes=0.05"])
-
-
-@pytest.fixture(scope="module")
-def needles(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return needle_corpus(needle_tokenizer(), tmp_path_factory.mktemp("needles"))
 
 
 def stall(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -52,9 +46,7 @@ def test_a_reader_that_stalls_ends_the_run(needles: Corpus, tmp_path: Path, monk
     with pytest.raises(TrainingError, match=message):
         train(needles, NEEDLES, tmp_path)
     assert "reading.py" in (tmp_path / "stacks.txt").read_text()
-    failures = read_failures(tmp_path)
-    assert failures is not None
-    assert failures.step == 4
+    assert read_failures(tmp_path).step == 4
     monkeypatch.undo()
     train(needles, NEEDLES, tmp_path, resume=True)
     assert read_failures(tmp_path) is None
@@ -108,9 +100,7 @@ def test_a_step_that_hangs_ends_the_process(corpus: Corpus, tmp_path: Path) -> N
     )
     assert line.endswith("step-00000002; resume the run")
     assert "in hanging" in stacks.read_text()
-    failures = read_failures(tmp_path / "out")
-    assert failures is not None
-    assert failures.step == 4
+    assert read_failures(tmp_path / "out").step == 4
 
 
 class Ticks:
