@@ -25,7 +25,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_gib": _memory_gib(),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30) if cuda else None,
-        "driver": _driver_version() if cuda else None,
+        "driver": _first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "muse_attention": muse_attention.__version__,
         "python": platform.python_version(),
@@ -70,10 +70,6 @@ def _memory_gib() -> int | None:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
     except (AttributeError, OSError, ValueError):
         return None
-
-
-def _driver_version() -> str | None:
-    return _first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def _triton_version() -> str | None:

@@ -6,7 +6,8 @@ repositories and end marks are left out, for a model may have learnt that what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -116,7 +117,7 @@ def bury(haystack: Haystack, first: int, length: int, placed: Sequence[tuple[int
     so every position is met exactly.
     """
     parts, done = [], 0
-    numbers = _numbers(first, len(haystack))
+    numbers = (number % len(haystack) for number in itertools.count(first))
     for position, tokens in [*placed, (length, np.empty(0, np.int64))]:
         assert done <= position, "what is placed overlaps"
         while done < position:
@@ -134,12 +135,6 @@ def check_enough(haystack: Haystack, length: int) -> None:
             f"{haystack.source} has {haystack.tokens} tokens in files, fewer than {length}: "
             "give more text, or a smaller length"
         )
-
-
-def _numbers(first: int, files: int) -> Iterator[int]:
-    while True:
-        yield first % files
-        first += 1
 
 
 def _file_bounds(corpus: Corpus, stream: Stream) -> Tokens:
