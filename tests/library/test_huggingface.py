@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("transformers")
 
 import transformers
-from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import LlamaForCausalLM, PreTrainedModel, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from muse_attention import MuSeConfig, defaults, get_attention, huggingface
@@ -408,22 +408,6 @@ def test_configs_are_checked() -> None:
     with pytest.raises(ValueError, match=r"model.config.muse=32 must be a string like"):
         model(token_ids(20))
     with pytest.raises(ValueError, match="unknown attention 'sparse'"), use_attention(model, "sparse"):
-        pass
-
-
-class _OwnAttention(nn.Module):
-    pass
-
-
-class _OwnModel(PreTrainedModel):
-    config_class = PreTrainedConfig
-
-
-def test_a_model_without_the_attention_interface_is_refused() -> None:
-    with (
-        pytest.raises(ValueError, match="_OwnModel does not use the attention interface"),
-        use_attention(_OwnModel(PreTrainedConfig()), "muse"),
-    ):
         pass
 
 
