@@ -108,11 +108,10 @@ def _run_thrice(case: Case, device: str) -> tuple[list[Tensor], list[Tensor], tu
                 difference, size = (ours - other).nan_to_num(0), ours.nan_to_num(0, 0, 0)
                 if _largest(difference) <= 2**-6 * _largest(size):
                     continue
-            if not torch.equal(ours.nan_to_num(1e30), other.nan_to_num(1e30)):
+            if not _same(ours, other):
                 raise WrongError(f"{name}: {what} differs by {_largest(ours.double() - other.double()):.3g}")
     for view, storage in zip(views, before, strict=True):
-        after = torch.as_strided(view, storage.shape, (1,), 0)
-        if not torch.equal(after.nan_to_num(1e30), storage.nan_to_num(1e30)):
+        if not _same(torch.as_strided(view, storage.shape, (1,), 0), storage):
             raise WrongError("an input was written to")
     with torch.inference_mode():
         out, lse = _call(case, dense)
@@ -229,12 +228,7 @@ def _definition(case: Case, dense: list[Tensor]) -> tuple[Callable[[list[Tensor]
         )
         call = Call(folded, *dense[1:], clusters, config, case.is_causal, scale)
         _, selection = ops.attend(call, case.backend)
-        return (
-            lambda tensors, precision: reference_attention(
-                *tensors, config, **arguments, clusters=_in(clusters, precision), selection=selection
-            )
-        ), rows
-    if name == "moba":
+    elif name == "moba":
         own, block, count = (int(size) for size in settings[1:].replace("B", "R").split("R"))
         chosen, rows = _moba_choice(scale * folded.double(), dense[1], own, block, count, is_causal=case.is_causal)
         config = MuSeConfig(
@@ -252,12 +246,9 @@ def _definition(case: Case, dense: list[Tensor]) -> tuple[Callable[[list[Tensor]
         assignment = torch.zeros(case.batch, case.key_heads, case.length, dtype=torch.int64, device=rows.device)
         nothing = assignment.new_zeros(case.batch, case.heads, case.length, 0)
         selection = Selection(nothing, nothing[..., None])
-    clusters = Clusters(
-        torch.zeros_like(dense[0][:, :, :1]),
-        torch.zeros_like(rows, dtype=torch.int32),
-        torch.zeros_like(dense[1][:, :, :1]),
-        assignment,
-    )
+    if name != "muse":
+        of_queries, of_keys = (torch.zeros_like(tensor[:, :, :1]) for tensor in dense[:2])
+        clusters = Clusters(of_queries, torch.zeros_like(rows, dtype=torch.int32), of_keys, assignment)
     return (
         lambda tensors, precision: reference_attention(
             *tensors, config, **arguments, clusters=_in(clusters, precision), selection=selection

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -135,15 +136,9 @@ def test_attentions_take_turns_and_the_warm_up_is_not_counted() -> None:
 
 def test_a_long_warm_up_counts_as_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "LONG_RUN_SECONDS", 0.0)
-    calls = 0
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: bool) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return sdpa(query, key, value, **arguments)
-
+    attention = Mock(wraps=sdpa)
     (times,) = time_interleaved([attention], small_workload(), 3)
-    assert calls == len(times.forward) == 3
+    assert attention.call_count == len(times.forward) == 3
 
 
 def test_the_workload_depends_on_the_seed_alone() -> None:
@@ -182,16 +177,11 @@ def test_all_cases_are_measured_and_written(tmp_path: Path) -> None:
 
 def test_all_attentions_of_a_length_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the baseline that a speed-up is against is the same for all of them."""
-    turns: list[str] = []
-    time_once = timing.time_once
-
-    def noted(attention: AttentionCall, workload: Workload) -> tuple[float, float]:
-        turns.append("sdpa" if attention is sdpa else "other")
-        return time_once(attention, workload)
-
-    monkeypatch.setattr(timing, "time_once", noted)
+    time_once = Mock(wraps=timing.time_once)
+    monkeypatch.setattr(timing, "time_once", time_once)
     results = measured(PLAN, tmp_path / "cpu.json")
-    assert turns == ["sdpa", "other", "other"] * (SETTINGS.repeats + 1) * 2
+    are_sdpa = [call.args[0] is sdpa for call in time_once.call_args_list]
+    assert are_sdpa == [True, False, False] * (SETTINGS.repeats + 1) * 2
     first, second, third, _ = results.cases
     assert first.sdpa_times == second.sdpa_times != third.sdpa_times
 
