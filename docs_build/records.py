@@ -27,7 +27,7 @@ DEFAULTS_OF_0_3 = {
 SYNTHETIC = "synthetic data"
 GPU = "NVIDIA H200"
 """That README's numbers are of."""
-_NAMES = {"smollm2": "SmolLM2", "SmolLM2-135M-Instruct": "SmolLM2", "Qwen2.5-Coder-0.5B-Instruct": "Qwen 0.5B"}
+_NAMES = {"smollm2": "SmolLM2", "SmolLM2-135M-Instruct": "SmolLM2", "Qwen2.5-Coder-1.5B-Instruct": "Qwen 1.5B"}
 """Of models, where people write them otherwise."""
 
 

@@ -20,7 +20,7 @@ from muse_attention.sizes import format_size
 
 PICTURE = "speed-up.svg"
 _SMOLLM2 = "heads of SmolLM2"
-_QWEN, _QWEN_KEY_HEADS = "heads of Qwen 0.5B", 4
+_QWEN, _OF_QWEN = "heads of Qwen 1.5B", {"key_heads": 4, "head_dim": 128}
 _COLOURS = {DEFAULT: GREEN, PAPER: BLUE}
 
 
@@ -37,7 +37,7 @@ class Speeds(NamedTuple):
 def read_speeds() -> list[Speeds]:
     """Of trained models first."""
     timings = read_timings()
-    of_qwen = [timing for timing in read_timings(key_heads=_QWEN_KEY_HEADS) if timing.data == _QWEN]
+    of_qwen = [timing for timing in read_timings(**_OF_QWEN) if timing.data == _QWEN]
     return [
         _speeds(DEFAULT, _SMOLLM2, [timing for timing in timings if timing.data == _SMOLLM2]),
         _speeds(PAPER, _SMOLLM2, [timing for timing in timings if timing.data == _SMOLLM2]),
@@ -79,15 +79,15 @@ def draw(speeds: Sequence[Speeds]) -> Path:
     smollm2, paper, qwen, synthetic, papers_synthetic = speeds
     _label(above, smollm2, "heads of SmolLM2", (10, 0), "left")
     _label(above, paper, "heads of SmolLM2", (10, -18), "left")
-    _label(above, qwen, "heads of Qwen 0.5B, two to a key head", (0, -34), "center")
+    _label(above, qwen, "heads of 128 of Qwen 1.5B, two to a key head", (0, -34), "center")
     _label(below, synthetic, "", (4, 8), "right")
     _label(below, papers_synthetic, "", (0, -16), "center")
     lengths = sorted({length for line in speeds for length in line.by_length})
     below.set_xscale("log", base=2)
     below.set_xticks(lengths, [format_size(length) for length in lengths])
     gpus = sorted(set.union(*(line.gpus for line in speeds)))
-    below.set_xlabel(f"sequence length ({', '.join(gpus)}, 8 heads of 64, bfloat16, causal)")
-    above.set_ylim(0, 4.4)
+    below.set_xlabel(f"sequence length ({', '.join(gpus)}, 8 heads, bfloat16, causal)")
+    above.set_ylim(0, 5)
     below.set_yscale("log", base=2)
     below.set_yticks([1 / 8, 1 / 2, 1, 2, 8, 32])
     for axes in (above, below):
