@@ -57,7 +57,7 @@ LIMITED = override(
     _BASE,
     [
         *("steps=2", "length=32", "probe_every=1", "error_limit=1e-5", "exact_tail=0"),
-        "attention=muse:Q4K4T0.5B8",
+        "attention=muse:Q4K4T0.5B8,first_order=false",
     ],
 )
 ASKED = override(

@@ -111,7 +111,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: Corpus, tmp_pat
 @pytest.mark.long
 def test_all_ranks_skip_what_one_of_them_cannot_use(corpus: Corpus, tmp_path: Path) -> None:
     """And they limit errors alike, and evaluate together."""
-    limits = ["probe_every=1", "error_limit=1e-5", "attention=muse:Q4K4T0.5B16", "exact_tail=0"]
+    limits = ["probe_every=1", "error_limit=1e-5", "attention=muse:Q4K4T0.5B16,first_order=false", "exact_tail=0"]
     evaluated = ["evaluate_every=2", "evaluate_samples=3", "evaluate_needles=0"]
     recipe = override(QUICK, ["micro_batch=1", "steps=4", *limits, *evaluated])
     train_together(corpus, recipe, tmp_path / "two", mishap=Mishap(1, "poison", 3))
