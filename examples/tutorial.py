@@ -39,14 +39,17 @@ print(f"MuSe  {muse:.2f} s: {exact / muse:.1f}x as fast")
 # `fidelity.measure` compares the outputs of an attention with those of exact attention. RSE is the squared distance of
 # the two as a share of the exact one's squared norm, averaged over queries. A mean can hide a tail, so look at the
 # worst queries too. A query *retrieves* the keys whose summaries it expects to be too wrong, and attends to them
-# exactly. Lookups need that: with an infinite tolerance nothing is retrieved, and they fail.
+# exactly. Lookups need that. These come out of nowhere: no query like them was there before, so they lie far from every
+# query centroid, and by default most of them fail. `caution` fears more from what is far off, and finds them. In heads
+# of SmolLM2 queries that look things up recur, and the default finds 9 in 10.
 
 from muse_attention import MuSeConfig, fidelity, get_attention
 
-print("error of MuSe with and without retrieval:")
+print("error of MuSe:")
 default = MuSeConfig.for_length(length)
+nothing, cautious = default.replace(tolerance=float("inf")), default.replace(caution=2.0)
 right = exact_attention(query, key, value, is_causal=True, return_lse=True)
-for label, config in (("MuSe", default), ("MuSe, nothing retrieved", default.replace(tolerance=float("inf")))):
+for label, config in (("MuSe", default), ("MuSe, nothing retrieved", nothing), ("MuSe, cautious", cautious)):
     found = fidelity.measure(get_attention(f"muse:{config}"), query, key, value, exact=right, is_causal=True).pooled()
     print(label)
     print(f"  RSE                          {found['relative_squared_error']:.4f}")
@@ -62,13 +65,13 @@ for label, config in (("MuSe", default), ("MuSe, nothing retrieved", default.rep
 length = 16384
 query, key, value = (tensor.requires_grad_() for tensor in clustered_qkv(1, 1, length, 64, lookups=0.02))
 tolerances = ("inf", "0.4", "0.2", "0.1", "0.05")
-names = [f"muse:Q16K64T{tolerance}B1k" for tolerance in tolerances]
-print(f"{'attention':20}   time   RSE      keys per query")
+names = [f"muse:Q16K64T{tolerance}B1k,caution=2" for tolerance in tolerances]
+print(f"{'attention':30}   time   RSE      keys per query")
 for name in ["exact", *names, "moba:L1kB64R1", "block_diagonal:1k"]:
     attention = get_attention(name)
     found = fidelity.measure(attention, query, key, value, is_causal=True).pooled()
     error, keys = found["relative_squared_error"], found.get("keys_per_query", 0)
-    print(f"{name:20} {seconds_of(attention):4.2f} s   {error:.4f}   {keys:.0f}")
+    print(f"{name:30} {seconds_of(attention):4.2f} s   {error:.4f}   {keys:.0f}")
 
 # %% Gradients
 # MuSe is differentiable. The error of the output and of each gradient, here: the sum of all squared differences from
