@@ -213,13 +213,13 @@ def _slopes(
     heads, blocks, block_of_key = k.shape[:2], generations.blocks, torch.arange(k.shape[2]) // config.block_size
     slopes, spreads = k.new_zeros(*heads, blocks, k.shape[-1], v.shape[-1]), k.new_zeros(*heads, blocks)
     for block in range(1 if generations.is_causal else 0, blocks):
-        seen = block_of_key < block if generations.is_causal else block_of_key != block
-        seen = seen.to(k.device)
+        seen = (block_of_key < block if generations.is_causal else block_of_key != block).to(k.device)
+        keys, values = (torch.where(seen[:, None], x, 0) for x in (k, v))
         centre = TILT_OF_SLOPE * centroids[:, :, generations.of_block(block)].mean(2)  # (batch, heads, D)
-        logits = torch.einsum("xhmd,xhd->xhm", k, centre)
+        logits = torch.einsum("xhmd,xhd->xhm", keys, centre)
         weights = masked_softmax(logits, masked_logsumexp(logits, seen), seen)
-        off = k - _mean_of_bucket(k, weights, bucket)
-        slopes[:, :, block] = torch.einsum("xhm,xhmd,xhme->xhde", weights, off, v)
+        off = keys - _mean_of_bucket(keys, weights, bucket)
+        slopes[:, :, block] = torch.einsum("xhm,xhmd,xhme->xhde", weights, off, values)
         spreads[:, :, block] = torch.einsum("xhm,xhmd->xh", weights, off.square()) / k.shape[-1]
     # What is not finite must poison what attends to it, not all that has a slope.
     return torch.where(slopes.isfinite(), slopes, 0), torch.where(spreads.isfinite(), spreads, 0)
