@@ -138,6 +138,9 @@ if __name__ == "__main__":
     parser.add_argument("--gpu", default=",".join(SHARED_MEMORY), help=f"any of {', '.join(SHARED_MEMORY)}")
     parser.add_argument("--head-dim", default="64,128")
     chosen = parser.parse_args()
+    unknown = [name for name in chosen.gpu.split(",") if name not in SHARED_MEMORY]
+    if unknown:
+        parser.error(f"--gpu {unknown[0]}: choose among {', '.join(SHARED_MEMORY)}")
     for dim in map(int, chosen.head_dim.split(",")):
         print(f"\nHeads of {dim}:\n")
         print("\n".join(rows_of_table(chosen.gpu.split(","), dim)))

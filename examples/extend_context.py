@@ -33,7 +33,7 @@ from muse_attention.sizes import format_size, parse_size
 
 SUFFIXES = (".py", ".md", ".rst", ".txt", ".c", ".h", ".cpp", ".js", ".java", ".rs", ".go")
 HELD_OUT = 20
-"""Every so manieth file is read and never trained on."""
+"""One file in so many is kept for measuring the loss."""
 LOGITS_AT_ONCE = 2048
 """Positions whose logits are held at a time: those of 32k positions and 50k words would take 6 GiB."""
 
@@ -78,6 +78,8 @@ def load(folder: str, length: int, rope_base: float | None) -> Any:
     """The model in float32, for rows of a length, with a raised base of its rotary embedding."""
     config = AutoConfig.from_pretrained(folder)
     grown = length / config.max_position_embeddings
+    if "rope_theta" not in (getattr(config, "rope_parameters", None) or {}):
+        sys.exit(f"{folder} has no rotary embedding with one base, which this example raises: choose another model")
     if grown > 1:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         old = config.rope_parameters["rope_theta"]
@@ -142,6 +144,8 @@ def save(state: dict[str, Any], file: Path) -> None:
 
 def train(arguments: argparse.Namespace) -> None:
     output, device, length = Path(arguments.output), arguments.device, parse_size(arguments.length)
+    if (output / "result.json").exists():
+        sys.exit(f"{output} has a finished run: choose another --output")
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     rows = read_rows([Path(path) for path in arguments.texts], tokenizer, length)
@@ -166,7 +170,10 @@ def train(arguments: argparse.Namespace) -> None:
     before = before or loss_by_position(model, held_out, device)
     kept = {"arguments": settings(arguments), "before": before}
     last_saved = time.monotonic()
-    with (output / "log.jsonl").open("a") as log:
+    # (Updates after the checkpoint are done again.)
+    lines = (output / "log.jsonl").read_text().splitlines(keepends=True)[:first] if first else []
+    with (output / "log.jsonl").open("w") as log:
+        log.writelines(lines)
         for update in range(first, updates):
             begin = time.perf_counter()
             for group in optimizer.param_groups:

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from examples import extend_context
 
 from muse_attention.core.recording import recorded_calls
-from tests.models import write_tokenizer
+from tests.models import tiny_llama, write_tokenizer
 
 OPTIONS = ["--length", "512", "--tokens", "4k", "--batch", "2", "--lr", "3e-3", "--held-out-rows", "1"]
 MUSE = ["--attention", "muse:Q4K8T0.1B128"]
@@ -23,18 +23,8 @@ MUSE = ["--attention", "muse:Q4K8T0.1B128"]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny_llama(max_position_embeddings=128).save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
     return tmp_path / "model"
 
@@ -83,6 +73,8 @@ def test_a_model_learns_longer_rows_and_an_interrupted_run_goes_on(
         patch.setattr(extend_context, "learning_rate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(monkeypatch, *arguments)
+    with (tmp_path / "parts" / "log.jsonl").open("a") as log:  # as if it had gone on after its last checkpoint
+        log.write('{"update": 3, "loss": 0.0, "seconds": 1.0}\n')
     run(monkeypatch, *arguments)
     assert "going on after update 2 of 4" in capsys.readouterr().err
     losses = [[update["loss"] for update in logged(tmp_path / name)] for name in ("whole", "parts")]
@@ -102,3 +94,11 @@ def test_other_settings_do_not_continue_a_run(
 def test_too_little_text_is_one_line(model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="fewer than a row of 513: name more texts"):
         run(monkeypatch, model, texts / "00.txt", *OPTIONS, "--output", tmp_path / "out")
+
+
+def test_a_finished_run_is_not_written_over(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(SystemExit, match="has a finished run: choose another --output"):
+        run(monkeypatch, model, texts, *OPTIONS, "--output", tmp_path)
