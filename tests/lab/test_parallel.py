@@ -57,9 +57,10 @@ def train_together(corpus: Corpus, recipe: Recipe, output: Path, ranks: int = 2,
 
 def run_together(words: list[str], output: Path, ranks: int = 2, mishap: Mishap | None = None) -> None:
     with ranks_of(words, output, ranks, mishap) as processes:
-        for process, file in processes:
+        for process, _ in processes:
             process.join(timeout=PATIENCE)
-            assert process.exitcode == 0, file.read_text()
+        ends = [(process.exitcode, file.read_text()) for process, file in processes]
+        assert {code for code, _ in ends} == {0}, ends
 
 
 def assert_close_runs(output: Path, expected: Path) -> None:

@@ -109,12 +109,23 @@ def open_world(device: str) -> Iterator[World]:
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore("exchange", store), rank=rank, world_size=ranks)
     try:
-        mesh = init_device_mesh(place.type, (dist.get_world_size(),))
-        yield World(place, dist.get_rank(), dist.get_world_size(), mesh)
+        yield World(place, rank, ranks, init_device_mesh(place.type, (ranks,)))
+        _wait_for_all(dist.PrefixStore("farewell", store), ranks)
     finally:
         dist.destroy_process_group()
+
+
+def _wait_for_all(store: dist.Store, ranks: int) -> None:
+    """Until every rank has come to its end. A rank that left before would reset its connections, and with them the last
+    exchange of one that is still reading it."""
+    if store.add("ranks", 1) == ranks:
+        store.set("all", "")
+    with contextlib.suppress(dist.DistError):  # the store is gone with the rank that has it, which has seen all end
+        store.wait(["all"])
 
 
 def share_sequences(world: World, shape: MeshShape) -> World:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,24 +151,31 @@ def train(
                 state,
                 on_note,
             )
-            try:
-                with loop.watchdog, saver, contextlib.closing(loop.steps(step)) as steps:
-                    for done in steps:
-                        if metrics is not None:
-                            metrics.add(done)
-                            on_step(done)
-            except RuntimeError as error:
-                if is_of_lost_rank(error):
-                    raise TrainingError(
-                        f"another rank is gone; {saver.describe_last_good()}; resume the run"
-                    ) from error
-                if world.is_first and _may_fail_again(error):
-                    note_failure(output, loop.step + 1, str(error))
-                raise
-            finally:
-                if metrics is not None:
-                    metrics.close()
-        return write_model(model, make_config(corpus, recipe), tokenizer, recipe, output, world)
+            with _lost_ranks_named(saver):
+                try:
+                    with loop.watchdog, saver, contextlib.closing(loop.steps(step)) as steps:
+                        for done in steps:
+                            if metrics is not None:
+                                metrics.add(done)
+                                on_step(done)
+                except RuntimeError as error:
+                    if world.is_first and not is_of_lost_rank(error) and _may_fail_again(error):
+                        note_failure(output, loop.step + 1, str(error))
+                    raise
+                finally:
+                    if metrics is not None:
+                        metrics.close()
+                return write_model(model, make_config(corpus, recipe), tokenizer, recipe, output, world)
+
+
+@contextlib.contextmanager
+def _lost_ranks_named(saver: Saver) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if is_of_lost_rank(error):
+            raise TrainingError(f"another rank is gone; {saver.describe_last_good()}; resume the run") from error
+        raise
 
 
 def _share_work(corpus: Corpus, recipe: Recipe, world: World) -> tuple[Batches, World]:
