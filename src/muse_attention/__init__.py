@@ -23,9 +23,10 @@ over blocks, and as many retrieved buckets for every query.
 
 `backends/triton/` has the same for CUDA. `core/` is what backends share: structures, arguments, precision.
 
-`registry.py` finds an attention by its name. `documents/varlen.py` attends to documents in one row of tokens,
-`distributed/` to sequences over a device mesh. `huggingface/` runs models of transformers, and `integrations/` the
-trainers of others. `baselines/` are attentions to compare with, and `fidelity/` measures how far they are from exact.
+`registry.py` finds an attention by its name. `chunked.py` attends to a sequence in chunks, `documents/varlen.py` to
+documents in one row of tokens, `distributed/` to sequences over a device mesh. `huggingface/` runs models of
+transformers, and `integrations/` the trainers of others. `baselines/` are attentions to compare with, and `fidelity/`
+measures how far they are from exact.
 Pretraining, evaluation, benchmarks and the `muse` command are another package, `muse_lab`.
 """
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from muse_attention import huggingface as huggingface
     from muse_attention.attention import find_clusters, muse_attention
     from muse_attention.baselines import block_diagonal_attention, exact_attention, moba_attention
+    from muse_attention.chunked import ChunkedAttention
     from muse_attention.config import MuSeConfig
     from muse_attention.core.structures import Clusters
     from muse_attention.documents.boundaries import DocumentBoundaries
@@ -53,6 +55,7 @@ __version__ = "0.4.0.dev0"
 
 __all__ = [
     "Attention",
+    "ChunkedAttention",
     "Clusters",
     "DocumentBoundaries",
     "MuSeConfig",
@@ -68,6 +71,7 @@ __all__ = [
 
 _HOMES = {
     "Attention": "registry",
+    "ChunkedAttention": "chunked",
     "Clusters": "core.structures",
     "DocumentBoundaries": "documents.boundaries",
     "MuSeConfig": "config",

@@ -16,7 +16,7 @@ from muse_attention.core.call import Call
 from muse_attention.core.cluster_shapes import ClusterShapes
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.sides import single_cluster
-from muse_attention.core.structures import Clusters
+from muse_attention.core.structures import Clusters, Partial
 
 Backend = Literal["auto", "torch", "triton", "reference"]
 
@@ -101,28 +101,42 @@ def muse_attention(
     if clusters is not None:
         _check_clusters(clusters, query, key, settings, is_causal=is_causal)
     if chosen == "reference":
-        query, key, value = ops.cast_for_autocast(query, key, value)
-        wide = compute_dtype(query.dtype)
-        with torch.autocast(query.device.type, enabled=False):
-            result = reference.reference_attention(
-                query.to(wide),
-                key.to(wide),
-                value.to(wide),
-                settings,
-                is_causal=is_causal,
-                scale=factor,
-                clusters=clusters,
-            )
-        out, lse = result.out.to(query.dtype), result.lse
+        merged = attend_by_reference(query, key, value, settings, is_causal=is_causal, scale=factor, clusters=clusters)
     else:
         query, key, value = ops.as_contiguous(query, key, value)
-        if query.shape[2] <= settings.block_size:
-            clusters = single_cluster(query, key)
-        elif clusters is None:
-            clusters = ops.cluster(query, key, settings, is_causal=is_causal, scale=factor, backend=chosen)
+        if clusters is None or query.shape[2] <= settings.block_size:
+            clusters = clusters_of(query, key, settings, is_causal=is_causal, scale=factor, backend=chosen)
         merged, _ = ops.attend(Call(query, key, value, clusters, settings, is_causal, factor), chosen)
-        out, lse = merged.out, merged.lse
-    return (out, lse) if return_lse else out
+    return (merged.out, merged.lse) if return_lse else merged.out
+
+
+def attend_by_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MuSeConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+    clusters: Clusters | None = None,
+) -> Partial:
+    """Attention of checked arguments by its definition."""
+    query, key, value = ops.cast_for_autocast(query, key, value)
+    wide = compute_dtype(query.dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        result = reference.reference_attention(
+            query.to(wide), key.to(wide), value.to(wide), config, is_causal=is_causal, scale=scale, clusters=clusters
+        )
+    return Partial(result.out.to(query.dtype), result.lse)
+
+
+def clusters_of(
+    query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float, backend: str
+) -> Clusters:
+    """What a call clusters; of one block, nothing."""
+    if query.shape[2] <= config.block_size:
+        return single_cluster(query, key)
+    return ops.cluster(query, key, config, is_causal=is_causal, scale=scale, backend=backend)
 
 
 def find_clusters(

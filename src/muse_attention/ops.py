@@ -70,6 +70,7 @@ def attend(call: Call, backend: str, selection: Selection | None = None) -> tupl
         call.config.text,
         call.is_causal,
         call.scale,
+        call.first_block,
         backend,
     )
     outputs: tuple[Tensor, ...]
@@ -144,10 +145,11 @@ def _forward(
     config: str,
     is_causal: bool,
     scale: float,
+    first_block: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     clusters = _clusters(query_centroids, query_assignment, key_assignment, key_spread)
-    call = Call(query, key, value, clusters, _config(config), is_causal, scale)
+    call = Call(query, key, value, clusters, _config(config), is_causal, scale, first_block)
     chosen = None if opened is None or retrieved is None else Selection(opened, retrieved)
     with _no_autocast(query):
         merged, selected, memory = backend_named(backend).forward(call, chosen)
@@ -172,8 +174,8 @@ def _no_view(tensor: Tensor) -> Tensor:
 
 
 def _shapes_of_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, *of_clusters, opened, retrieved, config, is_causal, scale, name = inputs
-    call = Call(query, key, value, _clusters(*of_clusters), _config(config), is_causal, scale)
+    query, key, value, *of_clusters, opened, retrieved, config, is_causal, scale, first_block, name = inputs
+    call = Call(query, key, value, _clusters(*of_clusters), _config(config), is_causal, scale, first_block)
     backend, rows = backend_named(name), query.shape[:3]
     if opened is None or retrieved is None:
         empty = SelectionShapes.of(call.config, rows[2], is_causal=is_causal).new(query)
@@ -207,10 +209,11 @@ def _backward(
     config: str,
     is_causal: bool,
     scale: float,
+    first_block: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     clusters = _clusters(query_centroids, query_assignment, key_assignment, key_spread)
-    call = Call(query, key, value, clusters, _config(config), is_causal, scale)
+    call = Call(query, key, value, clusters, _config(config), is_causal, scale, first_block)
     attended = Attended(Partial(out, lse), Selection(opened, retrieved), memory)
     with _no_autocast(query):
         return backend_named(backend).backward(call, attended, grad_out, grad_lse)
@@ -244,12 +247,12 @@ class _Attention(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 outputs = FORWARD.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
-        *tensors, _, _, config, is_causal, scale, backend = inputs
+        *tensors, _, _, config, is_causal, scale, first_block, backend = inputs
         out, lse, opened, retrieved, memory = outputs
         ctx.mark_non_differentiable(opened, retrieved, memory)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, opened, retrieved, out, lse, memory)
-        ctx.settings = (config, is_causal, scale, backend)
+        ctx.settings = (config, is_causal, scale, first_block, backend)
         return outputs
 
     @staticmethod
@@ -261,7 +264,7 @@ class _Attention(torch.autograd.Function):
         (grad_out,) = as_contiguous(grad_out)
         is_plain = not torch.is_grad_enabled() and _is_plain(grad_out, *saved[:3])
         found = (_backward if is_plain else BACKWARD)(grad_out, grad_lse, *saved, *ctx.settings)
-        return None, *found, *([None] * 10)
+        return None, *found, *([None] * 11)
 
 
 class _OnceOnly(torch.autograd.Function):

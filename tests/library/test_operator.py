@@ -36,9 +36,9 @@ def test_opcheck(config: str, backend: str, request: pytest.FixtureRequest) -> N
         torch.use_deterministic_algorithms(True)
         request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     query, key, value = Shape("", config, length=40, heads=1, key_heads=1).tensors(torch.float32)
-    settings = (config, True, 0.25, backend)
+    settings = (config, True, 0.25, 0, backend)
     plain = [tensor.detach() for tensor in (query, key, value)]
-    torch.library.opcheck(ops.CLUSTER, (*plain[:2], *settings))
+    torch.library.opcheck(ops.CLUSTER, (*plain[:2], config, True, 0.25, backend))
     clusters = ops.cluster(query, key, MuSeConfig.parse(config), is_causal=True, scale=0.25, backend=backend)
     parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment, clusters.key_spread)
     torch.library.opcheck(ops.FORWARD, (query, key, value, *parts, None, None, *settings))

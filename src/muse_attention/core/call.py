@@ -29,6 +29,14 @@ class Call:
     is_causal: bool
     scale: float
     """factor of the logits, above 0"""
+    first_block: int = 0
+    """With a tolerance: nothing is asked for the queries of blocks before it. Their rows of the output and of the lse
+    mean nothing, and they have no part in gradients."""
+
+    @property
+    def first_row(self) -> int:
+        """The first query that anything is asked for."""
+        return self.first_block * self.config.block_size
 
     @property
     def has_far_field(self) -> bool:

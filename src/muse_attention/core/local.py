@@ -33,15 +33,15 @@ _SHORTEST_CUDNN = 128
 
 def attend(call: Call) -> Partial:
     """Block-diagonal attention."""
-    tensors = (call.query, call.key, call.value)
+    tensors = _since(call.first_row, call.query, call.key, call.value)
     parts = [
         fused_attention(*rows, is_causal=call.is_causal, scale=call.scale)
         for rows in _blocks(tensors, call.config.block_size)
     ]
     unfold = _unfolder(tensors)
     return Partial(
-        _join([unfold(part.out, call.query) for part in parts]),
-        _join([unfold(part.lse[..., None], call.query)[..., 0] for part in parts]),
+        _join([unfold(part.out, call.query) for part in parts], call.first_row),
+        _join([unfold(part.lse[..., None], call.query)[..., 0] for part in parts], call.first_row),
     )
 
 
@@ -53,13 +53,13 @@ def attend_backward(
     if grad_lse is not None:
         value, out, grad_out = with_gradient_of_lse(grad_lse, value, out, grad_out)
     parts: list[tuple[Tensor, ...]] = []
-    tensors = (grad_out, query, key, value, out, merged.lse[..., None])
+    tensors = _since(call.first_row, grad_out, query, key, value, out, merged.lse[..., None])
     for *some, lse in _blocks(tensors, call.config.block_size):
         rows = (*some, lse[..., 0])
         parts.append(fused_attention_backward(*rows, is_causal=call.is_causal, scale=call.scale))
     unfold = _unfolder((query, key, value))
     gradients = (
-        _join([unfold(part, like) for part in gradient])
+        _join([unfold(part, like) for part in gradient], call.first_row)
         for gradient, like in zip(zip(*parts, strict=True), (query, key, value), strict=True)
     )
     grad_query, grad_key, grad_value = gradients
@@ -318,6 +318,14 @@ def _same_heads(tensors: tuple[Tensor, ...]) -> bool:
     return len({tensor.shape[1] for tensor in tensors}) == 1
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    """`torch.cat` along the sequence, without the copy it makes of a single contiguous part."""
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)
+def _since(first_row: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """From a row on."""
+    return tensors if first_row == 0 else tuple(tensor[:, :, first_row:] for tensor in tensors)
+
+
+def _join(parts: list[Tensor], first_row: int) -> Tensor:
+    """`torch.cat` along the sequence, without the copy it makes of a single contiguous part; 0 before a row."""
+    joined = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)
+    if first_row == 0:
+        return joined
+    return torch.cat([joined.new_zeros(*joined.shape[:2], first_row, *joined.shape[3:]), joined], 2)

@@ -11,7 +11,7 @@ from muse_attention.core.call import Call
 from muse_attention.core.structures import Selection
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedCall(Call):
     """One call of `ops.attend`: every attention of the library ends in one, save the backend `reference`."""
 

@@ -12,12 +12,14 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from muse_lab.pretraining.mesh_shape import MeshShape
@@ -109,23 +111,23 @@ def open_world(device: str) -> Iterator[World]:
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)
-    store, rank, ranks = next(dist.rendezvous("env://"))
+    store, rank, ranks = next(rendezvous("env://"))
     backend = "nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore("exchange", store), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     try:
         yield World(place, rank, ranks, init_device_mesh(place.type, (ranks,)))
-        _wait_for_all(dist.PrefixStore("farewell", store), ranks)
+        _wait_for_all(store, ranks)
     finally:
         dist.destroy_process_group()
 
 
-def _wait_for_all(store: dist.Store, ranks: int) -> None:
+def _wait_for_all(store: Any, ranks: int) -> None:
     """Until every rank has come to its end. A rank that left before would reset its connections, and with them the last
     exchange of one that is still reading it."""
-    if store.add("ranks", 1) == ranks:
-        store.set("all", "")
+    if store.add("muse: ranks at their end", 1) == ranks:
+        store.set("muse: all at their end", "")
     with contextlib.suppress(dist.DistError):  # the store is gone with the rank that has it, which has seen all end
-        store.wait(["all"])
+        store.wait(["muse: all at their end"])
 
 
 def share_sequences(world: World, shape: MeshShape) -> World:

@@ -122,7 +122,7 @@ class _Head:
         """Of each query head, all blocks that see any other."""
         config = self.call.config
         for place, query_head in enumerate(self.query_heads):
-            for number in range(1 if self.call.is_causal else 0, self.generations.blocks):
+            for number in range(max(self.call.first_block, self.call.is_causal), self.generations.blocks):
                 generation = self.generations.of_block(number)
                 seen = (number if self.call.is_causal else self.generations.blocks) * config.key_clusters
                 columns = Columns.of(

@@ -75,20 +75,19 @@ def attend(call: Call, own: Partial, chosen: Selection | None) -> Attended:
     merged = Partial(aligned(own.out), aligned(own.lse))
     first_rows = None if chosen is None else aligned(chosen.retrieved)
     tensors = (*_inputs(call), merged.out, merged.lse, first_rows)
-    memory, *selected = schedule.run(_attend, tensors, (call.config, call.is_causal, call.scale))
+    memory, *selected = schedule.run(_attend, tensors, (call.config, call.is_causal, call.scale, call.first_block))
     if chosen is None:
         chosen = Selection(call.query.new_empty(*call.query.shape[:2], 0, dtype=torch.uint8), *selected)
     return Attended(merged, chosen, memory)
 
 
 def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
-    query, key, value, centroids, assigned, key_assigned, spread, out, lse, chosen, config, is_causal, scale = (
-        tensors_and_settings
-    )
+    query, key, value, centroids, assigned, key_assigned, spread, out, lse, chosen, *settings = tensors_and_settings
+    config, is_causal, scale, first_block = settings
     geometry = Geometry.of(query, key, config, is_causal=is_causal)
     memory = assigned.new_empty(_memory_size(geometry, key, value))
     order, slopes = _read(memory, geometry, key, value)
-    sort_queries(assigned.flatten(0, 1), geometry, order)
+    sort_queries(assigned.flatten(0, 1), geometry, order, first_block=first_block)
     sort_keys(key_assigned.flatten(0, 1), geometry, order)
     queries, keys, values, centroids, spread = (
         tensor.flatten(0, 1) for tensor in (query, key, value, centroids, spread)

@@ -34,8 +34,8 @@ FROM_QUERIES = {
 }
 _PARTS = 8
 """Programs that share the tiles of a bucket which many retrieve, as a sink is."""
-_FEW_TILES = 32
-"""So many are left to one of them."""
+_FEW_ROWS = 2048
+"""So many queries are left to one of them: each rounds what it adds."""
 _OF_SUMMARIES = (
     "length", "seen_blocks", "query_clusters", "key_clusters", "generations", "summarised", "key_tiles", "key_room",
     "shared_by",
@@ -90,7 +90,7 @@ def add_to_keys(
     _queries_backward_to_keys[(*grid, _PARTS)](
         **shared, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries,
         query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry).arguments, turns_ptr=turns,
-        **geometry.sizes(*_OF_QUERIES), SCALE=scale, FEW_TILES=_FEW_TILES, ROWS=geometry.rows,
+        **geometry.sizes(*_OF_QUERIES), SCALE=scale, FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows,
         **fitting(FROM_QUERIES, head_dim, value_dim, queries.dtype),
     )  # fmt: skip
 

@@ -18,28 +18,29 @@ _ROWS_OF_PART = 256
 """Vectors of a block that one program counts, and puts in order."""
 
 
-def sort_queries(assignment: Tensor, geometry: Geometry, order: Order) -> None:
-    """By (H, N) clusters."""
+def sort_queries(assignment: Tensor, geometry: Geometry, order: Order, *, first_block: int) -> None:
+    """By (H, N) clusters. Blocks before the first one that anything is asked for are left empty, without tiles."""
     config = geometry.config
     _sort(
-        assignment, geometry.blocks, geometry, clusters=config.query_clusters, order_ptr=order.queries,
-        starts_ptr=order.queries, sizes_ptr=order.queries, tiles_before_ptr=order.query_tiles_before,
-        tile_begin_ptr=order.query_tile_begin, tile_info_ptr=order.query_tile_info, room=config.block_size,
-        tiles=geometry.query_tiles, ARE_KEYS=False, PIECE=1, ROWS=config.tile,
+        assignment, geometry.blocks, geometry, first_block=first_block, clusters=config.query_clusters,
+        order_ptr=order.queries, starts_ptr=order.queries, sizes_ptr=order.queries,
+        tiles_before_ptr=order.query_tiles_before, tile_begin_ptr=order.query_tile_begin,
+        tile_info_ptr=order.query_tile_info, room=config.block_size, tiles=geometry.query_tiles, ARE_KEYS=False,
+        PIECE=1, ROWS=config.tile,
     )  # fmt: skip
 
 
 def sort_keys(assignment: Tensor, geometry: Geometry, order: Order) -> None:
     """By (G, N) clusters: the blocks that are seen."""
     _sort(
-        assignment, geometry.seen_blocks, geometry, clusters=geometry.config.key_clusters, order_ptr=order.keys,
-        starts_ptr=order.key_starts, sizes_ptr=order.key_sizes, tiles_before_ptr=order.keys,
+        assignment, geometry.seen_blocks, geometry, first_block=0, clusters=geometry.config.key_clusters,
+        order_ptr=order.keys, starts_ptr=order.key_starts, sizes_ptr=order.key_sizes, tiles_before_ptr=order.keys,
         tile_begin_ptr=order.key_tile_begin, tile_info_ptr=order.key_tile_info, room=geometry.key_room,
         tiles=geometry.key_tiles, ARE_KEYS=True, PIECE=PIECE, ROWS=KEYS_OF_TILE,
     )  # fmt: skip
 
 
-def _sort(assignment: Tensor, blocks: int, geometry: Geometry, *, clusters: int, **to: Any) -> None:
+def _sort(assignment: Tensor, blocks: int, geometry: Geometry, *, first_block: int, clusters: int, **to: Any) -> None:
     heads, length = assignment.shape
     size = geometry.config.block_size
     parts = cdiv(size, _ROWS_OF_PART)
@@ -49,6 +50,7 @@ def _sort(assignment: Tensor, blocks: int, geometry: Geometry, *, clusters: int,
         "counts_ptr": counts,
         "length": length,
         "block_size": size,
+        "first_block": first_block,
         "clusters": clusters,
         "PART": _ROWS_OF_PART,
         "CP": padded(clusters),
@@ -66,17 +68,18 @@ def _load_members(assignment_ptr, begin, end, clusters, CP: tl.constexpr, TILE: 
     return (cluster[:, None] == tl.arange(0, CP)[None, :]) & (offs_row < end)[:, None]
 
 
-@kernel(stage="sorting", do_not_specialize=["length", "block_size", "clusters"])
+@kernel(stage="sorting", do_not_specialize=["length", "block_size", "first_block", "clusters"])
 def _count_members(
-    assignment_ptr, counts_ptr, length, block_size, clusters, PART: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr
-):
+    assignment_ptr, counts_ptr, length, block_size, first_block, clusters, PART: tl.constexpr, CP: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """How many of a part of a block belong to each cluster.
 
     Grid: (parts, blocks, heads). `assignment_ptr`: (heads, N) int32; `counts_ptr`: (heads, blocks, parts, C) int32.
     """
     part, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = block * block_size
-    number = tl.minimum(block_size, length - first)
+    number = tl.where(block < first_block, 0, tl.minimum(block_size, length - first))
     assignment_ptr += head * length + first
     count = tl.zeros([CP], tl.int32)
     for begin in range(part * PART, tl.minimum((part + 1) * PART, number), TILE):
@@ -86,11 +89,11 @@ def _count_members(
     tl.store(counts_ptr + at + offs_cluster, count, mask=offs_cluster < clusters)
 
 
-@kernel(stage="sorting", do_not_specialize=["length", "block_size", "clusters", "room", "tiles"])
+@kernel(stage="sorting", do_not_specialize=["length", "block_size", "first_block", "clusters", "room", "tiles"])
 def _put_in_order(
     assignment_ptr, counts_ptr, order_ptr, starts_ptr, sizes_ptr, tiles_before_ptr, tile_begin_ptr, tile_info_ptr,
-    length, block_size, clusters, room, tiles, ARE_KEYS: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr,
+    length, block_size, first_block, clusters, room, tiles, ARE_KEYS: tl.constexpr, PIECE: tl.constexpr,
+    ROWS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A stable sort of a part of a block by cluster, each cluster padded to pieces; the first part also has the tiles.
 
@@ -102,7 +105,7 @@ def _put_in_order(
     part, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     of_block = head * tl.num_programs(1) + block
     first = block * block_size
-    number = tl.minimum(block_size, length - first)
+    number = tl.where(block < first_block, 0, tl.minimum(block_size, length - first))
     assignment_ptr += head * length + first
     order_ptr += of_block * room
     offs_cluster, offs_part, offs_row = tl.arange(0, CP), tl.arange(0, PARTS), tl.arange(0, TILE)
