@@ -37,17 +37,7 @@ class ChunkedAttention:
     """
 
     def __init__(self, config: MuSeConfig | str, *, scale: float | None = None, backend: str = "auto") -> None:
-        if config is None or (isinstance(config, str) and follows_length(config)):
-            raise ValueError(
-                f"ChunkedAttention: config={config!r} depends on the length, which is not known yet; name a block "
-                "size, as in 'Q8K32T0.1B2k', or pass MuSeConfig.for_length(final length)"
-            )
-        self.config = resolve_config(config, 1)
-        if self.config.tolerance is None:
-            raise ValueError(
-                f"ChunkedAttention: config={str(config)!r} is the paper's method, whose clusters depend on the whole "
-                "sequence; choose one with a tolerance, as in 'Q8K32T0.1B2k'"
-            )
+        self.config = resolve_chunked(config)
         self.scale, self.backend = scale, backend
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -94,6 +84,22 @@ class ChunkedAttention:
                         f"ChunkedAttention: {name} has {what} {of_new} (without the length), that of earlier chunks is "
                         f"{of_old}; begin another sequence with another ChunkedAttention"
                     )
+
+
+def resolve_chunked(config: MuSeConfig | str) -> MuSeConfig:
+    """A configuration that serves a sequence whose length is not known yet."""
+    if config is None or (isinstance(config, str) and follows_length(config)):
+        raise ValueError(
+            f"config={config!r} depends on the length, which is not known before the last chunk; name a block size, as "
+            "in 'Q8K32T0.1B2k', or pass MuSeConfig.for_length(final length)"
+        )
+    resolved = resolve_config(config, 1)
+    if resolved.tolerance is None:
+        raise ValueError(
+            f"config={str(config)!r} is the paper's method, whose clusters depend on the whole sequence; choose one "
+            "with a tolerance, as in 'Q8K32T0.1B2k'"
+        )
+    return resolved
 
 
 def attend_since(

@@ -10,7 +10,8 @@ the one that attends. Without it, and without `register(config)`, it is `MuSeCon
 
 MuSe attends where whole documents attend to themselves: training, and prefill. Packed documents, told by
 `cu_seq_lens_q` or by `position_ids` that restart, never see each other, and padding is left out
-(`documents/rows.py`, `masks.py`). Attention sinks are part of the softmax (`core/sinks.py`).
+(`documents/rows.py`, `masks.py`). Attention sinks are part of the softmax (`core/sinks.py`). In a `chunked_prefill`
+block a prompt may come in chunks (`prefill.py`).
 
 Everything else is attended to exactly, and an `ExactAttentionWarning` says so once for each reason: decoding with a KV
 cache, inputs of one block, layers with a sliding window, attention dropout, a bias of the logits, and padding inside a
@@ -30,6 +31,7 @@ from muse_attention.core.extras import how_to_install
 
 try:
     from muse_attention.huggingface.fallbacks import ExactAttentionWarning
+    from muse_attention.huggingface.prefill import chunked_prefill
     from muse_attention.huggingface.registration import register, use_attention
 except ImportError as error:
     raise ImportError(
@@ -37,4 +39,4 @@ except ImportError as error:
         f"({' '.join(str(error).split())})"
     ) from None
 
-__all__ = ["ExactAttentionWarning", "register", "use_attention"]
+__all__ = ["ExactAttentionWarning", "chunked_prefill", "register", "use_attention"]

@@ -5,7 +5,9 @@ has 4 GiB, and MuSe reads none. So where a mask would be plainly causal, or wher
 padding apart, a tensor without keys stands for it, which costs nothing:
 
 - (batch, 1, queries, 0): each query sees its past;
-- (batch, 2, queries, 0): as its attribute tells, the documents of each row.
+- (batch, 2, queries, 0): as its attribute tells, the documents of each row;
+- (batch, 3, queries, 0), where an attention asks for it: each query sees its past, a KV cache of as many tokens as the
+  attribute tells and the queries before it.
 
 A layer that reads such a mask itself fails.
 
@@ -46,6 +48,7 @@ from muse_attention.documents.arguments import (
 from muse_attention.documents.boundaries import DocumentBoundaries
 
 _ATTRIBUTE = "muse_documents"
+_OFFSET = "muse_offset"
 _MADE = "muse_is_plain"
 """Of a mask that was made here: whether it expresses no more than padding and a KV cache."""
 _POSITIONS = "muse_position_ids"
@@ -148,6 +151,21 @@ def stands_for_documents(attention_mask: Tensor | None) -> bool:
     return attention_mask is not None and attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 2
 
 
+def stands_for_chunk(attention_mask: Tensor) -> bool:
+    """Whether it is what an attention to chunks gets in place of the mask of one that continues a KV cache."""
+    return attention_mask.shape[-1] == 0 and attention_mask.shape[1] == 3
+
+
+def offset_of_chunk(attention_mask: Tensor) -> int:
+    """Tokens in the cache before it."""
+    offset: int | None = getattr(attention_mask, _OFFSET, None)
+    if offset is None:
+        raise ValueError(
+            "the layer copied its mask, and with it the place of the chunk is lost: prefill the whole prompt at once"
+        )
+    return offset
+
+
 _ATTENTION_LAYERS = (
     "attention",
     "full_attention",
@@ -189,13 +207,15 @@ def make_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     reads_masks: bool,
+    chunks: bool,
     **others: Any,
 ) -> Tensor | None:
     """transformers' mask for SDPA, (batch, 1, queries, keys), or what stands for it; None if nothing is masked.
 
     Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
     there is none if no padding mask was given, and the compiled graph checks that nothing was packed. A general mask is
-    refused here then, unless the attention `reads_masks`; elsewhere the attention function refuses it.
+    refused here then, unless the attention `reads_masks`; elsewhere the attention function refuses it. An attention
+    that serves `chunks` gets none where one continues a KV cache without padding.
     """
     compiling = torch.compiler.is_compiling()
     is_usual = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
@@ -224,6 +244,12 @@ def make_mask(
                 raise ValueError(REFUSAL)
             of_documents = packed_sequence_mask_function(documents.numbers().view(batch_size, -1).to(device))
             mask_function, allow_is_causal_skip = and_masks(mask_function, of_documents), False
+    offset = 0 if compiling else int(others.get("q_offset", 0))
+    is_plain = mask_function is causal_mask_function and local_size is None and not use_vmap
+    if chunks and is_plain and q_length > 1 and offset > 0 and (attention_mask is None or bool(attention_mask.all())):
+        mark = torch.empty(batch_size, 3, q_length, 0, dtype=torch.bool, device=device)
+        setattr(mark, _OFFSET, offset)
+        return mark
     mask = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

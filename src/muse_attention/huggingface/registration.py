@@ -26,6 +26,8 @@ _registered: set[str] = set()
 """The names behind which there is a function of this library."""
 _reading_masks: set[str] = set()
 """Those among them whose function takes any mask."""
+_serving_chunks: set[str] = set()
+"""Those whose function continues a KV cache."""
 
 
 def register(config: MuSeConfig | str | None = None, *, name: str = "muse") -> None:
@@ -78,15 +80,19 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation_internal = earlier
 
 
-def register_function(name: str, function: AttentionFunction, *, reads_masks: bool = True) -> None:
+def register_function(
+    name: str, function: AttentionFunction, *, reads_masks: bool = True, chunks: bool = False
+) -> None:
     """Make `attn_implementation=name` this function, and a ValueError for models that would not call it.
 
-    A general mask is a ValueError too, unless the function `reads_masks`.
+    A general mask is a ValueError too, unless the function `reads_masks`. One that serves `chunks` gets what stands for
+    the mask of queries that continue a KV cache.
     """
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, _mask)  # without one, padding would be dropped silently
     _registered.add(name)
     (_reading_masks.add if reads_masks else _reading_masks.discard)(name)
+    (_serving_chunks.add if chunks else _serving_chunks.discard)(name)
     _guard()
 
 
@@ -95,7 +101,7 @@ def _mask(**arguments: Any) -> Tensor | None:
     if not torch.compiler.is_compiling():  # a model that is compiled was built, and refused then
         refuse_config(arguments.get("config"))
     name = getattr(arguments.get("config"), "_attn_implementation", None)
-    return make_mask(**arguments, reads_masks=name in _reading_masks)
+    return make_mask(**arguments, reads_masks=name in _reading_masks, chunks=name in _serving_chunks)
 
 
 @functools.cache
