@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -39,8 +37,7 @@ def test_chunks_have_the_logits_of_the_whole(cuts: list[int], is_static: bool) -
     assert (expected - exact).abs().max() > 1e-3  # or nothing would be shown
     cache = StaticCache(model.config, max_cache_len=120) if is_static else DynamicCache()
     single = [begin for begin, end in zip([0, *cuts], [*cuts, 100], strict=True) if end == begin + 1]
-    with chunked_prefill(model, CONFIG), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExactAttentionWarning)
+    with chunked_prefill(model, CONFIG):
         found = read_in_chunks(model, ids, cuts, cache)
     if single:  # single tokens attend exactly, and change what comes after them
         torch.testing.assert_close(found[:, : single[0]], expected[:, : single[0]])
@@ -53,16 +50,14 @@ def test_chunks_have_the_logits_of_the_whole(cuts: list[int], is_static: bool) -
 def test_generate_gives_the_same_tokens() -> None:
     model, ids = tiny_llama(), token_ids(90)
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExactAttentionWarning)
-        with use_attention(model, f"muse:{CONFIG}"):
-            expected = model.generate(ids, **settings)
-        with chunked_prefill(model, CONFIG):
-            found = model.generate(ids, prefill_chunk_size=32, **settings)
-            # Another prompt begins anew, and a later turn goes on after what was decoded.
-            again = model.generate(ids, prefill_chunk_size=40, return_dict_in_generate=True, **settings)
-            longer = torch.cat([again.sequences, token_ids(40)], 1)
-            turn = model.generate(longer, past_key_values=again.past_key_values, prefill_chunk_size=32, **settings)
+    with use_attention(model, f"muse:{CONFIG}"), pytest.warns(ExactAttentionWarning, match="decoding"):
+        expected = model.generate(ids, **settings)
+    with chunked_prefill(model, CONFIG):
+        found = model.generate(ids, prefill_chunk_size=32, **settings)
+        # Another prompt begins anew, and a later turn goes on after what was decoded.
+        again = model.generate(ids, prefill_chunk_size=40, return_dict_in_generate=True, **settings)
+        longer = torch.cat([again.sequences, token_ids(40)], 1)
+        turn = model.generate(longer, past_key_values=again.past_key_values, prefill_chunk_size=32, **settings)
     assert torch.equal(found, expected)
     assert torch.equal(again.sequences, expected)
     assert turn.shape[1] == longer.shape[1] + 8

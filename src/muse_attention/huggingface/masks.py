@@ -249,6 +249,7 @@ def make_mask(
     if chunks and is_plain and q_length > 1 and offset > 0 and (attention_mask is None or bool(attention_mask.all())):
         mark = torch.empty(batch_size, 3, q_length, 0, dtype=torch.bool, device=device)
         setattr(mark, _OFFSET, offset)
+        setattr(mark, _POSITIONS, positions)
         return mark
     mask = sdpa_mask(
         batch_size=batch_size,

@@ -21,8 +21,8 @@ from muse_attention.chunked import attend_since, resolve_chunked
 from muse_attention.config import MuSeConfig
 from muse_attention.core.sinks import with_sinks
 from muse_attention.huggingface.fallbacks import attends_to_everything, is_exact_only, refuse_other_softmax
-from muse_attention.huggingface.forward import muse_forward
-from muse_attention.huggingface.masks import offset_of_chunk, stands_for_causal, stands_for_chunk
+from muse_attention.huggingface.forward import exact_forward, muse_forward
+from muse_attention.huggingface.masks import offset_of_chunk, stands_for_chunk, visible
 from muse_attention.huggingface.registration import BY_NAME, implementation, register_function
 
 _NAME = f"{BY_NAME}chunked_prefill"
@@ -36,7 +36,7 @@ def chunked_prefill(model: PreTrainedModel, config: MuSeConfig | str) -> Iterato
         with huggingface.chunked_prefill(model, MuSeConfig.for_length(prompt.shape[1])):
             model.generate(prompt, prefill_chunk_size=8192, max_new_tokens=100)
 
-    Single tokens, as in decoding, attend exactly to all before them. So do padded batches, with a warning.
+    Single tokens, as in decoding, attend exactly to all before them. So do chunks of padded batches, with a warning.
 
     Args:
         config: with a tolerance and a block size, as for `ChunkedAttention`. Chunks of whole blocks are best
@@ -58,9 +58,6 @@ class Prefill:
         self.config = config
         self._queries: dict[torch.nn.Module, list[Tensor]] = {}
 
-    def begin(self, layer: torch.nn.Module, query: Tensor) -> None:
-        self._queries[layer] = [query.detach()]
-
     def add_token(self, layer: torch.nn.Module, query: Tensor) -> None:
         if layer in self._queries:
             self._queries[layer].append(query.detach())
@@ -69,14 +66,14 @@ class Prefill:
         self, layer: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         """Output and lse of the queries of a chunk, which begins at `offset`; keys and values are those of a cache."""
-        earlier = self._queries.get(layer, [])
+        earlier = self._queries.get(layer, []) if offset > 0 else []
         seen = sum(some.shape[2] for some in earlier)
         if seen != offset:
             raise ValueError(
                 f"chunked_prefill: the cache has {offset} tokens, of which {seen} were attended to in this block; hand "
                 "it the whole prompt, from its first chunk on"
             )
-        if earlier[0].shape[:2] != query.shape[:2]:
+        if earlier and earlier[0].shape[:2] != query.shape[:2]:
             raise ValueError(
                 f"chunked_prefill: this chunk has {query.shape[0]} sequences, earlier ones {earlier[0].shape[0]}; "
                 "begin with the first chunk again"
@@ -104,23 +101,35 @@ def _forward(
     prefill = _active.get()
     if prefill is None:
         raise ValueError("chunked_prefill: the model runs in another thread; enter the block in the one that runs it")
-    if attention_mask is not None and stands_for_chunk(attention_mask):
-        refuse_other_softmax(module, others)
-        if is_exact_only(dropout, others):
-            raise ValueError(
-                "chunked_prefill: attention dropout, and layers that add a bias to their logits, are not served; call "
-                "model.eval(), or prefill the whole prompt at once"
-            )
-        offset = offset_of_chunk(attention_mask)
-        out, lse = prefill.attend(module, query, key, value, offset, scaling)
-        if others.get("s_aux") is not None:
-            out = with_sinks(out, lse, others["s_aux"])
-        return out.transpose(1, 2).contiguous(), None
     if query.shape[2] == 1:
         prefill.add_token(module, query)
-    elif attends_to_everything(module, others) and (attention_mask is None or stands_for_causal(attention_mask)):
-        prefill.begin(module, query)
-    return muse_forward(
-        module, query, key, value, attention_mask, dropout, scaling=scaling, settings=prefill.config.text,
-        heed_model=False, **others,
-    )  # fmt: skip
+        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+    offset = _offset(module, query, key, attention_mask, others)
+    if offset is None:
+        settings = prefill.config.text
+        return muse_forward(
+            module, query, key, value, attention_mask, dropout, scaling=scaling, settings=settings, heed_model=False,
+            **others,
+        )  # fmt: skip
+    refuse_other_softmax(module, others)
+    if is_exact_only(dropout, others):
+        raise ValueError(
+            "chunked_prefill: attention dropout, and layers that add a bias to their logits, are not served; call "
+            "model.eval(), or leave the block"
+        )
+    out, lse = prefill.attend(module, query, key, value, offset, scaling)
+    if others.get("s_aux") is not None:
+        out = with_sinks(out, lse, others["s_aux"])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _offset(
+    module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, others: dict[str, Any]
+) -> int | None:
+    """Tokens before those of a chunk; None of what is no chunk: padded or packed rows, and layers with a window."""
+    if attention_mask is not None and stands_for_chunk(attention_mask):
+        return offset_of_chunk(attention_mask)
+    if not attends_to_everything(module, others):
+        return None
+    seen = visible(module, query, key, attention_mask, getattr(module, "is_causal", True), others)
+    return 0 if seen.mask is None and seen.documents is None and seen.is_causal else None

@@ -106,11 +106,11 @@ class Columns:
         return rows.unflatten(1, (slots.tiles.shape[1], -1)).amin(2)
 
 
-def leave_out_retrieved(weights: Tensor, slots: Slots, first: Tensor) -> None:
-    """Set to 0, in place, the (slots, rows, S) weights of buckets whose keys are attended to."""
+def leave_out_retrieved(table: Tensor, slots: Slots, first: Tensor, nothing: float = 0) -> None:
+    """Set to `nothing`, in place, the (slots, rows, S) weights or logits of buckets whose keys are attended to."""
     tiles = first.shape[1]
     retrieved = slots.row_in_tile.unflatten(1, (tiles, -1))[..., None] >= first[:, :, None]
-    weights.masked_fill_(retrieved.flatten(1, 2), 0)
+    table.masked_fill_(retrieved.flatten(1, 2), nothing)
 
 
 def weigh(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,9 @@ from muse_attention.core.structures import Partial, Selection
 
 SCORED_AT_ONCE = 1 << 18
 """Logits of summaries in one batch of slots: few enough to stay in cache."""
+FAINTEST = 1e-20
+"""Where all summaries that stay together have less than this share of the largest, which is retrieved, float32 may have
+lost them: they are weighed again by themselves."""
 SUMMARY_ELEMENTS = 1 << 25
 """Numbers in the summaries held at a time: beyond that, the query heads of a key head go in groups."""
 
@@ -233,6 +236,13 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
             first[some] = _read_selection(of_some, selected, columns)
         leave_out_retrieved(weights, of_some, first[some])
         total = weights.sum(-1)
+        is_faint = total < FAINTEST
+        if is_faint.any():  # (Of other rows no bit may change.)
+            logits, _, _ = block.score(of_some, queries[some])
+            leave_out_retrieved(logits, of_some, first[some], -torch.inf)
+            of_rest, shift_of_rest = weigh(logits)
+            weights = torch.where(is_faint[..., None], of_rest, weights)
+            shift, total = torch.where(is_faint, shift_of_rest, shift), weights.sum(-1)
         sums = products(weights, columns.values, of_some)
         out[some] = sums.div_(torch.where(total == 0, 1, total)[..., None])
         if slope := block.slope(residuals, reach):
