@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from docs_build.kept_tensors import OF_EXACT, Heads, kept_bytes, share_of_exact
 from docs_build.readme_table import with_table
 from docs_build.records import DEFAULT, SYNTHETIC, Timing, read_timings
 from muse_attention.distributed import ulysses_bytes
@@ -21,6 +22,7 @@ GPUS = (8, 16, 32, 64, 128, 256, 512)
 SEQUENCE_RANKS = (8, 64)
 """a node, and all heads on a rank each"""
 RECORDED_HEADS = HEADS // SEQUENCE_RANKS[0]
+KEPT_LENGTH, KEPT_HEADS = 1 << 16, (Heads(8, 8, 64), Heads(32, 8, 128))
 NODE_SPEED, NETWORK_SPEED = 450e9, 50e9
 """Bytes per second and GPU in one direction, nominal: NVLink of an H200, and a network of 400 Gbit/s."""
 
@@ -32,6 +34,8 @@ def make_tables(timings: list[Timing]) -> dict[str, str]:
         "bytes": _bytes_table(),
         "time": _time_table(recorded),
         "memory": _memory_table(recorded),
+        "kept": _kept_table(),
+        "kept by length": _kept_by_length_table(),
     }
 
 
@@ -82,6 +86,31 @@ def _memory_table(recorded: dict[int, Timing]) -> str:
         cells = [_megabytes(3 * activation), _megabytes(2 * activation)]
         rows.append([format_size(length), *cells, "not recorded" if extra is None else _megabytes(extra)])
     return _table(["length", "queries, keys, values", "exchange", "attention, with outputs and gradients"], rows)
+
+
+def _kept_table() -> str:
+    of_kinds = [kept_bytes(KEPT_LENGTH, heads) for heads in KEPT_HEADS]
+    rows = [
+        [name if name in OF_EXACT else f"*{name}*", *(f"{kept[name] / 1e6:,.1f} MB" for kept in of_kinds)]
+        for name in of_kinds[0]
+        if any(kept[name] for kept in of_kinds)
+    ]
+    rows.append(["all, in units of exact attention's", *(f"{share_of_exact(kept):.2f}" for kept in of_kinds)])
+    return _table(["tensor", *map(_describe, KEPT_HEADS)], rows)
+
+
+def _kept_by_length_table() -> str:
+    lengths = [1 << exponent for exponent in range(14, 21)]
+    rows = [
+        [_describe(heads), *(f"{share_of_exact(kept_bytes(length, heads)):.2f}" for length in lengths)]
+        for heads in KEPT_HEADS
+    ]
+    return _table(["heads", *map(format_size, lengths)], rows)
+
+
+def _describe(heads: Heads) -> str:
+    shared = "" if heads.heads == heads.key_heads else f":{heads.key_heads}"
+    return f"{heads.heads}{shared} heads of {heads.head_dim}"
 
 
 def _sent(length: int, ranks: int) -> int:

@@ -225,3 +225,12 @@ def test_the_page_of_configurations_names_every_field() -> None:
 
     text, _, _ = (ROOT / "docs" / "reference" / "configuration.md").read_text().partition("## Fields")
     assert not [field.name for field in dataclasses.fields(MuSeConfig) if f"`{field.name}`" not in text]
+
+
+def test_backward_keeps_little_more_than_exact_attention() -> None:
+    from docs_build.kept_tensors import Heads, kept_bytes, share_of_exact
+
+    pytest.importorskip("triton")
+    for heads in (Heads(8, 8, 64), Heads(32, 8, 128)):
+        assert share_of_exact(kept_bytes(1 << 14, heads)) <= 1.06
+        assert share_of_exact(kept_bytes(1 << 16, heads)) <= 1.10
