@@ -63,7 +63,7 @@ def test_a_group_has_an_option_for_every_field() -> None:
     assert run("--device", "cuda", "--overwrite")["group"] == Group(output=GROUP.output, device="cuda", overwrite=True)
     shown = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["--help"]).output
     assert "out/some" in shown
-    assert "Several with commas, or repeated." in " ".join(shown.split())
+    assert "Comma-separated or repeated." in " ".join(shown.split())
 
 
 def test_a_command_is_spelled_with_what_was_settled_and_without_folders_in_records() -> None:

@@ -121,13 +121,15 @@ CONTENTS = "index.html"
 """The list of reports that `muse report` writes into a folder."""
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one, else cpu")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier results; without it they are continued.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Overwrite existing results; by default they are resumed.")
+]
 """The policy is that of `earlier_results`."""
 RepeatCaptures = Annotated[
     bool,
     typer.Option(
         "--repeat-captures",
-        help="Lay captured samples end to end where they are shorter than --length, which is harder than a long text.",
+        help="Concatenate captured samples that are shorter than --length. This is harder than one long text.",
     ),
 ]
 
@@ -142,7 +144,7 @@ def _print_version(wanted: bool) -> None:
 def muse(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

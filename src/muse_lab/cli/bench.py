@@ -49,7 +49,7 @@ from muse_lab.records.machine import machine_lines
 from muse_lab.report.fidelity_columns import meaning
 
 _LENGTHS = "32k,64k"
-_SWEEP = f"Vary one choice of the method or of the inputs at the first of the lengths: {', '.join(SWEEPS)}."
+_SWEEP = f"Vary one setting at the first length: {', '.join(SWEEPS)}."
 
 _DOCUMENTS = (
     "Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against varlen_attn in the same "
@@ -65,16 +65,16 @@ def bench(
     heads: Annotated[
         int | None,
         option(
-            "Heads. On a CPU, exact attention keeps two threads equally busy only from two heads on.",
+            "Number of query heads. On a CPU, exact attention needs at least two to keep two threads busy.",
             "1 on cpu, 8 on cuda, or all that were captured",
         ),
     ] = None,
     key_heads: Annotated[
         int | None,
-        option("Heads of keys and values, shared by equal groups of heads (GQA).", "as many as heads, or as captured"),
+        option("Number of key and value heads (GQA).", "as many as heads, or as captured"),
     ] = None,
     batch: Annotated[int, option("Batch size.")] = 1,
-    head_dim: Annotated[int | None, option("Dimension of a head.", "64, or that of the captured heads")] = None,
+    head_dim: Annotated[int | None, option("Head dimension.", "64, or that of the captured heads")] = None,
     dtype: Dtype = None,
     attention: Annotated[
         Words,
@@ -89,14 +89,16 @@ def bench(
     documents: Annotated[str | None, option(_DOCUMENTS, "no packing")] = None,
     captures: Annotated[
         Path | None,
-        option("Measure on heads of a model that muse tune --save-captures wrote.", "synthetic data"),
+        option("Use heads captured from a model by `muse tune --save-captures`.", "synthetic data"),
     ] = None,
     repeat_captures: RepeatCaptures = False,
-    repeats: Annotated[int, option("Timed runs of each pass; medians are reported.")] = 3,
+    repeats: Annotated[int, option("Number of timed runs per pass; medians are reported.")] = 3,
     causal: Annotated[bool, option("Causal attention.")] = True,
     memory: Annotated[bool, option("Measure peak memory; on a CPU, with one head.")] = True,
     output: Output = Path("out/bench"),
-    name: Annotated[str | None, option("File name, without ending.", "the device, the captures and the sweep")] = None,
+    name: Annotated[
+        str | None, option("Base name of the result files.", "the device, the captures and the sweep")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Measure time, memory and error of attentions, and of scaled_dot_product_attention beside them.

@@ -46,20 +46,20 @@ _CORPUS = Path("out/corpus")
 class ComparisonRequest:
     """How runs are to be compared."""
 
-    corpus: Annotated[Path, option("Folder that muse prepare wrote, and that the runs learnt from.")] = _CORPUS
+    corpus: Annotated[Path, option("Corpus directory of `muse prepare` that the runs were trained on.")] = _CORPUS
     attention: Annotated[
         Words, attentions("Attention to test with, beside exact attention", "those that the runs were trained with")
     ] = None
     samples: Annotated[
         int,
         option(
-            "Held-out windows, evenly spaced; all, if there are fewer. 0: nothing is measured, the report has what the "
-            "runs recorded while they trained, and of a run only run.json and metrics.jsonl are needed."
+            "Number of evenly spaced held-out windows. 0 measures nothing: the report has what the runs recorded "
+            "during training, and needs only their run.json and metrics.jsonl."
         ),
     ] = 16
-    length: Annotated[str | None, option("Tokens of a window; k means 1024.", "that of the runs")] = None
+    length: Annotated[str | None, option("Window length in tokens; k means 1024.", "that of the runs")] = None
     checkpoints: Annotated[
-        int, option("Earlier checkpoints of each run, at most, whose loss against position is measured.")
+        int, option("Maximum number of earlier checkpoints per run whose loss by position is measured.")
     ] = 3
     device: Device = None
     dtype: Annotated[
@@ -67,7 +67,7 @@ class ComparisonRequest:
         option("float32 or bfloat16.", "float32 on cpu, bfloat16 on cuda", "--dtype", "--precision"),
     ] = None
     shared_gpu: Annotated[
-        bool, flag("--shared-gpu", "The GPU was shared with other programs: leave the speeds of the runs out.")
+        bool, flag("--shared-gpu", "Leave out training speeds, because the GPU was shared with other programs.")
     ] = False
     output: Output = Path("out/compare")
     overwrite: Overwrite = False
@@ -96,7 +96,7 @@ _REQUEST = ComparisonRequest()
 @with_option_groups
 def compare(
     context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders that muse train wrote.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Output directories of `muse train`.")],
     request: ComparisonRequest = _REQUEST,
 ) -> None:
     """Compare training runs: held-out loss under their own and other attentions, by position, speed, scaling law.

@@ -59,7 +59,7 @@ _PARTS = 5
 @app.command()
 def demo(
     device: Device = None,
-    output: Annotated[Path, typer.Option(help="Folder of all of it.", parser=nonempty_path)] = Path("out/demo"),
+    output: Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)] = Path("out/demo"),
     overwrite: Overwrite = False,
 ) -> None:
     """See what MuSe is for: one long attention call, exact, by MuSe and by MoBA; then a tiny model trained both ways.

@@ -21,7 +21,7 @@ from muse_lab.evaluation.fidelity.presets import PRESETS, Preset, find_presets
 from muse_lab.models import DEFAULT_MODEL
 from muse_lab.report.fidelity_columns import ERROR, GRADIENTS, RETRIEVAL, TAIL, known
 
-_GRADIENTS = "Measure the errors of gradients too, by a backward pass in every head."
+_GRADIENTS = "Also measure gradient errors, by a backward pass in every head."
 _RUN = ModelRun(output=Path("out/fidelity"))
 
 

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        help=f"Folder of a causal language model, {DEFAULT_MODEL}, or with --download a name of the Hugging Face hub.",
+        help=f"Directory of a causal language model, {DEFAULT_MODEL}, or with --download a Hugging Face name.",
         show_default=DEFAULT_MODEL,
     ),
 ]
-Download = Annotated[bool, flag("--download", "Get a model that is named like org/model from the Hugging Face hub.")]
+Download = Annotated[bool, flag("--download", "Download the model, named like org/model, from the Hugging Face hub.")]
 Text = Annotated[
     list[Path] | None,
     option(
-        "Text file, or folder of .py, .txt and .md files; may be repeated.", "the source of Python's standard library"
+        "Text file, or directory of .py, .txt and .md files. Repeatable.", "the source of Python's standard library"
     ),
 ]
-Length = Annotated[str, option("Tokens of a sample; k means 1024.")]
+Length = Annotated[str, option("Sample length in tokens; k means 1024.")]
 Dtype = Annotated[str | None, option("float32, bfloat16 or float16.", "float32 on cpu, bfloat16 on cuda")]
 _STACK = "\nException raised from "
 """Begins the stack of C++ calls that some warnings of PyTorch end with."""

@@ -35,7 +35,7 @@ def loss(
         bool,
         typer.Option(
             "--inside-files",
-            help="No sample has parts of two files: the first of each file that is long enough, then the second.",
+            help="Take every sample from a single file: first one per file, then a second one, and so on.",
         ),
     ] = False,
     attention: Annotated[

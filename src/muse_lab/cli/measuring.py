@@ -32,8 +32,8 @@ from muse_lab.records.stored_results import StoredResults
 from muse_lab.report.files import write_report
 from muse_lab.report.tree import Report, Table
 
-Samples = Annotated[int, option("Samples, one after another in the text.")]
-Output = Annotated[Path, typer.Option(help="Folder of the results.", parser=nonempty_path)]
+Samples = Annotated[int, option("Number of consecutive samples of the text.")]
+Output = Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)]
 _NOT_SPELLED = ("overwrite",)
 _PATHS = ("model", "text", "corpus", "data", "captures", "saved")
 """Options whose folders are in no file of results."""
@@ -46,7 +46,7 @@ class ModelRun:
     device: Device = None
     dtype: Dtype = None
     download: Download = False
-    name: Annotated[str | None, option("File name, without ending.", "the name of the model")] = None
+    name: Annotated[str | None, option("Base name of the result files.", "the name of the model")] = None
     output: Output
     overwrite: Overwrite = False
 

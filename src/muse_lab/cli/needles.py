@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 _TEXT_TOKENS = 2**20
 """Of a haystack of texts, unless four times the longest context is more."""
 _LOOKUPS_HELP = (
-    "Ask nothing: measure how much of exact attention's weight on the needle each attention retrieves, in every head. "
-    "Writes NAME-lookups.json, .md, .csv and .html."
+    "Measure how much of exact attention's weight on the needle each attention retrieves, in every head, instead of "
+    "asking for answers. Writes NAME-lookups.json, .md, .csv and .html."
 )
 _GRADIENTS_HELP = (
-    "Ask nothing: measure how much of exact attention's gradient for the answers each attention keeps, in the weights. "
+    "Measure how much of exact attention's gradient for the answers each attention keeps, instead of asking for them. "
     "Writes NAME-gradients.json, .md, .csv and .html."
 )
 _RUN = ModelRun(output=Path("out/needles"))
@@ -70,18 +70,18 @@ def needles(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
     corpus: Annotated[
-        Path | None, option("Folder that muse prepare wrote: its held-out repositories are the haystack.")
+        Path | None, option("Corpus directory of `muse prepare`; its held-out repositories are the haystack.")
     ] = None,
     text: Text = None,
-    length: Annotated[Words, listed("Tokens of a sample; k means 1024.", _LENGTHS)] = None,
-    kind: Annotated[Words, listed("Kinds of samples.", ",".join(KINDS))] = None,
+    length: Annotated[Words, listed("Sample length in tokens; k means 1024.", _LENGTHS)] = None,
+    kind: Annotated[Words, listed("Kinds of needles.", ",".join(KINDS))] = None,
     attention: Annotated[
         Words, attentions("Attention that reads the prompt, beside exact attention", "MuSeConfig.for_length")
     ] = None,
-    samples_per_depth: Annotated[int, option("Of each kind and length, in each of nine depths.")] = 2,
+    samples_per_depth: Annotated[int, option("Samples per kind, length and depth (nine depths).")] = 2,
     lookups: Annotated[bool, flag("--lookups", _LOOKUPS_HELP)] = False,
     gradients: Annotated[bool, flag("--gradients", _GRADIENTS_HELP)] = False,
-    seed: Annotated[int, option("Of the samples.")] = 0,
+    seed: Annotated[int, option("Random seed of the samples.")] = 0,
     run: ModelRun = _RUN,
 ) -> None:
     """Ask a language model for uids that are defined far back in a repository: code needle-in-a-haystack.

@@ -41,7 +41,7 @@ def listed(meaning: str, default: str, *flags: str, split: Callable[[Iterable[st
     """An option of several words; `default` is what the help shows."""
     return typer.Option(
         *flags,
-        help=f"{meaning} Several with commas, or repeated.",
+        help=f"{meaning} Comma-separated or repeated.",
         show_default=default,
         callback=lambda given: given and split(given),
     )
@@ -49,7 +49,7 @@ def listed(meaning: str, default: str, *flags: str, split: Callable[[Iterable[st
 
 def attentions(meaning: str, default: str) -> Any:
     """An option of several attentions by name."""
-    return listed(f"{meaning}, by name, as muse:paper.", default, split=split_names)
+    return listed(f"{meaning}, by name, such as muse:paper.", default, split=split_names)
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

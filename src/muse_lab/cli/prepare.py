@@ -35,7 +35,8 @@ def prepare(
     source: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders of one kind.", show_default="Python's standard library and installed packages"
+            help="Files and directories, all of one kind.",
+            show_default="Python's standard library and installed packages",
         ),
     ] = None,
     kind: Annotated[
@@ -48,47 +49,47 @@ def prepare(
     ] = None,
     content: Annotated[
         str,
-        typer.Option(help="Of repositories: code, or prose for the documentation and texts inside of them."),
+        typer.Option(help="What to read of repositories: code, or prose (documentation and texts)."),
     ] = CODE,
-    topic: Annotated[
-        str | None, typer.Option(help="Of LongMino, by name, like science_tech.", show_default="all")
-    ] = None,
+    topic: Annotated[str | None, typer.Option(help="LongMino topic, such as science_tech.", show_default="all")] = None,
     length_bucket: Annotated[
-        str | None, typer.Option(help="Of LongMino, by name, like 2e16 for 64k tokens.", show_default="all")
+        str | None, typer.Option(help="LongMino length bucket, such as 2e16 for 64k tokens.", show_default="all")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the corpus.", parser=nonempty_path)] = Path("out/corpus"),
-    vocabulary: Annotated[str, typer.Option(help="Tokens of the tokenizer; k means 1024.")] = "32k",
+    output: Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)] = Path("out/corpus"),
+    vocabulary: Annotated[str, typer.Option(help="Vocabulary size; k means 1024.")] = "32k",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, or its folder; without it one is trained.")
+        Path | None, typer.Option(help="tokenizer.json, or its directory. By default a tokenizer is trained.")
     ] = None,
-    held_out: Annotated[float, typer.Option(help="Share of the repositories that is not for training.")] = 0.01,
+    held_out: Annotated[float, typer.Option(help="Fraction of the repositories that is held out.")] = 0.01,
     smallest: Annotated[
         str | None,
-        typer.Option(help="Fewest tokens of a document, at 3.5 bytes each.", show_default="16k, or 1 with --pack"),
+        typer.Option(
+            help="Minimum document length in tokens, at 3.5 bytes per token.", show_default="16k, or 1 with --pack"
+        ),
     ] = None,
-    largest: Annotated[str, typer.Option(help="Every document has fewer tokens than this.")] = "256k",
+    largest: Annotated[str, typer.Option(help="Maximum document length in tokens.")] = "256k",
     skip_large: Annotated[
         bool | None,
         typer.Option(
             "--skip-large/--cut-large",
-            help="Leave out what is too large, or cut it.",
+            help="Skip documents that are too large, or cut them.",
             show_default="left out of stack and dolma, as in the paper, else cut",
         ),
     ] = None,
     pack: Annotated[
         str | None,
         typer.Option(
-            help="Put whole documents into rows of so many tokens, for muse train document_mask=true length=THE SAME.",
+            help="Pack whole documents into rows of this many tokens, for muse train document_mask=true length=SAME.",
             show_default="no rows: documents follow one another",
         ),
     ] = None,
     largest_file: Annotated[
-        str | None, typer.Option(help="Bytes of the largest file that is read.", show_default="1024k, 16384k of text")
+        str | None, typer.Option(help="Maximum size of a file in bytes.", show_default="1024k, 16384k of text")
     ] = None,
     contents: Annotated[
-        str | None, typer.Option(help="Folder or URL with content/ID, gzip, for the ids of The Stack v2.")
+        str | None, typer.Option(help="Directory or URL with gzipped content/ID, for the ids of The Stack v2.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the split and of the order of documents.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the split and of the document order.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Prepare texts for pretraining: filter, join, split and tokenize them.

@@ -39,10 +39,10 @@ def tasks(
     context: typer.Context,
     model: Model = DEFAULT_MODEL,
     task: Annotated[Words, listed("arc_easy, sciq, lcc, repobench-p, ruler or one of its niah_ tasks.", _TASKS)] = None,
-    length: Annotated[Words, listed("Tokens of RULER's samples; k means 1024.", _LENGTHS)] = None,
+    length: Annotated[Words, listed("Length of RULER samples in tokens; k means 1024.", _LENGTHS)] = None,
     attention: Annotated[Words, attentions("Attention in prefill, beside exact attention", "exact alone")] = None,
-    data: Annotated[Path | None, option("Folder of data sets, laid out as in docs/evaluation.md.", "none")] = None,
-    samples: Annotated[int | None, option("Samples of every task, at most.", "all", "--samples", "--limit")] = None,
+    data: Annotated[Path | None, option("Directory of data sets, laid out as in docs/evaluation.md.", "none")] = None,
+    samples: Annotated[int | None, option("Maximum number of samples per task.", "all", "--samples", "--limit")] = None,
     run: ModelRun = _RUN,
 ) -> None:
     """Run standard tasks on a language model, under one attention after another, through lm-eval.

@@ -77,10 +77,10 @@ _FIELDS: Any = dataclasses.make_dataclass(
 )
 @with_option_groups
 def train(
-    corpus: Annotated[Path, typer.Argument(help="Folder that muse prepare wrote.")],
+    corpus: Annotated[Path, typer.Argument(help="Corpus directory of `muse prepare`.")],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Other values of any field of the recipe, like clip=0.5."),
+        typer.Argument(metavar="KEY=VALUE", help="Overrides of recipe fields, such as clip=0.5."),
     ] = None,
     recipe: Annotated[
         str | None,
@@ -88,33 +88,33 @@ def train(
     ] = None,
     fields: Any = _FIELDS,
     output: Annotated[
-        Path, typer.Option(help="Folder of checkpoints, metrics and the model.", parser=nonempty_path)
+        Path, typer.Option(help="Output directory for checkpoints, metrics and the model.", parser=nonempty_path)
     ] = Path("out/train"),
     continue_from: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of a finished run to train further, in another --output, with attention= and tokens= or "
+            help="Directory of a finished run to train further, in another --output, with attention= and tokens= or "
             "steps=; weights, optimiser and place in the data are kept, at the final learning rate.",
             show_default="none",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in the folder; without it the run is continued.")
+        bool, typer.Option("--overwrite", help="Overwrite the run in the output directory; by default it is resumed.")
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Refuse if there is no run in the folder, unless a --recipe is named."),
+        typer.Option("--resume", help="Fail if the output directory has no run to resume, unless --recipe is given."),
     ] = False,
     device: Device = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write metrics for TensorBoard too.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log metrics to TensorBoard.")] = False,
     wandb: Annotated[
         bool,
-        typer.Option("--wandb", help="Write metrics to Weights & Biases too; WANDB_MODE=offline needs no network."),
+        typer.Option("--wandb", help="Also log metrics to Weights & Biases; WANDB_MODE=offline needs no network."),
     ] = False,
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="Stop after this time with a checkpoint, like 3h or 1h30m; exit code 124.", show_default="none"
+            help="Write a checkpoint and stop after this time, such as 3h or 1h30m; exit code 124.", show_default="none"
         ),
     ] = None,
 ) -> None:

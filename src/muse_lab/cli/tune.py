@@ -26,9 +26,9 @@ from muse_lab.report.provenance import count
 
 _RUN = ModelRun(output=Path("out/tune"))
 _DEFAULT_LENGTH = 8192
-_GROUPS = "With --save-captures: whole groups of heads that share their keys, for muse bench."
-_COMPACT = "With --save-captures: rounded to eight bits a number, for a file of a quarter of the size."
-_NEEDLES = "Bury a needle in each sample, and tell how much of the weight on it is attended to."
+_GROUPS = "With --save-captures: capture whole groups of heads that share keys, for `muse bench`."
+_COMPACT = "With --save-captures: round to eight bits, for a file a quarter of the size."
+_NEEDLES = "Hide a needle in each sample and report how much of the attention on it is computed exactly."
 _SHOWN = ("ms", "speed-up", "RSE", "RSE 99%", "RSE > 0.1", "keys", "found", "leak", "lookup")
 """Columns that fit a terminal; the reports have all."""
 
@@ -39,21 +39,23 @@ class _Options:
 
     model: Model = DEFAULT_MODEL
     text: Text = None
-    length: Annotated[str | None, option("Tokens of a sample; k means 1024.", "8k, or that of the captures")] = None
+    length: Annotated[str | None, option("Sample length in tokens; k means 1024.", "8k, or that of the captures")] = (
+        None
+    )
     error: Annotated[
         float | None,
-        option("Largest relative squared error, pooled over heads.", "that of the paper's sizes, and what they find"),
+        option("Maximum relative squared error, pooled over heads.", "that of the paper's sizes, and what they find"),
     ] = None
-    heads: Annotated[int, option("Heads to measure on, spread over the layers.")] = 12
-    samples: Annotated[int, option("Samples to capture, one after another in the text.")] = 1
-    attention: Annotated[Words, attentions("Attention to measure too", "none")] = None
-    only: Annotated[Words, attentions("Attention to measure in place of the grid", "none")] = None
-    repeats: Annotated[int, option("Timed runs of each; medians are reported.")] = 3
-    captures: Annotated[
-        Path | None, option("Measure on what --save-captures wrote, without the model and its text.")
-    ] = None
+    heads: Annotated[int, option("Number of heads to measure, spread over the layers.")] = 12
+    samples: Annotated[int, option("Number of consecutive samples of the text to capture.")] = 1
+    attention: Annotated[Words, attentions("Additional attention to measure", "none")] = None
+    only: Annotated[Words, attentions("Attention to measure instead of the grid", "none")] = None
+    repeats: Annotated[int, option("Number of timed runs; medians are reported.")] = 3
+    captures: Annotated[Path | None, option("Use heads captured by --save-captures instead of running the model.")] = (
+        None
+    )
     saved: Annotated[
-        Path | None, flag("--save-captures", "Write the captured heads, .safetensors or .pt, and measure nothing.")
+        Path | None, flag("--save-captures", "Write the captured heads to a .safetensors or .pt file and exit.")
     ] = None
     groups: Annotated[bool, flag("--groups", _GROUPS)] = False
     compact: Annotated[bool, flag("--compact", _COMPACT)] = False

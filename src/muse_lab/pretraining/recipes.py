@@ -48,46 +48,46 @@ class Recipe:
     """All that a training run is made of, but for its data. The defaults are the paper's, where it says something.
 
     Attributes:
-        scale: size of the model: the paper's 3, 4, 5, 6 or 8, or 1 or 2; 0 is `DecoderConfig.tiny`
-        head_dim: size of an attention head, 64 or 128; the width of the model stays, so larger heads are fewer
-        steps: updates of the weights
-        length: tokens of a sequence
-        batch: sequences of an update, over all ranks
-        micro_batch: sequences that a rank computes at the same time; gradients of more are accumulated
-        mesh: ranks along data x ranks along the sequence, like 2x4; auto has all along data
-        document_mask: keep the documents of a sequence apart: no attention and no prediction from one to the next
+        scale: model size: the paper's 3, 4, 5, 6 or 8, or 1 or 2; 0 is `DecoderConfig.tiny`
+        head_dim: head dimension, 64 or 128; the model width is fixed, so larger heads are fewer
+        steps: number of optimiser updates
+        length: sequence length in tokens
+        batch: global batch size, in sequences
+        micro_batch: sequences per rank and forward pass; larger batches accumulate gradients
+        mesh: data-parallel ranks x sequence-parallel ranks, such as 2x4; auto is all data-parallel
+        document_mask: mask attention and loss between the documents of a sequence
         attention: attention of the global layers, by name: exact, muse, muse:Q16K64T0.2B4k, moba:L8kB512R1
-        exact_start: share of the updates, the first ones, with exact attention
-        exact_tail: share of the updates, the last ones, with exact attention
-        further_steps: updates after all others, at the final learning rate; what --continue-from adds to a finished run
-        further_attention: attention of these, by name; that of the last update before them if empty
-        peak_rate: highest learning rate
-        final_rate: learning rate of the last update, as a share of the peak
-        warmup: updates until the peak
-        beta1: decay of AdamW's mean of gradients
-        beta2: decay of AdamW's mean of squared gradients
-        epsilon: what AdamW adds to the root of that mean
-        weight_decay: weight decay of AdamW
-        clip: largest norm of all gradients together
-        precision: precision of products, by autocast: float32 or bfloat16; weights and optimiser are always float32
+        exact_start: fraction of the updates, at the start, with exact attention
+        exact_tail: fraction of the updates, at the end, with exact attention
+        further_steps: extra updates at the final learning rate; --continue-from adds them to a finished run
+        further_attention: attention of the extra updates, by name; if empty, that of the last update before them
+        peak_rate: peak learning rate
+        final_rate: final learning rate, as a fraction of the peak
+        warmup: number of warm-up updates
+        beta1: AdamW's decay rate of the gradient mean
+        beta2: AdamW's decay rate of the squared-gradient mean
+        epsilon: AdamW's epsilon
+        weight_decay: AdamW's weight decay
+        clip: maximum global gradient norm
+        precision: autocast precision, float32 or bfloat16; weights and optimiser state stay float32
         compile: compile each layer with torch.compile
-        recompute: compute activations of a layer again in the backward pass, which saves memory
+        recompute: activation checkpointing: recompute each layer in the backward pass
         deterministic: on CUDA, use only algorithms whose results are bitwise reproducible, which excludes cuDNN
-        seed: seed of the initial weights and of the order of samples
-        initial: folder of a model to take the initial weights from, in place of the seed's
-        mixture: what is mixed into the corpus: none, or niah for needle documents
-        mixture_share: share of the sequences that are of the mixture
-        probe_every: updates between two measurements of the attention's error, and of answers to needles; 0 for none
-        error_limit: relative squared error above which the probe gives a layer a tighter attention; 0 for no limit
-        evaluate_every: updates between two evaluations, of held-out loss and needles; 0 for none
-        evaluate_samples: sequences of the held-out split in an evaluation
-        evaluate_needles: needle documents, of held-out files, in an evaluation; 0 for none
-        skip_sigma: standard deviations above its recent mean at which loss or gradient skip an update; 0 for no limit
-        skip_budget: updates that may be skipped, as outliers or as not finite, before the run stops
-        stall_minutes: minutes without progress after which a run stops; 0 for never
-        checkpoint_every: updates between two checkpoints
-        checkpoint_minutes: minutes between two checkpoints, at most; 0 for no limit
-        keep: newest checkpoints that are kept; older ones are removed
+        seed: random seed of the initial weights and of the sample order
+        initial: directory of a model to start from, instead of random weights
+        mixture: data mixed into the corpus: none, or niah for needle documents
+        mixture_share: fraction of the sequences that come from the mixture
+        probe_every: updates between measurements of the attention error and of needle answers; 0 disables them
+        error_limit: relative squared error above which a layer gets a tighter attention; 0 disables it
+        evaluate_every: updates between evaluations of held-out loss and needles; 0 disables them
+        evaluate_samples: held-out sequences per evaluation
+        evaluate_needles: needle documents, from held-out files, per evaluation; 0 for none
+        skip_sigma: skip updates whose loss or gradient norm is this many deviations above the recent mean; 0 is off
+        skip_budget: number of skipped updates (outliers, or not finite) after which the run stops
+        stall_minutes: stop after this many minutes without progress; 0 disables it
+        checkpoint_every: updates between checkpoints
+        checkpoint_minutes: maximum minutes between checkpoints; 0 for no limit
+        keep: number of newest checkpoints to keep
     """
 
     scale: int
