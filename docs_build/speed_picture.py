@@ -70,10 +70,10 @@ def describe(speeds: Sequence[Speeds], trained: Sequence[TrainedDefault]) -> str
 
 def draw(speeds: Sequence[Speeds], trained: Sequence[TrainedDefault]) -> Path:
     """Speed-up of forward and backward against length, exact attention being 1; and losses against exact training."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.4, 3.5), width_ratios=(8, 5))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 3.4), width_ratios=(8, 5))
     _draw_speeds(left, speeds)
     _draw_losses(right, trained)
-    figure.tight_layout(w_pad=2.5)
+    figure.tight_layout(w_pad=2)
     return save(figure, PICTURE)
 
 
@@ -90,14 +90,12 @@ def _draw_speeds(axes: pyplot.Axes, speeds: Sequence[Speeds]) -> None:
         )  # fmt: skip
     lengths = sorted({length for line in speeds for length in line.by_length})
     _label_lengths(axes, lengths)
-    axes.set_xlim(lengths[0] / 1.1, lengths[-1] * 1.9)
+    axes.set_xlim(lengths[0] / 1.1, lengths[-1] * 2.3)
     axes.axhline(1, color=GREY, linewidth=1.2)
-    axes.text(lengths[-1] * 1.85, 0.92, "exact attention (cuDNN): 1x", color=GREY, ha="right", va="top", fontsize=10)
+    axes.text(lengths[-1] * 2.25, 0.92, "exact attention (cuDNN): 1x", color=GREY, ha="right", va="top", fontsize=10)
     axes.set_ylim(0, 5)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda speed, _: f"{speed:g}x"))
-    axes.set_title(
-        f"Speed-up of attention, forward + backward\nheads of SmolLM2 and Qwen, {GPU}", loc="left", fontsize=11
-    )
+    axes.set_title(f"Speed-up, forward + backward\nheads of real models, {GPU}", loc="left", fontsize=11)
 
 
 def _draw_losses(axes: pyplot.Axes, trained: Sequence[TrainedDefault]) -> None:
@@ -106,7 +104,7 @@ def _draw_losses(axes: pyplot.Axes, trained: Sequence[TrainedDefault]) -> None:
             *(one.length, one.gap.mean), yerr=one.gap.standard_error, color=GREEN, marker="o", markersize=7, capsize=4
         )
         axes.annotate(
-            f"{one.percent}\n{one.seeds} seeds",
+            one.percent.replace(" ", "\n", 1) + f"\n{one.seeds} seeds",
             *((one.length, one.gap.mean + one.gap.standard_error), (0, 8)),
             textcoords="offset points", ha="center", color=GREEN, fontsize=10,
         )  # fmt: skip
@@ -117,7 +115,7 @@ def _draw_losses(axes: pyplot.Axes, trained: Sequence[TrainedDefault]) -> None:
     axes.text(lengths[-1] * 1.45, -0.02, "exact training: 0", color=GREY, ha="right", va="top", fontsize=10)
     axes.set_ylim(-0.1, 0.5)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+.1f}%" if abs(percent) > 0.01 else "0"))
-    axes.set_title(f"Held-out loss of 23M models\ntrained with the {TRAINED_WITH}", loc="left", fontsize=11)
+    axes.set_title(f"Held-out loss, 23M models\ntrained: {TRAINED_WITH}", loc="left", fontsize=11)
 
 
 def _label_lengths(axes: pyplot.Axes, lengths: Sequence[int]) -> None:
