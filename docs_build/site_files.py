@@ -24,7 +24,7 @@ FOLDER = "repository"
 """Of the site: where files from outside of docs/ are."""
 TEXTS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE")
 RECORDS = (".md", ".png", ".svg", ".json", ".txt")
-_KEPT_TOGETHER = re.compile(r"(?<=\d) (?=(?:ms|s|B|KiB|MiB|GiB|nats|tokens/s)\b)|(?<=\d) (?=±)|(?<=±) (?=\d)")
+_KEPT_TOGETHER = re.compile(r"(?<=\d) (?=(?:ms|s|B|KiB|MiB|GiB|nats)\b)|(?<=\d) (?=±)|(?<=±) (?=\d)")
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
