@@ -9,10 +9,12 @@ TRAINERS := .venv-integrations
 READY_TRAINERS := $(TRAINERS)/.ready
 NEWEST := .venv-newest
 READY_NEWEST := $(NEWEST)/.ready
+OLDEST := .venv-oldest
+READY_OLDEST := $(OLDEST)/.ready
 MINUTES ?= 5
 SEED ?= 0
 
-.PHONY: help demo check test fuzz test-newest test-evaluation test-integrations docs pictures lint format bench clean
+.PHONY: help demo check test fuzz test-newest test-oldest test-evaluation test-integrations docs pictures wheel lint format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -32,6 +34,10 @@ fuzz: $(READY)  ## random calls of every attention: make fuzz MINUTES=5 SEED=0
 test-newest: $(READY_NEWEST)  ## the tests of torch.compile, with the newest torch of the index instead of the pinned one: gigabytes
 	$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -q -k compil
+
+test-oldest: $(READY_OLDEST)  ## one case of each quick test, with the oldest torch that the package allows: gigabytes
+	$(OLDEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -q --quick -W 'ignore:Conversion of an array:DeprecationWarning'
 
 test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks and of Parquet files, which need lm-eval: 620 MB
 	$(BIN)/python -m pytest -q tests/lab/test_harness.py tests/lab/test_paper_data.py tests/lab/test_options.py tests/lab/test_tasks.py
@@ -55,6 +61,11 @@ pictures: $(READY)  ## the pictures of README.md and docs/, README's table, docs
 	$(BIN)/python -m docs_build.paper_page
 	$(BIN)/python -m docs_build.scaling_tables
 
+wheel: $(READY)  ## the sdist and the wheel, in dist, after the tests of what they hold and say
+	$(BIN)/python -m pytest -q tests/repository/test_release.py
+	rm -rf dist
+	$(BIN)/python -m hatchling build --directory dist
+
 lint: $(READY)  ## formatting, lint, types, and the direction of imports
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -69,7 +80,7 @@ bench: $(READY)  ## time, memory and error on this machine, into out/bench (abou
 	$(BIN)/muse bench --device cpu --length 8k,16k,32k,64k --repeats 5
 
 clean:  ## remove the virtual environments, results in out/, and caches
-	rm -rf $(VENV) $(TRAINERS) $(NEWEST) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) $(NEWEST) $(OLDEST) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements-dev.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
@@ -99,3 +110,13 @@ $(READY_NEWEST): requirements-dev.txt pyproject.toml
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check torch -r $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY_NEWEST)
+
+# The interpreter of the Triton that comes with it takes arrays for numbers, which numpy 2.4 refuses and earlier ones warn of.
+$(READY_OLDEST): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	sed -E '/^(torch|triton|setuptools|numpy)==/d' requirements-dev.txt > $(OLDEST)/requirements.txt
+	echo 'numpy<2.4' >> $(OLDEST)/requirements.txt
+	sed -nE 's/^dependencies = .*"torch>=([0-9.]+)".*/torch==\1.*/p' pyproject.toml >> $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY_OLDEST)

@@ -24,7 +24,10 @@ DEFAULTS_OF_0_3 = {
     for length, sizes in ((16 * 1024, "Q32K32R8T0.1B2k"), (32 * 1024, "Q32K64R8T0.2B4k"))
 }
 """By length: what models of the records were trained with, an earlier form of MuSe."""
-SYNTHETIC = "synthetic data"
+TRAINED_WITH = "default of 0.3.0"
+"""What pictures and tables call it."""
+SYNTHETIC, SMOLLM2, QWEN = "synthetic data", "heads of SmolLM2", "heads of Qwen 1.5B"
+"""What was measured on."""
 GPU = "NVIDIA H200"
 """That README's numbers are of."""
 _NAMES = {"smollm2": "SmolLM2", "SmolLM2-135M-Instruct": "SmolLM2", "Qwen2.5-Coder-1.5B-Instruct": "Qwen 1.5B"}
@@ -38,7 +41,7 @@ class Timing:
     method: str
     """DEFAULT, PAPER, TO_THE_LETTER, MOBA or BLOCK_DIAGONAL"""
     data: str
-    """SYNTHETIC, or `heads of MODEL`"""
+    """SYNTHETIC, SMOLLM2, QWEN, or `heads of` another model"""
     length: int
     seconds: float
     exact_seconds: float
@@ -73,6 +76,11 @@ def read_timings(*, heads: int = 8, key_heads: int | None = None, head_dim: int 
         for timing in sorted(timings, key=lambda timing: timing.date)
     }
     return sorted(newest.values(), key=lambda timing: timing.length)
+
+
+def read_timings_of_qwen() -> list[Timing]:
+    """The same on its heads of 128, two to a key head."""
+    return [timing for timing in read_timings(key_heads=4, head_dim=128) if timing.data == QWEN]
 
 
 def read_comparison(record: str) -> tuple[ComparisonResults, Path]:

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from matplotlib import pyplot
 
-from docs_build.records import DEFAULT, DEFAULTS_OF_0_3, GPU, read_comparison, read_speed_alone
+from docs_build.records import DEFAULTS_OF_0_3, GPU, TRAINED_WITH, read_comparison, read_speed_alone
 from docs_build.style import GREEN, GREY, save
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.comparison.seeds import Seeds, seeds_of
@@ -27,7 +27,10 @@ def draw() -> Path:
     results, path = read_comparison(RECORD)
     length = results.settings.length
     groups = {group.attention: group for group in seeds_of(results)}
-    trained = {"exact attention": (EXACT, "exact", GREY), DEFAULT: (DEFAULTS_OF_0_3[length], "muse", GREEN)}
+    trained = {
+        "exact attention": (EXACT, "exact", GREY),
+        f"MuSe, {TRAINED_WITH}": (DEFAULTS_OF_0_3[length], "muse", GREEN),
+    }
     if lacking := {attention for attention, *_ in trained.values()} - groups.keys():
         raise ValueError(f"{path} has no runs of several seeds with {', '.join(lacking)}")
     figure, both = pyplot.subplots(1, 2, figsize=(9.6, 3.6), sharey=True)

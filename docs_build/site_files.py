@@ -3,6 +3,7 @@
 - README.md is the front page. Records, examples and the texts at the root become pages and files under `repository/`.
 - `reference/commands.md` is written by typer from the command line interface itself.
 - Links are written so that they work in the repository. Here they are rewritten to the places in the site.
+- In tables a number stays on the line of its unit, and a mean on that of its error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ FOLDER = "repository"
 """Of the site: where files from outside of docs/ are."""
 TEXTS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE")
 RECORDS = (".md", ".png", ".svg", ".json", ".txt")
+_KEPT_TOGETHER = re.compile(r"(?<=\d) (?=(?:ms|s|B|KiB|MiB|GiB|nats)\b)|(?<=\d) (?=±)|(?<=±) (?=\d)")
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -37,7 +39,13 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == COMMANDS:
         return markdown
-    return rewrite_links(markdown, _place_in_repository(page.file.src_uri))
+    return keep_units(rewrite_links(markdown, _place_in_repository(page.file.src_uri)))
+
+
+def keep_units(markdown: str) -> str:
+    """With spaces that do not break between numbers and units, in rows of tables."""
+    lines = markdown.split("\n")
+    return "\n".join(_KEPT_TOGETHER.sub("\u00a0", line) if line.startswith("|") else line for line in lines)
 
 
 def rewrite_links(markdown: str, path: Path) -> str:

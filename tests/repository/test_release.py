@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -98,6 +99,20 @@ def test_the_wheel_has_the_two_packages_alone(distributions: dict[str, Path]) ->
 
 
 @pytest.mark.long
+def test_an_index_can_read_the_metadata(distributions: dict[str, Path]) -> None:
+    metadata, trove = pytest.importorskip("packaging.metadata"), pytest.importorskip("trove_classifiers")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in (_metadata_of_wheel(distributions["wheel"]), _metadata_of_sdist(distributions["sdist"])):
+        found = metadata.Metadata.from_email(text, validate=True)
+        assert (found.name, str(found.version)) == ("muse-attention", muse_attention.__version__)
+        assert (found.license_expression, str(found.requires_python)) == ("Apache-2.0", declared["requires-python"])
+        assert set(found.provides_extra) == set(declared["optional-dependencies"])
+        assert set(found.classifiers) <= trove.classifiers
+        assert found.description_content_type == "text/markdown"
+        assert found.description.strip() == (ROOT / "README.md").read_text().strip()
+
+
+@pytest.mark.long
 def test_the_first_call_needs_no_extra(installed: Path, tmp_path: Path) -> None:
     finished = _run([installed, "-c", FIRST_CALL], tmp_path)
     assert finished.returncode == 0, finished.stderr
@@ -123,6 +138,18 @@ def test_types_are_seen_from_outside(installed: Path, tmp_path: Path) -> None:
 def _build(target: str, source: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
+
+
+def _metadata_of_wheel(wheel: Path) -> bytes:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return archive.read(name)
+
+
+def _metadata_of_sdist(sdist: Path) -> bytes:
+    with tarfile.open(sdist) as archive:
+        (name,) = (name for name in archive.getnames() if Path(name).parts[1:] == ("PKG-INFO",))
+        return archive.extractfile(name).read()
 
 
 def _run(command: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
