@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from muse_attention import muse_attention
 from muse_attention.backends.triton import limits
+from muse_attention.backends.triton.runtime import schedule
 from muse_attention.core import local
 from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
@@ -116,6 +117,7 @@ def compile_kernels(
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(driver, "_active", _Driver(architecture)),
         mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(schedule, "_schedules", {}),  # (Those of another chip have other settings.)
         mock.patch.object(limits, "why_not", return_value=None),
         mock.patch.object(local, "attend", _own_block),
         mock.patch.object(local, "attend_backward", _own_block_backward),
