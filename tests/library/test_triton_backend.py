@@ -44,6 +44,7 @@ SHAPES = [
     Shape("blockwise, narrow values, full", "Q3K5T0.05B32,tile=4", 80, 1, 1, 1, head_dim=40, is_causal=False),
     Shape("blockwise, more than 64 key clusters", "Q2K70T0.05B32", length=70, heads=1, key_heads=1),
     Shape("blockwise, blocks of three tokens", "QK3T0.1B3,tile=2", length=20, heads=1, key_heads=1),
+    Shape("blockwise, head dim 192", "Q3K5T0.05B32", 80, heads=1, key_heads=1, head_dim=192, value_dim=128),
 ]
 VARIANTS = [
     "Q3K5R2SP2B32",
