@@ -21,6 +21,11 @@ from tests.shapes import Shape
 from tests.strict_causality import Combination, assert_nothing_later_matters, draw_case
 
 pytest.importorskip("triton")
+
+from muse_attention.backends.triton import numbers
+from muse_attention.backends.triton.runtime import launching, schedule
+from muse_attention.backends.triton.runtime.chips import Chip
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled: test_cuda.py")
 
 SHAPES = [
@@ -39,6 +44,7 @@ SHAPES = [
     Shape("blockwise, narrow values, full", "Q3K5T0.05B32,tile=4", 80, 1, 1, 1, head_dim=40, is_causal=False),
     Shape("blockwise, more than 64 key clusters", "Q2K70T0.05B32", length=70, heads=1, key_heads=1),
     Shape("blockwise, blocks of three tokens", "QK3T0.1B3,tile=2", length=20, heads=1, key_heads=1),
+    Shape("blockwise, head dim 192", "Q3K5T0.05B32", 80, heads=1, key_heads=1, head_dim=192, value_dim=128),
 ]
 VARIANTS = [
     "Q3K5R2SP2B32",
@@ -83,6 +89,17 @@ class TestTritonBackend(OperatorConformance):
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_equals_reference_in_float64(self, shape: Shape) -> None:
+        self._check_against_reference(shape, torch.float64)
+
+    @pytest.mark.parametrize("head_dim", [16, 32])
+    def test_equals_reference_with_the_tiles_of_other_chips(
+        self, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Rows of 128 and of 256 bytes."""
+        for module in (numbers, launching):
+            monkeypatch.setattr(module, "current_chip", lambda: Chip(has_shared_operands=False, threads_of_warp=32))
+        monkeypatch.setattr(schedule, "_schedules", {})
+        shape = Shape("", "Q3K40T0.05B48", 110, heads=1, key_heads=1, head_dim=head_dim, value_dim=head_dim)
         self._check_against_reference(shape, torch.float64)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

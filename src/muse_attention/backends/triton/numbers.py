@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from muse_attention.backends.triton.runtime.chips import current_chip
+
 
 def cdiv(number: int, size: int) -> int:
     """How many of a size hold a number. (Triton's functions of that kind take longer than a launch should.)"""
@@ -23,10 +25,25 @@ def padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-def fitting(launch: dict[int, dict[str, int]], head_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """How to launch a kernel: what was tuned for rows of at most so many bytes."""
+def fitting(
+    launch: dict[int, dict[str, int]],
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    by_registers: dict[int, dict[str, int]] | None = None,
+) -> dict[str, int]:
+    """How to launch a kernel: what was tuned for rows of at most so many bytes.
+
+    `by_registers`: what is different where matrix units read operands from registers, with warps of 32 threads.
+    """
     width = max(padded(head_dim), padded(value_dim)) * dtype.itemsize
-    return launch[next(most for most in sorted(launch) if width <= most or most == max(launch))]
+    most = next(most for most in sorted(launch) if width <= most or most == max(launch))
+    if by_registers is None or (chip := current_chip()).has_shared_operands:
+        return launch[most]
+    changes = {**by_registers.get(most, {})}
+    if "num_warps" in changes:
+        changes["num_warps"] = chip.warps(changes["num_warps"])
+    return {**launch[most], **changes}
 
 
 def arithmetic(dtype: torch.dtype) -> dict[str, Any]:

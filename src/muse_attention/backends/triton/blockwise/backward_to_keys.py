@@ -32,6 +32,8 @@ FROM_QUERIES = {
     256: {"num_warps": 4, "num_stages": 1},
     512: {"num_warps": 8, "num_stages": 1},
 }
+BY_REGISTERS = {256: {"num_warps": 8}}
+"""What is different in both where matrix units read operands from registers."""
 _PARTS = 8
 """Programs that share the tiles of a bucket which many retrieve, as a sink is."""
 _FEW_ROWS = 2048
@@ -84,14 +86,14 @@ def add_to_keys(
         **shared, **gradients.arguments, centroids_ptr=centroids, key_offset_ptr=key_offset,
         log_mass_ptr=columns.log_mass, **geometry.sizes(*_OF_SUMMARIES), IS_CAUSAL=geometry.is_causal,
         IS_FROZEN=not geometry.config.differentiable_aggregation,
-        **fitting(FROM_SUMMARIES, head_dim, value_dim, queries.dtype),
+        **fitting(FROM_SUMMARIES, head_dim, value_dim, queries.dtype, BY_REGISTERS),
     )  # fmt: skip
     turns = fill(order.queries.new_empty(geometry.key_heads, grid[0]), 0)
     _queries_backward_to_keys[(*grid, _PARTS)](
         **shared, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, queries_ptr=queries,
         query_order_ptr=order.queries, **list_tiles(first_rows, order, geometry).arguments, turns_ptr=turns,
         **geometry.sizes(*_OF_QUERIES), SCALE=scale, FEW_TILES=_FEW_ROWS // geometry.config.tile, ROWS=geometry.rows,
-        **fitting(FROM_QUERIES, head_dim, value_dim, queries.dtype),
+        **fitting(FROM_QUERIES, head_dim, value_dim, queries.dtype, BY_REGISTERS),
     )  # fmt: skip
 
 

@@ -42,6 +42,9 @@ FROM_KEYS = {
     256: {"KEYS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     512: {"KEYS": 16, "num_warps": 4, "num_stages": 1},
 }
+FROM_COLUMNS_BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
+FROM_KEYS_BY_REGISTERS = {128: {"KEYS": 32}}
+"""What is different where matrix units read operands from registers."""
 _TILE = 64
 
 
@@ -83,7 +86,7 @@ def add_to_queries(
     config = geometry.config
     head_dim, value_dim = queries.shape[-1], values.shape[-1]
     tiles = geometry.blocks * geometry.query_tiles
-    launch = fitting(FROM_COLUMNS, head_dim, value_dim, queries.dtype)
+    launch = fitting(FROM_COLUMNS, head_dim, value_dim, queries.dtype, FROM_COLUMNS_BY_REGISTERS)
     launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
     shared = {
         "grad_queries_ptr": grad_queries,
@@ -108,7 +111,7 @@ def add_to_queries(
         _keys_backward_to_queries[(tiles, geometry.heads)](
             **shared, queries_ptr=queries, keys_ptr=keys, values_ptr=values, key_order_ptr=order.keys,
             **listed.arguments, **geometry.sizes(*SIZES_OF_KEYS),
-            **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype),
+            **fitting(FROM_KEYS, head_dim, value_dim, queries.dtype, FROM_KEYS_BY_REGISTERS),
         )  # fmt: skip
     return delta_of_summaries
 

@@ -19,6 +19,8 @@ TO_SUMMARIES = {
     256: {"COLUMNS": 64, "num_warps": 4, "num_stages": 1},
     512: {"COLUMNS": 16, "num_warps": 4, "num_stages": 1},
 }
+BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"COLUMNS": 32, "num_warps": 8}}
+"""What is different where matrix units read operands from registers."""
 
 
 def find_gradients_of_summaries(
@@ -35,7 +37,7 @@ def find_gradients_of_summaries(
     config = geometry.config
     head_dim, value_dim = residuals.residuals.shape[-1], grad_out.shape[-1]
     gradients = ColumnGradients.new(columns)
-    launch = fitting(TO_SUMMARIES, head_dim, value_dim, grad_out.dtype)
+    launch = fitting(TO_SUMMARIES, head_dim, value_dim, grad_out.dtype, BY_REGISTERS)
     launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
     centroids = geometry.generations.number * config.query_clusters
     _far_backward_to_summaries[(cdiv(geometry.columns, launch["COLUMNS"]), centroids, geometry.heads)](

@@ -43,6 +43,9 @@ TO_KEYS = {
     256: {"KEYS": 32, "num_warps": 4, "num_stages": 2},
     512: {"KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
+TO_COLUMNS_BY_REGISTERS = {128: {"COLUMNS": 32}, 256: {"num_warps": 8}}
+TO_KEYS_BY_REGISTERS = {128: {"KEYS": 64}}
+"""What is different where matrix units read operands from registers."""
 
 
 def attend(
@@ -67,7 +70,7 @@ def attend(
     config = geometry.config
     head_dim, value_dim = queries.shape[-1], values.shape[-1]
     tiles = geometry.blocks * geometry.query_tiles
-    launch = fitting(TO_COLUMNS, head_dim, value_dim, queries.dtype)
+    launch = fitting(TO_COLUMNS, head_dim, value_dim, queries.dtype, TO_COLUMNS_BY_REGISTERS)
     launch = {**launch, "COLUMNS": min(launch["COLUMNS"], padded(geometry.columns))}
     assert config.tolerance is not None
     result = {"out_ptr": merged.out, "lse_ptr": merged.lse}
@@ -84,7 +87,7 @@ def attend(
         _attend_to_keys[(tiles, geometry.heads)](
             queries_ptr=queries, keys_ptr=keys, values_ptr=values, **order.of_queries, key_order_ptr=order.keys,
             **listed.arguments, **result, **geometry.sizes(*SIZES_OF_KEYS), SCALE=scale, **shared,
-            **fitting(TO_KEYS, head_dim, value_dim, queries.dtype),
+            **fitting(TO_KEYS, head_dim, value_dim, queries.dtype, TO_KEYS_BY_REGISTERS),
         )  # fmt: skip
 
 

@@ -9,19 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from muse_attention.backends.triton.runtime.chips import current_chip
 from muse_attention.backends.triton.runtime.stages import Stage
 
 ALIGNMENT = 16
 """Triton compiles another kernel for pointers that are no multiples of so many bytes, and for such integers."""
 _OPTIONS = ("num_warps", "num_stages", "maxnreg")
 """What a launch tells the compiler beside the arguments of the kernel."""
-_UNDERSTOOD = _OPTIONS if torch.version.hip is None else _OPTIONS[:2]
-"""AMD's compiler has no limit on registers."""
 
 
 class Launch(NamedTuple):
@@ -67,8 +65,9 @@ class Kernel:
         wrong = (arguments.keys() - options.keys()) ^ set(self._parameters)
         if wrong:
             raise TypeError(f"{self.__name__} lacks these arguments, or has no such parameters: {sorted(wrong)}")
-        understood = {name: options[name] for name in _UNDERSTOOD if name in options}
-        return tuple(arguments[name] for name in self._parameters), understood
+        if "maxnreg" in options and not current_chip().has_shared_operands:
+            del options["maxnreg"]
+        return tuple(arguments[name] for name in self._parameters), options
 
 
 def kernel(*, stage: Stage, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:

@@ -46,8 +46,8 @@ def run(function: Function, tensors: Sequence[Tensor | None], settings: tuple[Ha
     All `tensors` are contiguous and `aligned`, and the first is one.
     """
     device = _device(tensors)
-    schedule = _find(function, tensors, settings, device)
     with _current(device):
+        schedule = _find(function, tensors, settings, device)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in schedule.outputs]
         if schedule.direct is None or _is_listened_to():
             memories = [*tensors, *outputs, torch.empty(schedule.workspace, dtype=torch.uint8, device=device)]
@@ -236,7 +236,7 @@ def _device(tensors: Sequence[Tensor | None]) -> torch.device:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    """Triton launches on the current device, and settings of launches depend on it."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
