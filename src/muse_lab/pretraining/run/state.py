@@ -6,9 +6,10 @@ A run in which nothing went wrong has none of it, and its checkpoints say nothin
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any
+
+from muse_lab.records.dataclass_json import from_json
 
 
 @dataclass(frozen=True)
@@ -25,24 +26,12 @@ class RunState:
         return {name: value for name, value in dataclasses.asdict(self).items() if value}
 
 
-def read_state(document: object) -> RunState:
-    """From what `to_document` gave, by way of JSON; a ValueError if it is something else."""
-    if not isinstance(document, dict) or not document.keys() <= {"skipped", "recent", "levels"}:
-        raise ValueError("no state of a run")
-    skipped, recent, levels = document.get("skipped", 0), document.get("recent", []), document.get("levels", {})
-    if type(skipped) is not int or skipped < 0 or not isinstance(recent, list) or not isinstance(levels, dict):
-        raise ValueError("no state of a run")
-    for pair in recent:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(_is_finite_float(number) for number in pair):
-            raise ValueError("no losses and norms of a run")
-    if not all(layer.isdecimal() and type(level) is int and level > 0 for layer, level in levels.items()):
-        raise ValueError("no levels of layers")
-    return RunState(
-        skipped,
-        tuple((float(loss), float(norm)) for loss, norm in recent),
-        {int(layer): level for layer, level in levels.items()},
-    )
-
-
-def _is_finite_float(number: object) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+def read_state(document: Any) -> RunState:
+    """From what `to_document` gave, by way of finite JSON; a ValueError if it is something else."""
+    try:
+        state: RunState = from_json(RunState, document)
+        if state.skipped < 0 or any(level < 1 for level in state.levels.values()) or document.keys() - vars(state):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError("no state of a run") from None
+    return state
