@@ -89,9 +89,12 @@ class StoredPart(NamedTuple):
 @dataclass(frozen=True)
 class Manifest:
     step: int
+    """updates that were made"""
     about: dict[str, Any]
+    """what its writer noted: the recipe, the corpus"""
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]
+    """by name"""
     sha256: str
 
 
