@@ -22,10 +22,9 @@ from muse_attention.sizes import format_size, parse_size_list, parse_sizes
 from muse_lab.benchmark import stages, suite, timing
 from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.captured import CapturesFile, create_workload
-from muse_lab.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_lab.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_lab.benchmark.plan import Plan
-from muse_lab.benchmark.request import BenchmarkRequest, Shape
+from muse_lab.benchmark.request import MATCHED_KINDS, BenchmarkRequest, Shape, at_matched_sparsity
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_lab.benchmark.suite import run_plan, start_results
