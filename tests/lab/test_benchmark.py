@@ -36,7 +36,7 @@ from muse_lab.records import machine
 from muse_lab.records.captured_heads import Captures, Origin, save_captures
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.markdown import as_markdown
-from muse_lab.report.plots import Axis, Line, MatplotlibMissingError, draw_lines
+from muse_lab.report.plots import Axis, Line, MatplotlibMissingError, line_figure
 
 SETTINGS = BenchmarkSettings(
     device="cpu", batch=1, heads=2, key_heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False
@@ -546,7 +546,7 @@ def test_extra_memory_counts_output_and_gradients_but_not_inputs() -> None:
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MatplotlibMissingError, match=r"pip install .muse-attention\[cli\]."):
-        draw_lines([Line("muse", [(512, 1.0)], "#000000")], Axis("length"), Axis("speed-up"))
+        line_figure("", "", [Line("muse", [(512, 1.0)], "#000000")], Axis("length"), Axis("speed-up")).draw()
 
 
 def test_the_pictures_of_speedups_are_drawn() -> None:
