@@ -627,7 +627,7 @@ PASSAGES = (
         "Data (D)",
         (
             f"{LAB}/pretraining/data/datasets.py",
-            f"{LAB}/pretraining/data/parquet_rows.py",
+            f"{LAB}/pretraining/data/dataset_files.py",
             f"{LAB}/pretraining/data/corpus_documents.py",
             f"{LAB}/pretraining/data/prepare.py",
         ),

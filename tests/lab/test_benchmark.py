@@ -22,10 +22,9 @@ from muse_attention.sizes import format_size, parse_size_list, parse_sizes
 from muse_lab.benchmark import stages, suite, timing
 from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.captured import CapturesFile, create_workload
-from muse_lab.benchmark.matched import MATCHED_KINDS, at_matched_sparsity
 from muse_lab.benchmark.memory import MemoryCase, measure_extra_memory
 from muse_lab.benchmark.plan import Plan
-from muse_lab.benchmark.request import BenchmarkRequest, Shape
+from muse_lab.benchmark.request import MATCHED_KINDS, BenchmarkRequest, Shape, at_matched_sparsity
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.stages import STAGES, stage_of, sum_by_stage
 from muse_lab.benchmark.suite import run_plan, start_results
@@ -37,7 +36,7 @@ from muse_lab.records import machine
 from muse_lab.records.captured_heads import Captures, Origin, save_captures
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.markdown import as_markdown
-from muse_lab.report.plots import Axis, Line, MatplotlibMissingError, draw_lines
+from muse_lab.report.plots import Axis, Line, MatplotlibMissingError, line_figure
 
 SETTINGS = BenchmarkSettings(
     device="cpu", batch=1, heads=2, key_heads=2, head_dim=8, dtype="float32", causal=True, repeats=2, memory=False
@@ -547,7 +546,7 @@ def test_extra_memory_counts_output_and_gradients_but_not_inputs() -> None:
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MatplotlibMissingError, match=r"pip install .muse-attention\[cli\]."):
-        draw_lines([Line("muse", [(512, 1.0)], "#000000")], Axis("length"), Axis("speed-up"))
+        line_figure("", "", [Line("muse", [(512, 1.0)], "#000000")], Axis("length"), Axis("speed-up")).draw()
 
 
 def test_the_pictures_of_speedups_are_drawn() -> None:

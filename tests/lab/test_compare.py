@@ -37,7 +37,7 @@ from muse_lab.pretraining.recipes import override, tiny
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
-from muse_lab.report.plots import Axis, Line, draw_lines
+from muse_lab.report.plots import Axis, Line, line_figure
 from tests.command_line import Outcome, assert_done, assert_refused, run_muse
 from tests.lab.test_prepare import make
 from tests.training_runs import SMALL, metrics_line, train_until
@@ -481,7 +481,7 @@ def test_the_name_of_a_run_is_text_in_every_report() -> None:
 def test_the_name_of_a_run_is_text_in_pictures() -> None:
     curve = [(1.0, 2.0), (2.0, 1.0)]
     for name in (r"$\frac$", "$_$", "$$", "a$b"):
-        assert draw_lines([Line(name, curve, "#000000")], Axis("x"), Axis("y")).startswith(b"\x89PNG")
+        assert line_figure("", "", [Line(name, curve, "#000000")], Axis("x"), Axis("y")).draw().startswith(b"\x89PNG")
 
 
 def test_a_folder_whose_name_is_no_text_can_be_reported(corpus: Corpus, trained: Path, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.initial_model import make_model
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.monitoring import error_limit
-from muse_lab.pretraining.monitoring.error_limit import ErrorLimit
-from muse_lab.pretraining.monitoring.layer_errors import measure_attention
+from muse_lab.pretraining.monitoring.error_limit import ErrorLimit, measure_attention
 from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.training import train

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from muse_lab.cli import result_files
+from muse_lab.cli import report as report_command
 from tests.command_line import assert_refused, run_muse
 from tests.lab.test_tasks import PARTS, Scripted, run_parts
 
@@ -152,7 +152,7 @@ def test_only_what_may_hold_results_is_looked_into(good: Path, monkeypatch: pyte
     code, _, lines = report(folder)
     assert (code, lines) == (0, [])
     assert sorted(folder.rglob("*.html")) == [folder / "in" / "here" / "good.html", folder / "index.html"]
-    monkeypatch.setattr(result_files, "_MOST_ENTRIES", 9)
+    monkeypatch.setattr(report_command, "_MOST_ENTRIES", 9)
     before = set(folder.rglob("*"))
     refused = f"muse: {folder} holds more than 9 files; give the folder of the results alone"
     assert_refused(run_muse("report", folder), refused)

@@ -30,7 +30,7 @@ from muse_lab.records.machine import describe_machine
 from muse_lab.report.files import write_report
 from muse_lab.report.html import LARGEST_DOWNLOAD, as_html
 from muse_lab.report.markdown import as_markdown
-from muse_lab.report.plots import Axis, Line, draw_lines
+from muse_lab.report.plots import Axis, Line, line_figure
 from muse_lab.report.provenance import names_table
 from muse_lab.report.tree import Card, Figure, Link, Note, Provenance, Report, Section, Table, number, text
 from tests.chromium import EXECUTABLE, Page, chromium
@@ -143,7 +143,7 @@ def test_pictures_have_the_colour_of_a_dark_page(
     page = tmp_path / "page.html"
     page.write_text(f"<style>:root {{ color-scheme: light dark }}</style><img src={drawn.name}>")
     report = tmp_path / "report.html"
-    png = draw_lines([Line("one", [(0, 0), (1, 1)], "#0072B2")], Axis("x"), Axis("y"))
+    png = line_figure("", "", [Line("one", [(0, 0), (1, 1)], "#0072B2")], Axis("x"), Axis("y")).draw()
     report.write_text(as_html(EXAMPLE, {"curve": png}))
     for path in (page, report):
         for dark in (False, True):

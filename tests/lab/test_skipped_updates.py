@@ -19,9 +19,8 @@ from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import differences, override
-from muse_lab.pretraining.run import skipped_updates
-from muse_lab.pretraining.run.skipped_updates import FEWEST, WINDOW, after_update, why_skipped
-from muse_lab.pretraining.run.state import RunState, read_state
+from muse_lab.pretraining.run import state as run_state
+from muse_lab.pretraining.run.state import FEWEST, WINDOW, RunState, after_update, read_state, why_skipped
 from muse_lab.pretraining.training import train
 from tests.training_runs import QUICK, SMALL, assert_same_run, train_until
 
@@ -111,7 +110,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(
 def test_an_outlier_is_skipped_if_asked_for(
     corpus: Corpus, tmp_path: Path, poison: Poison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skipped_updates, "FEWEST", 3)
+    monkeypatch.setattr(run_state, "FEWEST", 3)
     poison(6, factor=30.0)
     train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "whole")
     lines = read_metrics(tmp_path / "whole")

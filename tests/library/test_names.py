@@ -10,7 +10,7 @@ import torch
 
 from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
 from muse_attention.registry import config_at, full_name, split_names
-from muse_lab.benchmark.matched import at_matched_sparsity
+from muse_lab.benchmark.request import at_matched_sparsity
 from muse_lab.pretraining.recipes import override
 from muse_lab.pretraining.run.folder import run_recipe
 from muse_lab.pretraining.training import train

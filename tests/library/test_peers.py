@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from muse_attention import fidelity, get_attention
 from muse_attention.baselines import flash_sparse, flex, nsa
 from muse_attention.registry import split_names
-from muse_lab.benchmark.matched import at_matched_sparsity
 from muse_lab.benchmark.plan import Plan
+from muse_lab.benchmark.request import at_matched_sparsity
 from muse_lab.benchmark.results import BenchmarkSettings
 from muse_lab.synthetic import clustered_qkv
 

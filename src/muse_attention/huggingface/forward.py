@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from muse_attention.attention import muse_attention, resolve_config
-from muse_attention.config import MuSeConfig
 from muse_attention.core.sinks import exact_attention_with_sinks, with_sinks
 from muse_attention.documents.boundaries import DocumentBoundaries
 from muse_attention.documents.rows import EXACT, attend_to_documents, attend_to_each, config_of_document
@@ -59,21 +58,6 @@ def named_forward(attention: str) -> AttentionFunction:
     return functools.partial(_forward, chosen=chosen)
 
 
-def exact_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Exact attention: masks, documents, caches, windows, sinks and dropout, but no softcap."""
-    return _forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, chosen=None, **others)
-
-
 def muse_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -94,7 +78,7 @@ def muse_forward(
     chosen = _Chosen(
         "muse",
         functools.partial(muse_attention, config=settings),
-        functools.partial(_attend_to_documents, settings),
+        functools.partial(attend_to_documents, config=settings),
         functools.partial(_longest_exact, settings),
     )
     return _forward(module, query, key, value, attention_mask, dropout, chosen=chosen, **others)
@@ -121,6 +105,10 @@ def _forward(
     return attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, chosen, others), None
 
 
+exact_forward: AttentionFunction = functools.partial(_forward, chosen=None)
+"""Exact attention: masks, documents, caches, windows, sinks and dropout, but no softcap."""
+
+
 def _attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -142,10 +130,11 @@ def _attend(
         warn_once(chosen.name, reason)
     length = query.shape[2]  # a static cache has room for more keys, which no query sees yet
     if seen.documents is not None and (reason is None or reason == SHORT) and not is_exact_only(dropout, others):
-        attend = functools.partial(_attend_to_documents, EXACT) if chosen is None else chosen.packed
+        attend = functools.partial(attend_to_documents, config=EXACT) if chosen is None else chosen.packed
         rows = (_as_rows(tensor[:, :, :length]) for tensor in (query, key, value))
         scale = 1 / math.sqrt(query.shape[3]) if scaling is None else scaling
-        out, lse = attend(*rows, seen.documents, seen.is_causal, scale, return_lse=sinks is not None)
+        settings: dict[str, Any] = {"is_causal": seen.is_causal, "scale": scale, "return_lse": sinks is not None}
+        out, lse = attend(*rows, seen.documents, **settings)
         out = out.unflatten(0, (query.shape[0], length)).transpose(1, 2)
         if sinks is not None and lse is not None:
             out = with_sinks(out, lse.unflatten(1, (query.shape[0], length)).transpose(0, 1), sinks)
@@ -153,7 +142,7 @@ def _attend(
         return _attend_exactly(module, query, key, value, seen, dropout, scaling, others)
     else:
         key, value = key[:, :, :length], value[:, :, :length]
-        settings: dict[str, Any] = {"is_causal": seen.is_causal, "scale": scaling, "enable_gqa": True}
+        settings = {"is_causal": seen.is_causal, "scale": scaling, "enable_gqa": True}
         if sinks is None:
             out = chosen.whole(query, key, value, **settings)
         else:
@@ -175,39 +164,21 @@ def _as_rows(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-def _attend_to_documents(
-    settings: MuSeConfig | str | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: DocumentBoundaries,
-    is_causal: bool,
-    scale: float,
-    *,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    return attend_to_documents(
-        query, key, value, documents, settings, is_causal=is_causal, scale=scale, return_lse=return_lse
-    )
-
-
 def _attend_to_each(
     attention: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     documents: DocumentBoundaries,
-    is_causal: bool,
-    scale: float,
     *,
     return_lse: bool,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": True}
         if return_lse:
-            out, lse = attention(*tensors, **settings, return_lse=True)
+            out, lse = attention(*tensors, **settings, enable_gqa=True, return_lse=True)
             return out, lse
-        return attention(*tensors, **settings), None
+        return attention(*tensors, **settings, enable_gqa=True), None
 
     return attend_to_each(query, key, value, documents, attend, return_lse=return_lse)
 

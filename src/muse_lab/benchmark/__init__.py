@@ -1,6 +1,6 @@
 """Time, memory and error of single calls, against `scaled_dot_product_attention` in the same run.
 
-`muse bench`: `request.py` is one case, `plan.py` all cases of a run, with settings that compare fairly (`matched.py`),
+`muse bench`: `request.py` is one case, with settings that compare fairly, `plan.py` all cases of a run,
 or one choice of the method at many values (`sweeps.py`). `workload.py` is what is run, on synthetic data or on heads of
 a model (`captured.py`). `timing.py`, `memory.py` and `stages.py` measure, `suite.py` goes through a plan, `results.py`
 keeps what was found, and `bench_report.py` shows it, with `tables.py`.

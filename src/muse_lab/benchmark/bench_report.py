@@ -24,9 +24,8 @@ from muse_lab.benchmark.tables import (
 )
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR
-from muse_lab.report.figures import line_figure
 from muse_lab.report.markup import csv_text
-from muse_lab.report.plots import PALETTE, Axis, Line, Rule
+from muse_lab.report.plots import PALETTE, Axis, Line, Rule, line_figure
 from muse_lab.report.provenance import names_table, provenance_of
 from muse_lab.report.tree import Card, Column, Figure, Report, Section, Table, number, text
 

@@ -20,8 +20,7 @@ import torch
 
 from muse_attention.registry import get_attention
 from muse_lab.benchmark.captured import CapturesFile, create_workload
-from muse_lab.benchmark.matched import at_matched_sparsity
-from muse_lab.benchmark.request import Shape
+from muse_lab.benchmark.request import Shape, at_matched_sparsity
 from muse_lab.benchmark.workload import SDPA, AttentionCall, Workload, sdpa
 
 _SHORT_LENGTH = 1024

@@ -1,10 +1,15 @@
-"""What can be asked for: one attention on inputs of one shape."""
+"""What can be asked for: one attention on inputs of one shape, with settings that make a fair comparison."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muse_lab.benchmark.matched import at_matched_sparsity
+from muse_attention.config import MuSeConfig
+from muse_attention.registry import config_at
+from muse_attention.sizes import format_size
+
+MATCHED_KINDS = ("muse", "block_diagonal", "moba")
+"""The kinds of attention that have a setting at matched sparsity."""
 
 
 @dataclass(frozen=True, order=True)
@@ -30,3 +35,28 @@ class BenchmarkRequest:
     def full_name(self) -> str:
         """With the settings it has at this length: `moba:L4kB256R1`."""
         return at_matched_sparsity(self.attention, self.shape.length)
+
+
+def at_matched_sparsity(kind: str, length: int) -> str:
+    """The full name of an attention; one without settings gets those that match `MuSeConfig.paper(length)`.
+
+    That attends exactly to its own block of B tokens and to R of K clusters, B/16 tokens on average. Block-diagonal
+    attention has the block, MoBA the block and one retrieved block of B/16. `flex_attention` has a sliding window of as
+    many tokens as MoBA on average. `nsa` has the sizes of its paper at every length, `flash_sparse_attn` the
+    threshold that is its package's default. `muse` is
+    `MuSeConfig.for_length(length)`.
+    """
+    config = MuSeConfig.paper(length)
+    block_size = format_size(config.block_size)
+    if kind == "block_diagonal":
+        return f"block_diagonal:{block_size}"
+    if kind == "moba":
+        return f"moba:L{block_size}B{format_size(config.block_size // 16)}R1"
+    if kind == "flex_attention":
+        return f"flex_attention:W{format_size(max(1, config.block_size // 2 + config.block_size // 16))}"
+    if kind == "nsa":
+        return "nsa:B64R16"
+    if kind == "flash_sparse_attn":
+        return "flash_sparse_attn:T1"
+    muse = config_at(kind, length)
+    return kind if muse is None else f"muse:{muse}"

@@ -9,9 +9,8 @@ from muse_attention.sizes import format_size
 from muse_lab.benchmark.tuning import Candidate, TuningResults, front
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.fidelity_columns import ERROR, LEAK, RETRIEVAL, TAIL, measure_columns
-from muse_lab.report.figures import line_figure
 from muse_lab.report.markup import csv_text
-from muse_lab.report.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule
+from muse_lab.report.plots import BLACK, GREY, PALETTE, ROUNDING, Axis, Line, Rule, line_figure
 from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
 

@@ -15,7 +15,6 @@ from muse_attention.sizes import format_size, parse_size_list
 from muse_lab.benchmark import tables
 from muse_lab.benchmark.bench_report import bench_report, retrieval_table
 from muse_lab.benchmark.captured import CapturesFile
-from muse_lab.benchmark.matched import MATCHED_KINDS
 from muse_lab.benchmark.packed_documents import (
     DocumentsSettings,
     format_documents,
@@ -24,6 +23,7 @@ from muse_lab.benchmark.packed_documents import (
 )
 from muse_lab.benchmark.packed_documents_report import CAPTION, documents_report, documents_table
 from muse_lab.benchmark.plan import Plan
+from muse_lab.benchmark.request import MATCHED_KINDS
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.suite import run_plan, start_results
 from muse_lab.benchmark.sweeps import SWEEPS, find_sweep, format_shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from muse_lab.benchmark.tuning_report import tuning_report
 from muse_lab.cli.app import CONTENTS, app, nonempty_path, run_errors, say, user_errors
 from muse_lab.cli.measuring import write
 from muse_lab.cli.needle_comparisons import write_needle_comparisons
-from muse_lab.cli.result_files import find_json
 from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.fidelity.fidelity_report import fidelity_report
@@ -68,6 +68,11 @@ _KINDS = (
 )
 
 
+_MOST_ENTRIES = 10_000
+"""Of a folder of results, with all in it: more are a home folder, or a disk."""
+_LEFT_OUT = {"node_modules", "site-packages"}
+_ENVIRONMENT = "pyvenv.cfg"
+"""In the folder of a virtual environment."""
 _COMMANDS = "muse bench, fidelity, loss, compare, eval or tune"
 
 
@@ -131,7 +136,7 @@ def report(
 def _files(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from find_json(path)
+            yield from _find_json(path)
         elif path.exists():
             yield path
         else:
@@ -197,3 +202,39 @@ def _contents(folder: Path, reported: list[_Reported], comparisons: dict[Path, s
 def _link(page: Path, folder: Path, headline: str) -> Link:
     address = page.relative_to(folder)
     return Link(str(address.with_suffix("")), address.as_posix(), headline)
+
+
+def _find_json(folder: Path) -> list[Path]:
+    """The JSON files of a folder, in the order of their names.
+
+    Those in hidden folders, in virtual environments and behind links are left out.
+
+    Raises ValueError for a folder that holds too much, or that cannot be read.
+    """
+    found: list[Path] = []
+    waiting, seen = [folder], 0
+    while waiting:
+        inner = waiting.pop()
+        try:
+            with os.scandir(inner) as entries:
+                for entry in entries:
+                    seen += 1
+                    if seen > _MOST_ENTRIES:
+                        raise ValueError(
+                            f"{folder} holds more than {_MOST_ENTRIES:,} files; give the folder of the results alone"
+                        )
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting += [Path(entry.path)] if _is_entered(entry) else []
+                    elif entry.name.endswith(".json") and not entry.is_dir():
+                        found.append(Path(entry.path))
+        except OSError as error:
+            raise ValueError(
+                f"cannot read the folder {inner}: {error.strerror}; make it readable, or name the files to report"
+            ) from None
+    return sorted(found)
+
+
+def _is_entered(folder: os.DirEntry[str]) -> bool:
+    if folder.name.startswith(".") or folder.name in _LEFT_OUT:
+        return False
+    return not os.path.exists(os.path.join(folder.path, _ENVIRONMENT))

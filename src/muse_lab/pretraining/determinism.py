@@ -1,4 +1,4 @@
-"""Bitwise reproducible runs on CUDA."""
+"""How a run computes: the precision of its products, and bitwise reproducible results on CUDA."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import torch
 
 from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.recipes import Recipe
+
+
+def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+    """The precision of products."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16")
 
 
 @contextlib.contextmanager

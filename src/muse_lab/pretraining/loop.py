@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from muse_lab.pretraining.autocast import autocast
 from muse_lab.pretraining.batches import Batches
+from muse_lab.pretraining.determinism import autocast
 from muse_lab.pretraining.interruptions.failures import StepError, TrainingError, note_failure
 from muse_lab.pretraining.interruptions.stopping import OF_ANOTHER_RANK, Stopped, Stopping
 from muse_lab.pretraining.interruptions.watchdog import Watchdog
@@ -29,8 +29,7 @@ from muse_lab.pretraining.prefetch import ReaderError, ReadingError, can_read_ah
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.run.folder import describe_last_good, stacks_name
 from muse_lab.pretraining.run.saving import Saver
-from muse_lab.pretraining.run.skipped_updates import after_update, why_skipped
-from muse_lab.pretraining.run.state import RunState
+from muse_lab.pretraining.run.state import RunState, after_update, why_skipped
 from muse_lab.pretraining.schedule import learning_rate
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from muse_lab.pretraining.autocast import autocast
+from muse_lab.pretraining.determinism import autocast
 from muse_lab.pretraining.document_mask import separate_documents
 from muse_lab.pretraining.model.chunked_loss import IGNORED
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM

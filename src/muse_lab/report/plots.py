@@ -8,12 +8,13 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muse_attention.core.extras import how_to_install
 from muse_attention.sizes import format_size
+from muse_lab.report import tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,82 +78,111 @@ class Rule:
     is_vertical: bool = False
 
 
-def draw_lines(
-    lines: Sequence[Line], x: Axis, y: Axis, *, above: float | None = None, rules: Sequence[Rule] = ()
-) -> bytes:
-    """Values of y that are not `above` a number are left out: what is below is rounding, or has no logarithm."""
-    figure = _new_figure(*_PANEL)
-    axis = figure.add_subplot()
-    for line in lines:
-        positions = [at for at, _ in line.points]
-        values = [value if above is None or value > above else float("nan") for _, value in line.points]
-        axis.plot(
-            *(positions, values), color=line.colour, marker=line.marker, markersize=line.marker_size,
-            linestyle=line.style, linewidth=line.width, label=line.name,
-        )  # fmt: skip
-    for rule in rules:
-        draw = axis.axvline if rule.is_vertical else axis.axhline
-        draw(rule.value, color=rule.colour, linewidth=0.8, linestyle=(0, (4, 3)), label=rule.name, zorder=1)
-    for described, scale, own, limit in (
-        (x, axis.set_xscale, axis.xaxis, axis.set_xlim),
-        (y, axis.set_yscale, axis.yaxis, axis.set_ylim),
-    ):
-        if described.log:
-            scale("log", base=described.log)
-        if described.is_size:
-            own.set_major_formatter(lambda size, _: format_size(round(size)))
-        elif described.log:
-            own.set_major_formatter(lambda value, _: f"{value:g}")
-            _label_between_powers(own, described.log)
-        if described.from_zero:
-            limit(0, None)
-        own.set_label_text(described.label)
-    axis.tick_params(which="minor", labelsize=_FONT_SIZE)
-    _tidy(axis)
-    _add_legend(figure, *axis.get_legend_handles_labels())
-    return _png(figure)
+def line_figure(
+    name: str,
+    title: str,
+    lines: Sequence[Line],
+    x: Axis,
+    y: Axis,
+    *,
+    description: str = "",
+    above: float | None = None,
+    rules: Sequence[Rule] = (),
+) -> tree.Figure:
+    """Curves; the description is the title unless there is more to say.
+
+    Values of y that are not `above` a number are left out: what is below is rounding, or has no logarithm.
+    """
+
+    def draw() -> bytes:
+        figure = _new_figure(*_PANEL)
+        axis = figure.add_subplot()
+        for line in lines:
+            positions = [at for at, _ in line.points]
+            values = [value if above is None or value > above else float("nan") for _, value in line.points]
+            axis.plot(
+                *(positions, values), color=line.colour, marker=line.marker, markersize=line.marker_size,
+                linestyle=line.style, linewidth=line.width, label=line.name,
+            )  # fmt: skip
+        for rule in rules:
+            draw = axis.axvline if rule.is_vertical else axis.axhline
+            draw(rule.value, color=rule.colour, linewidth=0.8, linestyle=(0, (4, 3)), label=rule.name, zorder=1)
+        for described, scale, own, limit in (
+            (x, axis.set_xscale, axis.xaxis, axis.set_xlim),
+            (y, axis.set_yscale, axis.yaxis, axis.set_ylim),
+        ):
+            if described.log:
+                scale("log", base=described.log)
+            if described.is_size:
+                own.set_major_formatter(lambda size, _: format_size(round(size)))
+            elif described.log:
+                own.set_major_formatter(lambda value, _: f"{value:g}")
+                _label_between_powers(own, described.log)
+            if described.from_zero:
+                limit(0, None)
+            own.set_label_text(described.label)
+        axis.tick_params(which="minor", labelsize=_FONT_SIZE)
+        _tidy(axis)
+        _add_legend(figure, *axis.get_legend_handles_labels())
+        return _png(figure)
+
+    return tree.Figure(name, title, description or title, draw)
 
 
-def draw_heat_map(
+def heat_map(
+    name: str,
+    title: str,
     values: Sequence[Sequence[float | None]],
     rows: Sequence[str],
     columns: Sequence[str],
     *,
+    description: str,
     x: str,
     y: str,
     label: str,
     is_share: bool = False,
-) -> bytes:
+) -> tree.Figure:
     """A colour for every row and column; on a logarithmic scale, or for shares from 0 to 1, which are written too."""
-    figure = _new_figure(_PANEL[0], min(9.0, max(_PANEL[1], 1.4 + 0.17 * len(rows))))
-    from matplotlib.colors import LogNorm, Normalize
 
-    axis = figure.add_subplot()
-    lowest = 0.0 if is_share else ROUNDING
-    shown = [[float("nan") if value is None else max(value, lowest) for value in row] for row in values]
-    norm = Normalize(0, 1) if is_share else LogNorm()
-    image = axis.imshow(shown, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
-    for ticks, labels in ((axis.set_yticks, rows), (axis.set_xticks, columns)):
-        every = -(-len(labels) // 16)
-        ticks(range(0, len(labels), every), labels[::every])
-    if is_share and len(columns) <= _MOST_NUMBERS:
-        for row, line in enumerate(values):
-            for column, value in enumerate(line):
-                if value is not None:
-                    colour = BLACK if value > 0.6 else "#FFFFFF"
-                    axis.text(column, row, f"{value:.0%}", color=colour, fontsize=_FONT_SIZE, ha="center", va="center")
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    _tidy(axis)
-    bar = figure.colorbar(image, ax=axis)
-    bar.set_label(label, fontsize=_FONT_SIZE)
-    bar.ax.tick_params(labelsize=_FONT_SIZE)
-    return _png(figure)
+    def draw() -> bytes:
+        figure = _new_figure(_PANEL[0], min(9.0, max(_PANEL[1], 1.4 + 0.17 * len(rows))))
+        from matplotlib.colors import LogNorm, Normalize
+
+        axis = figure.add_subplot()
+        lowest = 0.0 if is_share else ROUNDING
+        shown = [[float("nan") if value is None else max(value, lowest) for value in row] for row in values]
+        norm = Normalize(0, 1) if is_share else LogNorm()
+        image = axis.imshow(shown, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
+        for ticks, labels in ((axis.set_yticks, rows), (axis.set_xticks, columns)):
+            every = -(-len(labels) // 16)
+            ticks(range(0, len(labels), every), labels[::every])
+        if is_share and len(columns) <= _MOST_NUMBERS:
+            for row, line in enumerate(values):
+                for column, value in enumerate(line):
+                    if value is not None:
+                        colour = BLACK if value > 0.6 else "#FFFFFF"
+                        axis.text(
+                            column, row, f"{value:.0%}", color=colour, fontsize=_FONT_SIZE, ha="center", va="center"
+                        )
+        axis.set_xlabel(x)
+        axis.set_ylabel(y)
+        _tidy(axis)
+        bar = figure.colorbar(image, ax=axis)
+        bar.set_label(label, fontsize=_FONT_SIZE)
+        bar.ax.tick_params(labelsize=_FONT_SIZE)
+        return _png(figure)
+
+    return tree.Figure(name, title, description, draw)
 
 
 def colours() -> Iterator[str]:
     """Of one line after another: black, what others are compared with, then the palette, and so on."""
     return itertools.cycle((BLACK, *PALETTE))
+
+
+def coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:
+    """A line for each curve, by its name, of one of these colours after another."""
+    return [Line(name, curve, colour, marker) for (name, curve), colour in zip(curves, colours(), strict=False)]
 
 
 def shades(number: int) -> list[str]:

@@ -20,10 +20,14 @@ def cluster(vectors: Tensor, caps: list[int | None], clusters: int, config: MuSe
 
     Each head has its own cap: the most vectors of a block that one of its clusters may hold.
     """
-    # A vector that is not finite must poison what attends to it, not the clustering of everything else.
-    vectors = torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
+    vectors = finite(vectors)
     centroids = find_centroids(vectors, clusters, config)
     return centroids, assign(vectors, centroids, caps, config)
+
+
+def finite(vectors: Tensor) -> Tensor:
+    """A vector that is not finite must poison what attends to it, not the clustering of everything else."""
+    return torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def find_centroids(vectors: Tensor, clusters: int, config: MuSeConfig) -> Tensor:

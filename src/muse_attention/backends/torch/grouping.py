@@ -67,6 +67,11 @@ def with_spare_row(rows: int, columns: int, like: Tensor) -> Tensor:
     return like.new_zeros(rows + 1, columns)
 
 
+def with_zero_row(table: Tensor) -> Tensor:
+    """The table with one more row, of zeros: what padding reads."""
+    return torch.nn.functional.pad(table, (0, 0, 0, 1))
+
+
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     """`table[rows]`, by the operator that is twice as fast for it."""
     return table.index_select(0, rows.flatten()).view(*rows.shape, *table.shape[1:])

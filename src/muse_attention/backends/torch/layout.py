@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,15 +78,8 @@ class Heads:
         return head_groups(key_heads, shared_by * (4 * min(SUMMARY_ELEMENTS, of_summaries) + of_rows))
 
     def __getitem__(self, group: slice) -> Heads:
-        return Heads(
-            self.query[group],
-            self.key[group],
-            self.value[group],
-            self.query_centroids[group],
-            self.query_assignment[group],
-            self.key_assignment[group],
-            self.scale,
-        )
+        some: dict[str, Any] = {name: part[group] for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return dataclasses.replace(self, **some)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.grouping import Groups, Tiles, group_rows, join, take_rows, tiles
+from muse_attention.backends.torch.grouping import Groups, Tiles, group_rows, join, take_rows, tiles, with_zero_row
 from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Partial
 
@@ -59,7 +59,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets:
     `keys` and `values` are the rows that `buckets` groups.
     """
     pairs = pairs.of_something(buckets)
-    values = _with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
+    values = with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
     partials = [
         _attend(queries[rows], keys, values, some_pairs, buckets)
         for rows, some_pairs in pairs.split(queries.shape[0], max(1, PARTIAL_ELEMENTS // values.shape[1]))
@@ -105,7 +105,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
     # Padded keys are the zero row: they give nothing to the queries, and what they receive falls into a spare row.
-    keys, values = _with_zero_row(keys), _with_zero_row(values)
+    keys, values = with_zero_row(keys), with_zero_row(values)
     grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
     for tile in _pair_tiles(pairs.of_something(buckets), buckets, queries.shape[-1]):
         tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
@@ -159,10 +159,6 @@ def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, i
             end += 1
         yield wanted[begin:end], lengths[end - 1]
         begin = end
-
-
-def _with_zero_row(table: Tensor) -> Tensor:
-    return torch.nn.functional.pad(table, (0, 0, 0, 1))
 
 
 def _add_rows(table: Tensor, rows: Tensor, gradients: Tensor) -> None:

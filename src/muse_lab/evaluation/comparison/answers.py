@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.comparison.training_curves import Answers
-from muse_lab.report.figures import line_figure
-from muse_lab.report.plots import Axis, Line, colours
+from muse_lab.report.plots import Axis, coloured, line_figure
 from muse_lab.report.tree import Figure, Section, Table, number, shown, text
 
 Names = Mapping[str, str]
@@ -69,12 +68,12 @@ def _learnt(found: Sequence[Answers], kind: str) -> str:
 
 
 def _figure(results: ComparisonResults, names: Names) -> Figure:
-    lines = [
-        Line(", ".join(who), [(answers.tokens / 1e6, answers.loss) for answers in found], colour, ".")
-        for (who, found), colour in zip(_measured(results, names).items(), colours(), strict=False)
-    ]
+    curves = (
+        (", ".join(who), [(answers.tokens / 1e6, answers.loss) for answers in found])
+        for who, found in _measured(results, names).items()
+    )
     x, y = Axis("tokens (millions)"), Axis("nats for a token of the answer", from_zero=True)
-    return line_figure("answers", "Loss of uids in imports", lines, x, y)
+    return line_figure("answers", "Loss of uids in imports", coloured(curves, "."), x, y)
 
 
 def _measured(results: ComparisonResults, names: Names) -> dict[tuple[str, str], list[Answers]]:

@@ -17,9 +17,8 @@ from muse_lab.evaluation.loss.loss_report import LEAK
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import in_words, short_names
-from muse_lab.report.figures import line_figure
 from muse_lab.report.markup import csv_text
-from muse_lab.report.plots import PALETTE, ROUNDING, Axis, Curve, Line, colours, shades
+from muse_lab.report.plots import PALETTE, ROUNDING, Axis, Line, coloured, colours, line_figure, shades
 from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, shown, text
 
@@ -348,14 +347,10 @@ def _figure(name: str, title: str, lines: Iterable[Line], x: Axis, y: Axis, abov
     return [line_figure(name, title, drawn, x, y, above=above)] if drawn else []
 
 
-def _coloured(curves: Iterable[tuple[str, Curve]], marker: str = "") -> list[Line]:
-    return [Line(name, curve, colour, marker) for (name, curve), colour in zip(curves, colours(), strict=False)]
-
-
 def _training_figures(results: ComparisonResults) -> list[Figure]:
     loss, points = Axis("training loss (nats)"), {run.name: run.curves.points for run in _runs(results)}
-    by_tokens = _coloured((name, [(point.tokens / 1e6, point.loss) for point in of]) for name, of in points.items())
-    by_seconds = _coloured((name, [(point.seconds, point.loss) for point in of]) for name, of in points.items())
+    by_tokens = coloured((name, [(point.tokens / 1e6, point.loss) for point in of]) for name, of in points.items())
+    by_seconds = coloured((name, [(point.seconds, point.loss) for point in of]) for name, of in points.items())
     return [
         *_figure("training", "Training loss against tokens", by_tokens, _TOKENS_AXIS, loss),
         *(

@@ -15,8 +15,7 @@ from muse_lab.evaluation.loss.loss_report import span
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import block_size_of, short_names
-from muse_lab.report.figures import line_figure
-from muse_lab.report.plots import GREY, PALETTE, Axis, Curve, Line, Rule, shades
+from muse_lab.report.plots import GREY, PALETTE, Axis, Curve, Line, Rule, line_figure, shades
 from muse_lab.report.tree import Figure, Section, Table, number, text
 
 _NEAR = 10

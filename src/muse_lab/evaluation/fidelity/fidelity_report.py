@@ -14,8 +14,7 @@ from muse_lab.evaluation.fits import PowerLaw
 from muse_lab.records.attention_names import short_names
 from muse_lab.report import fidelity_columns
 from muse_lab.report.fidelity_columns import measure_columns
-from muse_lab.report.figures import heat_map, line_figure
-from muse_lab.report.plots import BLACK, PALETTE, ROUNDING, Axis, Line
+from muse_lab.report.plots import BLACK, PALETTE, ROUNDING, Axis, Line, heat_map, line_figure
 from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Column, Figure, Note, Report, Section, Table, number, text
 

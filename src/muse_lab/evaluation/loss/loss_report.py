@@ -14,9 +14,8 @@ from muse_lab.evaluation.loss.curves import (
 )
 from muse_lab.evaluation.loss.positions import LossResults
 from muse_lab.records.attention_names import EXACT, in_words, short_names
-from muse_lab.report.figures import line_figure
 from muse_lab.report.markup import csv_text
-from muse_lab.report.plots import BLACK, SIZES, Axis, Line
+from muse_lab.report.plots import BLACK, SIZES, Axis, Line, line_figure
 from muse_lab.report.provenance import count, names_table, provenance_of
 from muse_lab.report.tree import Card, Figure, Note, Report, Section, Table, number, text
 

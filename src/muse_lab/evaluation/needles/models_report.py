@@ -17,9 +17,8 @@ from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, diffe
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import EXACT, short_names
 from muse_lab.records.machine import machine_lines
-from muse_lab.report.figures import line_figure
 from muse_lab.report.markup import csv_text
-from muse_lab.report.plots import Axis, Curve, Line, colours
+from muse_lab.report.plots import Curve
 from muse_lab.report.provenance import names_table
 from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, text
 
@@ -123,15 +122,8 @@ def tables_by_depth(models: Models, name: str) -> Iterator[Table]:
 def depth_curves(models: Models) -> Iterator[Figure]:
     """Exact match against depth, a line for each model; a picture for each length and attention that reads prompts."""
     for place, (title, there, together) in enumerate(_kinds_together(models), start=1):
-        colour = colours()
-        yield line_figure(
-            f"depth-{place}",
-            title,
-            [Line(model, _by_depth(one.answers(together)), next(colour), "o") for model, one in there.items()],
-            Axis("depth of the definition"),
-            Axis(panels.EXACT_MATCH, from_zero=True),
-            description=f"Exact match against depth: {title}",
-        )
+        curves = {model: _by_depth(one.answers(together)) for model, one in there.items()}
+        yield panels.depth_figure(place, title, curves)
 
 
 def as_csv(models: Models) -> str:

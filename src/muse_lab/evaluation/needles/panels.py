@@ -20,7 +20,7 @@ from muse_lab.evaluation.needles.statistics import (
     share,
 )
 from muse_lab.pretraining.needles.samples import BUCKETS, CANDIDATES, depth_of
-from muse_lab.report.figures import heat_map
+from muse_lab.report.plots import Axis, Curve, coloured, heat_map, line_figure
 from muse_lab.report.tree import Card, Figure, Table, number
 
 EXACT_MATCH, RIGHT_OF_SOME = "exact match", f"right of {CANDIDATES}"
@@ -69,6 +69,13 @@ def _table(columns: Columns, found: list[Group], measure: str, title: str) -> Ta
         (f"{depth_of(bucket):.2f}", *(with_number(column[bucket]) for column in shares)) for bucket in range(BUCKETS)
     ]
     return Table(map(number, ("depth", *columns)), rows, title)
+
+
+def depth_figure(place: int, title: str, curves: Mapping[str, Curve]) -> Figure:
+    """Exact match against depth, a line for each of the curves; `place` is that of the picture among others."""
+    x, y = Axis("depth of the definition"), Axis(EXACT_MATCH, from_zero=True)
+    description = f"Exact match against depth: {title}"
+    return line_figure(f"depth-{place}", title, coloured(curves.items(), "o"), x, y, description=description)
 
 
 def heat_maps(columns: Columns, measure: str) -> list[Figure]:

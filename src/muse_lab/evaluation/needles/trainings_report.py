@@ -21,9 +21,7 @@ from muse_lab.evaluation.needles.statistics import Asked, Group, by_depth, diffe
 from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import EXACT
 from muse_lab.records.machine import machine_lines
-from muse_lab.report.figures import line_figure
 from muse_lab.report.markup import csv_text
-from muse_lab.report.plots import Axis, Line, colours
 from muse_lab.report.tree import Figure, Note, Provenance, Report, Section, Table, number, shown, text
 
 Trainings = Mapping[str, Models]
@@ -170,19 +168,13 @@ def depth_table(length: _Length) -> Table:
 
 
 def depth_curves(length: _Length, lengths: list[_Length]) -> Figure:
-    colour, title = colours(), f"{length.title}, means over trainings"
-    lines = [
-        Line(
-            model,
-            [(depth_of(bucket), at) for bucket in range(BUCKETS) if (at := length.by_depth(model, bucket)) is not None],
-            next(colour),
-            "o",
-        )
+    curves = {
+        model: [
+            (depth_of(bucket), at) for bucket in range(BUCKETS) if (at := length.by_depth(model, bucket)) is not None
+        ]
         for model in length.everywhere
-    ]
-    x, y = Axis("depth of the definition"), Axis(panels.EXACT_MATCH, from_zero=True)
-    place = lengths.index(length) + 1
-    return line_figure(f"depth-{place}", title, lines, x, y, description=f"Exact match against depth: {title}")
+    }
+    return panels.depth_figure(lengths.index(length) + 1, f"{length.title}, means over trainings", curves)
 
 
 def as_csv(lengths: list[_Length]) -> str:

@@ -3,5 +3,5 @@
 `store.py`: the folder that they are in, written aside, verified and pruned. `manifest.py`: the files with their hashes,
 and which part of which tensor is in which file. `shards.py`: files of tensors. `together.py`: several ranks save and
 load through torch.distributed.checkpoint. `agreement.py`: ranks that share the work of verifying come to the same
-result. `background.py`: a thread that writes while the run goes on.
+result.
 """

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from muse_lab.records.dataclass_json import from_json
 from muse_lab.records.regular_files import read_regular
 from muse_lab.records.strict_json import parse_json
 
@@ -35,6 +36,7 @@ LARGEST_MANIFEST = 2**28
 _FILE_NAME = re.compile(r"rank-[0-9]{5,}-[0-9]{5,}\.safetensors")
 _SHOWN = 200
 """Characters of a foreign text."""
+_Sizes = tuple[int, ...]
 
 
 class CheckpointError(ValueError):
@@ -70,10 +72,8 @@ class StoredFile:
     sha256: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _FILE_NAME.fullmatch(self.name):
+        if not _FILE_NAME.fullmatch(self.name):
             raise ValueError("no name of a file of tensors")
-        if type(self.size) is not int or not isinstance(self.sha256, str):
-            raise ValueError("no size and hash of a file")
 
 
 class StoredPart(NamedTuple):
@@ -89,9 +89,12 @@ class StoredPart(NamedTuple):
 @dataclass(frozen=True)
 class Manifest:
     step: int
+    """updates that were made"""
     about: dict[str, Any]
+    """what its writer noted: the recipe, the corpus"""
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]
+    """by name"""
     sha256: str
 
 
@@ -140,7 +143,7 @@ def read_manifest(path: Path, step: int) -> Manifest:
         check_is_inside(path, MANIFEST)
         document = parse_json(read_regular(path / MANIFEST, LARGEST_MANIFEST))
         claimed = document.pop("sha256")
-        files = tuple(StoredFile(**file) for file in document["files"])
+        files = from_json(tuple[StoredFile, ...], document["files"])
         if _own_hash(document) != claimed or document["format"] != _FORMAT:
             raise ValueError
         if type(document["step"]) is not int or document["step"] != step:
@@ -205,30 +208,20 @@ def as_line(text: str) -> str:
 def _parse_tensors(document: object, files: tuple[StoredFile, ...]) -> dict[str, StoredTensor]:
     if not isinstance(document, dict):
         raise TypeError
-    tensors = {}
+    tensors, file_names = {}, {number: file.name for number, file in enumerate(files)}
     for name, values in document.items():
         dtype = getattr(torch, values["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise TypeError
         chunks = [
-            Chunk(files[_as_size(number)].name, _as_sizes(offsets), _as_sizes(sizes))
-            for number, offsets, sizes in values["chunks"]
+            Chunk(file_names[number], offsets, sizes)
+            for number, offsets, sizes in from_json(list[tuple[int, _Sizes, _Sizes]], values["chunks"])
         ]
         if len({chunk.file for chunk in chunks}) < len(chunks):  # a file has one chunk by a name
             raise ValueError
-        tensors[name] = StoredTensor(TensorKind(_as_sizes(values["shape"]), dtype), tuple(chunks))
+        tensors[name] = StoredTensor(TensorKind(from_json(_Sizes, values["shape"]), dtype), tuple(chunks))
         check_is_whole(name, tensors[name])
     return tensors
-
-
-def _as_sizes(values: list[object]) -> tuple[int, ...]:
-    return tuple(_as_size(value) for value in values)
-
-
-def _as_size(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError
-    return value
 
 
 def _own_hash(document: dict[str, Any]) -> str:

@@ -26,7 +26,6 @@ from muse_lab.pretraining.checkpoints.manifest import (
     CheckpointError,
     Manifest,
     StoredPart,
-    StoredTensor,
     TensorKind,
     as_line,
     check_is_inside,
@@ -65,17 +64,10 @@ UNTIL_NEXT = "until_next"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Manifest):
     """One that was verified."""
 
     folder: Path
-    step: int
-    """updates that were made"""
-    about: dict[str, Any]
-    """what its writer noted: the recipe, the corpus"""
-    files: tuple[str, ...]
-    tensors: dict[str, StoredTensor]
-    """by name: shape and dtype of the whole tensor, and its chunks"""
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -121,15 +113,15 @@ def finish(folder: Path, step: int, about: dict[str, Any], parts: Iterable[Store
 
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path, about: dict[str, Any]) -> Path:
     """Put one that was verified into another folder, with another note of its writer."""
-    manifest = read_manifest(checkpoint.folder, checkpoint.step)
     begin(folder, checkpoint.step)
     unfinished = _aside(folder, checkpoint.step)
-    for file in manifest.files:
+    for file in checkpoint.files:
         path = unfinished / file.name
         with errors_naming(path):
             shutil.copyfile(checkpoint.folder / file.name, path)
             sync(path)
-    return _finish(folder, checkpoint.step, write_manifest(checkpoint.step, about, manifest.files, checkpoint.tensors))
+    manifest = write_manifest(checkpoint.step, about, checkpoint.files, checkpoint.tensors)
+    return _finish(folder, checkpoint.step, manifest)
 
 
 def _finish(folder: Path, step: int, manifest: str) -> Path:
@@ -198,7 +190,7 @@ def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
             check_contents(path, file.name, contents.get(file.name, {}))
 
     all_check(world, check_share)
-    return Checkpoint(path, step, manifest.about, tuple(file.name for file in manifest.files), manifest.tensors)
+    return Checkpoint(**vars(manifest), folder=path)
 
 
 def _look_at(path: Path, step: int) -> Manifest:

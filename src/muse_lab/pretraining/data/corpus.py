@@ -22,6 +22,7 @@ from muse_lab.pretraining.data.shards import (
     read_index,
     read_tokens,
 )
+from muse_lab.records.dataclass_json import from_json
 from muse_lab.records.files import replace_file
 from muse_lab.records.regular_files import read_regular
 from muse_lab.records.strict_json import parse_json
@@ -122,9 +123,11 @@ def read_corpus(folder: Path, *, hashes: bool = True) -> Corpus:
         ) from None
     try:
         document = parse_json(content)
-        manifest = Manifest(**{**document, "streams": tuple(map(Stream.from_json, document["streams"]))})
+        manifest: Manifest = from_json(Manifest, document)
         names = manifest.file_names()
         if manifest.format != _FORMAT or manifest.dtype not in DTYPES or any(Path(name).name != name for name in names):
+            raise ValueError
+        if document.keys() - vars(manifest):
             raise ValueError
         sizes_agree = all(sum(shard.tokens for shard in stream.shards) == stream.tokens for stream in manifest.streams)
     except (KeyError, TypeError, ValueError, AttributeError):

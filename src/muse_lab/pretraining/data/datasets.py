@@ -14,11 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from muse_lab.pretraining.data.compressed_lines import read_lines
 from muse_lab.pretraining.data.contents import Fetch
+from muse_lab.pretraining.data.dataset_files import PARQUET, read_lines, read_parquet
 from muse_lab.pretraining.data.folders import walk_files
-from muse_lab.pretraining.data.parquet_rows import SUFFIX as PARQUET
-from muse_lab.pretraining.data.parquet_rows import read_parquet
 from muse_lab.pretraining.data.repositories import File, Repository, SkippedFileError, broken, is_plain_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", PARQUET)

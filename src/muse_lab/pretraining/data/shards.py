@@ -57,10 +57,6 @@ class Stream:
     """the file that lists the documents, a JSON object in each line"""
     index_sha256: str
 
-    @classmethod
-    def from_json(cls, stream: dict[str, Any]) -> Stream:
-        return cls(**{**stream, "shards": tuple(Shard(**shard) for shard in stream["shards"])})
-
 
 class Stamp(NamedTuple):
     """Changes when a file is rewritten. Inodes are not used: some network file systems renumber files."""

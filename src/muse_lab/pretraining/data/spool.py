@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muse_lab.pretraining.data.corpus_documents import REPOSITORY_MARK, Document, Piece
@@ -13,13 +13,9 @@ from muse_lab.records.files import errors_naming
 
 
 @dataclass(frozen=True)
-class Spooled:
-    """All of a document but its text."""
+class Spooled(Document):
+    """All of a document but its pieces."""
 
-    repository: str
-    part: int
-    files: int
-    size: int
     digest: bytes
     """of its text, save the name of the repository"""
     start: int
@@ -47,24 +43,11 @@ class Spool:
         with errors_naming(self._path):
             self._file.write(line)
         self._size += len(line)
-        return Spooled(
-            document.repository,
-            document.part,
-            document.files,
-            document.size,
-            digest,
-            self._size - len(line),
-            self._size,
-        )
+        place = {"start": self._size - len(line), "stop": self._size}
+        return Spooled(**{**vars(document), "pieces": (), "digest": digest, **place})
 
     def read(self, spooled: Spooled) -> Document:
         with errors_naming(self._path):
             self._file.seek(spooled.start)
             pieces = json.loads(self._file.read(spooled.stop - spooled.start))
-        return Document(
-            spooled.repository,
-            spooled.part,
-            tuple(Piece(mark, text) for mark, text in pieces),
-            spooled.files,
-            spooled.size,
-        )
+        return replace(spooled, pieces=tuple(Piece(mark, text) for mark, text in pieces))

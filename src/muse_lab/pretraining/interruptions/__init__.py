@@ -1,5 +1,5 @@
 """Ways in which a run ends early.
 
 `stopping.py`: on request, by signals and time limits. `failures.py`: by an error, and again at the same step.
-`watchdog.py`: because it stands still. `ending.py`: the end of a process that does not end by itself.
+`watchdog.py`: because it stands still.
 """

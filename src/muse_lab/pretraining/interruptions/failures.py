@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from muse_lab.records.dataclass_json import from_json
 from muse_lab.records.files import errors_naming, replace_file
 from muse_lab.records.regular_files import read_regular
 from muse_lab.records.strict_json import parse_json
@@ -62,12 +63,10 @@ class Failures:
 def read_failures(output: Path) -> Failures | None:
     """None if there were none, or if the file cannot be read."""
     try:
-        document = parse_json(read_regular(output / FILE))
-        found = Failures(**document)
+        found: Failures = from_json(Failures, parse_json(read_regular(output / FILE)))
     except (OSError, ValueError, TypeError):
         return None
-    is_right = type(found.step) is int and type(found.times) is int and type(found.fell_back) is bool
-    return found if is_right and isinstance(found.cause, str) else None
+    return found
 
 
 def note_failure(output: Path, step: int, cause: str) -> None:

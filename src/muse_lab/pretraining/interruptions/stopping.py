@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple
 
-from muse_lab.pretraining.interruptions.ending import end_process
+from muse_lab.pretraining.interruptions.watchdog import end_process
 
 TIME_IS_UP = 124
 """Exit code at the end of a time limit, as that of `timeout`."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
-from muse_lab.pretraining.interruptions.ending import end_process
 from muse_lab.pretraining.interruptions.failures import StepError
 
 STALLED = 1
@@ -83,3 +84,15 @@ class Watchdog:
                 self._on_stall(message)
             finally:
                 end_process(STALLED)
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """At once, from any thread, while the main thread is in a call that may not return.
+
+    Processes that read ahead end too: they would keep the folder of the run locked.
+    """
+    try:
+        for child in multiprocessing.active_children():
+            child.kill()
+    finally:
+        os._exit(exit_code)

@@ -1,7 +1,6 @@
 """What is measured while a model trains.
 
 `metrics.py`: a line for every update. `boards.py`: the same on TensorBoard, and on Weights & Biases. `probe.py`: beside
-some updates, the attention's error by layer (`layer_errors.py`) and the loss on answers to needles
-(`answer_losses.py`). `error_limit.py`: what follows from an error that is too large. `held_out.py`: evaluation on the
-held-out split.
+some updates, the attention's error by layer, and what follows from one that is too large (`error_limit.py`), and the
+loss on answers to needles (`answer_losses.py`). `held_out.py`: evaluation on the held-out split.
 """

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_lab.pretraining.autocast import autocast
+from muse_lab.pretraining.determinism import autocast
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.monitoring.answer_losses import answer_losses
-from muse_lab.pretraining.monitoring.error_limit import ERROR, Change, ErrorLimit
-from muse_lab.pretraining.monitoring.layer_errors import measure_attention
+from muse_lab.pretraining.monitoring.error_limit import ERROR, Change, ErrorLimit, measure_attention
 from muse_lab.pretraining.parallel import World, gathered
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.schedule import EXACT

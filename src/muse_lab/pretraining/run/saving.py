@@ -12,6 +12,7 @@ process has it too, without any process group.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muse_lab.pretraining.checkpoints import store as checkpoints
-from muse_lab.pretraining.checkpoints.background import BackgroundTask
 from muse_lab.pretraining.checkpoints.manifest import StoredPart
 from muse_lab.pretraining.checkpoints.shards import Piece, whole_pieces
 from muse_lab.pretraining.interruptions.failures import StepError, TrainingError, forget_failures
@@ -59,7 +59,7 @@ class Saver:
     def __post_init__(self) -> None:
         """Collective: every rank must call it."""
         self._saved_at = time.monotonic()
-        self._in_flight: BackgroundTask | None = None
+        self._in_flight: _BackgroundTask | None = None
         # Of its own: the thread exchanges plans while the run exchanges gradients.
         self._group = None if self.world.mesh is None else dist.new_group(backend="gloo")
 
@@ -105,7 +105,7 @@ class Saver:
         notes = {"state": state.to_document(), checkpoints.UNTIL_NEXT: until_next}
         about = {**self.about, **{name: note for name, note in notes.items() if note}}
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._in_flight = BackgroundTask(self._prepare(step, tensors, about, size), f"save step {step}")
+        self._in_flight = _BackgroundTask(self._prepare(step, tensors, about, size), f"save step {step}")
         self.newest = step
         self._saved_at = time.monotonic()
 
@@ -200,3 +200,28 @@ class Saver:
 
     def _describe_failure_elsewhere(self) -> TrainingError:
         return TrainingError(f"another rank cannot write its checkpoint; {describe_last_good(self.folder)}")
+
+
+class _BackgroundTask:
+    """Done while the run goes on. Its thread ends with the process: what it writes is whole or absent."""
+
+    def __init__(self, action: Callable[[], None], name: str) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(action,), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def wait(self, seconds: float | None = None) -> BaseException | None:
+        """Return when it is done, with the error that it raised, or after so many seconds."""
+        self._thread.join(seconds)
+        return self._error
+
+    def _run(self, action: Callable[[], None]) -> None:
+        """What the action holds, as copies of tensors, is freed with the thread."""
+        try:
+            action()
+        except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
+            self._error = error

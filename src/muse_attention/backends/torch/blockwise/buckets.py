@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from muse_attention.backends.torch.grouping import with_zero_row
 from muse_attention.config import MuSeConfig
 
 
@@ -36,8 +37,8 @@ class Buckets:
         order = bucket.sort(stable=True).indices
         sizes = torch.bincount(bucket, minlength=seen_blocks * config.key_clusters)
         return cls(
-            _with_zero_row(keys[order]),
-            _with_zero_row(values[order]),
+            with_zero_row(keys[order]),
+            with_zero_row(values[order]),
             order,
             sizes.cumsum(0) - sizes,
             sizes,
@@ -51,7 +52,3 @@ class Buckets:
 
     def of_block(self, block: int) -> slice:
         return slice(block * self.key_clusters, (block + 1) * self.key_clusters)
-
-
-def _with_zero_row(table: Tensor) -> Tensor:
-    return torch.nn.functional.pad(table, (0, 0, 0, 1))

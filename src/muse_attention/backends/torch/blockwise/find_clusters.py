@@ -44,7 +44,7 @@ def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: 
 
 def _cluster_queries(queries: Tensor, generations: Generations, config: MuSeConfig) -> tuple[Tensor, Tensor]:
     """(heads, S, Q, D) centroids and (heads, N) assignment of (heads, N, D) queries."""
-    queries = _finite(queries)
+    queries = clustering.finite(queries)
     length, block_size = queries.shape[1], config.block_size
     centroids, assignment = [], torch.zeros_like(queries[..., 0], dtype=torch.int32)
     for number in range(generations.number):
@@ -60,7 +60,7 @@ def _cluster_queries(queries: Tensor, generations: Generations, config: MuSeConf
 
 def _cluster_keys(keys: Tensor, generations: Generations, config: MuSeConfig) -> tuple[Tensor, Tensor, Tensor]:
     """(heads, seen blocks, K, D) centroids, (heads, N) assignment and (heads, S, D) spread of (heads, N, D) keys."""
-    keys = _finite(keys)
+    keys = clustering.finite(keys)
     heads, length, head_dim = keys.shape
     assignment = torch.zeros_like(keys[..., 0], dtype=torch.int32)
     centroids, largest, squares, counts = [], [], [], []
@@ -101,8 +101,3 @@ def _spread(largest: Tensor, squares: Tensor, count: int) -> Tensor:
     variance = (share.square()[..., None] * squares).sum(1) / count
     mean = variance.mean(-1, keepdim=True)
     return torch.where(mean > 0, variance / mean.clamp(min=1e-30), 1)
-
-
-def _finite(vectors: Tensor) -> Tensor:
-    """A vector that is not finite must poison what attends to it, not the clustering of everything else."""
-    return torch.nan_to_num(vectors, nan=0.0, posinf=0.0, neginf=0.0)

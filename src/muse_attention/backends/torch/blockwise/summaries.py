@@ -12,31 +12,10 @@ from muse_attention.backends.torch.blockwise.buckets import Buckets
 from muse_attention.backends.torch.grouping import Groups, Tiles, tiles, transposed
 from muse_attention.core.exponential import exp_
 from muse_attention.core.generations import Generations
+from muse_attention.core.structures import Summaries
 
-
-@dataclass(frozen=True)
-class Table:
-    """The summaries that the centroids of one generation have of all the buckets it sees, for `R` query heads."""
-
-    log_mass: Tensor
-    """(R, Q, buckets): -inf where a bucket is empty"""
-    key_mean: Tensor
-    """(R, Q, buckets, D)"""
-    value_mean: Tensor
-    """(R, Q, buckets, Dv)"""
-
-    @classmethod
-    def zeros(cls, centroids: Tensor, buckets: int, value_dim: int) -> Table:
-        """For (R, Q, D) centroids."""
-        *shape, head_dim = centroids.shape
-        parts = ((), (head_dim,), (value_dim,))
-        return cls(*(centroids.new_zeros(*shape, buckets, *part) for part in parts))
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.log_mass, self.key_mean, self.value_mean
-
-    def zeros_like(self) -> Table:
-        return Table(*(torch.zeros_like(part) for part in self.parts()))
+Table = Summaries
+"""Those that the centroids of one generation have of all buckets it sees, for `R` query heads: (R, Q, buckets, ...)."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +31,10 @@ class Spread:
 def summarise(buckets: Buckets, centroids: Tensor, generations: Generations) -> tuple[list[Table], Spread]:
     """The table of each generation, of (R, S, Q, D) centroids."""
     head_dim, value_dim = buckets.keys.shape[1], buckets.values.shape[1]
-    tables = [
-        Table.zeros(centroids[:, number], generations.sees(number) * buckets.key_clusters, value_dim)
-        for number in range(generations.number)
-    ]
+    heads, _, query_clusters, _ = centroids.shape
+    sizes = [generations.sees(number) * buckets.key_clusters for number in range(generations.number)]
+    parts = ((), (head_dim,), (value_dim,))
+    tables = [Table(*(centroids.new_zeros(heads, query_clusters, size, *part) for part in parts)) for size in sizes]
     tilted = [torch.zeros_like(table.log_mass) for table in tables]
     squared, mean, plain = _plain_spread(buckets)
     wide = torch.cat([buckets.keys, buckets.values, squared[:, None]], dim=1)

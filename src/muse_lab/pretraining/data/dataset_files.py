@@ -1,4 +1,4 @@
-"""Lines of a file, plain or compressed by gzip or Zstandard; a file that is cut short says so."""
+"""Lines of a file, plain or compressed by gzip or Zstandard, and rows of Parquet; a file that is cut short says so."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import gzip
 import importlib
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from muse_attention.core.extras import how_to_install
 
+PARQUET = ".parquet"
+_ROWS_AT_ONCE = 16
+"""A row of The Stack v2 names all files of a repository."""
 _LONGEST_LINE = 2**28
 """Bytes; what is longer is cut, so that no file can fill the memory."""
 _PACKED_AT_ONCE = 2048
@@ -88,3 +91,26 @@ def _zstandard() -> tuple[Callable[[], Any], list[type[Exception]]]:
             f"zstandard is not installed, and .zst files need it: {how_to_install('pretraining')}"
         ) from None
     return lambda: library.ZstdDecompressor().decompressobj(), [library.ZstdError]
+
+
+def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """By pyarrow, which only this needs: those of the columns that the file has. A ValueError as of `read_lines`."""
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+        damage = importlib.import_module("pyarrow").ArrowException
+    except ImportError:
+        raise ImportError(
+            f"pyarrow is not installed, and {PARQUET} files need it: {how_to_install('parquet')}"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            present = [name for name in columns if name in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=present):
+                yield from batch.to_pylist()
+    except (damage, UnicodeDecodeError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is cut short or damaged ({first_line}); get it again") from None
+    except OSError as error:
+        if error.errno is None:  # pyarrow's own, of contents that make no sense
+            raise ValueError(f"{path} is cut short or damaged ({error}); get it again") from None
+        raise OSError(error.errno, error.strerror, str(path)) from error
