@@ -375,7 +375,9 @@ def _check_context_parallelism(rank: int) -> None:
         model(inputs, **others)
     layer = model.layers["0"].attention
     with context(), pytest.raises(Exception, match="leave 'model' out of --compile"):
-        torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(1, 8, 256).double(), None, torch.arange(8)[None])
+        torch.compile(layer, backend="eager", fullgraph=True)(
+            torch.randn(1, 8, 256).double(), None, torch.arange(8)[None]
+        )
 
 
 @pytest.mark.long

@@ -50,9 +50,18 @@ def attend_to_rows_in_graph(
     Its backward pass attends to long documents once more, so elsewhere the graph is broken.
     """
     batch, tokens = query.shape[0], query.shape[0] * query.shape[1]
-    rows = (tensor.flatten(0, 1) for tensor in (query, key, value))
     out, lse = muse_attn_varlen_func(
-        *rows, ends, ends, tokens, tokens, softmax_scale=scale, causal=True, config=config, return_lse=True
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        ends,
+        ends,
+        tokens,
+        tokens,
+        softmax_scale=scale,
+        causal=True,
+        config=config,
+        return_lse=True,
     )
     return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 

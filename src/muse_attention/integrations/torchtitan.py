@@ -22,7 +22,6 @@ in the backward pass, as it keeps the outputs of its own attention.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -162,8 +161,11 @@ class MuSeUlyssesAttention(Module):
                 out, lse = attend_to_rows(query, key, value, documents, self.config, is_causal=True, scale=scale)
                 return out.transpose(1, 2), lse
 
-            heads_first = (tensor.to(v_BLNH.dtype).transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
-            out, lse = attend(*heads_first) if self.mesh is None else ulysses(attend, *heads_first, self.mesh)
+            query, key, value = (tensor.to(v_BLNH.dtype).transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+            if self.mesh is None:
+                out, lse = attend(query, key, value)
+            else:
+                out, lse = ulysses(attend, query, key, value, self.mesh)
             out, lse = out.transpose(1, 2).to(q_BLNH.dtype), lse.transpose(1, 2)
         _type_like(q_BLNH, out, lse)
         return out if out_transform is None else out_transform(out, lse)
@@ -193,7 +195,8 @@ def _documents_of_whole_rows(positions: Tensor, mesh: DeviceMesh | None) -> Docu
             "positions neither go on nor restart at 0, as where context parallelism balances its load: set "
             "--parallelism.context_parallel_load_balancer None"
         )
-    return find_documents(*positions.shape, {"position_ids": positions})
+    batch, length = positions.shape
+    return find_documents(batch, length, {"position_ids": positions})
 
 
 @override(target=BaseAttention.Config, description="MuSe attention")
@@ -213,7 +216,9 @@ def muse_ulysses(attention: BaseAttention.Config, config: str | None = None) -> 
     check_config(config)
     inner = attention.inner_attention
     if isinstance(inner, VarlenAttention.Config) and inner.window_size != CAUSAL:
-        raise ValueError("a layer with a sliding window has no context parallelism in torchtitan: use the override muse")
+        raise ValueError(
+            "a layer with a sliding window has no context parallelism in torchtitan: use the override muse"
+        )
     _refuse_hidden_windows(attention)
     sharding = _sharding_of_parts(inner.sharding_config)
     return derive(
@@ -247,7 +252,6 @@ def _sharding_of_parts(sharding: ShardingConfig | None) -> ShardingConfig | None
     )
 
 
-@functools.cache
 def _handing_positions(config: type[BaseAttention.Config]) -> type[BaseAttention.Config]:
     """A configuration whose layers hand positions to their inner attention, where masks would be.
 
