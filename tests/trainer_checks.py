@@ -69,7 +69,7 @@ def sum_of(trainings: list[Training]) -> Training:
 def documented(trainer: str) -> str:
     """The section of `docs/trainers.md` about it."""
     page = (ROOT / "docs" / "trainers.md").read_text()
-    (section,) = re.findall(rf"^## {trainer}\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
+    (section,) = re.findall(rf"^## {trainer}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     return section
 
 
