@@ -42,8 +42,8 @@ test-oldest: $(READY_OLDEST)  ## one case of each quick test, with the oldest to
 test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks and of Parquet files, which need lm-eval: 620 MB
 	$(BIN)/python -m pytest -q tests/lab/test_harness.py tests/lab/test_paper_data.py tests/lab/test_options.py tests/lab/test_tasks.py
 
-test-integrations: $(READY_TRAINERS)  ## the tests of MuSe in torchtitan, OLMo-core, Megatron-core and the Trainer of transformers, which `make test` skips without them
-	$(TRAINERS)/bin/python -m pytest -q tests/library/test_torchtitan.py tests/library/test_olmo_core.py tests/library/test_megatron.py tests/library/test_trainer_example.py
+test-integrations: $(READY_TRAINERS)  ## the tests of MuSe in torchtitan, OLMo-core, Megatron-core, the Trainer of transformers, Accelerate and TRL, which `make test` skips without them
+	$(TRAINERS)/bin/python -m pytest -q tests/library/test_torchtitan.py tests/library/test_olmo_core.py tests/library/test_megatron.py tests/library/test_trainer_example.py tests/library/test_accelerate.py tests/library/test_sft_example.py
 
 docs: $(READY_DOCS)  ## the documentation site, in out/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -100,7 +100,7 @@ $(READY_DOCS): requirements-docs.txt $(READY)
 $(READY_TRAINERS): requirements-dev.txt requirements-integrations.txt pyproject.toml
 	$(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-integrations.txt
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements-integrations.txt
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY_TRAINERS)
 

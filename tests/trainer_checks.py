@@ -20,6 +20,7 @@ from tests.processes import free_port, running
 LENGTHS = (300, 1, 130, 81)
 """Of documents in one row: longer than a block of `CONFIG`, of one token, of a block and two, shorter than a block."""
 CONFIG = "QK16R4B128"
+UPDATES = 20
 
 
 class Training(NamedTuple):
@@ -68,7 +69,7 @@ def sum_of(trainings: list[Training]) -> Training:
 def documented(trainer: str) -> str:
     """The section of `docs/trainers.md` about it."""
     page = (ROOT / "docs" / "trainers.md").read_text()
-    (section,) = re.findall(rf"^## {trainer}\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
+    (section,) = re.findall(rf"^## {trainer}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     return section
 
 
@@ -80,23 +81,36 @@ def documented_code(trainer: str) -> str:
 
 def on_two_processes(check: Callable[[int], None]) -> None:
     """Call `check`, a function of a module, with the rank in each of two processes that gloo connects."""
+    on_processes(2, check)
+
+
+def on_processes(ranks: int, check: Callable[[int], None]) -> None:
     port, context = free_port(), multiprocessing.get_context("forkserver")
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
-        context.Process(target=_run_rank, args=(rank, port, check, sending)) for rank, (_, sending) in enumerate(pipes)
+        context.Process(target=_run_rank, args=(rank, ranks, port, check, sending))
+        for rank, (_, sending) in enumerate(pipes)
     ]
     with running(*processes):
         failures = [
             receiving.recv() if receiving.poll(PATIENCE) else "it did not come to the end" for receiving, _ in pipes
         ]
-    assert failures == [None, None], "\n".join(filter(None, failures))
+    assert failures == [None] * ranks, "\n".join(filter(None, failures))
 
 
-def _run_rank(rank: int, port: int, check: Callable[[int], None], report: Any) -> None:
+def assert_same_losses(found: list[float], expected: list[float]) -> None:
+    """Of float32: each update changes the weights, so a difference would grow."""
+    assert len(found) == len(expected) == UPDATES
+    assert expected[-1] < expected[0]
+    for update, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert abs(ours / theirs - 1) < 1e-6, (update, ours, theirs)
+
+
+def _run_rank(rank: int, ranks: int, port: int, check: Callable[[int], None], report: Any) -> None:
     """Sends what went wrong, or None."""
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
         check(rank)
         report.send(None)
     except BaseException:  # what pytest raises is no Exception

@@ -18,7 +18,18 @@ from muse_lab.pretraining.recipes import get_recipe, override, tiny
 from muse_lab.pretraining.training import train
 from tests.lab.test_document_mask import make_packed
 from tests.lab.test_prepare import make
-from tests.mesh_runs import ALONE, HEADS, NEEDLES, PACKED, PLAIN, STOPPED_AFTER, UPDATES, run, small_model
+from tests.mesh_runs import (
+    ALONE,
+    HEADS,
+    NEEDLES,
+    PACKED,
+    PACKED_UPDATES,
+    PLAIN,
+    STOPPED_AFTER,
+    UPDATES,
+    run,
+    small_model,
+)
 from tests.needle_models import needle_corpus, needle_tokenizer
 from tests.refusals import one_line_error
 from tests.reports_of_ranks import Reports, assert_nothing_went_wrong, gather_reports
@@ -119,6 +130,17 @@ def test_documents_have_the_boundaries_of_the_whole_row(alone: Alone, together: 
     close_to(run, alone("separate"))
     found, expected = (read_metrics(folder)[-1]["evaluation"] for folder in (run, alone("separate")))
     assert found == pytest.approx(expected, rel=ROUNDING)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["documents", "documents exactly"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_updates_on_packed_documents_are_those_of_one_process(
+    ranks: int, kind: str, alone: Alone, together: Together
+) -> None:
+    found, expected = losses(together(ranks, "documents") / f"{kind}-1x{ranks}"), losses(alone(kind))
+    assert len(found) == len(expected) == PACKED_UPDATES
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.long

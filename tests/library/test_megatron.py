@@ -123,9 +123,9 @@ def test_longer_rows_are_approximated() -> None:
     assert_close_but_not_same(train(gpt_with_muse(CONFIG), loss), train(gpt(), loss))
 
 
-@pytest.mark.parametrize("repeated_ends", [0, 2])
-def test_packed_documents_train_as_each_alone(repeated_ends: int) -> None:
-    model, tokens = gpt_with_muse(CONFIG), random_tokens(1, sum(LENGTHS))
+@pytest.mark.parametrize(("repeated_ends", "softmax"), [(0, "vanilla"), (2, "vanilla"), (0, "learnable")])
+def test_packed_documents_train_as_each_alone(repeated_ends: int, softmax: str) -> None:
+    model, tokens = gpt_with_muse(CONFIG, softmax_type=softmax), random_tokens(1, sum(LENGTHS))
     ends = torch.tensor([0, *LENGTHS, *[0] * repeated_ends]).cumsum(0).to(torch.int32)
     params = PackedSeqParams("thd", ends, ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS))
     assert_same(train(model, loss_of(tokens, packed_seq_params=params)), alone(model, tokens))
@@ -159,6 +159,23 @@ def test_a_mask_of_documents_separates_them() -> None:
     for row, (first, _) in zip(mask, lengths, strict=True):
         row[0, first:, :first] = True
     assert_same(train(gpt_with_muse(), loss_of(tokens, mask)), train(gpt(), loss_of(tokens, mask)))
+
+
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+def test_softmax_offsets_train_as_with_its_own_attention(kind: str) -> None:
+    loss = loss_of(random_tokens(2, 96), causal_mask(96))
+    ours, theirs = gpt_with_muse(softmax_type=kind), gpt(softmax_type=kind)
+    ours.load_state_dict(theirs.state_dict())
+    found = train(ours, loss)
+    assert any(name.endswith("softmax_offset") for name in found.gradients) == (kind == "learnable")
+    assert_same(found, train(theirs, loss))
+    plain = train(gpt_with_muse(), loss)
+    assert abs(float(found.loss / plain.loss) - 1) > 1e-4  # the offsets are not left out
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    saved, own = (model.sharded_state_dict(metadata=metadata) for model in (ours, theirs))
+    offsets = [name for name in own if name.endswith("softmax_offset")]
+    assert len(offsets) == (2 if kind == "learnable" else 0)
+    assert offsets == [name for name in saved if name.endswith("softmax_offset")]
 
 
 def test_a_reused_tensor_is_read_in_every_call() -> None:
@@ -213,7 +230,6 @@ def test_the_spec_of_a_block() -> None:
     [
         ({"attention_dropout": 0.1}, "attention-dropout 0"),
         ({"window_size": (16, 0)}, "spec of their own"),
-        ({"softmax_type": "off-by-one"}, "softmax_type='vanilla'"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit"),
     ],
 )

@@ -1,11 +1,13 @@
-"""MuSe in torchtitan: overrides of its configuration, loss and gradients of its Llama, and documents in a row."""
+"""MuSe in torchtitan: overrides of its configuration, loss and gradients of its Llama, documents, and many ranks."""
 
 from __future__ import annotations
 
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,26 +17,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-integrations")
 
-from torchtitan.config import ConfigManager
+from torchtitan.config import CompileConfig, ConfigManager
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import parallel_dims
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
-from torchtitan.distributed.utils import get_spmd_context
+from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.gpt_oss import model_registry as gpt_oss_registry
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-from muse_attention.integrations.torchtitan import MuSeAttention, SelectiveACWithMuSe
+from muse_attention.documents.operator import FORWARD as PACKED_FORWARD
+from muse_attention.integrations.torchtitan import MuSeAttention, MuSeUlyssesAttention, SelectiveACWithMuSe
 from muse_attention.ops import FORWARD
 from tests.closeness import assert_equal_to_rounding
 from tests.trainer_checks import (
     CONFIG,
     LENGTHS,
+    UPDATES,
     Training,
     assert_close_but_not_same,
     assert_same,
+    assert_same_losses,
     documented,
+    on_processes,
     on_two_processes,
     sum_of,
     train,
@@ -220,19 +229,46 @@ def test_a_bad_configuration_is_refused_before_the_model_is_built() -> None:
         with_muse(configuration(), "nonsense")
 
 
-def test_context_parallelism_is_refused() -> None:
-    attention = MuSeAttention(MuSeAttention.Config())
-    query, key = torch.randn(1, 8, 2, 8), torch.randn(1, 16, 2, 8)
-    with pytest.raises(ValueError, match="context_parallel_degree 1"):
-        attention(query, key, key, attention_masks=None)
+def compiled(config: Any) -> nn.Module:
+    """As torchtitan compiles: each layer as one graph, which may not break. Inductor would take minutes on a CPU."""
+    model = built(config)
+    dims = parallel_dims.ParallelDims(1, 1, cp=1, tp=1, pp=1, ep=1, world_size=1)
+    apply_compile(model, compile_config=CompileConfig(enable=True, backend="aot_eager"), parallel_dims=dims)
+    return model
 
 
-def test_a_compiled_layer_says_what_to_do() -> None:
-    model = built(with_muse(configuration()))
-    positions = torch.arange(16)[None]
-    layer = torch.compile(model.layers["0"], fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="leave 'model' out of --compile"):
-        layer(torch.randn(1, 16, 256, dtype=torch.float64), model.get_attention_masks(positions), positions)
+as_torchtitan_sets_it = torch._dynamo.config.patch(
+    capture_scalar_outputs=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True
+)
+
+
+@as_torchtitan_sets_it
+def test_compiled_layers_serve_all_documents_with_one_graph() -> None:
+    tokens = random_tokens(1, 256)
+    eager, model = built(with_muse(configuration(), "QK4R1B32")), compiled(with_muse(configuration(), "QK4R1B32"))
+    for lengths in ((200, 56), (90, 60, 106)):  # these show the compiler which sizes change
+        train(model, loss_of(tokens, lengths))
+    for lengths in ((40, 1, 100, 80, 35), (128, 128), (100, 100, 56)):
+        loss = loss_of(tokens, lengths)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            found = train(model, loss)
+        assert_same(found, train(eager, loss))
+
+
+@as_torchtitan_sets_it
+def test_compiled_layers_may_keep_the_attention(tmp_path: Path) -> None:
+    """With selective checkpointing, torchtitan's default."""
+    assert PACKED_FORWARD in SelectiveACWithMuSe.Config().build(dump_folder=str(tmp_path)).get_save_ops()
+    config = with_muse(configuration(), CONFIG)
+    config.layers = config.layers[:1]
+    loss = loss_of(random_tokens(1, sum(LENGTHS)), LENGTHS)
+    expected = train(built(config), loss)
+    model = built(config)
+    SelectiveACWithMuSe.Config().build(dump_folder=str(tmp_path)).apply(model)
+    for layer in model.layers.values():
+        layer.compile(fullgraph=True, backend="aot_eager")
+    found = train(model, loss)
+    assert_same(Training(found.loss, _without_wrappers(found.gradients)), expected)
 
 
 def test_its_tensor_parallelism_splits_the_heads() -> None:
@@ -266,3 +302,138 @@ def _check_tensor_parallelism(rank: int) -> None:
         if "wqkv" in name:
             own, size = parameter.grad.chunk(2)[rank], parameter.grad.abs().max()
             assert_equal_to_rounding(gradients[name].grad / size, own / size, name)
+
+
+ULYSSES = f"{MUSE}_ulysses"
+
+
+def context_parallel(ranks: int, *, double: bool = False) -> tuple[Any, Any]:
+    """The model of a command line, and torchtitan's mesh, as its trainer makes them.
+
+    FSDP is left out: of PyTorch 2.13, it does not take what torchtitan annotates.
+    """
+    parallel_dims.device_type = "cpu"
+    line = ["--module", "llama3", "--config", "llama3_debugmodel", "--training.seq_len", str(sum(LENGTHS))]
+    line += ["--parallelism.context_parallel_degree", str(ranks)]
+    line += ["--override.imports", f'{ULYSSES}={{"config": "{CONFIG}"}}']
+    config = ConfigManager().parse_args(line)
+    model_config = config.model_spec.model
+    model_config.layers = model_config.layers[:2]
+    model_config.update_from_config(config=config)
+    apply_overrides(config.override, config)
+    set_spmd_backend(config.parallelism.spmd_backend)
+    dims = parallel_dims.ParallelDims.from_config(config.parallelism, ranks)
+    torch.manual_seed(0)
+    model = model_config.build()
+    model.init_states()
+    model = model.double() if double else model
+    if ranks > 1:
+        with get_spmd_context(parallel_dims=dims)():
+            validate_config(dims, model)
+            model.parallelize(dims)
+    return model, dims
+
+
+def packed_batch(seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Tokens, their targets, and positions that restart in each document."""
+    tokens = torch.randint(64, (1, sum(LENGTHS) + 1), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), {"positions": positions}
+
+
+def own_part(dims: Any, batch: tuple[Tensor, Tensor, dict[str, Any]], balancer: str | None = None) -> Any:
+    """By the functions that torchtitan's trainer calls."""
+    mesh = dims.get_mesh("cp")
+    inputs, labels, others = prepare_context_parallel_input(*batch, mesh, torch.device("cpu"), balancer)
+    return annotate_input_spmd_types(dims, inputs, labels, others)
+
+
+def test_its_context_parallelism() -> None:
+    on_two_processes(_check_context_parallelism)
+
+
+def _check_context_parallelism(rank: int) -> None:
+    """Documents in two parts of a row against the whole row, and past torchtitan's checker of types."""
+    whole, _ = context_parallel(1, double=True)
+    inputs, _, others = packed_batch(1)
+    expected = whole(inputs, **others)
+    expected.square().sum().backward()
+    model, dims = context_parallel(2, double=True)
+    context = get_spmd_context(parallel_dims=dims)
+    inputs, _, others = own_part(dims, packed_batch(1))
+    with get_spmd_context(parallel_dims=dims, spmd_typechecking=True)():
+        found = model(inputs, **others)
+    with context():
+        assert_equal_to_rounding(found, expected.chunk(2, 1)[rank], "logits")
+        found.square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.distributed.all_reduce(parameter.grad)
+        size = other.grad.abs().max()
+        assert_equal_to_rounding(parameter.grad / size, other.grad / size, name)
+    inputs, _, others = own_part(dims, packed_batch(1), "headtail")
+    with context(), pytest.raises(ValueError, match="context_parallel_load_balancer None"):
+        model(inputs, **others)
+    layer = model.layers["0"].attention
+    with context(), pytest.raises(Exception, match="leave 'model' out of --compile"):
+        torch.compile(layer, backend="eager", fullgraph=True)(
+            torch.randn(1, 8, 256).double(), None, torch.arange(8)[None]
+        )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_updates_with_context_parallelism_are_those_of_one_process(ranks: int) -> None:
+    on_processes(ranks, _check_updates)
+
+
+def _check_updates(rank: int) -> None:
+    ranks = torch.distributed.get_world_size()
+    assert_same_losses(_losses(ranks), _losses(1))
+
+
+def _losses(ranks: int) -> list[float]:
+    model, dims = context_parallel(ranks)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for update in range(UPDATES):
+        batch = packed_batch(update)
+        tokens = batch[1].numel()
+        inputs, labels, others = batch if ranks == 1 else own_part(dims, batch)
+        with nullcontext() if ranks == 1 else get_spmd_context(parallel_dims=dims)():
+            logits = model(inputs, **others)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
+            loss.backward()
+        loss = loss.detach().clone()
+        if ranks > 1:
+            for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
+                torch.distributed.all_reduce(tensor)
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_context_parallelism_needs_its_override() -> None:
+    dims = SimpleNamespace(cp_enabled=True, spmd_backend="spmd_types")
+    with pytest.raises(ValueError, match="muse_ulysses"):
+        MuSeAttention(MuSeAttention.Config()).parallelize(dims)
+    dims.spmd_backend = "full_dtensor"
+    with pytest.raises(ValueError, match="spmd_backend spmd_types"):
+        MuSeUlyssesAttention(MuSeUlyssesAttention.Config()).parallelize(dims)
+    config = copy.deepcopy(gpt_oss_registry("debugmodel", attn_backend="varlen").model)
+    with pytest.raises(ValueError, match="sliding window has no context parallelism"):
+        apply_overrides(OverrideConfig(imports=[ULYSSES]), config)
+
+
+def test_the_documented_command_with_context_parallelism() -> None:
+    command = documented("torchtitan").replace("\\\n", " ")
+    (options,) = re.findall(r"^    (--parallelism.context_parallel_degree .*)$", command, re.MULTILINE)
+    config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b", *options.split()])
+    assert config.parallelism.context_parallel_load_balancer is None
+    assert config.parallelism.context_parallel_degree > 1
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    config.model_spec.model.update_from_config(config=config)
+    apply_overrides(config.override, config)
+    (layer,) = config.model_spec.model.layers
+    assert isinstance(layer.attention.inner_attention, MuSeUlyssesAttention.Config)
+    assert isinstance(config.activation_checkpoint, SelectiveACWithMuSe.Config)

@@ -151,3 +151,5 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
+FORWARD = torch.ops.muse_attention.packed_forward.default
+"""For selective checkpointing: its outputs may be kept."""

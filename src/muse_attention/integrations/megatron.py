@@ -5,7 +5,7 @@
     spec = use_muse(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True), "QK64R8B1k")
 
 Documents are those of `packed_seq_params`, padded ones too, or of an attention mask as `--reset-attention-mask` makes
-it. Tensor parallelism splits the heads, and needs nothing.
+it. Softmax offsets (`--softmax-type`) are attention sinks. Tensor parallelism splits the heads, and needs nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import dataclasses
 from itertools import pairwise
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from muse_attention.config import MuSeConfig
+from muse_attention.core.sinks import with_sinks
 from muse_attention.documents.arguments import are_whole_rows, documents_in_rows
 from muse_attention.documents.boundaries import DocumentBoundaries, refuse_capture
 from muse_attention.integrations.rows import attend_to_rows, check_config
@@ -47,7 +51,7 @@ def use_muse(spec: Any, config: MuSeConfig | str | None = None) -> Any:
 
 
 class MuSeCoreAttention(MegatronModule):
-    """The core attention of a layer. It has no parameters."""
+    """The core attention of a layer. Its one parameter is Megatron's `softmax_offset`, if that is learnable."""
 
     muse_config: MuSeConfig | str | None = None
 
@@ -59,10 +63,11 @@ class MuSeCoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **others: Any,
     ) -> None:
         super().__init__(config=config)
-        del others  # process groups, and widths that the tensors have
+        del others  # widths that the tensors have
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -73,7 +78,6 @@ class MuSeCoreAttention(MegatronModule):
                 config.context_parallel_size > 1
             ),
             "sliding windows: give layers with a window a spec of their own": windowed,
-            "softmax offsets: set softmax_type='vanilla'": config.softmax_type != "vanilla",
             "the largest logit: set qk_clip and log_max_attention_logit to False": (
                 config.qk_clip or config.log_max_attention_logit
             ),
@@ -82,6 +86,24 @@ class MuSeCoreAttention(MegatronModule):
         for refusal, is_asked_for in refusals.items():
             if is_asked_for:
                 raise ValueError(f"layer {layer_number}: MuSe does not know {refusal}")
+        self.softmax_offset: Tensor | None = None
+        if config.softmax_type != "vanilla":
+            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+            self.tp_group = groups.tp
+            self.softmax_offset = self._new_offset(config, config.num_attention_heads // self.tp_group.size())
+
+    @staticmethod
+    def _new_offset(config: TransformerConfig, heads: int) -> Tensor:
+        """A logit for each head of this rank: 0, or learnt and made as Megatron makes it."""
+        place = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        if config.softmax_type == "off-by-one":
+            return torch.zeros(heads, **place)
+        if config.softmax_type != "learnable":
+            raise ValueError(f"MuSe does not know softmax_type={config.softmax_type!r}: use off-by-one or learnable")
+        offset = torch.nn.Parameter(torch.empty(heads, **place))
+        if config.perform_initialization:
+            config.init_method(offset)
+        return offset
 
     def forward(
         self,
@@ -109,11 +131,31 @@ class MuSeCoreAttention(MegatronModule):
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
             is_causal = _is_causal(mask_type, packed=False)
             documents = _documents_in_mask(attention_mask, *query.shape[:2]) if is_causal else None
-        out, _ = attend_to_rows(
+        out, lse = attend_to_rows(
             query, key, value, documents, self.muse_config, is_causal=is_causal, scale=self.softmax_scale
         )
+        if self.softmax_offset is not None:
+            out = with_sinks(out.transpose(1, 2), lse, self.softmax_offset).transpose(1, 2)
         out = out.flatten(2)
         return out.squeeze(0) if packed_seq_params is not None else out.transpose(0, 1).contiguous()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The learnable offsets, under the names and in the parts of Megatron's own core attention."""
+        if self.config.softmax_type != "learnable":
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
 
 def _with_core_attention(spec: Any, core_attention: type) -> Any:

@@ -42,6 +42,30 @@ def attend_to_rows(
     return _attend_to_documents(query, key, value, documents, config, is_causal, scale)
 
 
+def attend_to_rows_in_graph(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, config: MuSeConfig | str | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Causal `attend_to_rows` for trainers whose compiled graphs may not break: one operator, which reads `ends`.
+
+    Its backward pass attends to long documents once more, so elsewhere the graph is broken.
+    """
+    batch, tokens = query.shape[0], query.shape[0] * query.shape[1]
+    out, lse = muse_attn_varlen_func(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        ends,
+        ends,
+        tokens,
+        tokens,
+        softmax_scale=scale,
+        causal=True,
+        config=config,
+        return_lse=True,
+    )
+    return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
 @_disable_dynamo
 def _attend_to_documents(
     query: Tensor,

@@ -6,9 +6,16 @@
 The override replaces the inner attention of every layer. Layers with a sliding window keep their own. Documents are
 those of torchtitan's `VarlenMetadata`, which the trainer makes from positions that restart.
 
+    --override.imports muse_attention.integrations.torchtitan.muse_ulysses --parallelism.context_parallel_degree 8
+    --parallelism.context_parallel_load_balancer None
+
+`muse_ulysses` is for context parallelism. torchtitan 0.3 gives a rank some queries and all keys, which cannot be
+clustered, and it shards no `VarlenMetadata`. So this override leaves keys and values sharded as queries are, exchanges
+sequence for heads over torchtitan's mesh (`muse_attention.distributed`), and reads documents from the positions.
+
     --override.imports muse_attention.integrations.torchtitan.muse muse_attention.integrations.torchtitan.keep_attention
 
-The second override keeps what MuSe computed where torchtitan's selective checkpointing, its default, would run it again
+The last override keeps what MuSe computed where torchtitan's selective checkpointing, its default, would run it again
 in the backward pass, as it keeps the outputs of its own attention.
 """
 
@@ -24,16 +31,24 @@ import torchtitan  # noqa: F401 - the first to be missed
 # isort: split
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 from spmd_types.runtime import get_partition_spec
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import derive, override
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.attention import BaseAttention, FlexAttention, VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from muse_attention import ops
-from muse_attention.integrations.rows import attend_to_rows, check_config
+from muse_attention.distributed import ulysses
+from muse_attention.documents import operator
+from muse_attention.documents.arguments import find_documents
+from muse_attention.documents.boundaries import DocumentBoundaries
+from muse_attention.integrations.rows import attend_to_rows, attend_to_rows_in_graph, check_config
 
 CAUSAL = (-1, 0)
 """`window_size` of a layer that attends to all of the past."""
@@ -53,6 +68,14 @@ class MuSeAttention(Module):
         super().__init__()
         self.config = config.config
 
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        if parallel_dims.cp_enabled:
+            raise ValueError(
+                "context parallelism needs another override: --override.imports "
+                "muse_attention.integrations.torchtitan.muse_ulysses"
+            )
+        super().parallelize(parallel_dims)
+
     def forward(
         self,
         q_BLNH: Tensor,  # the names by which torchtitan's sharding knows the arguments
@@ -67,36 +90,113 @@ class MuSeAttention(Module):
     ) -> Tensor:
         """(batch, length, heads, value_dim). `out_transform` gets that and the lse, (batch, length, heads)."""
         del enable_gqa  # the shapes say so
-        self._check(q_BLNH, k_BLNH, attention_masks, others)
-        with spmd.no_typecheck():
-            query, key = q_BLNH.to(v_BLNH.dtype), k_BLNH.to(v_BLNH.dtype)  # a norm may have made them float32
-            # The boundaries on the host, where torchtitan has them, are not waited for.
-            ends = attention_masks.cu_seq_q_host or attention_masks.cu_seq_q
-            out, lse = attend_to_rows(query, key, v_BLNH, ends, self.config, is_causal=True, scale=scale)
-            out, lse = out.to(q_BLNH.dtype), lse.transpose(1, 2)
-        _type_like(q_BLNH, out, lse)
-        return out if out_transform is None else out_transform(out, lse)
-
-    @staticmethod
-    def _check(query: Tensor, key: Tensor, attention_masks: Any, others: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "torchtitan compiles a layer as one graph, in which MuSe has not been tried: leave 'model' out "
-                "of --compile.components"
-            )
-        if query.shape[1] != key.shape[1]:
-            raise ValueError(
-                "torchtitan's context parallelism gives a rank some queries and all keys, which MuSe cannot cluster: "
-                "set --parallelism.context_parallel_degree 1, and split heads with tensor_parallel_degree"
-            )
+        _refuse_others(others)
         if not isinstance(attention_masks, VarlenMetadata):
             raise ValueError(
                 f"MuSe needs the boundaries of documents as VarlenMetadata, not {type(attention_masks).__name__}: pass "
                 "what the model's get_attention_masks(positions) returns"
             )
-        asked = [name for name, value in others.items() if value is not None]
-        if asked:
-            raise ValueError(f"MuSe attention does not know {', '.join(asked)}; use torchtitan's own for this model")
+        with spmd.no_typecheck():
+            query, key = q_BLNH.to(v_BLNH.dtype), k_BLNH.to(v_BLNH.dtype)  # a norm may have made them float32
+            if torch.compiler.is_compiling():
+                out, lse = attend_to_rows_in_graph(query, key, v_BLNH, attention_masks.cu_seq_q, self.config, scale)
+            else:
+                # The boundaries on the host, where torchtitan has them, are not waited for.
+                ends = attention_masks.cu_seq_q_host or attention_masks.cu_seq_q
+                out, lse = attend_to_rows(query, key, v_BLNH, ends, self.config, is_causal=True, scale=scale)
+            out, lse = out.to(q_BLNH.dtype), lse.transpose(1, 2)
+        _type_like(q_BLNH, out, lse)
+        return out if out_transform is None else out_transform(out, lse)
+
+
+class MuSeUlyssesAttention(Module):
+    """Causal MuSe attention to sequences that lie in parts on the ranks of torchtitan's context parallelism."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """No kind of `VarlenAttention.Config`: torchtitan would make boundaries, and fail to shard them."""
+
+        config: str | None = None
+        """as for `muse_attn_varlen_func`"""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config.config
+        self.mesh: DeviceMesh | None = None
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        if parallel_dims.spmd_backend != "spmd_types":
+            raise ValueError(
+                f"MuSe does not know spmd_backend={parallel_dims.spmd_backend!r}: set --parallelism.spmd_backend "
+                "spmd_types"
+            )
+        self.mesh = parallel_dims.get_optional_mesh("cp")
+        super().parallelize(parallel_dims)
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Tensor,
+        scale: float | None = None,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        enable_gqa: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """As `MuSeAttention.forward`, of this rank's tokens; `attention_masks` are their positions, (batch, length)."""
+        del enable_gqa
+        _refuse_others(others)
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "with context parallelism MuSe reads documents from the positions, which a compiled layer cannot: "
+                "leave 'model' out of --compile.components"
+            )
+        with spmd.no_typecheck():
+            documents = _documents_of_whole_rows(attention_masks, self.mesh)
+
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+                query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+                out, lse = attend_to_rows(query, key, value, documents, self.config, is_causal=True, scale=scale)
+                return out.transpose(1, 2), lse
+
+            query, key, value = (tensor.to(v_BLNH.dtype).transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+            if self.mesh is None:
+                out, lse = attend(query, key, value)
+            else:
+                out, lse = ulysses(attend, query, key, value, self.mesh)
+            out, lse = out.transpose(1, 2).to(q_BLNH.dtype), lse.transpose(1, 2)
+        _type_like(q_BLNH, out, lse)
+        return out if out_transform is None else out_transform(out, lse)
+
+
+def _refuse_others(others: dict[str, Any]) -> None:
+    asked = [name for name, value in others.items() if value is not None]
+    if asked:
+        raise ValueError(f"MuSe attention does not know {', '.join(asked)}; use torchtitan's own for this model")
+
+
+def _documents_of_whole_rows(positions: Tensor, mesh: DeviceMesh | None) -> DocumentBoundaries | None:
+    """By the positions of this rank's tokens, (batch, length / ranks). None if each row is one document.
+
+    Collective: every rank of the mesh must call it. The host waits for the positions, in every layer.
+    """
+    if not isinstance(positions, Tensor):
+        raise ValueError("MuSe reads documents from positions, and got none: use a data loader that makes them")
+    if mesh is not None:
+        parts = [torch.empty_like(positions) for _ in range(mesh.size())]
+        dist.all_gather(parts, positions.contiguous(), group=mesh.get_group())
+        positions = torch.cat(parts, 1)
+    positions = positions.cpu()
+    previous, following = positions[:, :-1], positions[:, 1:]
+    if not bool(((following == previous + 1) | (following == 0)).all()):
+        raise ValueError(
+            "positions neither go on nor restart at 0, as where context parallelism balances its load: set "
+            "--parallelism.context_parallel_load_balancer None"
+        )
+    batch, length = positions.shape
+    return find_documents(batch, length, {"position_ids": positions})
 
 
 @override(target=BaseAttention.Config, description="MuSe attention")
@@ -104,16 +204,71 @@ def muse(attention: BaseAttention.Config, config: str | None = None) -> BaseAtte
     """The configuration of an attention layer with MuSe inside; unchanged if the layer has a sliding window."""
     check_config(config)
     inner = attention.inner_attention
+    if isinstance(inner, VarlenAttention.Config) and inner.window_size != CAUSAL:
+        return attention
+    _refuse_hidden_windows(attention)
+    return dataclasses.replace(attention, inner_attention=derive(inner, MuSeAttention.Config, config=config))
+
+
+@override(target=BaseAttention.Config, description="MuSe attention over the ranks of context parallelism")
+def muse_ulysses(attention: BaseAttention.Config, config: str | None = None) -> BaseAttention.Config:
+    """The configuration of an attention layer with MuSe inside, for sequences in parts on several ranks."""
+    check_config(config)
+    inner = attention.inner_attention
+    if isinstance(inner, VarlenAttention.Config) and inner.window_size != CAUSAL:
+        raise ValueError(
+            "a layer with a sliding window has no context parallelism in torchtitan: use the override muse"
+        )
+    _refuse_hidden_windows(attention)
+    sharding = _sharding_of_parts(inner.sharding_config)
+    return derive(
+        attention,
+        _handing_positions(type(attention)),
+        inner_attention=derive(inner, MuSeUlyssesAttention.Config, config=config, sharding_config=sharding),
+    )
+
+
+def _refuse_hidden_windows(attention: BaseAttention.Config) -> None:
+    """Windows of a model with FlexAttention are in its masks, where MuSe would not see them."""
+    inner = attention.inner_attention
     if isinstance(inner, VarlenAttention.Config):
-        if inner.window_size != CAUSAL:
-            return attention
-    elif not isinstance(inner, FlexAttention.Config) or hasattr(attention, "sliding_window_size"):
-        # Windows of a model with FlexAttention are in its masks, where MuSe would not see them.
+        return
+    if not isinstance(inner, FlexAttention.Config) or hasattr(attention, "sliding_window_size"):
         raise ValueError(
             f"MuSe cannot take the place of {type(inner).__qualname__} in {type(attention).__qualname__}: build the "
             "model with attn_backend='varlen'"
         )
-    return dataclasses.replace(attention, inner_attention=derive(inner, MuSeAttention.Config, config=config))
+
+
+def _sharding_of_parts(sharding: ShardingConfig | None) -> ShardingConfig | None:
+    """torchtitan's sharding of an inner attention, but keys and values stay in parts, as queries do."""
+    if sharding is None or sharding.in_src_shardings is None:
+        return sharding
+    of_arguments = tuple(sharding.in_src_shardings.values())
+    return dataclasses.replace(
+        sharding,
+        in_dst_shardings=sharding.in_src_shardings,
+        local_map=LocalMapConfig(in_grad_placements=of_arguments),
+    )
+
+
+def _handing_positions(config: type[BaseAttention.Config]) -> type[BaseAttention.Config]:
+    """A configuration whose layers hand positions to their inner attention, where masks would be.
+
+    A layer hands on masks only, and torchtitan makes none here.
+    """
+
+    def build(self: BaseAttention.Config, **arguments: Any) -> Any:
+        layer = config.build(self, **arguments)
+        layer.register_forward_pre_hook(_masks_are_positions)
+        return layer
+
+    return dataclass(kw_only=True, slots=True)(type(f"{config.__name__}WithPositions", (config,), {"build": build}))
+
+
+def _masks_are_positions(layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden, _, positions = arguments
+    return hidden, positions, positions
 
 
 class SelectiveACWithMuSe(SelectiveAC):
@@ -124,7 +279,7 @@ class SelectiveACWithMuSe(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set[Any]:
-        return {*super().get_save_ops(), ops.CLUSTER, ops.FORWARD}
+        return {*super().get_save_ops(), ops.CLUSTER, ops.FORWARD, operator.FORWARD}
 
 
 @override(target=SelectiveAC.Config, exact=True, description="selective checkpointing that keeps what MuSe computed")
