@@ -6,11 +6,13 @@
 Each line of the data is a JSON object with `messages` (needs a model with a chat template), with `prompt` and
 `completion`, or with `text`. TRL packs samples into rows of `--length` tokens; those of one row do not see each other.
 Samples of up to 8k tokens are attended to exactly, longer ones with MuSe, unless `--attention` names a configuration.
-The result is a folder that any program reads. Needs the extra `huggingface`, and trl: pip install trl.
+The same command again goes on from the last checkpoint in `--output`. The result is a folder that any program reads.
+Needs the extra `huggingface`, and trl: pip install trl.
 """
 
 import argparse
 import importlib.util
+import os
 import sys
 
 if importlib.util.find_spec("trl") is None:
@@ -19,6 +21,7 @@ if importlib.util.find_spec("trl") is None:
 import torch
 from datasets import load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 from muse_attention import huggingface
@@ -54,7 +57,8 @@ def make_trainer(arguments: argparse.Namespace) -> SFTTrainer:
         bf16=has_gpu,
         use_cpu=not has_gpu,
         logging_steps=arguments.log_every,
-        save_strategy="no",
+        save_steps=arguments.save_every,
+        save_total_limit=2,
         report_to="none",
         seed=arguments.seed,
     )
@@ -71,19 +75,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", nargs="+", help="files of JSON lines")
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="a folder, or a name on the hub")
     parser.add_argument("--attention", default="muse", help="muse, muse:Q8K32T0.1B2k, ..., or exact")
-    parser.add_argument("--length", default="32k", help="tokens of a row; longer samples are cut")
-    parser.add_argument("--rows", type=int, default=4, help="of an update, on each GPU")
+    parser.add_argument("--length", default="32k", help="tokens per row; longer samples are cut")
+    parser.add_argument("--rows", type=int, default=4, help="rows per update and GPU")
     parser.add_argument("--epochs", type=float, default=1)
-    parser.add_argument("--steps", type=int, default=-1, help="updates, in place of epochs")
-    parser.add_argument("--lr", type=float, default=2e-5, help="peak of the learning rate")
-    parser.add_argument("--warmup", type=int, default=10, help="updates until the peak")
-    parser.add_argument("--log-every", type=int, default=1, help="updates between lines of the log")
+    parser.add_argument("--steps", type=int, default=-1, help="number of updates, instead of epochs")
+    parser.add_argument("--lr", type=float, default=2e-5, help="peak learning rate")
+    parser.add_argument("--warmup", type=int, default=10, help="number of warm-up updates")
+    parser.add_argument("--log-every", type=int, default=1, help="updates between log lines")
+    parser.add_argument("--save-every", type=int, default=100, help="updates between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", required=True, help="folder of the result")
+    parser.add_argument("--output", required=True, help="output directory")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    trainer = make_trainer(parse())
-    trainer.train()
+    arguments = parse()
+    trainer = make_trainer(arguments)
+    last = get_last_checkpoint(arguments.output) if os.path.isdir(arguments.output) else None
+    trainer.train(resume_from_checkpoint=last)
     trainer.save_model()

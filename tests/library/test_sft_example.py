@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,12 +65,28 @@ def test_a_model_is_fine_tuned_and_saved(model: Path, data: Path, tmp_path: Path
     output = tmp_path / "out"
     finished = run(["-c", RECORDED], data, "--model", model, *OPTIONS, "--steps", "6", "--output", output)
     assert finished.returncode == 0, finished.stderr
-    losses = [float(line.split("'")[0]) for line in finished.stdout.split("'loss': '")[1:]]
+    losses = losses_in(finished)
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.3
     assert "configurations: {'Q4K8T0.1B128'} longest: 500" in finished.stdout
     assert (output / "model.safetensors").exists()
     assert (output / "tokenizer.json").exists()
+
+
+@pytest.mark.long
+def test_the_same_command_goes_on_from_the_last_checkpoint(model: Path, data: Path, tmp_path: Path) -> None:
+    command = [data, "--model", model, *OPTIONS, "--steps", "4", "--save-every", "2", "--output", tmp_path / "out"]
+    whole = run([], *command)
+    assert whole.returncode == 0, whole.stderr
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")  # as if it had been stopped at the third update
+    again = run([], *command)
+    assert again.returncode == 0, again.stderr
+    assert len(losses_in(whole)) == 4
+    assert losses_in(again) == losses_in(whole)[2:]
+
+
+def losses_in(finished: subprocess.CompletedProcess[str]) -> list[float]:
+    return [float(line.split("'")[0]) for line in finished.stdout.split("'loss': '")[1:]]
 
 
 def trainer_of(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
