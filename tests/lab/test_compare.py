@@ -22,7 +22,14 @@ from torch.nn.functional import cross_entropy
 
 from muse_lab.evaluation.comparison import matrix
 from muse_lab.evaluation.comparison.comparison_report import as_csv, comparison_report, headline, warnings
-from muse_lab.evaluation.comparison.findings import difference, reference_of, scaling_laws, speedup, switching, unlike
+from muse_lab.evaluation.comparison.findings import (
+    difference,
+    differing_fields,
+    reference_of,
+    scaling_laws,
+    speedup,
+    switching,
+)
 from muse_lab.evaluation.comparison.matrix import measure, open_windows, read_samples
 from muse_lab.evaluation.comparison.positions import positions_table
 from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
@@ -321,10 +328,10 @@ def test_switching_compares_one_model_with_itself() -> None:
 
 def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
     results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=(LEARNT, 10, 1.0, [1.0, 1.0]))
-    assert unlike(results, results.runs["muse"]) == []
+    assert differing_fields(results, results.runs["muse"]) == []
     muse = results.runs["muse"]
     results.runs["muse"] = Run("muse", override(muse.recipe, ["seed=1", "steps=512"]), 10, 512, muse.curves, "cuda")
-    assert unlike(results, results.runs["muse"]) == ["tokens", "steps", "seed"]
+    assert differing_fields(results, results.runs["muse"]) == ["tokens", "steps", "seed"]
     assert "muse differs from exact by more than its attention: tokens, steps, seed." in warnings(results)
 
 
@@ -347,7 +354,7 @@ def test_whatever_changes_learning_or_speed_is_said(changes: list[str], named: l
     results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=(LEARNT, 10, 300.0, [2.0, 4.0]))
     muse = results.runs["muse"]
     results.runs["muse"] = Run("muse", override(muse.recipe, changes), 10, muse.step, muse.curves, "cpu")
-    assert unlike(results, results.runs["muse"]) == named
+    assert differing_fields(results, results.runs["muse"]) == named
     (line,) = headline(results)
     assert line.endswith(f", 2.00x its tokens per second{remark}")
     assert f"| 2.00x{remark} |" in as_markdown(comparison_report(results))

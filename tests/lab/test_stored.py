@@ -12,7 +12,7 @@ import pytest
 from muse_attention import MuSeConfig
 from muse_lab.records import stored_results as stored
 from muse_lab.records.dataclass_json import entries
-from muse_lab.records.earlier_results import WAY_OUT_BY_NAME
+from muse_lab.records.earlier_results import REMEDY_BY_NAME
 from muse_lab.records.stored_results import StoredResults
 from tests.refusals import one_line_error
 
@@ -139,7 +139,7 @@ def test_results_go_on_with_the_same_settings_only(tmp_path: Path) -> None:
     Measured.start(Where("cpu"), path).write(path)
     assert Measured.start(Where("cpu"), path).settings == Where("cpu")
     with pytest.raises(
-        ValueError, match=rf"a\.json has other results: device was cpu, now cuda, note was , now x; {WAY_OUT_BY_NAME}$"
+        ValueError, match=rf"a\.json has other results: device was cpu, now cuda, note was , now x; {REMEDY_BY_NAME}$"
     ):
         Measured.start(Where("cuda", "x"), path)
     assert Measured.start(Where("cpu", "x"), path, overwrite=True).settings.note == "x"

@@ -23,18 +23,16 @@ from muse_lab.benchmark.stages import measure_stages
 from muse_lab.benchmark.sweeps import format_shape
 from muse_lab.benchmark.timing import Times, time_interleaved
 from muse_lab.benchmark.workload import SDPA, Workload, sdpa
-from muse_lab.records.earlier_results import WAY_OUT_BY_NAME, check_same
+from muse_lab.records.earlier_results import REMEDY_BY_NAME, check_same
 from muse_lab.records.stored_results import OnStep
 
 
-def start_results(
-    plan: Plan, path: Path, *, overwrite: bool = False, way_out: str = WAY_OUT_BY_NAME
-) -> BenchmarkResults:
+def start_results(plan: Plan, path: Path, *, overwrite: bool = False, remedy: str = REMEDY_BY_NAME) -> BenchmarkResults:
     """Those of the file if there is one, else empty ones; a ValueError if they cannot be continued."""
-    results = BenchmarkResults.start(plan.settings, path, overwrite=overwrite, way_out=way_out)
+    results = BenchmarkResults.start(plan.settings, path, overwrite=overwrite, remedy=remedy)
     for case in results.cases:
         asked = case.request
-        check_same(path, {asked.attention: case.attention}, {asked.attention: asked.full_name}, way_out=way_out)
+        check_same(path, {asked.attention: case.attention}, {asked.attention: asked.full_name}, remedy=remedy)
     return results
 
 

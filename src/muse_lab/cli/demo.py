@@ -39,7 +39,7 @@ from muse_lab.pretraining.data.prepare import CorpusSettings, prepare, recorded_
 from muse_lab.pretraining.data.sources import standard_library
 from muse_lab.pretraining.recipes import Recipe, differences, tiny
 from muse_lab.pretraining.schedule import EXACT
-from muse_lab.records.earlier_results import WAY_OUT, check_same, find_earlier
+from muse_lab.records.earlier_results import REMEDY, check_same, find_earlier
 
 _MINUTES = 5
 """On two idle cores."""
@@ -110,7 +110,7 @@ def _attend(path: Path, place: Place, command: str, overwrite: bool) -> Benchmar
         memory=False,
     )
     plan = Plan.at_lengths(settings, [_LENGTH], list(ATTENTIONS))
-    results = start_results(plan, path, overwrite=overwrite, way_out=WAY_OUT)
+    results = start_results(plan, path, overwrite=overwrite, remedy=REMEDY)
     tokens = f"{format_size(_LENGTH)} tokens, {format_heads(heads, heads)}"
     what = f"one causal attention call on {tokens}, forward and backward"
     if not _is_done(1, what, path, is_done=not plan.missing(results)):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-WAY_OUT = "choose another --output, or replace it with --overwrite"
+REMEDY = "choose another --output, or replace it with --overwrite"
 """What a user can do about results that differ."""
-WAY_OUT_BY_NAME = "choose another --name or --output, or replace it with --overwrite"
+REMEDY_BY_NAME = "choose another --name or --output, or replace it with --overwrite"
 """The same, of a command that names its files."""
 _LONGEST_VALUE = 60
 
@@ -26,7 +26,7 @@ def find_earlier(
     wanted: Mapping[str, object],
     *,
     overwrite: bool,
-    way_out: str = WAY_OUT,
+    remedy: str = REMEDY,
 ) -> Results | None:
     """The results at a path if they can be continued, None if there are none or they are to be replaced.
 
@@ -35,26 +35,26 @@ def find_earlier(
         described: what results are of, by name: settings, machine, versions
         wanted: what `described` must give, every name of it
 
-    Raises ValueError, with `way_out`, for a file that cannot be read, and for results of something else.
+    Raises ValueError, with `remedy`, for a file that cannot be read, and for results of something else.
     """
     if overwrite or not path.exists():
         return None
     try:
         earlier = read(path)
     except ValueError as error:
-        raise ValueError(f"{error}; {way_out}") from error
-    check_same(path, described(earlier), wanted, way_out=way_out)
+        raise ValueError(f"{error}; {remedy}") from error
+    check_same(path, described(earlier), wanted, remedy=remedy)
     return earlier
 
 
 def check_same(
-    path: Path, earlier: Mapping[str, object], wanted: Mapping[str, object], *, way_out: str = WAY_OUT
+    path: Path, earlier: Mapping[str, object], wanted: Mapping[str, object], *, remedy: str = REMEDY
 ) -> None:
     """Raise ValueError, naming what differs, unless earlier results have every value that is wanted."""
     differing = [name for name, value in wanted.items() if earlier.get(name) != value]
     if differing:
         changes = ", ".join(f"{name} was {_short(earlier.get(name))}, now {_short(wanted[name])}" for name in differing)
-        raise ValueError(f"{path} has other results: {changes}; {way_out}")
+        raise ValueError(f"{path} has other results: {changes}; {remedy}")
 
 
 def _short(value: object) -> str:

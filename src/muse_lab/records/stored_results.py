@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from muse_lab.records.attention_names import recorded_config
 from muse_lab.records.dataclass_json import as_json, from_json
-from muse_lab.records.earlier_results import WAY_OUT_BY_NAME, find_earlier
+from muse_lab.records.earlier_results import REMEDY_BY_NAME, find_earlier
 from muse_lab.records.files import replace_file
 from muse_lab.records.machine import describe_machine
 from muse_lab.records.regular_files import read_regular
@@ -40,7 +40,7 @@ class StoredResults:
 
     command: ClassVar[str]
     """that measures them"""
-    way_out: ClassVar[str] = WAY_OUT_BY_NAME
+    remedy: ClassVar[str] = REMEDY_BY_NAME
     """what a user can do with a file that cannot be continued"""
     is_finite: ClassVar[bool] = False
     """whether a NaN or an infinity makes a file unreadable"""
@@ -60,21 +60,21 @@ class StoredResults:
         """A ValueError if what was read does not fit together."""
 
     @classmethod
-    def start(cls, settings: Any, path: Path, *, overwrite: bool = False, way_out: str = "") -> Self:
+    def start(cls, settings: Any, path: Path, *, overwrite: bool = False, remedy: str = "") -> Self:
         """The results in the file; empty ones of this machine if there is no file, or with `overwrite`.
 
-        Raises ValueError, with the `way_out` of the class unless there is another, if those in the file have other
+        Raises ValueError, with the `remedy` of the class unless there is another, if those in the file have other
         settings, or were measured on another machine.
         """
         empty = cls({**describe_machine(), **_versions(cls.packages)}, settings)
-        wanted, way_out = empty.conditions(), way_out or cls.way_out
-        earlier = find_earlier(path, cls.read, cls.conditions, wanted, overwrite=overwrite, way_out=way_out)
+        wanted, remedy = empty.conditions(), remedy or cls.remedy
+        earlier = find_earlier(path, cls.read, cls.conditions, wanted, overwrite=overwrite, remedy=remedy)
         return empty if earlier is None else earlier
 
     @classmethod
     def check_readable(cls, path: Path, *, overwrite: bool = False) -> None:
         """Raise ValueError if there is a file that does not hold such results, unless it is to be replaced."""
-        find_earlier(path, cls.read, vars, {}, overwrite=overwrite, way_out=cls.way_out)
+        find_earlier(path, cls.read, vars, {}, overwrite=overwrite, remedy=cls.remedy)
 
     def conditions(self) -> dict[str, Any]:
         """What numbers that stand in one table have in common: settings, machine and versions, but not the day."""

@@ -91,7 +91,7 @@ def summarise_backward(
         pair_values_ptr=pieces.values, pieces_before_ptr=pieces.before, grad_keys_ptr=add_to[0],
         grad_values_ptr=add_to[1], length=length, blocks=blocks, query_clusters=query_clusters,
         key_clusters=buckets.number // blocks, shared_by=heads // key_heads,
-        most_pieces=0 if of_pairs is None else of_pairs.most, D=head_dim, DP=padded(head_dim), DV=value_dim,
+        most_pieces=0 if of_pairs is None else of_pairs.pieces, D=head_dim, DP=padded(head_dim), DV=value_dim,
         DVP=padded(value_dim), HAS_SUMMARIES=gradient is not None, HAS_PAIRS=of_pairs is not None,
         IS_FROZEN=not differentiable_aggregation, KEYS=ROWS_OF_TILE, **arithmetic(keys.dtype),
         **_few(SUMMARISE_BACKWARD, query_clusters, keys, values),

@@ -61,13 +61,13 @@ class Segments:
             **arithmetic(self.residuals.dtype),
         }
 
-    def few(self, launch: dict[str, int]) -> dict[str, int]:
+    def clamped_to_clusters(self, launch: dict[str, int]) -> dict[str, int]:
         """No more columns at a time than there are key clusters."""
         most = padded(self.key_clusters)
         return {name: min(number, most) if name == "CLUSTERS" else number for name, number in launch.items()}
 
     def fit(self, launch: dict[int, dict[str, int]], value_dim: int) -> dict[str, int]:
-        return self.few(fitting(launch, self.residuals.shape[-1], value_dim, self.residuals.dtype))
+        return self.clamped_to_clusters(fitting(launch, self.residuals.shape[-1], value_dim, self.residuals.dtype))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def select(segments: Segments, of_buckets: Summaries, seen: Summaries, fill_in: 
     listed = list_opened(segments, opened)
     _select_blocks[tiles.grid](
         **segments.queries, **pointers_of_logits(of_buckets), **segments.rows, **listed.arguments, **picks,
-        ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1, **segments.few(SELECT_BLOCKS),
+        ROWS=ROWS_OF_TILE, IS_SINGLE=blocks == 1, **segments.clamped_to_clusters(SELECT_BLOCKS),
     )  # fmt: skip
 
 

@@ -38,7 +38,8 @@ class PairGradients:
     """(G, bucket tiles + 1) int32: the pieces of a tile are those from one entry to the next"""
 
     @property
-    def most(self) -> int:
+    def pieces(self) -> int:
+        """Room for so many in each head."""
         return self.keys.shape[1]
 
 

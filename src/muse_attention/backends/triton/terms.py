@@ -335,8 +335,8 @@ def _backward_to_summaries(
         offs_cluster = first + offs_column  # [CLUSTERS]
         mask_cluster = offs_cluster < key_clusters  # [CLUSTERS]
     else:
-        twos = (blocks + 1) // 2
-        query_cluster, block = tl.program_id(0) // twos, tl.program_id(0) % twos * 2
+        pairs_of_blocks = (blocks + 1) // 2
+        query_cluster, block = tl.program_id(0) // pairs_of_blocks, tl.program_id(0) % pairs_of_blocks * 2
         first = tl.program_id(1) * of_low
         line = head * query_clusters + query_cluster
         number = tl.load(listed_number_ptr + line)

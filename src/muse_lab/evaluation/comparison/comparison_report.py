@@ -132,7 +132,7 @@ def runs_table(results: ComparisonResults) -> Table:
     return Table.of(
         _runs(results),
         _RUN,
-        (text("trained with"), lambda run: f"{names[run.attention]}{findings.besides(run)}"),
+        (text("trained with"), lambda run: f"{names[run.attention]}{findings.describe_schedule(run)}"),
         (number("parameters"), lambda run: f"{run.parameters / 1e6:,.1f}M"),
         (number("updates"), lambda run: f"{run.step:,}"),
         (number("tokens"), lambda run: f"{run.tokens:,}"),
@@ -227,8 +227,8 @@ def headline(results: ComparisonResults) -> list[str]:
             ratio = _speedup(results, run, " its tokens per second")
             gap = f"{abs(found.percent.mean):.2f}% of {found.reference} ({in_percent(found.percent)})"
             lines.append(
-                f"{run.name}, trained with {run.attention}{findings.besides(run)}: held-out loss under exact attention "
-                f"within {gap}{ratio and f', {ratio}'}"
+                f"{run.name}, trained with {run.attention}{findings.describe_schedule(run)}: held-out loss under exact "
+                f"attention within {gap}{ratio and f', {ratio}'}"
             )
     return lines
 
@@ -242,7 +242,7 @@ def warnings(results: ComparisonResults) -> list[str]:
         if not run.is_finished
     ]
     for run in _runs(results):
-        if names := findings.unlike(results, run):
+        if names := findings.differing_fields(results, run):
             reference = findings.reference_of(results, run).name
             lines.append(f"{run.name} differs from {reference} by more than its attention: {', '.join(names)}.")
     compared = [run for run in _runs(results) if findings.speedup(results, run) is not None]
@@ -288,7 +288,7 @@ def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:
 
 def _of_the_speedup(results: ComparisonResults, run: Run) -> str:
     """What else than the attention has a share in it; empty if nothing has."""
-    names, slowed = findings.unlike_in_speed(results, run), findings.handicapped(results, run)
+    names, slowed = findings.differing_speed_fields(results, run), findings.handicapped(results, run)
     remarks = [f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"] if names else []
     return "; ".join([*remarks, *([f"not the fastest kernels: {_are_deterministic(slowed)}"] if slowed else [])])
 

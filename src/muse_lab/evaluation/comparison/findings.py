@@ -95,16 +95,16 @@ def speedup(results: ComparisonResults, run: Run) -> float | None:
     return own.tokens_per_second / other.tokens_per_second
 
 
-def unlike(results: ComparisonResults, run: Run) -> list[str]:
-    """In what, besides its attention, a run differs from its reference."""
+def differing_fields(results: ComparisonResults, run: Run) -> list[str]:
+    """Recipe fields, other than the attention, in which a run differs from its reference."""
     reference = reference_of(results, run)
     names = [name for name in differences(run.recipe, reference.recipe) if name not in _OF_THE_ATTENTION]
     return names if run.tokens == reference.tokens else ["tokens", *names]
 
 
-def unlike_in_speed(results: ComparisonResults, run: Run) -> list[str]:
+def differing_speed_fields(results: ComparisonResults, run: Run) -> list[str]:
     """Those of them that change the speed, and the mesh, which changes nothing else."""
-    names = [name for name in unlike(results, run) if name in _OF_THE_SPEED]
+    names = [name for name in differing_fields(results, run) if name in _OF_THE_SPEED]
     return names if run.recipe.mesh == reference_of(results, run).recipe.mesh else [*names, "mesh"]
 
 
@@ -120,8 +120,8 @@ def handicapped(results: ComparisonResults, run: Run) -> list[Run]:
     ]
 
 
-def besides(run: Run) -> str:
-    """What else a run attended with, in words: exactly at its beginning or its end, and in further updates."""
+def describe_schedule(run: Run) -> str:
+    """The rest of a run's attention schedule, in words: exact updates at its start or end, and further updates."""
     recipe = run.recipe
     shares = {"first": recipe.exact_start, "last": recipe.exact_tail} if run.attention != EXACT else {}
     parts = "".join(f", exact for the {which} {100 * share:g}%" for which, share in shares.items() if share)

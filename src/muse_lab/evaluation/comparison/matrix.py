@@ -111,7 +111,7 @@ def take_records(runs: Sequence[StoredRun], corpus: Corpus, results: ComparisonR
     for run in runs:
         earlier = results.runs.get(run.name)
         if earlier is not None and differences(earlier.recipe, run.recipe):
-            raise ValueError(f"{path} has another run called {run.name}; {results.way_out}")
+            raise ValueError(f"{path} has another run called {run.name}; {results.remedy}")
         parameters = make_empty_model(corpus, run.recipe).num_parameters()
         results.runs[run.name] = Run(run.name, run.recipe, parameters, run.newest, run.curves, run.device)
     results.write(path)
@@ -135,4 +135,4 @@ def _add(results: ComparisonResults, run: str, step: int, fingerprint: str, atte
 def _check_same_weights(results: ComparisonResults, run: str, step: int, fingerprint: str, path: Path) -> None:
     for cell in results.cells:
         if (cell.run, cell.step) == (run, step) and cell.fingerprint != fingerprint:
-            raise ValueError(f"{path} has losses of another run called {run}; {results.way_out}")
+            raise ValueError(f"{path} has losses of another run called {run}; {results.remedy}")

@@ -15,7 +15,7 @@ from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import without_freezing
 from muse_lab.records.dataclass_json import entries
-from muse_lab.records.earlier_results import WAY_OUT
+from muse_lab.records.earlier_results import REMEDY
 from muse_lab.records.stored_results import StoredResults
 
 
@@ -102,7 +102,7 @@ class Cell:
 @dataclass
 class ComparisonResults(StoredResults):
     command = "muse compare"
-    way_out = WAY_OUT
+    remedy = REMEDY
     is_finite = True
 
     settings: ComparisonSettings

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from muse_lab.evaluation.comparison.findings import besides, reference_of, speedup
+from muse_lab.evaluation.comparison.findings import describe_schedule, reference_of, speedup
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import FREE, Recipe
@@ -32,7 +32,7 @@ class Seeds:
 
     def named(self, names: Mapping[str, str]) -> str:
         """With what they were trained, by the names of a report."""
-        return f"{names[self.attention]}{besides(self.runs[0])}"
+        return f"{names[self.attention]}{describe_schedule(self.runs[0])}"
 
     def loss(self, results: ComparisonResults, attention: str) -> Mean | None:
         losses = [_loss(results, run, attention) for run in self.runs]
@@ -120,7 +120,7 @@ def seeds_headline(results: ComparisonResults) -> list[str]:
         ratio = group.speedup(results)
         speed = "" if ratio is None else f", {_times(ratio)} its tokens per second"
         lines.append(
-            f"{group.attention}{besides(group.runs[0])}, {len(group.runs)} seeds: held-out loss under "
+            f"{group.attention}{describe_schedule(group.runs[0])}, {len(group.runs)} seeds: held-out loss under "
             f"exact attention {in_percent(gap)} against exact training with the same seeds{speed}"
         )
     return lines

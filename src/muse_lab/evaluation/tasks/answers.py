@@ -127,7 +127,7 @@ class TaskResults(StoredResults):
         """The cell of a task, new or begun before; a ValueError if it was begun with other data."""
         cell = self.cells.setdefault((task, length), TaskAnswers(task, length, data, samples))
         if cell.data.sha256 != data.sha256 or cell.samples != samples:
-            raise ValueError(f"the data of {task} are not those of the answers there are; {self.way_out}")
+            raise ValueError(f"the data of {task} are not those of the answers there are; {self.remedy}")
         return cell
 
 
