@@ -95,7 +95,7 @@ def _kept_table() -> str:
         for name in of_kinds[0]
         if any(kept[name] for kept in of_kinds)
     ]
-    rows.append(["all, in units of exact attention's", *(f"{share_of_exact(kept):.2f}" for kept in of_kinds)])
+    rows.append(["total, relative to exact attention", *(f"{share_of_exact(kept):.2f}" for kept in of_kinds)])
     return _table(["tensor", *map(_describe, KEPT_HEADS)], rows)
 
 

@@ -30,17 +30,20 @@ from muse_attention.sizes import format_size, parse_size
 
 def make_trainer(arguments: argparse.Namespace) -> SFTTrainer:
     length = parse_size(arguments.length)
-    longest = AutoConfig.from_pretrained(arguments.model).max_position_embeddings
+    settings = AutoConfig.from_pretrained(arguments.model).get_text_config()
+    longest = getattr(settings, "max_position_embeddings", length)
     if length > longest:
         sys.exit(f"{arguments.model} was made for {format_size(longest)} tokens: pass --length {format_size(longest)}")
     has_gpu = torch.cuda.is_available()
     kind, _, config = arguments.attention.partition(":")
+    if kind not in ("muse", "exact"):
+        sys.exit(f"--attention {arguments.attention}: write exact, muse, or muse: and a configuration")
     if kind == "muse":
         huggingface.register(config or None)
     model = AutoModelForCausalLM.from_pretrained(
         arguments.model,
         attn_implementation="muse" if kind == "muse" else "sdpa",  # this switches MuSe on
-        dtype=torch.bfloat16 if has_gpu else torch.float32,
+        dtype=torch.float32,  # small updates would be lost in bfloat16, in which a GPU computes
     )
     settings = SFTConfig(
         output_dir=arguments.output,

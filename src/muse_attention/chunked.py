@@ -23,9 +23,9 @@ class ChunkedAttention:
         outs = [attention(query, key, value) for query, key, value in chunks]
 
     With a tolerance nothing depends on what comes later: a block that is full never changes, and each chunk has the
-    output, and the gradients, that it would have in one call. They differ by rounding alone. What a chunk costs beyond
-    its share of that call: the clusters and summaries of all that came before, and the rows of its first block that
-    came before, which are computed again. So chunks of whole blocks are best.
+    output, and the gradients, that it would have in one call. They differ by rounding alone. Each chunk clusters and
+    summarises all that came before it again. If it begins inside a block, the earlier rows of that block are computed
+    again too, so chunks of whole blocks are best.
 
     Queries, keys and values are kept: keys and values with their graph, where they need a gradient.
 

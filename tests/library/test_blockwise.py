@@ -253,12 +253,13 @@ def test_lookups_are_found() -> None:
         ("grouping.TILE_ELEMENTS", 64),  # summaries of a few buckets at a time
         ("blockwise.far_field.SUMMARY_ELEMENTS", 1),  # one query head at a time
         ("blockwise.far_field.SCORED_AT_ONCE", 1),  # one slot at a time
+        ("blockwise.far_field.FAINTEST", 2),  # what is not retrieved is always weighed again
         ("blockwise.retrieval.CHUNK", 3),  # a few keys at a time
         ("blockwise.retrieval.CHUNKS_IN_MEMORY", 1),  # one tile at a time
     ],
 )
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-def test_limits_of_memory_do_not_change_the_result(
+def test_limits_do_not_change_the_result(
     limit: str, size: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = Shape("", "", length=150, heads=4).tensors(torch.float64)

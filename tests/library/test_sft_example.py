@@ -17,6 +17,7 @@ pytest.importorskip("trl", reason="TRL is not installed: make test-integrations"
 
 from tests.markdown_pages import ROOT
 from tests.models import VOCABULARY, tiny_llama, write_tokenizer
+from tests.patience import PATIENCE
 
 EXAMPLE = ROOT / "examples" / "long_context_sft.py"
 LENGTHS = (300, 150, 60, 500, 12, 400, 90)
@@ -57,7 +58,7 @@ def data(tmp_path: Path) -> Path:
 def run(code: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, *code, str(EXAMPLE), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
 
 
 @pytest.mark.long

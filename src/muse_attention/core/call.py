@@ -30,12 +30,12 @@ class Call:
     scale: float
     """factor of the logits, above 0"""
     first_block: int = 0
-    """With a tolerance: nothing is asked for the queries of blocks before it. Their rows of the output and of the lse
-    mean nothing, and they have no part in gradients."""
+    """With a tolerance: queries of earlier blocks are not computed. Their rows of the output and the lse are undefined,
+    and they get no gradient."""
 
     @property
     def first_row(self) -> int:
-        """The first query that anything is asked for."""
+        """The first query that is computed."""
         return self.first_block * self.config.block_size
 
     @property

@@ -215,7 +215,7 @@ def make_mask(
     Under `torch.compile` transformers makes a mask always: it cannot see whether anything is padded or packed. Here
     there is none if no padding mask was given, and the compiled graph checks that nothing was packed. A general mask is
     refused here then, unless the attention `reads_masks`; elsewhere the attention function refuses it. An attention
-    that serves `chunks` gets none where one continues a KV cache without padding.
+    that serves `chunks` gets what stands for the mask of one that continues a KV cache without padding.
     """
     compiling = torch.compiler.is_compiling()
     is_usual = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
@@ -244,13 +244,14 @@ def make_mask(
                 raise ValueError(REFUSAL)
             of_documents = packed_sequence_mask_function(documents.numbers().view(batch_size, -1).to(device))
             mask_function, allow_is_causal_skip = and_masks(mask_function, of_documents), False
-    offset = 0 if compiling else int(others.get("q_offset", 0))
-    is_plain = mask_function is causal_mask_function and local_size is None and not use_vmap
-    if chunks and is_plain and q_length > 1 and offset > 0 and (attention_mask is None or bool(attention_mask.all())):
-        mark = torch.empty(batch_size, 3, q_length, 0, dtype=torch.bool, device=device)
-        setattr(mark, _OFFSET, offset)
-        setattr(mark, _POSITIONS, positions)
-        return mark
+    if chunks and not compiling and q_length > 1 and mask_function is causal_mask_function:
+        offset = int(others.get("q_offset", 0))
+        is_plain = local_size is None and not use_vmap and (attention_mask is None or bool(attention_mask.all()))
+        if is_plain and offset > 0:
+            mark = torch.empty(batch_size, 3, q_length, 0, dtype=torch.bool, device=device)
+            setattr(mark, _OFFSET, offset)
+            setattr(mark, _POSITIONS, positions)
+            return mark
     mask = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

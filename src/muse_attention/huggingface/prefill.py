@@ -1,4 +1,4 @@
-"""Long prompts in chunks: each chunk has the attention that the whole prompt would have in one call.
+"""Long prompts in chunks: each chunk has the attention that it would have in one call with all before it.
 
 `generate(prefill_chunk_size=...)` of transformers hands a model its prompt in chunks, with the keys and values of
 earlier chunks in a cache. MuSe also needs their queries, from which it finds its query clusters: a `Prefill` keeps
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,18 @@ from transformers import PreTrainedModel
 from muse_attention.chunked import attend_since, resolve_chunked
 from muse_attention.config import MuSeConfig
 from muse_attention.core.sinks import with_sinks
-from muse_attention.huggingface.fallbacks import attends_to_everything, is_exact_only, refuse_other_softmax
-from muse_attention.huggingface.forward import exact_forward, muse_forward
+from muse_attention.huggingface.fallbacks import (
+    attends_to_everything,
+    is_exact_only,
+    refuse_other_softmax,
+    warn_once,
+)
+from muse_attention.huggingface.forward import exact_forward
 from muse_attention.huggingface.masks import offset_of_chunk, stands_for_chunk, visible
 from muse_attention.huggingface.registration import BY_NAME, implementation, register_function
 
 _NAME = f"{BY_NAME}chunked_prefill"
-_active: ContextVar[Prefill | None] = ContextVar("prefill", default=None)
+_active: ContextVar[tuple[Prefill, ...]] = ContextVar("prefill", default=())
 
 
 @contextlib.contextmanager
@@ -36,14 +41,15 @@ def chunked_prefill(model: PreTrainedModel, config: MuSeConfig | str) -> Iterato
         with huggingface.chunked_prefill(model, MuSeConfig.for_length(prompt.shape[1])):
             model.generate(prompt, prefill_chunk_size=8192, max_new_tokens=100)
 
-    Single tokens, as in decoding, attend exactly to all before them. So do chunks of padded batches, with a warning.
+    Single tokens, as in decoding, attend exactly to all before them. So do padded and packed rows, with a warning, and
+    layers that see less or more than their past.
 
     Args:
         config: with a tolerance and a block size, as for `ChunkedAttention`. Chunks of whole blocks are best
     """
-    prefill = Prefill(resolve_chunked(config))
+    prefill = Prefill(resolve_chunked(config), model)
     register_function(_NAME, _forward, reads_masks=False, chunks=True)
-    before = _active.set(prefill)
+    before = _active.set((*_active.get(), prefill))
     try:
         with implementation(model, _NAME):
             yield
@@ -51,37 +57,46 @@ def chunked_prefill(model: PreTrainedModel, config: MuSeConfig | str) -> Iterato
         _active.reset(before)
 
 
+class _Seen(NamedTuple):
+    """What a layer has attended to so far."""
+
+    queries: list[Tensor]
+    last_key: Tensor
+    """(batch, key heads, D), by which the cache is known again"""
+
+    @property
+    def length(self) -> int:
+        return sum(some.shape[2] for some in self.queries)
+
+
 class Prefill:
     """The queries that the layers of a model have had so far."""
 
-    def __init__(self, config: MuSeConfig) -> None:
+    def __init__(self, config: MuSeConfig, model: torch.nn.Module) -> None:
         self.config = config
-        self._queries: dict[torch.nn.Module, list[Tensor]] = {}
+        self.layers = frozenset(model.modules())
+        self._seen: dict[torch.nn.Module, _Seen] = {}
 
-    def add_token(self, layer: torch.nn.Module, query: Tensor) -> None:
-        if layer in self._queries:
-            self._queries[layer].append(query.detach())
+    def add_token(self, layer: torch.nn.Module, query: Tensor, key: Tensor) -> None:
+        """Note a single token, which attends by itself."""
+        seen = self._seen.pop(layer, None) if key.shape[2] > 1 else _Seen([], key[:, :, 0])
+        if seen is not None and seen.length < key.shape[2]:  # else a chunk after it is refused
+            self._seen[layer] = _Seen([*seen.queries, query.detach()], key[:, :, seen.length].clone())
 
     def attend(
         self, layer: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         """Output and lse of the queries of a chunk, which begins at `offset`; keys and values are those of a cache."""
-        earlier = self._queries.get(layer, []) if offset > 0 else []
-        seen = sum(some.shape[2] for some in earlier)
-        if seen != offset:
+        earlier = self._seen.get(layer) if offset > 0 else None
+        seen = 0 if earlier is None else earlier.length
+        if seen != offset or (earlier is not None and not torch.equal(key[:, :, offset - 1], earlier.last_key)):
             raise ValueError(
-                f"chunked_prefill: the cache has {offset} tokens, of which {seen} were attended to in this block; hand "
-                "it the whole prompt, from its first chunk on"
+                f"chunked_prefill: the cache has {offset} tokens, but the last {seen} that were attended to in this "
+                "block are not those; hand the model one whole prompt after another, each from its first chunk on"
             )
-        if earlier and earlier[0].shape[:2] != query.shape[:2]:
-            raise ValueError(
-                f"chunked_prefill: this chunk has {query.shape[0]} sequences, earlier ones {earlier[0].shape[0]}; "
-                "begin with the first chunk again"
-            )
-        queries = torch.cat([*earlier, query.detach()], 2)
-        self._queries[layer] = [queries]
-        queries = queries if not query.requires_grad else torch.cat([*earlier, query], 2)
+        queries = query if earlier is None else torch.cat([*earlier.queries, query], 2)
         length = queries.shape[2]  # a static cache has room for more
+        self._seen[layer] = _Seen([queries.detach()], key[:, :, length - 1].clone())
         rows = (queries, key[:, :, :length], value[:, :, :length])
         merged = attend_since(offset, *rows, self.config, scale=scale, backend="auto")
         return merged.out, merged.lse
@@ -96,21 +111,18 @@ def _forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    prefill = _active.get()
+    prefill = next((some for some in reversed(_active.get()) if module in some.layers), None)
     if prefill is None:
         raise ValueError("chunked_prefill: the model runs in another thread; enter the block in the one that runs it")
     if query.shape[2] == 1:
-        prefill.add_token(module, query)
-        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
-    offset = _offset(module, query, key, attention_mask, others)
+        prefill.add_token(module, query, key)
+        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
+    offset = _offset(module, query, key, attention_mask, is_causal, others)
     if offset is None:
-        settings = prefill.config.text
-        return muse_forward(
-            module, query, key, value, attention_mask, dropout, scaling=scaling, settings=settings, heed_model=False,
-            **others,
-        )  # fmt: skip
+        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     refuse_other_softmax(module, others)
     if is_exact_only(dropout, others):
         raise ValueError(
@@ -124,12 +136,22 @@ def _forward(
 
 
 def _offset(
-    module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, others: dict[str, Any]
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool | None,
+    others: dict[str, Any],
 ) -> int | None:
-    """Tokens before those of a chunk; None of what is no chunk: padded or packed rows, and layers with a window."""
+    """Tokens before those of a chunk. None if it is no chunk of a causal sequence."""
     if attention_mask is not None and stands_for_chunk(attention_mask):
         return offset_of_chunk(attention_mask)
-    if not attends_to_everything(module, others):
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal or not attends_to_everything(module, others):
         return None
-    seen = visible(module, query, key, attention_mask, getattr(module, "is_causal", True), others)
-    return 0 if seen.mask is None and seen.documents is None and seen.is_causal else None
+    seen = visible(module, query, key, attention_mask, is_causal, others)
+    if seen.is_causal and seen.mask is None and seen.documents is None:
+        return 0
+    warn_once("chunked_prefill", "rows are padded or packed")
+    return None

@@ -148,13 +148,15 @@ class MuSeCoreAttention(MegatronModule):
         """The learnable offsets, under the names and in the parts of Megatron's own core attention."""
         if self.config.softmax_type != "learnable":
             return {}
+        if metadata is None or "dp_cp_group" not in metadata:
+            raise ValueError("sharded_state_dict needs metadata['dp_cp_group'], as Megatron's checkpointing passes it")
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,
             tp_group=self.tp_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
+            dp_cp_group=metadata["dp_cp_group"],
         )
 
 

@@ -217,7 +217,8 @@ def muse_ulysses(attention: BaseAttention.Config, config: str | None = None) -> 
     inner = attention.inner_attention
     if isinstance(inner, VarlenAttention.Config) and inner.window_size != CAUSAL:
         raise ValueError(
-            "a layer with a sliding window has no context parallelism in torchtitan: use the override muse"
+            "a layer with a sliding window has no context parallelism with MuSe: use torchtitan's own attention, or "
+            "--parallelism.context_parallel_degree 1 and the override muse"
         )
     _refuse_hidden_windows(attention)
     sharding = _sharding_of_parts(inner.sharding_config)
@@ -236,7 +237,7 @@ def _refuse_hidden_windows(attention: BaseAttention.Config) -> None:
     if not isinstance(inner, FlexAttention.Config) or hasattr(attention, "sliding_window_size"):
         raise ValueError(
             f"MuSe cannot take the place of {type(inner).__qualname__} in {type(attention).__qualname__}: build the "
-            "model with attn_backend='varlen'"
+            "model with attn_backend='varlen', which context parallelism does not serve"
         )
 
 

@@ -124,9 +124,9 @@ def open_world(device: str) -> Iterator[World]:
 def _wait_for_all(store: Any, ranks: int) -> None:
     """Until every rank has come to its end. A rank that left before would reset its connections, and with them the last
     exchange of one that is still reading it."""
-    if store.add("muse: ranks at their end", 1) == ranks:
-        store.set("muse: all at their end", "")
-    with contextlib.suppress(dist.DistError):  # the store is gone with the rank that has it, which has seen all end
+    with contextlib.suppress(dist.DistError):  # the rank that has the store may have left, or failed and said why
+        if store.add("muse: ranks at their end", 1) == ranks:
+            store.set("muse: all at their end", "")
         store.wait(["muse: all at their end"])
 
 

@@ -248,11 +248,11 @@ def _read_run(output: Path) -> dict[str, Any]:
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        raise ValueError(f"{path} is not of muse train; {_way_out(output)}")
+        raise ValueError(f"{path} is not of muse train; {_remedy(output)}")
     return document
 
 
-def _way_out(output: Path) -> str:
+def _remedy(output: Path) -> str:
     """What to do about a `run.json` that cannot be read."""
     if not has_learnt(output):
         return "choose another output"

@@ -31,8 +31,8 @@ from muse_attention.core.structures import Partial, Selection
 SCORED_AT_ONCE = 1 << 18
 """Logits of summaries in one batch of slots: few enough to stay in cache."""
 FAINTEST = 1e-20
-"""Where all summaries that stay together have less than this share of the largest, which is retrieved, float32 may have
-lost them: they are weighed again by themselves."""
+"""If the summaries that are not retrieved sum to less than this share of the largest one, float32 may have lost them:
+they are weighed again without it."""
 SUMMARY_ELEMENTS = 1 << 25
 """Numbers in the summaries held at a time: beyond that, the query heads of a key head go in groups."""
 
@@ -236,8 +236,8 @@ def _attend_block(block: _Block, own: Partial, selected: Tensor, *, decide: bool
             first[some] = _read_selection(of_some, selected, columns)
         leave_out_retrieved(weights, of_some, first[some])
         total = weights.sum(-1)
-        is_faint = total < FAINTEST
-        if is_faint.any():  # (Of other rows no bit may change.)
+        is_faint = (total < FAINTEST) & _has_rest(of_some, first[some])
+        if is_faint.any():  # (The other rows must not change by a bit.)
             logits, _, _ = block.score(of_some, queries[some])
             leave_out_retrieved(logits, of_some, first[some], -torch.inf)
             of_rest, shift_of_rest = weigh(logits)
@@ -316,6 +316,13 @@ def _attend_block_backward(
     return scatter(
         by_tile[:-1].view_as(to_queries), slots.rows, grad_out.new_empty(grad_out.shape[0], queries.shape[-1])
     )
+
+
+def _has_rest(slots: Slots, first: Tensor) -> Tensor:
+    """(slots, rows) bool: rows that exist and do not retrieve every bucket."""
+    last_wanted = first.amax(-1, keepdim=True)
+    row = slots.row_in_tile.unflatten(1, (first.shape[1], -1))
+    return ((row < last_wanted) & (row != NO_ROW)).flatten(1)
 
 
 def _read_selection(slots: Slots, selected: Tensor, columns: Columns) -> Tensor:

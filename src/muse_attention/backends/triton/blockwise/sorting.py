@@ -19,7 +19,7 @@ _ROWS_OF_PART = 256
 
 
 def sort_queries(assignment: Tensor, geometry: Geometry, order: Order, *, first_block: int) -> None:
-    """By (H, N) clusters. Blocks before the first one that anything is asked for are left empty, without tiles."""
+    """By (H, N) clusters. Blocks before `first_block` are left empty, without tiles."""
     config = geometry.config
     _sort(
         assignment, geometry.blocks, geometry, first_block=first_block, clusters=config.query_clusters,
