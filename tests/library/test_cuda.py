@@ -19,6 +19,7 @@ from muse_attention.fidelity import compare
 from muse_lab.pretraining.model.sliding_window import sliding_window_attention
 from muse_lab.synthetic import clustered_qkv
 from tests.against_torch import assert_at_most_twice_the_error_of_torch
+from tests.chunks import Split
 from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
 from tests.layouts import LAYOUTS
 from tests.library.test_torch_backend import TestTorchBackend as _TorchBackend
@@ -314,6 +315,11 @@ def test_nothing_later_changes_a_bit_of_a_long_sequence() -> None:
             expected, muse_attention(*changed, is_causal=True, config=BLOCKWISE, return_lse=True), strict=True
         ):
             assert torch.equal(after[:, :, :cut], before[:, :, :cut]), cut
+
+
+@pytest.mark.parametrize("seed", range(200, 220))
+def test_chunks_give_what_one_call_gives(seed: int) -> None:
+    Split.draw(seed).check(backend="triton", dtype=torch.float32, device="cuda", rounding=1e-4)
 
 
 def test_a_million_tokens() -> None:
