@@ -133,7 +133,7 @@ def attend_by_reference(
 def clusters_of(
     query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, scale: float, backend: str
 ) -> Clusters:
-    """What a call clusters; of one block, nothing."""
+    """The clusters of a call. A sequence of one block needs none."""
     if query.shape[2] <= config.block_size:
         return single_cluster(query, key)
     return ops.cluster(query, key, config, is_causal=is_causal, scale=scale, backend=backend)

@@ -91,8 +91,8 @@ class Prefill:
         seen = 0 if earlier is None else earlier.length
         if seen != offset or (earlier is not None and not torch.equal(key[:, :, offset - 1], earlier.last_key)):
             raise ValueError(
-                f"chunked_prefill: the cache has {offset} tokens, but the last {seen} that were attended to in this "
-                "block are not those; hand the model one whole prompt after another, each from its first chunk on"
+                f"chunked_prefill: a chunk continues a cache of {offset} tokens that were not attended to in this "
+                "block; hand the model one whole prompt after another, each from its first chunk on"
             )
         queries = query if earlier is None else torch.cat([*earlier.queries, query], 2)
         length = queries.shape[2]  # a static cache has room for more
@@ -117,10 +117,11 @@ def _forward(
     prefill = next((some for some in reversed(_active.get()) if module in some.layers), None)
     if prefill is None:
         raise ValueError("chunked_prefill: the model runs in another thread; enter the block in the one that runs it")
+    offset = None
     if query.shape[2] == 1:
         prefill.add_token(module, query, key)
-        return exact_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
-    offset = _offset(module, query, key, attention_mask, is_causal, others)
+    else:
+        offset = _offset(module, query, key, attention_mask, is_causal, others)
     if offset is None:
         return exact_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     refuse_other_softmax(module, others)

@@ -49,21 +49,8 @@ def attend_to_rows_in_graph(
 
     Its backward pass attends to long documents once more, so elsewhere the graph is broken.
     """
-    batch, tokens = query.shape[0], query.shape[0] * query.shape[1]
-    out, lse = muse_attn_varlen_func(
-        query.flatten(0, 1),
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        ends,
-        ends,
-        tokens,
-        tokens,
-        softmax_scale=scale,
-        causal=True,
-        config=config,
-        return_lse=True,
-    )
-    return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+    tokens = query.shape[0] * query.shape[1]
+    return _attend_as_one_row(query, key, value, ends, tokens, config, is_causal=True, scale=scale)
 
 
 @_disable_dynamo
@@ -82,16 +69,31 @@ def _attend_to_documents(
             "a CUDA graph would keep the documents of one batch for all: turn CUDA graphs off (torchtitan: "
             "--training.disable_cuda_graphs)"
         )
-    batch = query.shape[0]
     boundaries = DocumentBoundaries.read(documents)
+    longest = boundaries.longest
+    return _attend_as_one_row(query, key, value, boundaries, longest, config, is_causal=is_causal, scale=scale)
+
+
+def _attend_as_one_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: DocumentBoundaries | Tensor,
+    longest: int,
+    config: MuSeConfig | str | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    batch = query.shape[0]
     out, lse = muse_attn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
         boundaries,
         boundaries,
-        boundaries.longest,
-        boundaries.longest,
+        longest,
+        longest,
         softmax_scale=scale,
         causal=is_causal,
         config=config,

@@ -53,7 +53,7 @@ class ComparisonRequest:
     samples: Annotated[
         int,
         option(
-            "Number of evenly spaced held-out windows. 0 measures nothing: the report has what the runs recorded "
+            "Maximum number of evenly spaced held-out windows. 0 measures nothing: the report has what runs recorded "
             "during training, and needs only their run.json and metrics.jsonl."
         ),
     ] = 16

@@ -67,7 +67,7 @@ def prepare(
             help="Minimum document length in tokens, at 3.5 bytes per token.", show_default="16k, or 1 with --pack"
         ),
     ] = None,
-    largest: Annotated[str, typer.Option(help="Maximum document length in tokens.")] = "256k",
+    largest: Annotated[str, typer.Option(help="Exclusive upper limit of the document length, in tokens.")] = "256k",
     skip_large: Annotated[
         bool | None,
         typer.Option(
