@@ -5,25 +5,28 @@
         --attention exact
 
 The base of the rotary embedding is raised, the model is trained on rows of the new length, and then read with exact
-attention: held-out loss by position, before and after. Texts are files, or folders of them; every twentieth file is
-held out. The same `--seed` gives the same rows in the same order whatever the attention. After an interruption, run it
-again: it goes on from the last checkpoint. `OUTPUT/log.jsonl` has every update, `OUTPUT/result.json` the losses,
-`OUTPUT/model` the weights, which any program reads. Needs the extra `huggingface`.
+attention: held-out loss by position, four times on the way. Texts are files, or folders of them; the last twentieth of
+the files is held out. The same `--seed` gives the same rows in the same order whatever the attention. After an
+interruption, run it again: it goes on from the last checkpoint. OUTPUT/log.jsonl has every update, OUTPUT/result.json
+losses and speed, OUTPUT/model the weights, which any program reads. Needs the extra `huggingface`.
 """
 
 import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -33,42 +36,39 @@ from muse_attention.sizes import format_size, parse_size
 
 SUFFIXES = (".py", ".md", ".rst", ".txt", ".c", ".h", ".cpp", ".js", ".java", ".rs", ".go")
 HELD_OUT = 20
-"""One file in so many is kept for measuring the loss."""
+"""The last of so many parts of the files is kept for measuring the loss."""
+EVALUATIONS = 4
+"""After so many equal parts of the updates, the last of them at the end."""
+FILES_AT_ONCE = 256
 LOGITS_AT_ONCE = 2048
 """Positions whose logits are held at a time: those of 32k positions and 50k words would take 6 GiB."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Tokens of files laid end to end, cut into rows of `length + 1`."""
-
-    training: Tensor
-    held_out: Tensor
-
-
-def read_rows(paths: list[Path], tokenizer: Any, length: int) -> Rows:
+def read_rows(paths: list[Path], tokenizer: Any, length: int) -> list[Tensor]:
+    """Tokens of files laid end to end, cut into rows of `length + 1`: those to train on, and those held out."""
     files = [path for path in paths if path.is_file()]
     files += [file for path in paths for file in sorted(path.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
     tokens: dict[bool, list[int]] = {True: [], False: []}
-    for number, file in enumerate(files):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        tokens[number % HELD_OUT == HELD_OUT - 1] += tokenizer(text, add_special_tokens=False)["input_ids"] + end
-        print(f"\rread {number + 1} of {len(files)} files", end="", file=sys.stderr)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    first_held_out = len(files) - len(files) // HELD_OUT
+    for begin in range(0, len(files), FILES_AT_ONCE):
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[begin : begin + FILES_AT_ONCE]]
+        for number, ids in enumerate(tokenizer(texts, add_special_tokens=False)["input_ids"], begin):
+            tokens[number >= first_held_out] += ids + end
+        print(f"\rread {begin + len(texts)} of {len(files)} files", end="", file=sys.stderr)
     print(file=sys.stderr)
     rows = []
     for is_held_out in (False, True):
         stream = torch.tensor(tokens[is_held_out], dtype=torch.int32)
-        number = stream.shape[0] // (length + 1)
+        number = len(stream) // (length + 1)
         if number == 0:
-            what = "held-out files have" if is_held_out else "files have"
-            sys.exit(f"{what} {stream.shape[0]} tokens, fewer than a row of {length + 1}: name more texts")
+            what = "held-out files" if is_held_out else "files"
+            sys.exit(f"{what} have {len(stream)} tokens, fewer than a row of {length + 1}: name more texts")
         rows.append(stream[: number * (length + 1)].view(number, length + 1))
-    return Rows(*rows)
+    return rows
 
 
 def order_of_rows(number: int, seed: int) -> Iterator[int]:
-    """All rows in random order, again and again."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(number, generator=generator).tolist()
@@ -88,9 +88,7 @@ def load(folder: str, length: int, rope_base: float | None) -> Any:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
         config.max_position_embeddings = length
         print(f"context {format_size(length)}, base of the rotary embedding {old:g} to {base:.4g}", file=sys.stderr)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
-    model.gradient_checkpointing_enable()
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
 def losses(model: Any, row: Tensor) -> Tensor:
@@ -109,7 +107,7 @@ def loss_by_position(model: Any, rows: Tensor, device: str) -> dict[str, float]:
     """Means over ranges of positions that double, under exact attention."""
     model.eval()
     total = torch.zeros(rows.shape[1] - 1, dtype=torch.float64)
-    with torch.no_grad(), huggingface.use_attention(model, "exact"), autocast(device):
+    with torch.no_grad(), attending(model, "exact", device):
         for number, row in enumerate(rows):
             print(f"\rheld-out row {number + 1} of {len(rows)}", end="", file=sys.stderr)
             total += losses(model, row.to(device)).double().cpu()
@@ -123,8 +121,13 @@ def loss_by_position(model: Any, rows: Tensor, device: str) -> dict[str, float]:
     return found
 
 
-def autocast(device: str) -> torch.autocast:
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
+@contextmanager
+def attending(model: Any, attention: str, device: str) -> Iterator[None]:
+    """An attention in every layer, with products in bfloat16 on a GPU."""
+    precision = torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
+    kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # the fastest first
+    with huggingface.use_attention(model, attention), precision, sdpa_kernel(kinds, set_priority=True):
+        yield
 
 
 def learning_rate(update: int, updates: int, peak: float) -> float:
@@ -135,25 +138,23 @@ def learning_rate(update: int, updates: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * (update - warmup) / max(1, updates - warmup)))
 
 
-def save(state: dict[str, Any], file: Path) -> None:
-    """As a whole or not at all."""
-    unfinished = file.with_suffix(".unfinished")
-    torch.save(state, unfinished)
-    os.replace(unfinished, file)
-
-
 def train(arguments: argparse.Namespace) -> None:
     output, device, length = Path(arguments.output), arguments.device, parse_size(arguments.length)
     if (output / "result.json").exists():
         sys.exit(f"{output} has a finished run: choose another --output")
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    rows = read_rows([Path(path) for path in arguments.texts], tokenizer, length)
-    held_out = rows.held_out[: arguments.held_out_rows]
+    rows, held_out = read_rows([Path(path) for path in arguments.texts], tokenizer, length)
+    held_out = held_out[: arguments.held_out_rows]
     updates = max(1, parse_size(arguments.tokens) // (length * arguments.batch))
     model = load(arguments.model, length, arguments.rope_base).to(device).train()
+    if arguments.recompute:
+        model.gradient_checkpointing_enable()
+    if arguments.compile:
+        for layer in model.model.layers:
+            layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    order, first, before = order_of_rows(len(rows.training), arguments.seed), 0, None
+    order, first, measured = order_of_rows(len(rows), arguments.seed), 0, []
     saved = output / "checkpoint.pt"
     if saved.exists():
         state = torch.load(saved, map_location=device, weights_only=True)
@@ -163,12 +164,11 @@ def train(arguments: argparse.Namespace) -> None:
             sys.exit(f"{saved} was trained with another --{changed.replace('_', '-')}: choose another --output")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first, before = state["update"], state["before"]
+        first, measured = state["update"], state["measured"]
         for _ in range(first * arguments.batch):
             next(order)
         print(f"going on after update {first} of {updates}", file=sys.stderr)
-    before = before or loss_by_position(model, held_out, device)
-    kept = {"arguments": settings(arguments), "before": before}
+    measured = measured or [{"update": 0, "loss": loss_by_position(model, held_out, device)}]
     last_saved = time.monotonic()
     # (Updates after the checkpoint are done again.)
     lines = (output / "log.jsonl").read_text().splitlines(keepends=True)[:first] if first else []
@@ -180,9 +180,9 @@ def train(arguments: argparse.Namespace) -> None:
                 group["lr"] = learning_rate(update, updates, arguments.lr)
             loss = 0.0
             for _ in range(arguments.batch):
-                row = rows.training[next(order)].to(device)
+                row = rows[next(order)].to(device)
                 # (Backward inside as well: it computes each layer again.)
-                with huggingface.use_attention(model, arguments.attention), autocast(device):
+                with attending(model, arguments.attention, device):
                     of_row = losses(model, row).mean() / arguments.batch
                     of_row.backward()
                 loss += float(of_row.detach())
@@ -190,26 +190,34 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             seconds = time.perf_counter() - begin
-            speed = length * arguments.batch / seconds
             log.write(json.dumps({"update": update + 1, "loss": loss, "seconds": seconds}) + "\n")
             log.flush()
-            print(
-                f"\rupdate {update + 1} of {updates}: loss {loss:.4f}, {speed:,.0f} tokens/s", end="", file=sys.stderr
-            )
+            speed = f"{length * arguments.batch / seconds:,.0f} tokens/s"
+            print(f"\rupdate {update + 1} of {updates}: loss {loss:.4f}, {speed}", end="", file=sys.stderr)
+            if (update + 1) * EVALUATIONS // updates > update * EVALUATIONS // updates:
+                print(file=sys.stderr)
+                measured.append({"update": update + 1, "loss": loss_by_position(model, held_out, device)})
             if time.monotonic() - last_saved > arguments.save_every:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "update": update + 1}
-                save({**state, **kept}, saved)
+                torch.save({**state, "arguments": settings(arguments), "measured": measured}, output / "unfinished")
+                os.replace(output / "unfinished", saved)
                 last_saved = time.monotonic()
-    print(file=sys.stderr)
     model.save_pretrained(output / "model")
     tokenizer.save_pretrained(output / "model")
-    after = loss_by_position(model, held_out, device)
-    result = {"arguments": settings(arguments), "updates": updates, "before": before, "after": after}
-    (output / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    logged = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    result = {
+        "arguments": settings(arguments),
+        "machine": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "tokens_per_second": round(length * arguments.batch / statistics.median(line["seconds"] for line in logged)),
+        "training_losses": [round(line["loss"], 4) for line in logged],
+        "held_out": measured,
+    }
+    (output / "result.json").write_text(json.dumps(result) + "\n")
     saved.unlink(missing_ok=True)
     print(f"{'positions':>16}  before   after  (loss under exact attention)")
-    for name in after:
-        print(f"{name:>16}  {before[name]:.4f}  {after[name]:.4f}")
+    for name, after in measured[-1]["loss"].items():
+        print(f"{name:>16}  {measured[0]['loss'][name]:.4f}  {after:.4f}")
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -224,6 +232,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="muse", help="muse, muse:paper, muse:Q8K32T0.1B2k, exact, ...")
     parser.add_argument("--length", default="32k", help="tokens of a row")
     parser.add_argument("--tokens", default="64m", help="to train on, all in all")
+    parser.add_argument("--compile", action="store_true", help="compile each layer")
+    parser.add_argument("--recompute", action="store_true", help="layers in backward, to keep less of them in memory")
     parser.add_argument("--batch", type=int, default=4, help="rows of an update")
     parser.add_argument("--lr", type=float, default=1e-4, help="peak of the learning rate")
     parser.add_argument("--rope-base", type=float, help="of the rotary embedding; without it, raised with the length")

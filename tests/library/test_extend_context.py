@@ -55,7 +55,10 @@ def test_a_model_learns_longer_rows_and_an_interrupted_run_goes_on(
     assert {str(call.config) for call in calls} == {"Q4K8T0.1B128"}
     assert {call.query.shape[2] for call in calls} == {512}
     result = json.loads((tmp_path / "whole" / "result.json").read_text())
-    assert result["after"]["all"] < result["before"]["all"] - 0.1
+    assert [measured["update"] for measured in result["held_out"]] == [0, 1, 2, 3, 4]
+    assert result["held_out"][-1]["loss"]["all"] < result["held_out"][0]["loss"]["all"] - 0.1
+    assert len(result["training_losses"]) == 4
+    assert result["tokens_per_second"] > 0
     config = json.loads((tmp_path / "whole" / "model" / "config.json").read_text())
     assert config["max_position_embeddings"] == 512
     assert config["rope_parameters"]["rope_theta"] > 4 * 10_000
@@ -68,7 +71,7 @@ def test_a_model_learns_longer_rows_and_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         return whole(update, updates, peak)
 
-    arguments = (model, texts, *OPTIONS, *MUSE, "--save-every", 0, "--output", tmp_path / "parts")
+    arguments = (model, texts, *OPTIONS, *MUSE, "--recompute", "--save-every", 0, "--output", tmp_path / "parts")
     with monkeypatch.context() as patch:
         patch.setattr(extend_context, "learning_rate", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -85,7 +88,7 @@ def test_a_model_learns_longer_rows_and_an_interrupted_run_goes_on(
 def test_other_settings_do_not_continue_a_run(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = {"arguments": {"seed": 1}, "model": {}, "optimizer": {}, "update": 1, "before": {}}
+    saved = {"arguments": {"seed": 1}, "model": {}, "optimizer": {}, "update": 1, "measured": []}
     torch.save(saved, tmp_path / "checkpoint.pt")
     with pytest.raises(SystemExit, match="another --seed: choose another --output"):
         run(monkeypatch, model, texts, *OPTIONS, "--attention", "exact", "--output", tmp_path)

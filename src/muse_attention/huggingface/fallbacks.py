@@ -74,11 +74,12 @@ def attends_to_everything(module: torch.nn.Module, others: dict[str, Any]) -> bo
     if others.get("sliding_window", own) is not None:
         return False
     kind = getattr(module, "layer_type", None)
-    if isinstance(kind, str):  # a compiled layer that asks for its index serves no other layer
+    if isinstance(kind, str):
         return kind not in _WINDOWED
     types = getattr(getattr(module, "config", None), "layer_types", None) or []
-    index = getattr(module, "layer_idx", None)
-    return index is None or index >= len(types) or types[index] not in _WINDOWED
+    windowed = [index for index, kind in enumerate(types) if kind in _WINDOWED]
+    # (Last, because a compiled layer that asks for its index serves no other layer.)
+    return not windowed or getattr(module, "layer_idx", None) not in windowed
 
 
 def refuse_other_softmax(module: torch.nn.Module, others: dict[str, Any]) -> None:

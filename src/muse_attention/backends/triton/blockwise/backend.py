@@ -99,7 +99,7 @@ def _attend(*tensors_and_settings: Any) -> tuple[Tensor, ...]:
     offset = find_key_offset(keys, geometry.config.block_size)
     columns = summaries.summarise(keys, values, centroids, offset, order, geometry)
     if config.uses_first_order:
-        find_slopes(keys, values, centroids, offset, order, geometry, slopes)
+        find_slopes(keys, values, key_assigned.flatten(0, 1), centroids, offset, order, geometry, slopes)
     residuals = take_residuals(queries, centroids, offset, spread, order, geometry, scale=scale)
     attend_far(
         Partial(out.flatten(0, 1), lse.flatten(0, 1)), queries, keys, values, residuals, columns, slopes, order,

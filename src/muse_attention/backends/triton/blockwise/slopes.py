@@ -1,6 +1,6 @@
 """How the values of summaries change with a query's residual: one matrix for all the buckets that a block sees.
 
-For each bucket that is the covariance of its keys and values, `sum w k v^T` less its means. It is a constant for the
+For each bucket that is the covariance of its keys and values, `sum w (k - mean) v^T`. It is a constant for the
 gradient.
 """
 
@@ -23,7 +23,7 @@ from muse_attention.backends.triton.blockwise.geometry import (
 )
 from muse_attention.backends.triton.blockwise.order import Order
 from muse_attention.backends.triton.blockwise.summaries import summarise
-from muse_attention.backends.triton.device_math import LOG2_E, exp_of_less, finite_square
+from muse_attention.backends.triton.device_math import LOG2_E, exp_of_less, finite_square, in_range
 from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.backends.triton.numbers import arithmetic, cdiv, fitting, padded, power_of_two
 from muse_attention.backends.triton.row_tiles import load_rows
@@ -86,13 +86,15 @@ def _rooms(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dtype
 def find_slopes(
     keys: Tensor,
     values: Tensor,
+    key_assignment: Tensor,
     centroids: Tensor,
     key_offset: Tensor,
     order: Order,
     geometry: Geometry,
     slopes: Slopes,
 ) -> None:
-    """Write those of (G, N, D) keys and (G, N, Dv) values, for (H, S, Q, D) centroids; `key_offset` is (G, D)."""
+    """Write those of (G, N, D) keys and (G, N, Dv) values in clusters, (G, N), for (H, S, Q, D) centroids; `key_offset`
+    is (G, D)."""
     heads, generations, _, head_dim = centroids.shape
     value_dim = values.shape[-1]
     shared = {**widths(head_dim, value_dim), "ACC": arithmetic(keys.dtype)["ACC"]}
@@ -107,11 +109,10 @@ def find_slopes(
     largest, total, moment = (sums.new_empty(slots) for _ in range(3))
     of_slots = {"sums_ptr": sums, "largest_ptr": largest, "total_ptr": total, "moment_ptr": moment}
     _sum_slopes_of_part[(_PARTS, *reversed(slots))](
-        keys_ptr=keys, values_ptr=values, centres_ptr=centres, key_offset_ptr=key_offset,
-        log_mass_ptr=columns.log_mass, key_mean_ptr=columns.key_mean, value_mean_ptr=columns.value_mean,
+        keys_ptr=keys, values_ptr=values, key_assignment_ptr=key_assignment, centres_ptr=centres,
+        key_offset_ptr=key_offset, log_mass_ptr=columns.log_mass, key_mean_ptr=columns.key_mean,
         deviation_ptr=columns.deviation, **of_slots, **geometry.sizes(*_OF_SUMS), IS_CAUSAL=geometry.is_causal,
-        KP=padded(geometry.config.key_clusters), MEANS=padded(cdiv(geometry.config.key_clusters, _PARTS)),
-        PRECISION=arithmetic(keys.dtype)["PRECISION"], **shared,
+        KP=padded(geometry.config.key_clusters), PRECISION=arithmetic(keys.dtype)["PRECISION"], **shared,
         **fitting(SUM_SLOPES, head_dim, value_dim, keys.dtype),
     )  # fmt: skip
     _add_slopes_of_blocks[(cdiv(head_dim, _DIMS), geometry.blocks, heads)](
@@ -138,17 +139,17 @@ def _find_centre(
 
 @kernel(stage="summaries", do_not_specialize=_OF_SUMS)
 def _sum_slopes_of_part(
-    keys_ptr, values_ptr, centres_ptr, key_offset_ptr, log_mass_ptr, key_mean_ptr, value_mean_ptr, deviation_ptr,
+    keys_ptr, values_ptr, key_assignment_ptr, centres_ptr, key_offset_ptr, log_mass_ptr, key_mean_ptr, deviation_ptr,
     sums_ptr, largest_ptr, total_ptr, moment_ptr, length, block_size, key_clusters, generations, summarised,
-    shared_by, IS_CAUSAL: tl.constexpr, KP: tl.constexpr, MEANS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    shared_by, IS_CAUSAL: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products of some keys of a block with their values, less those of the means of some of its buckets, with weights
-    relative to the heaviest bucket.
+    """Products of some keys of a block, less the means of their buckets, with their values, with weights relative to
+    the heaviest bucket.
 
-    Grid: (parts, T, H). `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); `centres_ptr`: (H, S, 1, D);
-    `key_offset_ptr`: (G, D); summaries as in `Columns`, of the one centre of each generation; `sums_ptr`: (H, T, parts,
-    D, DV); `largest_ptr`, `total_ptr`, `moment_ptr`: (H, T).
+    Grid: (parts, T, H). `keys_ptr`: (G, N, D); `values_ptr`: (G, N, DV); `key_assignment_ptr`: (G, N) int32;
+    `centres_ptr`: (H, S, 1, D); `key_offset_ptr`: (G, D); summaries as in `Columns`, of the one centre of each
+    generation; `sums_ptr`: (H, T, parts, D, DV); `largest_ptr`, `total_ptr`, `moment_ptr`: (H, T).
     """
     part, slot, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head = head // shared_by
@@ -170,7 +171,6 @@ def _sum_slopes_of_part(
         tl.store(total_ptr + at, tl.sum(shares, 0))
         tl.store(moment_ptr + at, tl.sum(shares * deviations * deviations, 0))
 
-    # 1. Keys, in the order of the sequence.
     sums = tl.zeros([DP, DVP], ACC)  # [D, DV]
     rows = tl.cdiv(tl.cdiv(block_size, tl.num_programs(0)), KEYS) * KEYS
     first, end = block * block_size + part * rows, tl.minimum((block + 1) * block_size, length)
@@ -180,18 +180,12 @@ def _sum_slopes_of_part(
         values = load_rows(values_ptr, key_head * length + begin, offs_key, mask_key, DV, DVP)  # [KEYS, DV]
         logits = tl.sum(keys * centre[None, :], 1)  # [KEYS]
         weights = tl.where(mask_key, exp_of_less(logits, shift), 0.0)  # [KEYS]
-        weighted = (keys - offset[None, :]) * weights[:, None]  # [KEYS, D]
+        # Each key less its mean, not sums less those of means: their weights are rounded another way, and a large
+        # residual would make that much. (Means are less the offset.)
+        cluster = tl.load(key_assignment_ptr + key_head * length + begin + offs_key, mask=mask_key, other=0)  # [KEYS]
+        means = load_rows(key_mean_ptr, of_slot, in_range(cluster, key_clusters), mask_key, D, DP).to(ACC)  # [KEYS, D]
+        weighted = (keys - offset[None, :] - means) * weights[:, None]  # [KEYS, D]
         sums = tl.dot(tl.trans(weighted.to(values.dtype)), values, sums, input_precision=PRECISION, out_dtype=ACC)
-
-    # 2. Buckets. (Their means of keys are less the offset.)
-    buckets = tl.cdiv(key_clusters, tl.num_programs(0))
-    offs_mean = part * buckets + tl.arange(0, MEANS)  # [MEANS]
-    mask_mean = offs_mean < tl.minimum((part + 1) * buckets, key_clusters)  # [MEANS]
-    means = load_rows(key_mean_ptr, of_slot, offs_mean, mask_mean, D, DP).to(ACC)  # [MEANS, D]
-    values = load_rows(value_mean_ptr, of_slot, offs_mean, mask_mean, DV, DVP)  # [MEANS, DV]
-    masses = tl.load(log_mass_ptr + of_slot + offs_mean, mask=mask_mean, other=float("-inf"))  # [MEANS]
-    weighted = -means * exp_of_less(masses, shift)[:, None]  # [MEANS, D]
-    sums = tl.dot(tl.trans(weighted.to(values.dtype)), values, sums, input_precision=PRECISION, out_dtype=ACC)
     at = (head * summarised + slot) * tl.num_programs(0) + part
     mask = (offs_d < D)[:, None] & (offs_x < DV)[None, :]  # [D, DV]
     tl.store(sums_ptr + at * D * DV + offs_d[:, None] * DV + offs_x[None, :], sums, mask=mask)
