@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
+from docs_build import extension_table
+from docs_build.extension_table import EXACT, find, group, read_runs
+from docs_build.marked_tables import with_table
 from docs_build.records import (
     DEFAULT,
-    DEFAULTS_OF_0_3,
     GPU,
     QWEN,
     RECORDS,
     SMOLLM2,
-    TRAINED_WITH,
     Timing,
-    read_comparison,
     read_timings,
     read_timings_of_qwen,
 )
 from muse_attention.sizes import format_size
-from muse_lab.evaluation.comparison.seeds import seeds_of
-from muse_lab.pretraining.schedule import EXACT
 
 README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- table: python -m docs_build.readme_table -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python -m docs_build.readme_table -->"
 COMPARED = ((SMOLLM2, 64), (SMOLLM2, 32), (QWEN, 32))
 """Rows of attention: heads, and thousands of tokens."""
 CALLED = {SMOLLM2: "heads of SmolLM2-135M", QWEN: "heads of 128 of Qwen2.5-Coder-1.5B"}
@@ -44,7 +43,7 @@ def read_rows() -> list[Row]:
     """Attention on heads of trained models; speed and loss of training."""
     timings = [*read_timings(), *read_timings_of_qwen()]
     compared = [_find(timings, data, 1024 * thousands) for data, thousands in COMPARED]
-    return [*map(_attention_row, compared), _speed_row("speed-64k"), _loss_row("32k")]
+    return [*map(_attention_row, compared), *_extension_rows()]
 
 
 def make_table(rows: Sequence[Row]) -> str:
@@ -57,22 +56,13 @@ def make_claims(rows: Sequence[Row]) -> list[str]:
     """What README's prose says of the default: numbers with the words around them."""
     data, thousands = COMPARED[0]
     best, slower = _find(read_timings(), data, 1024 * thousands), _find(read_timings_of_qwen(), QWEN, 16 * 1024)
-    loss = rows[-1].change.partition(",")[0]
+    faster, loss = rows[-2].change.partition("**")[2].partition("x")[0], rows[-1].change.partition(",")[0]
     return [
         f"**{best.speedup:.1f} times as fast as cuDNN** at {format_size(best.length)} tokens on {CALLED[data]}",
         f"a relative squared error (RSE) of {best.error:.2g}",
-        f"a held-out loss {loss} than after exact training. They had the {TRAINED_WITH}",
+        f"{faster} times the tokens/s of exact attention, and ended with a held-out loss {loss} after the same tokens",
         f"slower than exact attention ({slower.speedup:.2f}x) at {format_size(slower.length)}",
     ]
-
-
-def with_table(text: str, table: str, first_line: str = BEGIN) -> str:
-    """A page with the table after this line replaced."""
-    before, begin, rest = text.partition(first_line)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {first_line} and {END}")
-    return f"{before}{first_line}\n\n{table}\n\n{END}{after}"
 
 
 def _find(timings: Sequence[Timing], data: str, length: int) -> Timing:
@@ -94,38 +84,26 @@ def _attention_row(timing: Timing) -> Row:
     )
 
 
-def _speed_row(record: str) -> Row:
-    """Of short runs from random weights."""
-    results, path = read_comparison(record)
-    exact, muse = (max(results.runs[run].curves.speeds.values()).tokens_per_second for run in ("exact", "muse"))
-    return Row(
-        f"Training a 96M model, {format_size(results.settings.length)} tokens, {TRAINED_WITH}",
-        *(f"{round(speed, -3):,.0f} tokens/s" for speed in (exact, muse)),
-        f"**{muse / exact:.2f}x** as fast",
-        path,
-    )
-
-
-def _loss_row(record: str) -> Row:
-    """Means over seeds."""
-    results, path = read_comparison(record)
-    length = results.settings.length
-    by_attention = {seeds.attention: seeds for seeds in seeds_of(results)}
-    exact, muse = (by_attention.get(name) for name in (EXACT, DEFAULTS_OF_0_3[length]))
-    gap = muse and muse.difference(results, is_percent=True)
-    if exact is None or muse is None or gap is None or gap.standard_error is None:
-        raise ValueError(f"{path}: not several seeds of exact training, and as many with the default")
-    of_exact, of_muse = (seeds.loss(results, EXACT) for seeds in (exact, muse))
-    if of_exact is None or of_muse is None:
-        raise ValueError(f"{path}: not all of its runs were measured to the end")
-    sign = "lower" if gap.mean < 0 else "higher"
-    return Row(
-        f"Held-out loss of 23M models, {format_size(length)} tokens, {TRAINED_WITH}",
-        f"{of_exact.mean:.3f}",
-        f"{of_muse.mean:.3f}",
-        f"{abs(gap.mean):.2f} ± {gap.standard_error:.2f}% {sign}, {len(muse.runs)} seeds",
-        path,
-    )
+def _extension_rows() -> list[Row]:
+    """Means over seeds, of the same tokens."""
+    kinds = group(read_runs())
+    exact, muse = (find(kinds, attention) for attention in (EXACT, extension_table.DEFAULT))
+    losses = [mean(run.after["all"] for run in kind.runs) for kind in (exact, muse)]
+    what = "SmolLM2-135M extended from 8k to 32k"
+    return [
+        Row(
+            f"{what}, training speed",
+            *(f"{round(kind.speed, -3):,.0f} tokens/s" for kind in (exact, muse)),
+            f"**{muse.speed / exact.speed:.2f}x** as fast",
+            extension_table.PAGE,
+        ),
+        Row(
+            f"{what}, held-out loss after the same tokens",
+            *(f"{loss:.3f}" for loss in losses),
+            f"{muse.gap.removeprefix('+')} higher, {len(muse.runs)} seeds",
+            extension_table.PAGE,
+        ),
+    ]
 
 
 def _line(row: Row) -> str:
@@ -135,5 +113,5 @@ def _line(row: Row) -> str:
 
 if __name__ == "__main__":
     rows = read_rows()
-    README.write_text(with_table(README.read_text(), make_table(rows)))
+    README.write_text(with_table(README.read_text(), make_table(rows), BEGIN))
     print("wrote README's table; its prose must say:", *make_claims(rows), sep="\n")

@@ -80,7 +80,7 @@ def read_timings(*, heads: int = 8, key_heads: int | None = None, head_dim: int 
 
 def read_timings_of_qwen() -> list[Timing]:
     """The same on its heads of 128, two to a key head."""
-    return [timing for timing in read_timings(key_heads=4, head_dim=128) if timing.data == QWEN]
+    return [timing for timing in read_timings(heads=12, key_heads=6, head_dim=128) if timing.data == QWEN]
 
 
 def read_comparison(record: str) -> tuple[ComparisonResults, Path]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from docs_build.kept_tensors import OF_EXACT, Heads, kept_bytes, share_of_exact
-from docs_build.readme_table import with_table
+from docs_build.marked_tables import with_table
 from docs_build.records import DEFAULT, SYNTHETIC, Timing, read_timings
 from muse_attention.distributed import ulysses_bytes
 from muse_attention.sizes import format_size

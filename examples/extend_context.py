@@ -169,7 +169,7 @@ def train(arguments: argparse.Namespace) -> None:
             next(order)
         print(f"going on after update {first} of {updates}", file=sys.stderr)
     measured = measured or [{"update": 0, "loss": loss_by_position(model, held_out, device)}]
-    last_saved = time.monotonic()
+    exact_from, last_saved = round(updates * (1 - arguments.exact_tail)), time.monotonic()
     # (Updates after the checkpoint are done again.)
     lines = (output / "log.jsonl").read_text().splitlines(keepends=True)[:first] if first else []
     with (output / "log.jsonl").open("w") as log:
@@ -182,7 +182,7 @@ def train(arguments: argparse.Namespace) -> None:
             for _ in range(arguments.batch):
                 row = rows[next(order)].to(device)
                 # (Backward inside as well: it computes each layer again.)
-                with attending(model, arguments.attention, device):
+                with attending(model, arguments.attention if update < exact_from else "exact", device):
                     of_row = losses(model, row).mean() / arguments.batch
                     of_row.backward()
                 loss += float(of_row.detach())
@@ -230,6 +230,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model", help="folder of a model of transformers with rotary embeddings, or a name on the hub")
     parser.add_argument("texts", nargs="+", help="files, or folders of them")
     parser.add_argument("--attention", default="muse", help="muse, muse:paper, muse:Q8K32T0.1B2k, exact, ...")
+    parser.add_argument("--exact-tail", type=float, default=0, help="share of updates, the last, with exact attention")
     parser.add_argument("--length", default="32k", help="tokens of a row")
     parser.add_argument("--tokens", default="64m", help="to train on, all in all")
     parser.add_argument("--compile", action="store_true", help="compile each layer")

@@ -182,6 +182,24 @@ def test_compiles_into_one_graph_that_runs_muse(compiler: str, use_cache: bool) 
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
+def test_compiled_layers_share_one_graph() -> None:
+    """More layers than the compiler makes graphs of one function: a graph for each would leave the rest uncompiled."""
+    model, ids, graphs = tiny_llama(num_hidden_layers=10).float().train(), token_ids(200), []
+    model.set_attn_implementation("muse")
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    expected = model(ids, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.compile(backend=count)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-3, atol=1e-4)
+    assert len(graphs) == 1
+
+
 # Where exact attention runs
 
 

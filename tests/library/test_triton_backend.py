@@ -316,6 +316,18 @@ def test_of_equally_near_centroids_the_first_with_room_counts() -> None:
     assert found.key_assignment.flatten().tolist() == 2 * list(range(20))
 
 
+def test_first_order_of_single_keys_is_nothing_however_large_the_logits() -> None:
+    """A bucket of one key is its own summary: there is no covariance, and rounding must not make one."""
+    query, key, value = Shape("", "", length=64, heads=1, key_heads=1).tensors(torch.float32, requires_grad=False)
+    out, without = (
+        muse_attention(
+            30 * query, 30 * key, value, is_causal=True, config=f"Q3K16TinfB16,first_order={order}", backend="triton"
+        )
+        for order in ("true", "false")
+    )
+    torch.testing.assert_close(out, without, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("wrong", "config"), [(-7, "Q3K5R2SP2B32"), (1 << 30, "Q3K5R1B32"), (-7, "Q3K5T0.05B32"), (1 << 30, "Q3K5T0.05B32")]

@@ -155,12 +155,21 @@ def test_pictures_of_records_are_shown() -> None:
 
 @needs_records
 def test_readme_has_the_numbers_of_the_records() -> None:
-    from docs_build.readme_table import README, make_claims, make_table, read_rows, with_table
+    from docs_build.marked_tables import with_table
+    from docs_build.readme_table import BEGIN, README, make_claims, make_table, read_rows
 
     text, rows = README.read_text(), read_rows()
-    assert text == with_table(text, make_table(rows))
+    assert text == with_table(text, make_table(rows), BEGIN)
     prose = text.replace("\n", " ")
     assert not [claim for claim in make_claims(rows) if claim not in prose]
+
+
+@needs_records
+def test_context_extension_has_the_numbers_of_the_records() -> None:
+    from docs_build.extension_table import BEGIN, PAGE, group, make_tables, read_runs
+    from docs_build.marked_tables import with_table
+
+    assert PAGE.read_text() == with_table(PAGE.read_text(), make_tables(group(read_runs())), BEGIN)
 
 
 @needs_records

@@ -73,7 +73,7 @@ def test_a_difference_is_that_of_the_length(tmp_path: Path) -> None:
         (("16k", "16k"), "is no pair with exact training, or its seed came before"),
         (("16k", "16k-further"), "is no pair with exact training, or its seed came before"),
         (("16k", "32k"), "are of several lengths"),
-        (("speed-16k",), "no attention has several seeds"),
+        (("64k",), "no attention has several seeds"),
         (("32k-moba", "32k-frozen"), "no time of muse:"),
     ],
 )

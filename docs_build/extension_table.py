@@ -1,0 +1,121 @@
+"""The tables of docs/context-extension.md, from what `examples/extend_context.py` wrote: `python -m
+docs_build.extension_table`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from docs_build.marked_tables import with_table
+from docs_build.records import GPU, RECORDS
+from muse_attention.sizes import parse_size
+
+FOLDER = RECORDS / "extension"
+PAGE = RECORDS.parent / "docs" / "context-extension.md"
+BEGIN = "<!-- table: python -m docs_build.extension_table -->"
+EXACT, DEFAULT, PAPER = "exact", "muse", "muse:paper"
+CALLED = {EXACT: "exact attention (cuDNN)", DEFAULT: "MuSe, the default", PAPER: "the paper's method, `muse:paper`"}
+
+
+class Run(NamedTuple):
+    """One training run."""
+
+    attention: str
+    seed: int
+    tokens: int
+    exact_tail: float
+    tokens_per_second: float
+    before: dict[str, float]
+    """held-out loss under exact attention, by positions"""
+    after: dict[str, float]
+
+    @property
+    def kind(self) -> tuple[str, int, float]:
+        """What runs of several seeds share."""
+        return self.attention, self.tokens, self.exact_tail
+
+
+class Kind(NamedTuple):
+    """Runs that differ in their seed alone, against exact training with the same seeds and tokens."""
+
+    runs: list[Run]
+    speed: float
+    exact_speed: float
+    gaps: list[float]
+    """of the loss, in percent; none where exact attention was not trained on as many tokens"""
+
+    @property
+    def gap(self) -> str:
+        if not self.gaps:
+            return ""
+        if len(self.gaps) == 1:
+            return f"{self.gaps[0]:+.2f}%"
+        return f"{mean(self.gaps):+.2f} ± {stdev(self.gaps) / len(self.gaps) ** 0.5:.2f}%"
+
+
+def read_runs() -> list[Run]:
+    return [_read(path) for path in sorted(FOLDER.glob("*.json"))]
+
+
+def _read(path: Path) -> Run:
+    result: dict[str, Any] = json.loads(path.read_text())
+    arguments, measured = result["arguments"], result["held_out"]
+    if result["machine"] != GPU:
+        raise ValueError(f"{path}: not of an {GPU}, as the page says")
+    return Run(
+        arguments["attention"], arguments["seed"], parse_size(arguments["tokens"]), arguments.get("exact_tail", 0),
+        result["tokens_per_second"], measured[0]["loss"], measured[-1]["loss"],
+    )  # fmt: skip
+
+
+def group(runs: Sequence[Run]) -> list[Kind]:
+    """Exact training first, then the default, then all others."""
+    exact = {(run.seed, run.tokens): run for run in runs if run.attention == EXACT}
+    exact_speed = mean(run.tokens_per_second for run in exact.values())
+    kinds = []
+    for kind in sorted({run.kind for run in runs}, key=lambda kind: (kind[0] != EXACT, kind[0] != DEFAULT, kind)):
+        of_kind = [run for run in runs if run.kind == kind]
+        speed = mean(run.tokens_per_second for run in of_kind)
+        # (Updates of the tail have the speed of exact attention.)
+        speed = 1 / ((1 - kind[2]) / speed + kind[2] / exact_speed)
+        pairs = [(run, exact[run.seed, run.tokens]) for run in of_kind if (run.seed, run.tokens) in exact]
+        gaps = [100 * (run.after["all"] / other.after["all"] - 1) for run, other in pairs if run is not other]
+        kinds.append(Kind(of_kind, speed, exact_speed, gaps))
+    return kinds
+
+
+def find(kinds: Sequence[Kind], attention: str) -> Kind:
+    """Of as many tokens as exact training had, and without a tail."""
+    tokens = next(kind.runs[0].tokens for kind in kinds if kind.runs[0].attention == EXACT)
+    return next(kind for kind in kinds if kind.runs[0].kind == (attention, tokens, 0))
+
+
+def make_tables(kinds: Sequence[Kind]) -> str:
+    lines = [
+        "| trained with | seeds | tokens | tokens/s | speed-up | seconds | held-out loss | less exact training |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for kind in kinds:
+        attention, tokens, tail = kind.runs[0].kind
+        name = CALLED.get(attention, f"`{attention}`") + (f", the last {tail:.0%} of updates exact" if tail else "")
+        loss = mean(run.after["all"] for run in kind.runs)
+        speed_up = "" if attention == EXACT else f"**{kind.speed / kind.exact_speed:.2f}x**"
+        lines.append(
+            f"| {name} | {len(kind.runs)} | {tokens / 1e6:.1f}M | {round(kind.speed, -2):,.0f} | {speed_up} | "
+            f"{tokens / kind.speed:.0f} | {loss:.4f} | {kind.gap} |"
+        )
+    compared = [find(kinds, attention) for attention in (EXACT, DEFAULT, PAPER)]
+    heads = ["before", *(CALLED[kind.runs[0].attention].partition(",")[0] for kind in compared)]
+    lines += ["", f"| positions | {' | '.join(heads)} |", "| --- | ---: | ---: | ---: | ---: |"]
+    for positions, before in compared[0].runs[0].before.items():
+        losses = [before, *(mean(run.after[positions] for run in kind.runs) for kind in compared)]
+        lines.append(f"| {positions} | {' | '.join(f'{loss:.4f}' for loss in losses)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(), make_tables(group(read_runs())), BEGIN))
+    print(f"wrote the tables of {PAGE.name}")
