@@ -17,6 +17,7 @@ FOLDER = RECORDS / "extension"
 PAGE = RECORDS.parent / "docs" / "context-extension.md"
 BEGIN = "<!-- table: python -m docs_build.extension_table -->"
 EXACT, DEFAULT, PAPER = "exact", "muse", "muse:paper"
+_OF_RUN = ("attention", "seed", "tokens", "exact_tail")
 CALLED = {EXACT: "exact attention (cuDNN)", DEFAULT: "MuSe, the default", PAPER: "the paper's method, `muse:paper`"}
 
 
@@ -31,6 +32,8 @@ class Run(NamedTuple):
     before: dict[str, float]
     """held-out loss under exact attention, by positions"""
     after: dict[str, float]
+    others: str
+    """all other settings"""
 
     @property
     def kind(self) -> tuple[str, int, float]:
@@ -57,7 +60,13 @@ class Kind(NamedTuple):
 
 
 def read_runs() -> list[Run]:
-    return [_read(path) for path in sorted(FOLDER.glob("*.json"))]
+    """All that are recorded: of one model and one setting, but for what a `Run` names."""
+    runs = {path: _read(path) for path in sorted(FOLDER.glob("*.json"))}
+    if len({run.others for run in runs.values()}) > 1:
+        raise ValueError(f"{FOLDER}: runs of several models or settings")
+    if len({(run.kind, run.seed) for run in runs.values()}) < len(runs):
+        raise ValueError(f"{FOLDER}: two records of one run")
+    return list(runs.values())
 
 
 def _read(path: Path) -> Run:
@@ -68,12 +77,13 @@ def _read(path: Path) -> Run:
     return Run(
         arguments["attention"], arguments["seed"], parse_size(arguments["tokens"]), arguments.get("exact_tail", 0),
         result["tokens_per_second"], measured[0]["loss"], measured[-1]["loss"],
+        str([(name, setting) for name, setting in arguments.items() if name not in _OF_RUN]),
     )  # fmt: skip
 
 
 def group(runs: Sequence[Run]) -> list[Kind]:
     """Exact training first, then the default, then all others."""
-    exact = {(run.seed, run.tokens): run for run in runs if run.attention == EXACT}
+    exact = {(run.seed, run.tokens): run for run in runs if run.kind[::2] == (EXACT, 0)}
     exact_speed = mean(run.tokens_per_second for run in exact.values())
     kinds = []
     for kind in sorted({run.kind for run in runs}, key=lambda kind: (kind[0] != EXACT, kind[0] != DEFAULT, kind)):
@@ -95,7 +105,7 @@ def find(kinds: Sequence[Kind], attention: str) -> Kind:
 
 def make_tables(kinds: Sequence[Kind]) -> str:
     lines = [
-        "| trained with | seeds | tokens | tokens/s | speed-up | seconds | held-out loss | less exact training |",
+        "| trained with | seeds | tokens | tokens/s | speed-up | seconds | held-out loss | against exact training |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for kind in kinds:
@@ -108,7 +118,7 @@ def make_tables(kinds: Sequence[Kind]) -> str:
             f"{tokens / kind.speed:.0f} | {loss:.4f} | {kind.gap} |"
         )
     compared = [find(kinds, attention) for attention in (EXACT, DEFAULT, PAPER)]
-    heads = ["before", *(CALLED[kind.runs[0].attention].partition(",")[0] for kind in compared)]
+    heads = ["before", *(CALLED[kind.runs[0].attention] for kind in compared)]
     lines += ["", f"| positions | {' | '.join(heads)} |", "| --- | ---: | ---: | ---: | ---: |"]
     for positions, before in compared[0].runs[0].before.items():
         losses = [before, *(mean(run.after[positions] for run in kind.runs) for kind in compared)]

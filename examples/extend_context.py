@@ -4,11 +4,11 @@
     python examples/extend_context.py path/to/model path/to/texts --length 32k --tokens 64m --output out/exact \
         --attention exact
 
-The base of the rotary embedding is raised, the model is trained on rows of the new length, and then read with exact
-attention: held-out loss by position, four times on the way. Texts are files, or folders of them; the last twentieth of
-the files is held out. The same `--seed` gives the same rows in the same order whatever the attention. After an
-interruption, run it again: it goes on from the last checkpoint. OUTPUT/log.jsonl has every update, OUTPUT/result.json
-losses and speed, OUTPUT/model the weights, which any program reads. Needs the extra `huggingface`.
+The base of the rotary embedding is raised, the model is trained on rows of the new length, and measured with exact
+attention: held-out loss by position, before and four times on the way. Texts are files, or folders of them; the last
+twentieth of the files is held out. The same `--seed` gives the same rows in the same order whatever the attention.
+After an interruption, run it again: it goes on from the last checkpoint. OUTPUT/log.jsonl has every update,
+OUTPUT/result.json losses and speed, OUTPUT/model the weights for any program. Needs the extra `huggingface`.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import muse_attention
 from muse_attention import huggingface
 from muse_attention.sizes import format_size, parse_size
 
@@ -39,9 +40,8 @@ HELD_OUT = 20
 """The last of so many parts of the files is kept for measuring the loss."""
 EVALUATIONS = 4
 """After so many equal parts of the updates, the last of them at the end."""
-FILES_AT_ONCE = 256
-LOGITS_AT_ONCE = 2048
-"""Positions whose logits are held at a time: those of 32k positions and 50k words would take 6 GiB."""
+FILES_AT_ONCE, LOGITS_AT_ONCE = 256, 2048
+"""Files read, and positions whose logits are held: those of 32k positions and 50k words would take 6 GiB."""
 
 
 def read_rows(paths: list[Path], tokenizer: Any, length: int) -> list[Tensor]:
@@ -50,7 +50,7 @@ def read_rows(paths: list[Path], tokenizer: Any, length: int) -> list[Tensor]:
     files += [file for path in paths for file in sorted(path.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
     tokens: dict[bool, list[int]] = {True: [], False: []}
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    first_held_out = len(files) - len(files) // HELD_OUT
+    first_held_out = len(files) - max(1, len(files) // HELD_OUT)
     for begin in range(0, len(files), FILES_AT_ONCE):
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[begin : begin + FILES_AT_ONCE]]
         for number, ids in enumerate(tokenizer(texts, add_special_tokens=False)["input_ids"], begin):
@@ -114,8 +114,8 @@ def loss_by_position(model: Any, rows: Tensor, device: str) -> dict[str, float]:
     print(file=sys.stderr)
     model.train()
     mean, found, begin = total / len(rows), {"all": float(total.mean() / len(rows))}, 0
-    while begin < mean.shape[0]:
-        end = min(mean.shape[0], max(1024, 2 * begin))
+    while begin < len(mean):
+        end = min(len(mean), max(1024, 2 * begin))
         found[f"{format_size(begin)} to {format_size(end)}"] = float(mean[begin:end].mean())
         begin = end
     return found
@@ -125,7 +125,7 @@ def loss_by_position(model: Any, rows: Tensor, device: str) -> dict[str, float]:
 def attending(model: Any, attention: str, device: str) -> Iterator[None]:
     """An attention in every layer, with products in bfloat16 on a GPU."""
     precision = torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
-    kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # the fastest first
+    kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with huggingface.use_attention(model, attention), precision, sdpa_kernel(kinds, set_priority=True):
         yield
 
@@ -181,7 +181,7 @@ def train(arguments: argparse.Namespace) -> None:
             loss = 0.0
             for _ in range(arguments.batch):
                 row = rows[next(order)].to(device)
-                # (Backward inside as well: it computes each layer again.)
+                # (Backward inside as well: with --recompute it computes each layer again.)
                 with attending(model, arguments.attention if update < exact_from else "exact", device):
                     of_row = losses(model, row).mean() / arguments.batch
                     of_row.backward()
@@ -190,8 +190,7 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             seconds = time.perf_counter() - begin
-            log.write(json.dumps({"update": update + 1, "loss": loss, "seconds": seconds}) + "\n")
-            log.flush()
+            print(json.dumps({"update": update + 1, "loss": loss, "seconds": seconds}), file=log, flush=True)
             speed = f"{length * arguments.batch / seconds:,.0f} tokens/s"
             print(f"\rupdate {update + 1} of {updates}: loss {loss:.4f}, {speed}", end="", file=sys.stderr)
             if (update + 1) * EVALUATIONS // updates > update * EVALUATIONS // updates:
@@ -208,8 +207,10 @@ def train(arguments: argparse.Namespace) -> None:
     result = {
         "arguments": settings(arguments),
         "machine": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "tokens_per_second": round(length * arguments.batch / statistics.median(line["seconds"] for line in logged)),
+        "versions": {module.__name__: module.__version__ for module in (torch, transformers, muse_attention)},
+        "tokens_per_second": round(
+            length * arguments.batch / statistics.median(line["seconds"] for line in logged[:exact_from] or logged)
+        ),
         "training_losses": [round(line["loss"], 4) for line in logged],
         "held_out": measured,
     }
@@ -221,7 +222,6 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a result depends on."""
     return {name: setting for name, setting in vars(arguments).items() if name not in ("output", "save_every")}
 
 
@@ -233,7 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exact-tail", type=float, default=0, help="share of updates, the last, with exact attention")
     parser.add_argument("--length", default="32k", help="tokens of a row")
     parser.add_argument("--tokens", default="64m", help="to train on, all in all")
-    parser.add_argument("--compile", action="store_true", help="compile each layer")
+    parser.add_argument("--compile", action="store_true", help="compile the layers, which share one graph")
     parser.add_argument("--recompute", action="store_true", help="layers in backward, to keep less of them in memory")
     parser.add_argument("--batch", type=int, default=4, help="rows of an update")
     parser.add_argument("--lr", type=float, default=1e-4, help="peak of the learning rate")

@@ -319,6 +319,9 @@ def test_of_equally_near_centroids_the_first_with_room_counts() -> None:
 def test_first_order_of_single_keys_is_nothing_however_large_the_logits() -> None:
     """A bucket of one key is its own summary: there is no covariance, and rounding must not make one."""
     query, key, value = Shape("", "", length=64, heads=1, key_heads=1).tensors(torch.float32, requires_grad=False)
+    config = MuSeConfig.parse("Q3K16TinfB16")
+    found = find_clusters(30 * query, 30 * key, config=config, is_causal=True, backend="triton")
+    assert all(len(set(block.tolist())) == 16 for block in found.key_assignment[0, 0, :48].split(16))
     out, without = (
         muse_attention(
             30 * query, 30 * key, value, is_causal=True, config=f"Q3K16TinfB16,first_order={order}", backend="triton"

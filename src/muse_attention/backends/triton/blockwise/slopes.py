@@ -181,7 +181,7 @@ def _sum_slopes_of_part(
         logits = tl.sum(keys * centre[None, :], 1)  # [KEYS]
         weights = tl.where(mask_key, exp_of_less(logits, shift), 0.0)  # [KEYS]
         # Each key less its mean, not sums less those of means: their weights are rounded another way, and a large
-        # residual would make that much. (Means are less the offset.)
+        # residual would amplify the difference. (Means are less the offset.)
         cluster = tl.load(key_assignment_ptr + key_head * length + begin + offs_key, mask=mask_key, other=0)  # [KEYS]
         means = load_rows(key_mean_ptr, of_slot, in_range(cluster, key_clusters), mask_key, D, DP).to(ACC)  # [KEYS, D]
         weighted = (keys - offset[None, :] - means) * weights[:, None]  # [KEYS, D]
