@@ -32,6 +32,8 @@ class Run(NamedTuple):
     before: dict[str, float]
     """held-out loss under exact attention, by positions"""
     after: dict[str, float]
+    on_the_way: list[tuple[int, float]]
+    """tokens so far, and the held-out loss over all positions"""
     others: str
     """all other settings"""
 
@@ -72,11 +74,13 @@ def read_runs() -> list[Run]:
 def _read(path: Path) -> Run:
     result: dict[str, Any] = json.loads(path.read_text())
     arguments, measured = result["arguments"], result["held_out"]
+    rows = arguments["batch"]
     if result["machine"] != GPU:
         raise ValueError(f"{path}: not of an {GPU}, as the page says")
     return Run(
         arguments["attention"], arguments["seed"], parse_size(arguments["tokens"]), arguments.get("exact_tail", 0),
         result["tokens_per_second"], measured[0]["loss"], measured[-1]["loss"],
+        [(one["update"] * rows * parse_size(arguments["length"]), one["loss"]["all"]) for one in measured],
         str([(name, setting) for name, setting in arguments.items() if name not in _OF_RUN]),
     )  # fmt: skip
 

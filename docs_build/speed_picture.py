@@ -1,26 +1,27 @@
 """README's picture, from the records: `python -m docs_build.speed_picture`. A newer record redraws it.
 
-On the left, speed-ups on heads of trained models against the length. On the right, what training cost in loss.
-Synthetic data flatter the default and are left to the tables of docs/evidence/speed.md.
+On the left, speed-ups on heads of trained models against the length. On the right, held-out loss against seconds of
+training. Synthetic data flatter the default and are left to the tables of docs/evidence/speed.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter
 
-from docs_build.quality_picture import TrainedDefault, read_trained_defaults
+from docs_build import extension_table
+from docs_build.extension_table import EXACT, Kind, find, group, read_runs
 from docs_build.records import (
     DEFAULT,
     GPU,
     PAPER,
     QWEN,
     SMOLLM2,
-    TRAINED_WITH,
     Timing,
     read_timings,
     read_timings_of_qwen,
@@ -57,20 +58,27 @@ def read_speeds() -> list[Speeds]:
     ]
 
 
-def describe(speeds: Sequence[Speeds], trained: Sequence[TrainedDefault]) -> str:
+def read_trained() -> list[Kind]:
+    """Exact training and the default, on the same tokens."""
+    kinds = group(read_runs())
+    return [find(kinds, attention) for attention in (EXACT, extension_table.DEFAULT)]
+
+
+def describe(speeds: Sequence[Speeds], trained: Sequence[Kind]) -> str:
     """What the picture shows of the default, for those who do not see it."""
     lines = [line.by_length for line in speeds if line.method == DEFAULT]
     found = ", ".join(
         f"{_range([line[length] for line in lines if length in line])} at {format_size(length)}"
         for length in sorted({length for line in lines for length in line})
     )
-    gaps = ", ".join(f"{one.percent} at {format_size(one.length)}" for one in trained)
-    return f"Speed-up over cuDNN on heads of real models: {found}. Loss after training with the {TRAINED_WITH}: {gaps}."
+    exact, muse = trained
+    seconds = " for ".join(f"{kind.runs[0].tokens / kind.speed:.0f}" for kind in (muse, exact))
+    return f"Speed-up over cuDNN on heads of real models: {found}. Training at 32k: {seconds} s, loss {muse.gap}."
 
 
-def draw(speeds: Sequence[Speeds], trained: Sequence[TrainedDefault]) -> Path:
-    """Speed-up of forward and backward against length, exact attention being 1; and losses against exact training."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 3.4), width_ratios=(8, 5))
+def draw(speeds: Sequence[Speeds], trained: Sequence[Kind]) -> Path:
+    """Speed-up of forward and backward against length, exact attention being 1; and losses against seconds."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 3.4), width_ratios=(8, 6))
     _draw_speeds(left, speeds)
     _draw_losses(right, trained)
     figure.tight_layout(w_pad=2)
@@ -98,24 +106,28 @@ def _draw_speeds(axes: pyplot.Axes, speeds: Sequence[Speeds]) -> None:
     axes.set_title(f"Speed-up, forward + backward\nheads of real models, {GPU}", loc="left", fontsize=11)
 
 
-def _draw_losses(axes: pyplot.Axes, trained: Sequence[TrainedDefault]) -> None:
-    for one in trained:
-        axes.errorbar(
-            *(one.length, one.gap.mean), yerr=one.gap.standard_error, color=GREEN, marker="o", markersize=7, capsize=4
-        )
+def _draw_losses(axes: pyplot.Axes, trained: Sequence[Kind]) -> None:
+    """Means over seeds, after each quarter of the updates."""
+    for kind, colour in zip(trained, (GREY, GREEN), strict=True):
+        quarters = list(zip(*(run.on_the_way[1:] for run in kind.runs), strict=True))
+        seconds = [of_seeds[0][0] / kind.speed for of_seeds in quarters]
+        losses = [mean(loss for _, loss in of_seeds) for of_seeds in quarters]
+        axes.plot(seconds, losses, marker="o", linewidth=2.4, color=colour)
+        label = f"default, {seconds[-1]:.0f} s\n{kind.gap}" if kind.gaps else f"exact,\n{seconds[-1]:.0f} s"
+        place = {"xytext": (-4, -10), "va": "top"} if kind.gaps else {"xytext": (0, 12), "va": "bottom"}
         axes.annotate(
-            one.percent.replace(" ", "\n", 1) + f"\n{one.seeds} seeds",
-            *((one.length, one.gap.mean + one.gap.standard_error), (0, 8)),
-            textcoords="offset points", ha="center", color=GREEN, fontsize=10,
-        )  # fmt: skip
-    lengths = [one.length for one in trained]
-    _label_lengths(axes, lengths)
-    axes.set_xlim(lengths[0] / 1.5, lengths[-1] * 1.5)
-    axes.axhline(0, color=GREY, linewidth=1.2)
-    axes.text(lengths[-1] * 1.45, -0.02, "exact training: 0", color=GREY, ha="right", va="top", fontsize=10)
-    axes.set_ylim(-0.1, 0.5)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+.1f}%" if abs(percent) > 0.01 else "0"))
-    axes.set_title(f"Held-out loss, 23M models\ntrained: {TRAINED_WITH}", loc="left", fontsize=11)
+            label,
+            (seconds[-1], losses[-1]),
+            textcoords="offset points",
+            ha="center",
+            color=colour,
+            fontsize=10,
+            **place,
+        )
+    axes.set_xlim(0, 78)
+    axes.set_ylim(1.23, 1.33)
+    axes.set_xlabel("seconds of training")
+    axes.set_title("Held-out loss, same tokens\nSmolLM2-135M, 8k to 32k", loc="left", fontsize=11)
 
 
 def _label_lengths(axes: pyplot.Axes, lengths: Sequence[int]) -> None:
@@ -138,5 +150,5 @@ def _range(speedups: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    speeds, trained = read_speeds(), read_trained_defaults()
+    speeds, trained = read_speeds(), read_trained()
     print(f"wrote {draw(speeds, trained)}: {describe(speeds, trained)}")

@@ -176,7 +176,7 @@ def test_context_extension_has_the_numbers_of_the_records() -> None:
 def test_pages_describe_the_pictures_of_the_records() -> None:
     from docs_build import quality_picture, speed_picture
 
-    described = speed_picture.describe(speed_picture.read_speeds(), quality_picture.read_trained_defaults())
+    described = speed_picture.describe(speed_picture.read_speeds(), speed_picture.read_trained())
     assert f"![{described}](docs/images/{speed_picture.PICTURE})" in (ROOT / "README.md").read_text()
     training = (ROOT / "docs" / "evidence" / "pretraining.md").read_text()
     assert f"![{quality_picture.describe()}](../images/{quality_picture.LOSSES})" in training
