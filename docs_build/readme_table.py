@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from docs_build import extension_table
-from docs_build.extension_table import EXACT, find, group, read_runs
+from docs_build.extension_runs import read_pair
+from docs_build.extension_table import PAGE
 from docs_build.marked_tables import with_table
 from docs_build.records import (
     DEFAULT,
@@ -87,8 +87,7 @@ def _attention_row(timing: Timing) -> Row:
 
 def _extension_rows() -> list[Row]:
     """Means over seeds, of the same tokens."""
-    kinds = group(read_runs())
-    exact, muse = (find(kinds, attention) for attention in (EXACT, extension_table.DEFAULT))
+    exact, muse = read_pair()
     losses = [mean(run.after["all"] for run in kind.runs) for kind in (exact, muse)]
     what = "SmolLM2-135M extended from 8k to 32k"
     return [
@@ -96,13 +95,13 @@ def _extension_rows() -> list[Row]:
             f"{what}, training speed",
             *(f"{round(kind.speed, -3):,.0f} tokens/s" for kind in (exact, muse)),
             f"**{muse.speed / exact.speed:.2f}x** as fast",
-            extension_table.PAGE,
+            PAGE,
         ),
         Row(
             f"{what}, held-out loss after the same tokens",
             *(f"{loss:.3f}" for loss in losses),
             f"{muse.gap.lstrip('+-')} {'lower' if mean(muse.gaps) < 0 else 'higher'}, {len(muse.runs)} seeds",
-            extension_table.PAGE,
+            PAGE,
         ),
     ]
 

@@ -55,8 +55,7 @@ def read_rows(paths: list[Path], tokenizer: Any, length: int) -> list[Tensor]:
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[begin : begin + FILES_AT_ONCE]]
         for number, ids in enumerate(tokenizer(texts, add_special_tokens=False)["input_ids"], begin):
             tokens[number >= first_held_out] += ids + end
-        print(f"\rread {begin + len(texts)} of {len(files)} files", end="", file=sys.stderr)
-    print(file=sys.stderr)
+        print(f"read {begin + len(texts)} of {len(files)} files", file=sys.stderr)
     rows = []
     for is_held_out in (False, True):
         stream = torch.tensor(tokens[is_held_out], dtype=torch.int32)
@@ -145,6 +144,7 @@ def train(arguments: argparse.Namespace) -> None:
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     rows, held_out = read_rows([Path(path) for path in arguments.texts], tokenizer, length)
+    print(f"{len(rows)} rows to train on, {len(held_out)} held out", file=sys.stderr)
     held_out = held_out[: arguments.held_out_rows]
     updates = max(1, parse_size(arguments.tokens) // (length * arguments.batch))
     model = load(arguments.model, length, arguments.rope_base).to(device).train()

@@ -118,7 +118,8 @@ def _run_thrice(case: Case, device: str) -> tuple[list[Tensor], list[Tensor], tu
 
 
 def _agree(case: Case, device: str, name: str, first: Tensor, second: Tensor) -> bool:
-    """To the last bit, but for what is summed in any order on a GPU: by cuDNN, or by all of PyTorch."""
+    """To the last bit, but for what is summed in any order on a GPU: by cuDNN, or by all of PyTorch, where rounding may
+    put a key into another cluster."""
     if device == "cuda" and (case.backend == "torch" or name == "gradient of query"):
         if first.shape != second.shape or not torch.equal(first.isnan(), second.isnan()):
             return False
