@@ -17,11 +17,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from muse_lab.pretraining.data.corpus import Corpus, read_corpus
 from muse_lab.pretraining.initial_model import make_model
 from muse_lab.pretraining.interruptions.stopping import Request, Stopped, Stopping
 from muse_lab.pretraining.mesh_shape import read_mesh
+from muse_lab.pretraining.model import decoder
 from muse_lab.pretraining.model.configuration import DecoderConfig
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.model.sequence_parts import own_part
@@ -58,8 +60,7 @@ DOCUMENTS = override(
     _BASE,
     [
         *(f"steps={PACKED_UPDATES}", "length=128", "document_mask=true", "exact_tail=0"),
-        # With seed 1, MuSe's losses drift apart by up to 5e-6 after some updates, those of exact attention do not.
-        *(f"checkpoint_every={PACKED_UPDATES}", "seed=2"),
+        f"checkpoint_every={PACKED_UPDATES}",
     ],
 )
 LIMITED = override(
@@ -82,7 +83,7 @@ ALONE = {
     "short": (SHORT, PLAIN),
     "separate": (SEPARATE, PACKED),
     "documents": (DOCUMENTS, PACKED),
-    "documents exactly": (override(DOCUMENTS, ["attention=exact", "seed=1"]), PACKED),
+    "documents exactly": (override(DOCUMENTS, ["attention=exact"]), PACKED),
     "limited": (LIMITED, PLAIN),
     "asked": (ASKED, NEEDLES),
 }
@@ -93,9 +94,13 @@ STOPPED_AFTER = 2
 
 @contextmanager
 def small_model(heads: int) -> Iterator[None]:
-    """The tiny model with half of its layers, with shorter windows, and with so many heads of 32."""
+    """The tiny model with half of its layers, with shorter windows, and with so many heads of 32.
+
+    Without ReLU, whose slope jumps: where a hidden unit is almost 0, rounding would decide whether it learns.
+    """
     sizes = {"hidden_size": 32 * heads, "num_hidden_layers": 2, "sliding_window": WINDOW}
-    with mock.patch.object(DecoderConfig, "tiny", functools.partial(DecoderConfig.tiny, **sizes)):
+    tiny = functools.partial(DecoderConfig.tiny, **sizes)
+    with mock.patch.object(DecoderConfig, "tiny", tiny), mock.patch.object(decoder, "relu", silu):
         yield
 
 
