@@ -12,8 +12,8 @@ import transformers
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from muse_attention import exact_attention
-from muse_attention.huggingface.capture import capture, visit_layers
-from tests.models import SIZES, tiny_llama, token_ids
+from muse_attention.huggingface.capture import visit_layers
+from tests.models import SIZES, capture, tiny_llama, token_ids
 
 
 def test_the_first_layer_is_that_of_a_computation_by_hand() -> None:

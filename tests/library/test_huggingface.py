@@ -23,8 +23,7 @@ from transformers.masking_utils import create_causal_mask
 from muse_attention import MuSeConfig, defaults, get_attention, huggingface
 from muse_attention.defaults import Default
 from muse_attention.huggingface import ExactAttentionWarning, register, use_attention
-from muse_attention.huggingface.capture import capture
-from tests.models import SIZES, tiny_llama, token_ids
+from tests.models import SIZES, capture, tiny_llama, token_ids
 from tests.refusals import one_line_error
 
 COARSE = "QK4R1B64"

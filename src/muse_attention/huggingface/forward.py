@@ -54,7 +54,7 @@ def named_forward(attention: str) -> AttentionFunction:
         return exact_forward
     if kind == "muse":
         return functools.partial(muse_forward, settings=settings or None, heed_model=False)
-    chosen = _Chosen(attention, named, functools.partial(_attend_to_each, named))
+    chosen = _Chosen(attention, named, functools.partial(attend_to_each, attention=named))
     return functools.partial(_forward, chosen=chosen)
 
 
@@ -162,25 +162,6 @@ def _longest_exact(settings: str | None, documents: DocumentBoundaries | None, l
 def _as_rows(tensor: Tensor) -> Tensor:
     """(batch, heads, length, dim) as (tokens, heads, dim)"""
     return tensor.transpose(1, 2).flatten(0, 1)
-
-
-def _attend_to_each(
-    attention: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: DocumentBoundaries,
-    *,
-    return_lse: bool,
-    **settings: Any,
-) -> tuple[Tensor, Tensor | None]:
-    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        if return_lse:
-            out, lse = attention(*tensors, **settings, enable_gqa=True, return_lse=True)
-            return out, lse
-        return attention(*tensors, **settings, enable_gqa=True), None
-
-    return attend_to_each(query, key, value, documents, attend, return_lse=return_lse)
 
 
 def _attend_exactly(
