@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -83,22 +83,24 @@ class Conformance:
         self._check_against_reference(shape, torch.float64)
 
     def _check_against_reference(self, shape: Shape, dtype: torch.dtype) -> None:
+        self._check_inputs(shape.tensors(dtype), MuSeConfig.parse(shape.config), is_causal=shape.is_causal)
+
+    def _check_inputs(
+        self, inputs: Sequence[Tensor], config: MuSeConfig, *, is_causal: bool, terms: float = 1.0
+    ) -> None:
         """Output, lse and all gradients, the lse's own gradient included, for the same clusters and selection."""
-        config = MuSeConfig.parse(shape.config)
-        inputs = shape.tensors(dtype)
-        out, lse, clusters, selection = self.attend(*inputs, config, is_causal=shape.is_causal)
+        dtype = inputs[0].dtype
+        out, lse, clusters, selection = self.attend(*inputs, config, is_causal=is_causal)
         assert out.dtype == dtype
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert out.shape == (*inputs[0].shape[:3], shape.value_dim)
+        assert out.shape == (*inputs[0].shape[:3], inputs[2].shape[3])
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
         found = [out, lse, *torch.autograd.grad([out, lse], inputs, [grad_out, grad_lse])]
 
         def of_reference(precision: torch.dtype) -> list[Tensor]:
             tensors = [tensor.detach().to(precision).requires_grad_() for tensor in inputs]
             centroids = replace(clusters, query_centroids=clusters.query_centroids.to(precision))
-            result = reference_attention(
-                *tensors, config, is_causal=shape.is_causal, clusters=centroids, selection=selection
-            )
+            result = reference_attention(*tensors, config, is_causal=is_causal, clusters=centroids, selection=selection)
             gradients = torch.autograd.grad(
                 [result.out, result.lse], tensors, [grad_out.to(precision), grad_lse.to(precision)]
             )
@@ -110,7 +112,7 @@ class Conformance:
             if plain is None:
                 assert_equal_to_rounding(found[index], expected[index], name)
             else:
-                assert_as_accurate_as_pytorch(found[index], plain[index], expected[index], name, terms=1.0)
+                assert_as_accurate_as_pytorch(found[index], plain[index], expected[index], name, terms=terms)
 
     @pytest.mark.parametrize(
         "variant",
@@ -337,28 +339,13 @@ class Conformance:
     # --- inputs as users have them -----------------------------------------------------------------------------------
 
     @pytest.mark.long
-    def test_non_contiguous_inputs_give_the_same_result(self) -> None:
-        inputs = Shape("", "", length=40, batch=self.batch, heads=self.heads).tensors(torch.float32)
-        strided = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
-        strided = [tensor.requires_grad_() for tensor in strided]
-        assert not any(tensor.is_contiguous() for tensor in strided)
-        weight = torch.randn_like(inputs[0])
-        results = []
-        for tensors in (inputs, strided):
-            out = self._call(*tensors, "Q4K5R2B32", is_causal=True)
-            results.append([out, *torch.autograd.grad((out * weight).sum(), tensors)])
-        for plain, other in zip(*results, strict=True):
-            assert torch.equal(plain, other)
-
-    @pytest.mark.long
     def test_gradient_strides_may_be_anything(self) -> None:
         shape = Shape("", "", self.short, batch=self.batch, heads=self.few_heads, key_heads=self.few_heads)
         inputs = shape.tensors(torch.float32)
         out, lse = self._call(*inputs, "Q4K5R2B32", is_causal=True, return_lse=True)
         expanded = torch.autograd.grad(out.sum() + lse.sum(), inputs, retain_graph=True)
         dense = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
-        for plain, other in zip(expanded, dense, strict=True):
-            torch.testing.assert_close(plain, other)
+        torch.testing.assert_close(expanded, dense)
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
     def test_only_some_inputs_require_grad(self, wanted: tuple[int, ...]) -> None:
@@ -501,8 +488,7 @@ class Conformance:
         weights = [torch.randn_like(out), torch.randn_like(lse)]
         found = [out, lse, *torch.autograd.grad([out, lse], inputs, weights)]
         expected += torch.autograd.grad(expected, inputs, weights)
-        for ours, exact in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor, config: str, **arguments: object) -> Tensor:
         return muse_attention(query, key, value, enable_gqa=True, config=config, backend=self.backend, **arguments)
@@ -540,8 +526,7 @@ def assert_out_of_range_is_clamped(wrong: int, config: str) -> None:
     for given in (outside, clamped):
         merged, _ = ops.attend(Call(*inputs, given, parsed, is_causal=True, scale=0.25), "triton")
         results.append([merged.out, *torch.autograd.grad(merged.out.square().sum(), inputs)])
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def _exact_logits(query: Tensor, key: Tensor, *, is_causal: bool, scale: float | None = None) -> Tensor:

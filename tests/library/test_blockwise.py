@@ -244,31 +244,3 @@ def test_lookups_are_found() -> None:
     summaries, retrieved = (of.amax(1) for of in error.values())
     assert (summaries > 0.5).sum() > 20, "summaries alone do not find them"
     assert (retrieved > 0.5).sum() <= 0.1 * (summaries > 0.5).sum()
-
-
-@pytest.mark.parametrize(
-    ("limit", "size"),
-    [
-        ("layout.WORKSPACE_ELEMENTS", 1),  # clusters of one head at a time
-        ("grouping.TILE_ELEMENTS", 64),  # summaries of a few buckets at a time
-        ("blockwise.far_field.SUMMARY_ELEMENTS", 1),  # one query head at a time
-        ("blockwise.far_field.SCORED_AT_ONCE", 1),  # one slot at a time
-        ("blockwise.far_field.FAINTEST", 2),  # what is not retrieved is always weighed again
-        ("blockwise.retrieval.CHUNK", 3),  # a few keys at a time
-        ("blockwise.retrieval.CHUNKS_IN_MEMORY", 1),  # one tile at a time
-    ],
-)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-def test_limits_do_not_change_the_result(
-    limit: str, size: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = Shape("", "", length=150, heads=4).tensors(torch.float64)
-
-    def results() -> list[Tensor]:
-        out = muse_attention(*inputs, is_causal=is_causal, enable_gqa=True, config="Q4K5T0.05B32,tile=4")
-        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
-
-    expected = results()
-    monkeypatch.setattr(f"muse_attention.backends.torch.{limit}", size)
-    for found, wanted in zip(results(), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -130,17 +130,6 @@ class TestTritonConformance(OperatorConformance):
     def test_property_7_error_falls_as_clusters_or_retrieval_grow(self, series: list[str]) -> None:
         super().test_property_7_error_falls_as_clusters_or_retrieval_grow(series)
 
-    @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
-    @pytest.mark.parametrize("target", [0, 1, 2], ids=["query", "key", "value"])
-    @pytest.mark.parametrize(
-        "config",
-        ["QK4R2B32", "QK4R2B32,clustering=streaming", "QK4R0B32", "QK4R2B32,monopole=false", "QK4T0.05B32"],
-    )
-    def test_nan_and_inf_come_out_where_they_do_in_exact_attention(
-        self, config: str, target: int, poison: float
-    ) -> None:
-        super().test_nan_and_inf_come_out_where_they_do_in_exact_attention(config, target, poison)
-
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize(
         "config",
@@ -252,8 +241,7 @@ def test_deterministic_algorithms_give_the_same_bits_twice(config: str) -> None:
         first, second = (_whole(data, grad_out, config) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @CONFIGS
@@ -577,5 +565,4 @@ def test_compiles_on_a_gpu(config: str) -> None:
             with torch.autocast("cuda", torch.bfloat16):
                 out = function(*inputs, is_causal=True)
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-        for found, expected in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(*results, rtol=2**-6, atol=2**-6)
