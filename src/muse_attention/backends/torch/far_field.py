@@ -91,8 +91,8 @@ def _attend_heads(own: Partial, far: FarField, chosen: Selection | None) -> tupl
         of_summaries, chosen = _attend_to_summaries(far, chosen)
         partials.append(of_summaries)
     if chosen.opened.shape[-1] > 0:
-        pairs = far.pairs(chosen)
-        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, pairs, far.buckets))
+        picks = far.picks(chosen)
+        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, picks, far.buckets))
     return merge(partials), chosen
 
 
@@ -139,7 +139,7 @@ def _attend_heads_backward(
     delta = (heads.rows(merged.out) * grad_out).sum(-1)
     delta = delta if grad_lse is None else delta - grad_lse.flatten()
     if selected.opened.shape[-1] > 0:
-        of_keys = (far.queries, far.key_rows, far.value_rows, far.pairs(selected), far.buckets)
+        of_keys = (far.queries, far.key_rows, far.value_rows, far.picks(selected), far.buckets)
         add(*retrieval.attend_backward(grad_out, lse, delta, *of_keys))
     if far.config.monopole:
         add(*_summaries_backward(grad_out, lse, delta, far, selected))

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from muse_attention.backends.torch import summaries
 from muse_attention.backends.torch.grouping import Groups, group_rows
-from muse_attention.backends.torch.retrieval import Pairs
 from muse_attention.backends.torch.segments import Scored
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
@@ -186,14 +185,13 @@ class FarField:
         seen = summaries.accumulate(of_buckets, is_causal=self.is_causal)
         return Scored(self.residuals, self.segments, of_buckets, seen, self.is_causal)
 
-    def pairs(self, selected: Selection) -> Pairs:
-        """The buckets that each query retrieves."""
+    def picks(self, selected: Selection) -> Tensor:
+        """(G R N, picks) int64: the buckets that each query retrieves; -1 for none."""
         head = torch.arange(self.queries.shape[0], device=self.queries.device)
         head = head // (self.queries.shape[0] // self.keys.shape[0])
         block = selected.retrieved.long()
         bucket = (head[:, None, None] * self.blocks + block) * self.config.key_clusters
-        number = bucket + selected.opened.long()[..., None]
-        return Pairs.of_picks(torch.where(block < 0, -1, number).flatten(1))
+        return torch.where(block < 0, -1, bucket + selected.opened.long()[..., None]).flatten(1)
 
 
 def by_key_head(tensor: Tensor, heads: int) -> Tensor:
