@@ -179,22 +179,3 @@ def _expect(words: list[str], call: Callable[[], object]) -> None:
     assert "\n" not in message
     for word in words:
         assert word in message, message
-
-
-@pytest.mark.parametrize(
-    ("query", "config", "words"),
-    [
-        (_tensor(1, 2, 40, 512), "QK4R1B16", ["at most 256", "512"]),
-        (_tensor(1, 2, 40, 64), "Q4K4096R1B16", ["at most 2048 clusters", "4096"]),
-        (_tensor(), "QK4R0B16,dipole=tilted", ["no kernels for dipoles", "dipole='tilted'"]),
-    ],
-    ids=["head dim", "clusters", "dipole"],
-)
-def test_what_the_kernels_cannot_hold(query: Tensor, config: str, words: list[str]) -> None:
-    """(Without a GPU, tests run the kernels in Triton's interpreter, so these are the obstacles that remain.)"""
-    pytest.importorskip("triton")
-    query = query.to("cuda" if torch.cuda.is_available() else "cpu")
-    _expect(
-        ["backend='triton'", "backend='torch'", *words],
-        lambda: muse_attention(query, query, query, config=config, backend="triton"),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from muse_attention import get_attention
 from tests.compilers import compiled_with
@@ -21,15 +21,6 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 def test_strides_change_nothing(name: str, layout: str, dtype: torch.dtype) -> None:
     strided = [LAYOUTS[layout](tensor) for tensor in _inputs(dtype)]
     _check_against_copies(name, strided, LAYOUTS[layout])
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_projections_of_a_convolution(name: str) -> None:
-    """`Conv1d` gives (batch, channels, length): transposed, its columns are far apart."""
-    hidden = torch.randn(2, 32, 40)
-    projected = [nn.Conv1d(32, 32, 1)(hidden).unflatten(1, (2, 16)).mT.detach() for _ in range(3)]
-    assert projected[0].stride(-1) != 1
-    _check_against_copies(name, projected, lambda tensor: tensor)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

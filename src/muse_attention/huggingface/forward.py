@@ -59,17 +59,9 @@ def named_forward(attention: str) -> AttentionFunction:
 
 
 def muse_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    *,
-    settings: str | None,
-    heed_model: bool,
-    **others: Any,
+    module: torch.nn.Module, *arguments: Any, settings: str | None, heed_model: bool, **others: Any
 ) -> tuple[Tensor, None]:
+    """As `_forward`. The model's own configuration comes before `settings` if it is to be heeded."""
     if heed_model:
         own = getattr(getattr(module, "config", None), "muse", None)
         if own is not None and not isinstance(own, str):
@@ -81,7 +73,7 @@ def muse_forward(
         functools.partial(attend_to_documents, config=settings),
         functools.partial(_longest_exact, settings),
     )
-    return _forward(module, query, key, value, attention_mask, dropout, chosen=chosen, **others)
+    return _forward(module, *arguments, chosen=chosen, **others)
 
 
 def _forward(
