@@ -17,7 +17,7 @@ from muse_attention.backends.torch.blockwise.columns import Columns, leave_out_r
 from muse_attention.backends.torch.blockwise.query_slots import Slots, most_slots, slot_rows
 from muse_attention.backends.torch.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.torch.blockwise.summaries import Spread, Table, summarise, summarise_backward
-from muse_attention.backends.torch.grouping import transposed
+from muse_attention.backends.torch.grouping import take_rows, transposed
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
 from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
@@ -341,8 +341,7 @@ def _read_selection(slots: Slots, selected: Tensor, columns: Columns) -> Tensor:
 
 def gather(table: Tensor, rows: Tensor) -> Tensor:
     """(slots, rows, ...) of a (queries, ...) table; 0 at padded places."""
-    padded = torch.cat([table, torch.zeros_like(table[:1])])
-    return padded.index_select(0, rows.flatten()).view(*rows.shape, *table.shape[1:])
+    return take_rows(_with_padding(table), rows)
 
 
 def scatter(slots: Tensor, rows: Tensor, like: Tensor) -> Tensor:
