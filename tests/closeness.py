@@ -6,6 +6,8 @@ reference in float64 as the reference itself is when plain PyTorch evaluates it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,23 @@ def assert_equal_to_rounding(found: Tensor, expected: Tensor, name: str = "") ->
     torch.testing.assert_close(
         found, expected, rtol=ROUNDING, atol=ROUNDING, msg=lambda text: f"{name}: {text}", check_stride=False
     )
+
+
+def gradients(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of one seeded function of the results."""
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in results]
+    return torch.autograd.grad(
+        sum((part.double() * weight).sum() for part, weight in zip(results, weights, strict=True)), inputs
+    )
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], inputs: Sequence[Tensor], what: str = "") -> None:
+    """Output, lse, and the gradients of the inputs."""
+    ours, theirs = ((*results, *gradients(results, inputs)) for results in (found, expected))
+    names = ("output", "lse", *(f"gradient {index}" for index in range(len(inputs))))
+    for name, own, other in zip(names, ours, theirs, strict=True):
+        assert_equal_to_rounding(own, other, f"{name} {what}")
 
 
 def assert_as_accurate_as_pytorch(

@@ -1,4 +1,4 @@
-"""Random calls of every attention: hostile layouts, values, configurations and arguments, each checked.
+"""Random calls of every attention: hostile layouts, values and configurations, each checked.
 
     python -m tests.fuzz --minutes 5            # from case 0 on
     python -m tests.fuzz --seed 3 --first 1000 --cases 500
@@ -11,7 +11,7 @@ A case is a pure function of the seed and its number. It passes if
 - memory beside the inputs, which is NaN, is not read, and the inputs are not written to;
 - output, lse and gradients are as near to the reference in float64 as plain PyTorch is in the same precision;
 - what is not finite in exact attention is not finite here, and queries that do not see it stay finite;
-- a bad argument is a ValueError of one line; nothing else is raised, and nothing warns.
+- nothing is raised, and nothing warns.
 
 On a GPU (`--device cuda`) most cases go through the kernels. Triton's interpreter would take a minute for one.
 """
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import sys
 import time
 import traceback
@@ -62,7 +61,7 @@ def check(case: Case, device: str = "cpu") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # as in pyproject.toml
-        {"numbers": _check_numbers, "poison": _check_poison, "arguments": _check_arguments}[case.kind](case, device)
+        {"numbers": _check_numbers, "poison": _check_poison}[case.kind](case, device)
 
 
 def _call(case: Case, tensors: list[Tensor], **changes: Any) -> Any:
@@ -324,62 +323,6 @@ def _check_poison(case: Case, device: str) -> None:
         raise WrongError("NaN in a query or key became finite")
     if touched.any() and case.values in ("normal", "zeros", "equal keys") and not bad_scale and out[touched].any():
         raise WrongError("what is not finite in a value became finite")
-
-
-_BAD: dict[str, Callable[[list[Tensor]], dict[str, Any]]] = {
-    "mask": lambda tensors: {"attn_mask": torch.ones(2, 2)},
-    "dropout": lambda tensors: {"dropout_p": 0.5},
-    "dropout that is a text": lambda tensors: {"dropout_p": "none"},
-    "causal text": lambda tensors: {"is_causal": "x"},
-    "causal None": lambda tensors: {"is_causal": None},
-    "causal tensor": lambda tensors: {"is_causal": torch.ones(2, dtype=torch.bool)},
-    "grouped text": lambda tensors: {"enable_gqa": "yes"},
-    "scale zero": lambda tensors: {"scale": 0},
-    "scale nan": lambda tensors: {"scale": math.nan},
-    "scale inf": lambda tensors: {"scale": -math.inf},
-    "scale 10**400": lambda tensors: {"scale": 10**400},
-    "scale 1e300": lambda tensors: {"scale": 1e300} if tensors[0].dtype != torch.float64 else {"scale": None, "x": 1},
-    "scale bool": lambda tensors: {"scale": True},
-    "scale text": lambda tensors: {"scale": "0.5"},
-    "scale tensor": lambda tensors: {"scale": torch.ones(3)},
-    "sparse query": lambda tensors: {"query": tensors[0].to_sparse()},
-    "sparse value": lambda tensors: {"value": tensors[2].to_sparse()},
-    "nested key": lambda tensors: {"key": torch.nested.as_nested_tensor([tensors[1][0]], layout=torch.jagged)},
-    "complex": lambda tensors: {"query": tensors[0].float() + 0j},
-    "integer": lambda tensors: {"key": tensors[1].int()},
-    "no tensor": lambda tensors: {"value": None},
-    "three axes": lambda tensors: {"query": tensors[0][0]},
-    "five axes": lambda tensors: {"key": tensors[1][None]},
-    "no tokens": lambda tensors: {"query": tensors[0][:, :, :0]},
-    "longer keys": lambda tensors: {"key": torch.cat([tensors[1], tensors[1]], 2)},
-    "wider keys": lambda tensors: {"key": torch.cat([tensors[1], tensors[1]], 3)},
-    "more batches": lambda tensors: {"value": torch.cat([tensors[2], tensors[2]], 0)},
-    "more value heads": lambda tensors: {"value": torch.cat([tensors[2], tensors[2]], 1)},
-    "other device": lambda tensors: {"value": tensors[2].to("meta")},
-    "other dtype": lambda tensors: {
-        "value": tensors[2].double() if tensors[2].dtype != torch.float64 else tensors[2].float()
-    },
-}
-
-
-def _check_arguments(case: Case, device: str) -> None:
-    tensors = make_inputs(case, device)
-    what = random.Random(f"{case.seed}/{case.number}/bad").choice(list(_BAD))
-    changes = _BAD[what](tensors)
-    if "x" in changes:
-        return
-    arguments = dict(zip(("query", "key", "value"), tensors, strict=True)) | changes
-    tensors = [arguments.pop(name) for name in ("query", "key", "value")]
-    try:
-        with torch.device(device):
-            get_attention(case.attention)(
-                *tensors, **{"is_causal": case.is_causal, "scale": case.scale, "enable_gqa": True, **arguments}
-            )
-    except ValueError as error:
-        if "\n" in str(error) or not str(error):
-            raise WrongError(f"{what}: a message of several lines, or of none: {error}") from error
-        return
-    raise WrongError(f"{what}: accepted")
 
 
 # --- Running it ------------------------------------------------------------------------------------------------------

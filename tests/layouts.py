@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,24 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one head expanded": _expanded(1),
     "overlapping windows": _windows,
 }
+
+
+def against_copies(
+    attend: Callable[..., Sequence[Tensor]], strided: Sequence[Tensor], layout: Callable[[Tensor], Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients for tensors of some strides, and for their contiguous copies.
+
+    `layout` is that of the gradient of the first output, which has the shape of the first tensor.
+    """
+    copies = [tensor.contiguous().clone().requires_grad_() for tensor in strided]
+    strided = [tensor.detach().requires_grad_() for tensor in strided]
+    weight = layout(torch.randn_like(copies[0]))
+    results = []
+    for tensors, of_out in ((strided, weight), (copies, weight.contiguous().clone())):
+        outputs = attend(*tensors)
+        weights = [of_out, *(torch.ones_like(other) for other in outputs[1:])]
+        results.append([*outputs, *torch.autograd.grad(outputs, tensors, weights)])
+    return results[0], results[1]
 
 
 def interleaved(tensors: list[Tensor]) -> list[Tensor]:

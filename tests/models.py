@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from muse_attention.huggingface.capture import visit_layers
 
 VOCABULARY = 97
 SIZES: dict[str, Any] = {
@@ -43,6 +45,22 @@ def write_tokenizer(folder: Path) -> None:
     """One of letters."""
     letters = Tokenizer(models.BPE({chr(32 + index): index for index in range(VOCABULARY)}, []))
     PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
+
+
+class AttentionInputs(NamedTuple):
+    """What a layer attends with, as `visit_layers` hands it on."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+
+
+def capture(model: PreTrainedModel, ids: Tensor) -> list[AttentionInputs]:
+    """Of every layer without a window."""
+    layers: list[AttentionInputs] = []
+    visit_layers(model, ids, lambda _, *inputs: layers.append(AttentionInputs(*inputs)))
+    return layers
 
 
 def token_ids(length: int, batch: int = 1) -> Tensor:

@@ -18,8 +18,6 @@ from muse_attention.core.precision import compute_dtype
 from muse_attention.core.sides import single_cluster
 from muse_attention.core.structures import Clusters, Partial
 
-Backend = Literal["auto", "torch", "triton", "reference"]
-
 FEW_SUMMARIES = 1 << 20
 """So many of a head are computed in seconds, even where exact attention would take less."""
 

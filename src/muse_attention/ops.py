@@ -219,15 +219,8 @@ def _backward(
         return backend_named(backend).backward(call, attended, grad_out, grad_lse)
 
 
-def _shapes_of_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))  # type: ignore[return-value]
+def _shapes_of_backward(grad_out: Tensor, grad_lse: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])
 
 
 def _no_autocast(query: Tensor) -> AbstractContextManager[Any]:

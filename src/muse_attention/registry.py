@@ -92,32 +92,23 @@ def _read_block_diagonal(name: str, settings: str) -> Attention:
 def _read_moba(name: str, settings: str) -> Attention:
     if not settings:
         return moba_attention
-    match = _MOBA.fullmatch(settings)
-    if match is None:
-        raise ValueError(f"cannot read {name!r}: write the sizes like 'moba:L8kB512R1'")
-    local, block, count = (parse_size(size) for size in match.groups())
+    local, block, count = map(parse_size, _read(_MOBA, name, settings, "the sizes like 'moba:L8kB512R1'"))
     if local % block:
         raise ValueError(f"{name!r}: the own block of {local} must be a multiple of the retrieved block of {block}")
     return functools.partial(moba_attention, local_block_size=local, retrieval_block_size=block, retrieved_blocks=count)
 
 
 def _read_flex_attention(name: str, settings: str) -> Attention:
-    match = _FLEX.fullmatch(settings)
-    if match is None:
-        raise ValueError(
-            f"cannot read {name!r}: write a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"
-        )
-    pattern: Any = "window" if match[1] == "W" else "blocks"
-    return functools.partial(sparse_flex_attention, pattern=pattern, size=parse_size(match[2]))
+    like = "a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"
+    kind, size = _read(_FLEX, name, settings, like)
+    pattern: Any = "window" if kind == "W" else "blocks"
+    return functools.partial(sparse_flex_attention, pattern=pattern, size=parse_size(size))
 
 
 def _read_nsa(name: str, settings: str) -> Attention:
     if not settings:
         return nsa_attention
-    match = _NSA.fullmatch(settings)
-    if match is None:
-        raise ValueError(f"cannot read {name!r}: write the sizes like 'nsa:B64R16'")
-    block, count = (parse_size(size) for size in match.groups())
+    block, count = map(parse_size, _read(_NSA, name, settings, "the sizes like 'nsa:B64R16'"))
     if block < 2 * count or block & (block - 1):
         raise ValueError(f"{name!r}: the block must be a power of 2, and at least twice the retrieved blocks")
     return functools.partial(nsa_attention, block_size=block, retrieved_blocks=count)
@@ -126,10 +117,16 @@ def _read_nsa(name: str, settings: str) -> Attention:
 def _read_flash_sparse(name: str, settings: str) -> Attention:
     if not settings:
         return flash_sparse_attention
-    match = _FLASH_SPARSE.fullmatch(settings)
+    (threshold,) = _read(_FLASH_SPARSE, name, settings, "the threshold like 'flash_sparse_attn:T1'")
+    return functools.partial(flash_sparse_attention, threshold=float(threshold))
+
+
+def _read(pattern: re.Pattern[str], name: str, settings: str, like: str) -> tuple[str, ...]:
+    """What the settings have in the places of a pattern."""
+    match = pattern.fullmatch(settings)
     if match is None:
-        raise ValueError(f"cannot read {name!r}: write the threshold like 'flash_sparse_attn:T1'")
-    return functools.partial(flash_sparse_attention, threshold=float(match[1]))
+        raise ValueError(f"cannot read {name!r}: write {like}")
+    return match.groups()
 
 
 _READERS: dict[str, Callable[[str, str], Attention]] = {

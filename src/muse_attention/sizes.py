@@ -19,14 +19,9 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """`"32k,64k"`, in the order given, each once."""
-    return tuple(dict.fromkeys(parse_size(part) for part in text.split(",")))
-
-
 def parse_size_list(texts: Iterable[str]) -> tuple[int, ...]:
     """Of an option that may be repeated, and have commas: `["8k,16k", "1m"]`, each once."""
-    return tuple(dict.fromkeys(size for text in texts for size in parse_sizes(text)))
+    return tuple(dict.fromkeys(parse_size(part) for text in texts for part in text.split(",")))
 
 
 def nearest_power_of_two(numerator: int, denominator: int, *, smallest: int) -> int:

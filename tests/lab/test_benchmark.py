@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from muse_attention import MuSeConfig, backends, get_attention
-from muse_attention.sizes import format_size, parse_size_list, parse_sizes
+from muse_attention.sizes import format_size, parse_size_list
 from muse_lab.benchmark import stages, suite, timing
 from muse_lab.benchmark.bench_report import bench_report
 from muse_lab.benchmark.captured import CapturesFile, create_workload
@@ -84,16 +84,16 @@ def sweep_plan(name: str, length: int = 65536) -> Plan:
 
 
 def test_lengths_are_read_as_they_are_written() -> None:
-    assert parse_sizes("32k, 600,1K,2m") == (32768, 600, 1024, 2**21)
+    assert parse_size_list(["32k, 600,1K,2m"]) == (32768, 600, 1024, 2**21)
     assert parse_size_list(["32k,1m", "600", "1m"]) == (32768, 2**20, 600)
-    assert parse_sizes("1k,1024") == (1024,)
+    assert parse_size_list(["1k,1024"]) == (1024,)
     assert [format_size(length) for length in (32768, 600, 2**20, 2**20 + 1024)] == ["32k", "600", "1m", "1025k"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "1k,", "-4", "4g", "1.5k"])
 def test_what_is_not_a_length_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="cannot read the size"):
-        parse_sizes(text)
+        parse_size_list([text])
 
 
 def test_attentions_without_settings_are_taken_at_matched_sparsity() -> None:

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 from muse_attention import get_attention
 from muse_attention.huggingface import register, use_attention
-from muse_attention.huggingface.capture import capture, visit_layers
+from muse_attention.huggingface.capture import visit_layers
 from muse_lab.evaluation.loss.positions import check_model, position_losses
 from muse_lab.pretraining.model.configuration import DecoderConfig
 from muse_lab.pretraining.model.decoder import Decoder, DecoderForCausalLM
 from tests.closeness import assert_equal_to_rounding
-from tests.models import VOCABULARY, token_ids
+from tests.models import VOCABULARY, capture, token_ids
 from tests.refusals import one_line_error
 
 WINDOW = 16

@@ -14,7 +14,6 @@ import transformers
 from muse_attention import MuSeConfig, get_attention
 from muse_attention.fidelity import measure as measure_fidelity
 from muse_attention.fidelity.gradients import measure_gradients
-from muse_attention.huggingface.capture import capture
 from muse_attention.registry import full_name
 from muse_lab.cli.measuring import write
 from muse_lab.evaluation.fidelity import layers, paper
@@ -35,7 +34,7 @@ from muse_lab.models import load_model
 from muse_lab.records import stored_results as stored
 from muse_lab.report.html import as_html
 from tests.command_line import assert_done_quietly, assert_refused, run_muse
-from tests.models import SIZES, tiny_llama, token_ids, write_tokenizer
+from tests.models import SIZES, capture, tiny_llama, token_ids, write_tokenizer
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"
 SETTINGS = TextSettings("tiny", "letters", 128, 2, "cpu", "float32")

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from muse_attention import get_attention
 from muse_attention.core.recording import recorded_calls
 from muse_attention.fidelity.lookups import found_weight
-from muse_attention.huggingface.capture import capture
 from muse_lab.evaluation.lookups.lookup_report import (
     STRONG,
     as_csv,
@@ -26,6 +25,7 @@ from muse_lab.evaluation.lookups.results import Found, LookupResults, measure
 from muse_lab.evaluation.needles.results import NeedleSettings, NeedleTask, plan
 from muse_lab.pretraining.needles.samples import NeedleSamples
 from muse_lab.report.markdown import as_markdown
+from tests.models import capture
 from tests.needle_models import needle_llama
 
 LENGTH = 512

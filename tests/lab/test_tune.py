@@ -14,7 +14,6 @@ import torch
 
 from muse_attention import MuSeConfig, defaults, exact_attention
 from muse_attention.defaults import Default
-from muse_attention.huggingface.capture import capture
 from muse_lab.benchmark.timing import Times
 from muse_lab.benchmark.tuning import (
     Candidate,
@@ -40,7 +39,7 @@ from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from tests.command_line import assert_done_quietly, assert_refused, run_muse
-from tests.models import tiny_llama, token_ids
+from tests.models import capture, tiny_llama, token_ids
 from tests.needle_models import needle_tokenizer, write_needle_model, write_texts
 
 COARSE = "muse:Q4K4R1SP1B32,clustering=lloyd"

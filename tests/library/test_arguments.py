@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ def _tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("rank", {"query": _tensor(2, 40, 8)}, ["query", "(2, 40, 8)", "(batch, heads, length, head_dim)"]),
+    ("five axes", {"key": _tensor(1, 1, 2, 40, 8)}, ["key", "(1, 1, 2, 40, 8)", "four axes"]),
     ("not a tensor", {"key": [1.0]}, ["key", "list", "torch.Tensor"]),
     ("head dims", {"key": _tensor(1, 2, 40, 4)}, ["key has head_dim 4", "query 8"]),
     ("key and value heads", {"value": _tensor(1, 1, 40, 8)}, ["key has 2 heads", "value 1"]),
@@ -37,15 +39,20 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("empty", {"query": _tensor(1, 2, 0, 8)}, ["query", "(1, 2, 0, 8)", "at least 1"]),
     ("dtypes", {"key": _tensor(dtype=torch.float16)}, ["key", "torch.float16", "torch.float32", "one dtype"]),
     ("integers", {"query": _tensor(dtype=torch.int64)}, ["query", "torch.int64", "bfloat16"]),
+    ("complex", {"query": _tensor(dtype=torch.complex64)}, ["query", "torch.complex64", "bfloat16"]),
     ("devices", {"value": _tensor().to("meta")}, ["value is on meta", "query on cpu"]),
     ("mask", {"attn_mask": torch.ones(40, 40)}, ["attn_mask", "is_causal"]),
     ("dropout", {"dropout_p": 0.1}, ["dropout_p=0.1", "dropout_p=0.0"]),
     ("scale of zero", {"scale": 0.0}, ["scale=0.0", "logits", "None"]),
     ("scale", {"scale": float("nan")}, ["scale=nan", "None"]),
+    ("infinite scale", {"scale": -math.inf}, ["scale=-inf", "None"]),
+    ("scale that is a switch", {"scale": True}, ["scale=True", "None"]),
+    ("scale that is a tensor", {"scale": torch.ones(3)}, ["scale=a tensor", "None"]),
     ("scale that is no number", {"scale": "large"}, ["scale='large'", "None"]),
     ("scale that no float holds", {"scale": 10**400}, ["scale=1000", "3.4e+38"]),
     ("scale beyond float32", {"scale": -1e39}, ["scale=-1e+39", "3.4e+38"]),
     ("causal text", {"is_causal": "x"}, ["is_causal is a str", "True or False"]),
+    ("causal None", {"is_causal": None}, ["is_causal is a NoneType", "True or False"]),
     ("causal tensor", {"is_causal": torch.ones(2) > 0}, ["is_causal is a Tensor", "True or False"]),
     ("gqa text", {"enable_gqa": "no"}, ["enable_gqa is a str", "True or False"]),
     ("dropout text", {"dropout_p": "some"}, ["dropout_p='some'", "dropout_p=0.0"]),
@@ -149,6 +156,12 @@ def test_float64_beside_float32_under_autocast() -> None:
         ("moba:8k", ["'moba:8k'", "moba:L8kB512R1"]),
         ("moba:L100B64R1", ["100", "multiple", "64"]),
         ("moba:L64B64R0", ["'0'", "positive"]),
+        ("flex_attention", ["a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"]),
+        ("flex_attention:8k", ["cannot read 'flex_attention:8k'"]),
+        ("nsa:64", ["write the sizes like 'nsa:B64R16'"]),
+        ("nsa:B64R33", ["at least twice the retrieved blocks"]),
+        ("nsa:B48R16", ["must be a power of 2"]),
+        ("flash_sparse_attn:1", ["write the threshold like 'flash_sparse_attn:T1'"]),
     ],
 )
 def test_bad_names(name: str, words: list[str]) -> None:
@@ -166,22 +179,3 @@ def _expect(words: list[str], call: Callable[[], object]) -> None:
     assert "\n" not in message
     for word in words:
         assert word in message, message
-
-
-@pytest.mark.parametrize(
-    ("query", "config", "words"),
-    [
-        (_tensor(1, 2, 40, 512), "QK4R1B16", ["at most 256", "512"]),
-        (_tensor(1, 2, 40, 64), "Q4K4096R1B16", ["at most 2048 clusters", "4096"]),
-        (_tensor(), "QK4R0B16,dipole=tilted", ["no kernels for dipoles", "dipole='tilted'"]),
-    ],
-    ids=["head dim", "clusters", "dipole"],
-)
-def test_what_the_kernels_cannot_hold(query: Tensor, config: str, words: list[str]) -> None:
-    """(Without a GPU, tests run the kernels in Triton's interpreter, so these are the obstacles that remain.)"""
-    pytest.importorskip("triton")
-    query = query.to("cuda" if torch.cuda.is_available() else "cpu")
-    _expect(
-        ["backend='triton'", "backend='torch'", *words],
-        lambda: muse_attention(query, query, query, config=config, backend="triton"),
-    )

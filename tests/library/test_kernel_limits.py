@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize(
     ("shape", "config", "message"),
     [
+        ((1, 2, 40, 512), "QK4R1B16", "head dimensions of at most 256, these tensors have 512"),
+        ((1, 2, 40, 8), "QK4R0B16,dipole=tilted", "no kernels for dipoles.*dipole='tilted'"),
         ((1, 40_000, 128, 16), "QK4R1B32", "at most 65535 heads of queries and keys in a batch, these are 80000"),
         ((1, 1, 70_000, 16), "QK4R1B1", "at most 65535 blocks, these are 70000: use a larger block_size"),
         ((1, 1, 1 << 20, 128), "Q64K256R1B1k", "fewer than 1024 blocks with these clusters and heads, these are 1024"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from muse_attention import get_attention
 from tests.compilers import compiled_with
-from tests.layouts import LAYOUTS
+from tests.layouts import LAYOUTS, against_copies
 from tests.shapes import Shape
 
 ATTENTIONS = ["muse:Q3K4R2B16", "exact", "block_diagonal:16", "moba:L16B8R2"]
@@ -20,16 +22,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_strides_change_nothing(name: str, layout: str, dtype: torch.dtype) -> None:
     strided = [LAYOUTS[layout](tensor) for tensor in _inputs(dtype)]
-    _check_against_copies(name, strided, LAYOUTS[layout])
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_projections_of_a_convolution(name: str) -> None:
-    """`Conv1d` gives (batch, channels, length): transposed, its columns are far apart."""
-    hidden = torch.randn(2, 32, 40)
-    projected = [nn.Conv1d(32, 32, 1)(hidden).unflatten(1, (2, 16)).mT.detach() for _ in range(3)]
-    assert projected[0].stride(-1) != 1
-    _check_against_copies(name, projected, lambda tensor: tensor)
+    attend = partial(get_attention(name), is_causal=True, return_lse=True)
+    torch.testing.assert_close(*against_copies(attend, strided, LAYOUTS[layout]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -57,21 +51,8 @@ def test_compiled_with_columns_before_rows(name: str, compiler: str) -> None:
     copies = [tensor.detach().mT.contiguous().requires_grad_() for tensor in inputs]
     plain = attention(*copies, is_causal=True)
     gradients = torch.autograd.grad(plain, copies, weight.mT.contiguous())
-    for ours, expected in zip(found, [plain, *gradients], strict=True):
-        torch.testing.assert_close(ours, expected.mT)
+    torch.testing.assert_close(found, [tensor.mT for tensor in (plain, *gradients)])
 
 
 def _inputs(dtype: torch.dtype) -> list[Tensor]:
     return [tensor.detach() for tensor in Shape("", "", length=40).tensors(dtype)]
-
-
-def _check_against_copies(name: str, strided: list[Tensor], of_gradient: object) -> None:
-    copies = [tensor.contiguous().clone().requires_grad_() for tensor in strided]
-    strided = [tensor.detach().requires_grad_() for tensor in strided]
-    weight = of_gradient(torch.randn_like(copies[0]))
-    results = []
-    for tensors, some_weight in ((copies, weight.contiguous().clone()), (strided, weight)):
-        out, lse = get_attention(name)(*tensors, is_causal=True, return_lse=True)
-        results.append([out, lse, *torch.autograd.grad([out, lse], tensors, [some_weight, torch.ones_like(lse)])])
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(found, expected)

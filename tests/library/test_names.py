@@ -32,13 +32,6 @@ def test_the_papers_method_by_name_is_that_of_the_length(length: int) -> None:
     assert torch.equal(other, muse_attention(*inputs, is_causal=True, config=MuSeConfig.paper(length).replace(seed=1)))
 
 
-def test_the_papers_method_compiles() -> None:
-    inputs = tensors(600)
-    attention = get_attention("muse:paper")
-    compiled = torch.compile(lambda *parts: attention(*parts, is_causal=True), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(*inputs), attention(*inputs, is_causal=True))
-
-
 @pytest.mark.parametrize("name", ["muse:paper,QK32", "muse:paper2", "muse:paper,speed=11", "muse:paperQK32"])
 def test_what_is_not_the_papers_method(name: str) -> None:
     with pytest.raises(ValueError, match="cannot read"):

@@ -78,8 +78,7 @@ def test_what_listens_to_operators_hears_of_them() -> None:
         _whole(inputs)
     names = {event.name for event in profiler.events() or ()}
     assert {"muse_attention::cluster", "muse_attention::forward", "muse_attention::backward"} <= names
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_where_nothing_listens_the_dispatcher_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +86,7 @@ def test_where_nothing_listens_the_dispatcher_is_left_out(monkeypatch: pytest.Mo
     expected = _whole(inputs)
     for name in ("CLUSTER", "FORWARD", "BACKWARD"):
         monkeypatch.setattr(ops, name, Mock(side_effect=AssertionError("went through the dispatcher")))
-    for a, b in zip(_whole(inputs), expected, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(_whole(inputs), expected, rtol=0, atol=0)
     with torch.no_grad():
         out = muse_attention(*inputs, is_causal=True, enable_gqa=True, config=CONFIG)
     assert torch.equal(out, expected[0])
@@ -133,8 +131,7 @@ def test_compiles_into_one_graph_with_the_same_result(name: str, compiler: str) 
     for function in (layer, torch.compile(layer, fullgraph=True, backend=compiler)):
         out, lse = function(*inputs)
         results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), inputs)))
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(*results)
 
 
 def test_compiles_with_a_configuration_made_inside_the_graph() -> None:
@@ -200,8 +197,7 @@ def test_selective_checkpointing_can_keep_the_operator() -> None:
     )
     found = torch.autograd.grad(out.sum(), inputs)
     assert len(calls) == 2
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -269,28 +265,3 @@ def test_second_derivatives_are_refused_in_one_line() -> None:
     (gradient,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
     with pytest.raises(NotImplementedError, match=r"once only.*backend='reference'"):
         gradient.sum().backward()
-
-
-@pytest.mark.parametrize(("config", "is_causal"), [("Q4K5R3SP2B32", False), ("Q1K5R2B32,tilt=false", True)])
-@pytest.mark.parametrize(
-    ("limit", "size"),
-    [
-        ("layout.WORKSPACE_ELEMENTS", 1),  # one key head at a time
-        ("layout.SUMMARY_ELEMENTS", 1),  # one query cluster at a time
-        ("retrieval.PARTIAL_ELEMENTS", 1),  # one query at a time
-        ("grouping.TILE_ELEMENTS", 64),  # tiles of a few rows
-    ],
-)
-def test_limits_of_memory_do_not_change_the_result(
-    limit: str, size: int, config: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = SHAPE.tensors(torch.float64)
-
-    def results() -> list[Tensor]:
-        out = muse_attention(*inputs, is_causal=is_causal, enable_gqa=True, config=config)
-        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
-
-    expected = results()
-    monkeypatch.setattr(f"muse_attention.backends.torch.{limit}", size)
-    for found, wanted in zip(results(), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -15,7 +15,7 @@ from muse_attention import DocumentBoundaries, MuSeConfig, muse_attention, muse_
 from muse_attention.core.recording import recorded_calls
 from muse_attention.defaults import LONGEST_EXACT
 from muse_attention.documents.rows import attend_to_documents
-from tests.closeness import assert_equal_to_rounding
+from tests.closeness import assert_equal_to_rounding, assert_same, gradients
 from tests.refusals import one_line_error
 
 CONFIG = "Q3K4R2B16"
@@ -51,21 +51,6 @@ def loop(tensors: tuple[Tensor, ...], lengths: list[int], **settings: Any) -> tu
     ]
     outs = [out[0].transpose(0, 1) for out, _ in results]
     return torch.cat(outs), torch.cat([lse[0] for _, lse in results], 1)
-
-
-def gradients(out: Tensor, lse: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of one seeded function of outputs and lse."""
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in (out, lse)]
-    total = sum((part.double() * weight).sum() for part, weight in zip((out, lse), weights, strict=True))
-    return torch.autograd.grad(total, tensors)
-
-
-def assert_same(found: Any, expected: Any, tensors: tuple[Tensor, ...], what: str = "") -> None:
-    """Outputs, lse and gradients."""
-    pairs = zip((*found, *gradients(*found, tensors)), (*expected, *gradients(*expected, tensors)), strict=True)
-    for name, (ours, theirs) in zip(("output", "lse", "query", "key", "value"), pairs, strict=True):
-        assert_equal_to_rounding(ours, theirs, f"{name} {what}")
 
 
 def random_partition(seed: int) -> list[int]:
@@ -104,16 +89,15 @@ def test_kernels_give_the_bits_of_the_loop_and_change_no_other_document() -> Non
     with recorded_calls() as calls:
         found = packed(tensors, lengths, **settings, return_lse=True)
     assert sorted(call.query.shape[0] for call in calls) == [1, 1, 1, 2]
-    before = (*found, *gradients(*found, tensors))
+    before = (*found, *gradients(found, tensors))
     expected = loop(tensors, lengths, **settings)
-    for ours, theirs in zip(before, (*expected, *gradients(*expected, tensors)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(before, (*expected, *gradients(expected, tensors)), rtol=0, atol=0)
     with torch.no_grad():
         for tensor in tensors:
             tensor.split(lengths)[4].mul_(-3).add_(1)
     found = packed(tensors, lengths, **settings, return_lse=True)
     for name, one, two in zip(
-        ("output", "lse", "query", "key", "value"), before, (*found, *gradients(*found, tensors)), strict=True
+        ("output", "lse", "query", "key", "value"), before, (*found, *gradients(found, tensors)), strict=True
     ):
         dim = 1 if name == "lse" else 0
         pairs = zip(one.split(lengths, dim), two.split(lengths, dim), strict=True)
@@ -132,7 +116,7 @@ def test_a_changed_document_changes_no_other(changed: int) -> None:
                 for tensor in tensors:
                     tensor.split(lengths)[changed].mul_(-3).add_(1)
         out, lse = packed(tensors, lengths, return_lse=True)
-        outcomes.append((out, lse.T, *gradients(out, lse, tensors)))
+        outcomes.append((out, lse.T, *gradients((out, lse), tensors)))
     for before, after in zip(*outcomes, strict=True):
         for index, (one, two) in enumerate(zip(before.split(lengths), after.split(lengths), strict=True)):
             assert torch.equal(one, two) == (index != changed)
@@ -249,7 +233,7 @@ def test_a_compiled_backward_pass_has_the_boundaries_of_its_forward_pass() -> No
     found = compiled(*tensors, ends, ends, 60, 60, causal=True, config=CONFIG, return_lse=True)
     ends.numpy()[1] = 17
     expected = packed(tensors, [40, 20], return_lse=True)
-    for ours, theirs in zip(gradients(*found, tensors), gradients(*expected, tensors), strict=True):
+    for ours, theirs in zip(gradients(found, tensors), gradients(expected, tensors), strict=True):
         assert_equal_to_rounding(ours, theirs)
 
 

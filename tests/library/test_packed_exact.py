@@ -15,8 +15,8 @@ from muse_attention.core.recording import recorded_calls
 from muse_attention.documents import exact
 from muse_attention.documents.rows import attend_to_windows
 from muse_lab.pretraining.model.sliding_window import sliding_window_attention
-from tests.closeness import assert_equal_to_rounding
-from tests.library.test_packed import CONFIG, assert_same, gradients, loop, packed, row
+from tests.closeness import assert_equal_to_rounding, assert_same, gradients
+from tests.library.test_packed import CONFIG, loop, packed, row
 
 calls: list[list[int]] = []
 """The ends of the documents of each call."""
@@ -125,10 +125,10 @@ def test_a_compiled_graph_does_not_attend_to_short_documents_again() -> None:
     boundaries = DocumentBoundaries.from_lengths(lengths)
     settings: dict[str, Any] = {"causal": True, "config": CONFIG, "return_lse": True}
     found = compiled(*tensors, boundaries, boundaries, 40, 40, **settings)
-    results = (*found, *gradients(*found, tensors))
+    results = (*found, *gradients(found, tensors))
     assert calls == [[0, 1, 17, 20]]
     expected = loop(tensors, lengths)
-    for ours, theirs in zip(results, (*expected, *gradients(*expected, tensors)), strict=True):
+    for ours, theirs in zip(results, (*expected, *gradients(expected, tensors)), strict=True):
         assert_equal_to_rounding(ours, theirs)
 
 

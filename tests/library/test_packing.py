@@ -105,8 +105,7 @@ def test_gradients_of_a_packed_batch_are_those_of_its_documents() -> None:
             for row, positions in rows:
                 model(row, position_ids=positions, use_cache=False).logits.square().sum().backward()
             found.append([parameter.grad.clone() for parameter in model.parameters()])
-    for packed, one_by_one in zip(*found, strict=True):
-        torch.testing.assert_close(packed, one_by_one)
+    torch.testing.assert_close(*found)
 
 
 class _Layer(torch.nn.Module):

@@ -123,22 +123,6 @@ def test_peers_have_settings_of_their_own_in_a_benchmark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("flex_attention", "write a window like 'flex_attention:W4k', or blocks like 'flex_attention:B8k'"),
-        ("flex_attention:8k", "cannot read 'flex_attention:8k'"),
-        ("nsa:64", "write the sizes like 'nsa:B64R16'"),
-        ("nsa:B64R33", "at least twice the retrieved blocks"),
-        ("nsa:B48R16", "must be a power of 2"),
-        ("flash_sparse_attn:1", "write the threshold like 'flash_sparse_attn:T1'"),
-    ],
-)
-def test_names_that_cannot_be_read_are_refused(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_attention(name)
-
-
-@pytest.mark.parametrize(
     ("attention", "changes", "message"),
     [
         ("flex_attention", {"device": "cpu"}, "flex_attention is compiled for CUDA, not for cpu"),

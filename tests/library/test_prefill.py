@@ -125,7 +125,5 @@ def test_what_cannot_be_continued() -> None:
             model(ids[:, number : number + 40], past_key_values=some)
         with one_line_error("continues a cache of 40 tokens that were not attended to in this block"):
             model(ids[:, 40:], past_key_values=caches[0])
-    with one_line_error("depends on the length"), chunked_prefill(model, "Q2K3T0.2"):
-        pass
     with one_line_error("the paper's method"), chunked_prefill(model, MuSeConfig.paper(1024)):
         pass

@@ -60,13 +60,6 @@ VARIANTS = [
 ]
 FROZEN = [VARIANTS[0], "Q3K5T0.05B32,tile=4"]
 """Variants that are also tested with frozen aggregation, causal; on a GPU all are."""
-FOUND = [
-    "Q4K5R2B32,clustering=streaming",
-    "Q4K5R2SP2B32,clustering=lloyd,lloyd_sample=9",
-    "Q4K5R2B32,clustering=streaming,cap_factor=1.2,query_cap_factor=2",
-    "Q4K5T0.1B32",
-    "Q4K5T0.03B32,tile=4,lloyd_sample=5",
-]
 
 
 class TestTritonBackend(OperatorConformance):
@@ -75,16 +68,6 @@ class TestTritonBackend(OperatorConformance):
     few_heads, short = 1, 70
 
     # What equals the reference to rounding has its properties. (The interpreter has one order of everything.)
-    test_property_1_exact_when_one_block_or_everything_is_retrieved = None
-    test_property_2_exact_when_queries_are_their_centroids = None
-    test_property_2_exact_when_all_keys_of_a_cluster_are_equal = None
-    test_property_3_lse_is_never_above_the_exact_lse = None
-    test_property_4_invariance_under_translation_of_keys = None
-    test_property_4_invariance_under_change_of_basis = None
-    test_property_5_weights_sum_to_one_over_exactly_the_visible_keys = None
-    test_property_6_with_a_tolerance_nothing_later_changes_a_bit = None  # below
-    test_property_6_values_of_later_tokens_have_no_influence_at_all = None
-    test_property_7_error_falls_as_clusters_or_retrieval_grow = None
     test_same_inputs_give_the_same_bits_twice = None
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -126,10 +109,6 @@ class TestTritonBackend(OperatorConformance):
     def test_keys_with_a_large_common_offset(self) -> None:
         shape = Shape("", "Q3K5R1B32", length=100, heads=1, key_heads=1, key_offset=10.0)
         assert_at_most_twice_the_error_of_torch(shape, torch.float16)
-
-    @pytest.mark.parametrize("variant", FOUND)
-    def test_finds_the_clusters_and_selection_of_the_reference(self, variant: str) -> None:
-        super().test_finds_the_clusters_and_selection_of_the_reference(variant)
 
     @pytest.mark.long
     @pytest.mark.parametrize("variant", ["Q4K5R2B32"])
@@ -205,8 +184,7 @@ def test_moba_goes_through_the_retrieval_kernels() -> None:
     for backend in ("torch", "triton"):
         out = get_attention("moba:L32B8R2")(*inputs, is_causal=True, enable_gqa=True, backend=backend)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*results)
 
 
 FEW_BLOCKS = [
@@ -237,8 +215,7 @@ def test_heads_in_groups_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(layout, "WORKSPACE_OF_INPUTS", 0)
         out = muse_attention(*inputs, is_causal=True, config="Q3K4R2B16", backend="triton")
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for together, apart in zip(*results, strict=True):
-        assert torch.equal(together, apart)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_a_plan_is_views_of_one_tensor() -> None:
@@ -265,8 +242,7 @@ def test_compiles_into_one_graph(config: str) -> None:
     for function in (compiled, attend):
         out = function(*inputs)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ summaries.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,7 +20,7 @@ from muse_attention.core.arguments import check_arguments
 from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.sides import single_cluster
-from muse_attention.core.structures import Clusters, Selection
+from muse_attention.core.structures import Selection
 
 _QUERY_CHUNK = 4096
 """Queries scored at a time."""
@@ -68,34 +70,23 @@ def moba_attention(
     )
     query, key, value = ops.cast_for_autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
-        chosen = _choose_blocks(
-            query.detach(),
-            key.detach(),
-            local_block_size,
-            retrieval_block_size,
-            retrieved_blocks,
-            is_causal=is_causal,
-        )
+        chosen = _choose_blocks(query.detach(), key.detach(), config, is_causal=is_causal)
     selection = Selection(
         opened=torch.where(chosen < 0, -1, chosen % blocks_per_local).int(),
         retrieved=torch.where(chosen < 0, -1, chosen // blocks_per_local).int()[..., None],
     )
-    no_tilt = single_cluster(query, key)
     position = torch.arange(key.shape[2], device=key.device)
     place = (position % local_block_size // retrieval_block_size).int()
-    clusters = Clusters(
-        no_tilt.query_centroids, no_tilt.query_assignment, no_tilt.key_centroids, place.expand(key.shape[:3])
-    )
+    clusters = replace(single_cluster(query, key), key_assignment=place.expand(key.shape[:3]))
     call = Call(query, key, value, clusters, config, is_causal, factor)
     merged, _ = ops.attend(call, resolve_backend(backend, query, value, config), selection)
     return (merged.out, merged.lse) if return_lse else merged.out
 
 
-def _choose_blocks(
-    query: Tensor, key: Tensor, local_size: int, block_size: int, count: int, *, is_causal: bool
-) -> Tensor:
-    """(batch, heads, N, count): numbers of the blocks each query retrieves; -1 where there are fewer."""
-    length = key.shape[2]
+def _choose_blocks(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool) -> Tensor:
+    """(batch, heads, N, retrieved blocks): numbers of those each query retrieves; -1 where there are fewer."""
+    length, local_size = key.shape[2], config.block_size
+    block_size = local_size // config.key_clusters
     blocks = -(-length // block_size)
     padded = pad(key.to(compute_dtype(key.dtype)), (0, 0, 0, blocks * block_size - length)).unflatten(
         2, (blocks, block_size)
@@ -104,8 +95,8 @@ def _choose_blocks(
     sizes = (length - number * block_size).clamp(max=block_size)
     means = padded.sum(3) / sizes[:, None]
     means = means.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    count = min(count, blocks)
-    local_of_block = number // (local_size // block_size)
+    count = min(config.retrieved_clusters, blocks)
+    local_of_block = number // config.key_clusters
     chosen = []
     for begin in range(0, length, _QUERY_CHUNK):
         queries = query[:, :, begin : begin + _QUERY_CHUNK].to(means.dtype)

@@ -21,13 +21,9 @@ def from_rank_before(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     All ranks must hold equal shapes. Each sends its tensor once, and its gradient back once. Collective: every rank of
     the mesh must call it, and what it returns must be part of what is differentiated on every rank.
     """
-    received: Tensor = _Ring.apply(tensor.contiguous(), mesh.get_local_rank(), mesh_ranks(mesh), 1, _name(mesh))
+    group = mesh.get_group().group_name
+    received: Tensor = _Ring.apply(tensor.contiguous(), mesh.get_local_rank(), mesh_ranks(mesh), 1, group)
     return received
-
-
-def _name(mesh: DeviceMesh) -> str:
-    name: str = mesh.get_group().group_name
-    return name
 
 
 class _Ring(torch.autograd.Function):

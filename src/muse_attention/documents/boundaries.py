@@ -71,7 +71,7 @@ class DocumentBoundaries:
         return cls(tuple(edges[:number]), tuple(edges[number:]), tokens)
 
     @classmethod
-    def read(cls, cu_seqlens: DocumentBoundaries | Tensor | Sequence[int], name: str = "cu_seqlens") -> Self:
+    def read(cls, cu_seqlens: Boundaries, name: str = "cu_seqlens") -> Self:
         """Boundaries as FlashAttention takes them: 0, then the end of each document. Raises ValueError for bad ones."""
         if isinstance(cu_seqlens, cls):
             return cu_seqlens
@@ -141,6 +141,10 @@ class DocumentBoundaries:
         if is_causal:
             seen &= position[:, None] >= position
         return seen | (position[:, None] == position)
+
+
+Boundaries = DocumentBoundaries | Tensor | Sequence[int]
+"""What `DocumentBoundaries.read` reads."""
 
 
 def check_ends(cu_seqlens: Tensor, name: str) -> None:

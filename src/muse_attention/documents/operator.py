@@ -21,38 +21,13 @@ from muse_attention.core.recording import unrecorded_calls
 from muse_attention.core.structures import Partial
 from muse_attention.documents.boundaries import DocumentBoundaries, read_boundaries
 from muse_attention.documents.rows import attend_to_documents, config_of_document
-from muse_attention.ops import NAMESPACE, cast_for_autocast
+from muse_attention.ops import NAMESPACE
 
 _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor,
-    ends_of_keys: Tensor,
-    longest: int,
-    longest_of_keys: int,
-    config: str | None,
-    *,
-    is_causal: bool,
-    scale: float,
-    backend: str,
-) -> Partial:
-    """Output (tokens, heads, value_dim) and lse (heads, tokens), differentiable.
-
-    Boundaries are tensors: int32 as `DocumentBoundaries.read` takes them, or a `DocumentBoundaries.table`. They are
-    checked where the graph runs.
-    """
-    query, key, value = cast_for_autocast(query, key, value)
-    settings = (config, is_causal, scale, backend)
-    out, lse, _ = _forward(query, key, value, ends, ends_of_keys, longest, longest_of_keys, *settings)
-    return Partial(out, lse)
-
-
 @torch.library.custom_op(f"{NAMESPACE}::packed_forward", mutates_args=(), tags=_READS_ON_THE_HOST)
-def _forward(
+def packed_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -65,6 +40,11 @@ def _forward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Output (tokens, heads, value_dim) and lse (heads, tokens), differentiable, and a copy of the boundaries.
+
+    Boundaries are tensors: int32 as `DocumentBoundaries.read` takes them, or a `DocumentBoundaries.table`. They are
+    checked where the graph runs.
+    """
     of_queries = _as_boundaries(ends)
     of_keys = of_queries if ends_of_keys is ends else _as_boundaries(ends_of_keys)
     boundaries = read_boundaries(query.shape[0], of_queries, of_keys, longest, longest_of_keys)
@@ -77,7 +57,7 @@ def _forward(
     return out, lse.contiguous(), ends.clone()
 
 
-@_forward.register_fake
+@packed_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, _dim = query.shape
     return (
@@ -150,6 +130,6 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _
     return *_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings), *([None] * 8)
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+packed_forward.register_autograd(_differentiate, setup_context=_keep)
 FORWARD = torch.ops.muse_attention.packed_forward.default
 """For selective checkpointing: its outputs may be kept."""

@@ -60,33 +60,16 @@ def attend_to_documents(
     query, key, value = ops.cast_for_autocast(query, key, value)
     one_call = backend != "reference" and exact.serves(query, value)
 
-    def attend(config: MuSeConfig, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return muse_attention(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=True,
-            config=config,
-            backend=backend,
-            return_lse=True,
-        )
-
     def together(config: MuSeConfig, query: Tensor, key: Tensor, value: Tensor) -> int:
         """How many documents share one call."""
         chosen = resolve_backend(backend, query, value, config)
         return 1 if chosen == "reference" else backend_named(chosen).sequences_at_once(query.shape[1] + key.shape[1])
 
-    def attend_exactly(
-        lengths: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, *known: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        earlier = Partial(*known) if known else None
-        partial = exact.attend(query, key, value, lengths, is_causal=is_causal, scale=scale, known=earlier)
-        return partial.out, partial.lse
-
     row = _Row(query, key, value, _pieces(boundaries, config, one_call))
-    row.attend_to_short(attend_exactly, known)
+    row.attend_to_short(functools.partial(exact.attend, is_causal=is_causal, scale=scale), known)
+    attend: Callable[..., Any] = functools.partial(
+        muse_attention, is_causal=is_causal, scale=scale, enable_gqa=True, backend=backend, return_lse=True
+    )
     row.attend_to_long(attend, together)
     return row.joined(return_lse=return_lse)
 
@@ -96,13 +79,24 @@ def attend_to_each(
     key: Tensor,
     value: Tensor,
     boundaries: DocumentBoundaries,
-    attention: Callable[..., tuple[Tensor, Tensor | None]],
+    attention: Callable[..., Any],
     *,
-    return_lse: bool = False,
+    return_lse: bool,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Any attention of (1, heads, length, head_dim) tensors, of one document after another. Its lse may be None."""
+    """Any attention with the signature of `scaled_dot_product_attention`, and `return_lse`: one document after another.
+
+    Its lse may be None.
+    """
+
+    def attend(*tensors: Tensor, config: MuSeConfig) -> tuple[Tensor, Tensor | None]:
+        if return_lse:
+            out, lse = attention(*tensors, **settings, enable_gqa=True, return_lse=True)
+            return out, lse
+        return attention(*tensors, **settings, enable_gqa=True), None
+
     row = _Row(query, key, value, _pieces(boundaries, EXACT, False))
-    row.attend_to_long(lambda _, *tensors: attention(*tensors), lambda *_: 1)
+    row.attend_to_long(attend, lambda *_: 1)
     return row.joined(return_lse=return_lse)
 
 
@@ -122,14 +116,9 @@ def attend_to_windows(
     `attention` is that of one document, (1, heads, length, head_dim), where no operator serves all of them in one call.
     """
     query, key, value = ops.cast_for_autocast(query, key, value)
-
-    def attend(lengths: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        partial = exact.attend(query, key, value, lengths, is_causal=True, scale=scale, window=window)
-        return partial.out, partial.lse
-
     row = _Row(query, key, value, _pieces(boundaries, EXACT, exact.serves(query, value)))
-    row.attend_to_short(attend)
-    row.attend_to_long(lambda _, *tensors: (attention(*tensors), None), lambda *_: 1)
+    row.attend_to_short(functools.partial(exact.attend, is_causal=True, scale=scale, window=window))
+    row.attend_to_long(lambda *tensors, config: (attention(*tensors), None), lambda *_: 1)
     return row.joined(return_lse=False)[0]
 
 
@@ -189,7 +178,7 @@ class _Row:
                     (query.shape[1], piece.tokens), -math.inf, dtype=compute_dtype(query.dtype)
                 )
 
-    def attend_to_short(self, attend: Callable[..., tuple[Tensor, Tensor]], known: Partial | None = None) -> None:
+    def attend_to_short(self, attend: Callable[..., Partial], known: Partial | None = None) -> None:
         """All short documents in one call, which is also handed their part of `known`."""
         short = [index for index, piece in enumerate(self.pieces) if piece.config is None and not piece.is_padding]
         if not short:
@@ -197,12 +186,12 @@ class _Row:
         tensors = [_joined([tensor[index] for index in short], 0) for tensor in self.tensors]
         if known is not None:
             sizes = [piece.tokens for piece in self.pieces]
-            for tensor, dim in ((known.out, 0), (known.lse, 1)):
-                parts = tensor.split(sizes, dim)
-                tensors.append(_joined([parts[index] for index in short], dim))
-        out, lse = attend(sum((self.pieces[index].lengths for index in short), ()), *tensors)
+            outs, lses = known.out.split(sizes), known.lse.split(sizes, 1)
+            known = Partial(_joined([outs[index] for index in short], 0), _joined([lses[index] for index in short], 1))
+        found = attend(*tensors, sum((self.pieces[index].lengths for index in short), ()), known=known)
         sizes = [self.pieces[index].tokens for index in short]
-        outs, lses = (out.split(sizes), lse.split(sizes, 1)) if len(short) > 1 else ([out], [lse])
+        is_one = len(short) == 1
+        outs, lses = ((found.out,), (found.lse,)) if is_one else (found.out.split(sizes), found.lse.split(sizes, 1))
         for index, own_out, own_lse in zip(short, outs, lses, strict=True):
             self.outs[index], self.lses[index] = own_out, own_lse
 
@@ -218,7 +207,7 @@ class _Row:
             for begin in range(0, len(indices), most):
                 some = indices[begin : begin + most]
                 stacked = [_stacked([tensor[index].transpose(0, 1) for index in some]) for tensor in self.tensors]
-                out, lse = attend(config, *stacked)
+                out, lse = attend(*stacked, config=config)
                 for index, document in zip(some, _unstacked(out.transpose(1, 2)), strict=True):
                     self.outs[index] = document
                 if lse is not None:

@@ -11,18 +11,18 @@ operator (`operator.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from muse_attention import ops
 from muse_attention.attention import muse_attention, resolve_config
 from muse_attention.backends.choice import BACKENDS
 from muse_attention.config import MuSeConfig
 from muse_attention.core.arguments import check_arguments, one_line
 from muse_attention.documents import operator
-from muse_attention.documents.boundaries import DocumentBoundaries, check_ends, read_boundaries
+from muse_attention.documents.boundaries import Boundaries, DocumentBoundaries, check_ends, read_boundaries
 from muse_attention.documents.rows import attend_to_documents, config_of_document
 
 
@@ -47,22 +47,27 @@ class FlashAttentionArguments(TypedDict, total=False):
     """False"""
 
 
+class Settings(FlashAttentionArguments, total=False):
+    """What both functions take by name, beside `return_lse`."""
+
+    softmax_scale: float | None
+    causal: bool
+    config: MuSeConfig | str | None
+    backend: str
+
+
 @overload
 def muse_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: DocumentBoundaries | Tensor | Sequence[int],
-    cu_seqlens_k: DocumentBoundaries | Tensor | Sequence[int],
+    cu_seqlens_q: Boundaries,
+    cu_seqlens_k: Boundaries,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    config: MuSeConfig | str | None = None,
-    backend: str = "auto",
     return_lse: Literal[False] = False,
-    **neutral: Unpack[FlashAttentionArguments],
+    **settings: Unpack[Settings],
 ) -> Tensor: ...
 
 
@@ -71,17 +76,13 @@ def muse_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: DocumentBoundaries | Tensor | Sequence[int],
-    cu_seqlens_k: DocumentBoundaries | Tensor | Sequence[int],
+    cu_seqlens_q: Boundaries,
+    cu_seqlens_k: Boundaries,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    config: MuSeConfig | str | None = None,
-    backend: str = "auto",
     return_lse: Literal[True],
-    **neutral: Unpack[FlashAttentionArguments],
+    **settings: Unpack[Settings],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -89,8 +90,8 @@ def muse_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: DocumentBoundaries | Tensor | Sequence[int],
-    cu_seqlens_k: DocumentBoundaries | Tensor | Sequence[int],
+    cu_seqlens_q: Boundaries,
+    cu_seqlens_k: Boundaries,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -141,11 +142,10 @@ def muse_attn_varlen_func(
             if ends.device not in (q.device, torch.device("cpu")):
                 raise ValueError(f"{name} is on {ends.device}, q on {q.device}; move it there, or to the CPU")
     if torch.compiler.is_compiling():
-        found = operator.attend(
-            query, k, v, _as_tensor(cu_seqlens_q), _as_tensor(cu_seqlens_k), max_seqlen_q, max_seqlen_k,
-            _as_text(config), is_causal=causal, scale=scale, backend=backend,
-        )  # fmt: skip
-        return (found.out, found.lse) if return_lse else found.out
+        told = (_as_tensor(cu_seqlens_q), _as_tensor(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
+        query, k, v = ops.cast_for_autocast(query, k, v)
+        out, lse, _ = operator.packed_forward(query, k, v, *told, _as_text(config), causal, scale, backend)
+        return (out, lse) if return_lse else out
     boundaries = read_boundaries(len(q), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     config_of_document(config, boundaries.longest)  # refuses what is no configuration
     out, lse = attend_to_documents(
@@ -156,31 +156,13 @@ def muse_attn_varlen_func(
 
 @overload
 def muse_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    config: MuSeConfig | str | None = None,
-    backend: str = "auto",
-    return_lse: Literal[False] = False,
-    **neutral: Unpack[FlashAttentionArguments],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **settings: Unpack[Settings]
 ) -> Tensor: ...
 
 
 @overload
 def muse_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    config: MuSeConfig | str | None = None,
-    backend: str = "auto",
-    return_lse: Literal[True],
-    **neutral: Unpack[FlashAttentionArguments],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **settings: Unpack[Settings]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -271,7 +253,7 @@ def _check_neutral(arguments: FlashAttentionArguments, q: Tensor) -> None:
             raise ValueError(f"{name}={one_line(given)} is not supported; leave it out, or pass {_NEUTRAL[name]}")
 
 
-def _as_tensor(ends: DocumentBoundaries | Tensor | Sequence[int]) -> Tensor:
+def _as_tensor(ends: Boundaries) -> Tensor:
     """What a graph is handed; only the operator reads it."""
     if isinstance(ends, DocumentBoundaries):
         return ends.table

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,27 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Visit = Callable[[int, Tensor, Tensor, Tensor, float], object]
-"""Called with (layer index, query, key, value, scale)."""
-
-
-class AttentionInputs(NamedTuple):
-    """What one layer attends with, after RoPE."""
-
-    query: Tensor
-    """(batch, heads, length, head_dim)"""
-    key: Tensor
-    """(batch, key heads, length, head_dim)"""
-    value: Tensor
-    """(batch, key heads, length, value_dim)"""
-    scale: float
-    """factor of the logits"""
-
-
-def capture(model: PreTrainedModel, input_ids: Tensor) -> list[AttentionInputs]:
-    """The inputs of every layer that `visit_layers` visits over (batch, length) token ids, all kept."""
-    layers: list[AttentionInputs] = []
-    visit_layers(model, input_ids, lambda _, *inputs: layers.append(AttentionInputs(*inputs)))
-    return layers
+"""Called with (layer index, query, key, value, scale): what one layer attends with, after RoPE. The tensors are (batch,
+heads, length, head_dim), keys and values have the key heads, and the scale is the factor of the logits."""
 
 
 def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:

@@ -54,22 +54,14 @@ def named_forward(attention: str) -> AttentionFunction:
         return exact_forward
     if kind == "muse":
         return functools.partial(muse_forward, settings=settings or None, heed_model=False)
-    chosen = _Chosen(attention, named, functools.partial(_attend_to_each, named))
+    chosen = _Chosen(attention, named, functools.partial(attend_to_each, attention=named))
     return functools.partial(_forward, chosen=chosen)
 
 
 def muse_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    *,
-    settings: str | None,
-    heed_model: bool,
-    **others: Any,
+    module: torch.nn.Module, *arguments: Any, settings: str | None, heed_model: bool, **others: Any
 ) -> tuple[Tensor, None]:
+    """As `_forward`. The model's own configuration comes before `settings` if it is to be heeded."""
     if heed_model:
         own = getattr(getattr(module, "config", None), "muse", None)
         if own is not None and not isinstance(own, str):
@@ -81,7 +73,7 @@ def muse_forward(
         functools.partial(attend_to_documents, config=settings),
         functools.partial(_longest_exact, settings),
     )
-    return _forward(module, query, key, value, attention_mask, dropout, chosen=chosen, **others)
+    return _forward(module, *arguments, chosen=chosen, **others)
 
 
 def _forward(
@@ -162,25 +154,6 @@ def _longest_exact(settings: str | None, documents: DocumentBoundaries | None, l
 def _as_rows(tensor: Tensor) -> Tensor:
     """(batch, heads, length, dim) as (tokens, heads, dim)"""
     return tensor.transpose(1, 2).flatten(0, 1)
-
-
-def _attend_to_each(
-    attention: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: DocumentBoundaries,
-    *,
-    return_lse: bool,
-    **settings: Any,
-) -> tuple[Tensor, Tensor | None]:
-    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        if return_lse:
-            out, lse = attention(*tensors, **settings, enable_gqa=True, return_lse=True)
-            return out, lse
-        return attention(*tensors, **settings, enable_gqa=True), None
-
-    return attend_to_each(query, key, value, documents, attend, return_lse=return_lse)
 
 
 def _attend_exactly(

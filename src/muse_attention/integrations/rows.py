@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from muse_attention.attention import resolve_config
 from muse_attention.config import MuSeConfig
-from muse_attention.documents.boundaries import DocumentBoundaries
+from muse_attention.documents.boundaries import Boundaries, DocumentBoundaries
 from muse_attention.documents.varlen import muse_attn_func, muse_attn_varlen_func
 
 
@@ -18,7 +16,7 @@ def attend_to_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: DocumentBoundaries | Tensor | Sequence[int] | None,
+    documents: Boundaries | None,
     config: MuSeConfig | str | None,
     *,
     is_causal: bool,
@@ -58,7 +56,7 @@ def _attend_to_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: DocumentBoundaries | Tensor | Sequence[int],
+    documents: Boundaries,
     config: MuSeConfig | str | None,
     is_causal: bool,
     scale: float | None,

@@ -13,6 +13,7 @@ from torch import Tensor
 from muse_attention.backends.reference import blockwise, paper
 from muse_attention.backends.reference.result import Reference
 from muse_attention.config import MuSeConfig
+from muse_attention.core.call import Call
 from muse_attention.core.structures import Clusters, Selection
 
 
@@ -32,7 +33,7 @@ def reference_attention(
     if clusters is None:
         clusters = find_clusters(scaled.detach(), key.detach(), config, is_causal=is_causal)
     method = paper if config.tolerance is None else blockwise
-    return method.attend(scaled, key, value, config, clusters, selection, is_causal=is_causal)
+    return method.attend(Call(scaled, key, value, clusters, config, is_causal, scale=1.0), selection)
 
 
 def find_clusters(scaled_query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool) -> Clusters:

@@ -27,6 +27,7 @@ from muse_attention.backends.reference.clustering import assign, find_centroids
 from muse_attention.backends.reference.masked import masked_logsumexp, masked_softmax, take_rows
 from muse_attention.backends.reference.result import Reference
 from muse_attention.config import MuSeConfig
+from muse_attention.core.call import Call
 from muse_attention.core.expected_error import LARGEST_GROWTH, LEAST_PLAIN_SPREAD
 from muse_attention.core.generations import Generations
 from muse_attention.core.query_tiles import NO_ROW, place_in_tiles, tiles_of_block
@@ -34,19 +35,11 @@ from muse_attention.core.slopes import LARGEST_REACH, TILT_OF_SLOPE
 from muse_attention.core.structures import Clusters, Selection, Summaries
 
 
-def attend(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: MuSeConfig,
-    clusters: Clusters,
-    selection: Selection | None,
-    *,
-    is_causal: bool,
-) -> Reference:
+def attend(call: Call, selection: Selection | None) -> Reference:
     """Attention of scaled queries."""
-    length = q.shape[-2]
-    generations = Generations(config.number_of_blocks(length), is_causal)
+    q, key, value, clusters, config = call.query, call.key, call.value, call.clusters, call.config
+    is_causal, length = call.is_causal, q.shape[-2]
+    generations = call.generations
     group = q.shape[1] // key.shape[1]  # Query heads that share a key head share its clusters too.
     k, v = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     at = torch.arange(length, device=q.device)

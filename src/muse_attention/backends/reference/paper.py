@@ -21,21 +21,14 @@ from muse_attention.backends.reference.clustering import assign, find_centroids
 from muse_attention.backends.reference.masked import masked_logsumexp, masked_softmax, take_rows
 from muse_attention.backends.reference.result import Reference
 from muse_attention.config import MuSeConfig
+from muse_attention.core.call import Call
 from muse_attention.core.structures import Clusters, Selection, Summaries
 
 
-def attend(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: MuSeConfig,
-    clusters: Clusters,
-    selection: Selection | None,
-    *,
-    is_causal: bool,
-) -> Reference:
+def attend(call: Call, selection: Selection | None) -> Reference:
     """Attention of scaled queries."""
-    length = q.shape[-2]
+    q, key, value, clusters, config = call.query, call.key, call.value, call.clusters, call.config
+    is_causal, length = call.is_causal, q.shape[-2]
     number_of_blocks = config.number_of_blocks(length)
     centroids = clusters.query_centroids.to(q.dtype)
 

@@ -15,14 +15,11 @@ MINIBATCH = 64
 DECAY = 0.9
 
 
-def cluster(vectors: Tensor, caps: list[int | None], clusters: int, config: MuSeConfig) -> tuple[Tensor, Tensor]:
-    """Cluster (heads, N, D) vectors: centroids (heads, clusters, D) and assignment (heads, N) int32.
-
-    Each head has its own cap: the most vectors of a block that one of its clusters may hold.
-    """
+def cluster(vectors: Tensor, cap: int | None, clusters: int, config: MuSeConfig) -> tuple[Tensor, Tensor]:
+    """Cluster (heads, N, D) vectors: centroids (heads, clusters, D) and assignment (heads, N) int32."""
     vectors = finite(vectors)
     centroids = find_centroids(vectors, clusters, config)
-    return centroids, assign(vectors, centroids, caps, config)
+    return centroids, assign(vectors, centroids, cap, config)
 
 
 def finite(vectors: Tensor) -> Tensor:
@@ -76,8 +73,8 @@ def _streaming(shuffled: Tensor, centroids: Tensor) -> Tensor:
     return centroids
 
 
-def assign(vectors: Tensor, centroids: Tensor, caps: list[int | None], config: MuSeConfig) -> Tensor:
-    """Nearest centroid, at most so many vectors of a block each as the head's cap says. It proceeds in rounds.
+def assign(vectors: Tensor, centroids: Tensor, cap: int | None, config: MuSeConfig) -> Tensor:
+    """Nearest centroid, at most `cap` vectors of a block each. It proceeds in rounds.
 
     In each round every unassigned vector proposes to the nearest centroid that has room, and each centroid accepts
     proposals, lowest position first, until it is full.
@@ -86,7 +83,7 @@ def assign(vectors: Tensor, centroids: Tensor, caps: list[int | None], config: M
     clusters = centroids.shape[1]
     affinity = _affinity(vectors, centroids).nan_to_num_()
     assignment = _nearest(affinity).flatten()  # (heads * N,)
-    if all(cap is None for cap in caps):
+    if cap is None:
         return assignment.view(heads, length).int()
 
     affinity = affinity.flatten(0, 1)
@@ -94,8 +91,7 @@ def assign(vectors: Tensor, centroids: Tensor, caps: list[int | None], config: M
     blocks = config.number_of_blocks(length)
     head = torch.arange(heads, device=vectors.device)[:, None]
     block = (head * blocks + position // config.block_size).flatten()  # (heads * N,)
-    rooms = torch.tensor([config.block_size if cap is None else cap for cap in caps], device=vectors.device)
-    room = rooms.repeat_interleave(blocks * clusters)
+    room = torch.full((heads * blocks * clusters,), cap, device=vectors.device)
     waiting = torch.arange(heads * length, device=vectors.device)
     while waiting.numel():
         if waiting.numel() < assignment.numel():

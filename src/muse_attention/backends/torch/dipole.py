@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from muse_attention.backends.torch.grouping import Groups, group_rows, tiles, with_spare_row
+from muse_attention.backends.torch.layout import FarField
 from muse_attention.backends.torch.summaries import accumulate, accumulate_backward, summarise, summarise_backward
-from muse_attention.config import Dipole
 from muse_attention.core.exponential import exp_
 from muse_attention.core.structures import Summaries
 
@@ -41,36 +41,25 @@ class Correction:
     accumulated_moments: Summaries
 
 
-def find_correction(
-    kind: Dipole,
-    keys: Tensor,
-    values: Tensor,
-    centroids: Tensor,
-    query_shares: Tensor,
-    key_cluster: Tensor,
-    accumulated: Summaries,
-    block_size: int,
-    *,
-    is_causal: bool,
-) -> Correction:
-    """`centroids` is (G, Q, D); `query_shares` (G, heads, Q / heads), the share of a query head's queries in each."""
-    key_clusters = accumulated.log_mass.shape[-1]
+def find_correction(far: FarField, accumulated: Summaries) -> Correction:
+    """For the summaries of what each block sees."""
+    kind, values = far.config.dipole, far.values
+    key_cluster, key_clusters = far.key_cluster, far.config.key_clusters
     if kind == "tilted":
-        tilt_points, key_cluster, key_clusters = centroids, torch.zeros_like(key_cluster), 1
+        tilt_points, key_cluster, key_clusters = far.centroids, torch.zeros_like(key_cluster), 1
     elif kind == "centred":
-        tilt_points = (query_shares[..., None] * centroids.unflatten(1, query_shares.shape[1:])).sum(2)
+        key_heads, length = key_cluster.shape
+        sizes = far.segments.sizes.view(far.blocks, key_heads, far.query_heads, -1).sum(0)  # (G, heads, Q / heads)
+        shares = sizes.to(values.dtype) / length
+        tilt_points = (shares[..., None] * far.centroids.unflatten(1, shares.shape[1:])).sum(2)
     else:
-        tilt_points = torch.zeros_like(centroids[:, :1])
+        tilt_points = torch.zeros_like(far.centroids[:, :1])
     of_blocks = [
-        summarise(block_keys, _with_moments(block_keys, block_values), tilt_points, buckets, 1, key_clusters)
-        for _, block_keys, block_values, buckets in _blocks(keys, values, key_cluster, key_clusters, block_size)
+        summarise(block_keys, _with_moments(block_keys, block_values), tilt_points, buckets, 1, key_clusters).parts()
+        for _, block_keys, block_values, buckets in _blocks(far, key_cluster, key_clusters)
     ]
-    moments = Summaries(
-        torch.cat([part.log_mass for part in of_blocks], dim=2),
-        torch.cat([part.key_mean for part in of_blocks], dim=2),
-        torch.cat([part.value_mean for part in of_blocks], dim=2),
-    )
-    accumulated_moments = accumulate(moments, is_causal=is_causal)
+    moments = Summaries(*(torch.cat(parts, dim=2) for parts in zip(*of_blocks, strict=True)))
+    accumulated_moments = accumulate(moments, is_causal=far.is_causal)
 
     mass = accumulated.log_mass
     total = mass.logsumexp(-1, keepdim=True)
@@ -88,24 +77,17 @@ def find_correction(
 
 
 def find_correction_backward(
-    kind: Dipole,
-    grad_matrix: Tensor,
-    correction: Correction,
-    keys: Tensor,
-    values: Tensor,
-    accumulated: Summaries,
-    block_size: int,
-    *,
-    is_causal: bool,
-    differentiable_aggregation: bool,
+    grad_matrix: Tensor, correction: Correction, far: FarField, accumulated: Summaries
 ) -> tuple[Tensor, Tensor, Summaries]:
     """Gradients of keys and of values through their moments, and of the accumulated summaries."""
+    keys, values = far.keys, far.values
+    differentiable_aggregation = far.config.differentiable_aggregation
     grad_matrix = grad_matrix.permute(1, 2, 0, 3, 4)  # (G, Q, nb, Dv, D)
     weights = correction.merge_weights
     grad_accumulated = accumulated.zeros_like()
     grad_moments = correction.moments.zeros_like()
     grad_first, grad_second = _split_moments(grad_moments, values)
-    if kind == "tilted":
+    if far.config.dipole == "tilted":
         by_keys = torch.einsum("gibvd,gibjd->gibjv", grad_matrix, accumulated.key_mean)
         by_values = torch.einsum("gibvd,gibjv->gibjd", grad_matrix, accumulated.value_mean)
         grad_accumulated.value_mean.sub_(weights[..., None] * by_keys)
@@ -132,16 +114,14 @@ def find_correction_backward(
         grad_moments,
         correction.moments,
         correction.accumulated_moments,
-        is_causal=is_causal,
+        is_causal=far.is_causal,
         add_to=of_blocks,
         shares_are_frozen=not differentiable_aggregation,
     )
     grad_keys, grad_values = torch.empty_like(keys), torch.empty_like(values)
     value_dim = values.shape[-1]
     clusters = correction.moments.log_mass.shape[-1]
-    for block, block_keys, block_values, buckets in _blocks(
-        keys, values, correction.moment_cluster, clusters, block_size
-    ):
+    for block, block_keys, block_values, buckets in _blocks(far, correction.moment_cluster, clusters):
         augmented = _with_moments(block_keys, block_values)
         tables = tuple(
             with_spare_row(part.shape[0] * part.shape[1], part.shape[2], part) for part in (block_keys, augmented)
@@ -158,7 +138,8 @@ def find_correction_backward(
         )
         grad_block_keys, grad_augmented = tables[0][:-1].view_as(block_keys), tables[1][:-1].view_as(augmented)
         grad_product = grad_augmented[..., value_dim:].unflatten(-1, (value_dim, -1))  # (G, n, Dv, D)
-        rows = slice(block * block_size, block * block_size + block_keys.shape[1])
+        begin = block * far.config.block_size
+        rows = slice(begin, begin + block_keys.shape[1])
         grad_keys[:, rows] = grad_block_keys + (block_values[..., None, :] @ grad_product)[..., 0, :]
         grad_values[:, rows] = grad_augmented[..., :value_dim] + (grad_product @ block_keys[..., None])[..., 0]
     return grad_keys, grad_values, grad_accumulated
@@ -208,12 +189,10 @@ def _at_block(summaries: Summaries, block: int) -> Summaries:
     return Summaries(*(part[:, :, block : block + 1] for part in summaries.parts()))
 
 
-def _blocks(
-    keys: Tensor, values: Tensor, key_cluster: Tensor, clusters: int, block_size: int
-) -> Iterator[tuple[int, Tensor, Tensor, Groups]]:
+def _blocks(far: FarField, key_cluster: Tensor, clusters: int) -> Iterator[tuple[int, Tensor, Tensor, Groups]]:
     """One block at a time, because a token's moment has Dv D numbers: its keys, values and buckets."""
-    head = torch.arange(keys.shape[0], device=keys.device)[:, None] * clusters
-    parts = (keys.split(block_size, 1), values.split(block_size, 1), key_cluster.split(block_size, 1))
+    head = torch.arange(far.keys.shape[0], device=far.keys.device)[:, None] * clusters
+    parts = (tensor.split(far.config.block_size, 1) for tensor in (far.keys, far.values, key_cluster))
     for block, (block_keys, block_values, block_cluster) in enumerate(zip(*parts, strict=True)):
-        buckets = group_rows((head + block_cluster).flatten(), keys.shape[0] * clusters)
+        buckets = group_rows((head + block_cluster).flatten(), far.keys.shape[0] * clusters)
         yield block, block_keys, block_values, buckets

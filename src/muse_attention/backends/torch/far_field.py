@@ -11,7 +11,6 @@ from torch import Tensor
 from muse_attention.backends.torch import dipole, retrieval, segments, selection, summaries
 from muse_attention.backends.torch.grouping import join, with_spare_row
 from muse_attention.backends.torch.layout import FarField, Heads, by_key_head
-from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
 from muse_attention.core.merging import merge
 from muse_attention.core.selection_shapes import SelectionShapes
@@ -25,17 +24,13 @@ def attend(own: Partial, call: Call, chosen: Selection | None) -> tuple[Partial,
     shared_by = heads.query.shape[1]
     rows = None if chosen is None else _selection_by_key_head(chosen, shared_by)
     out, lse = by_key_head(own.out, shared_by), by_key_head(own.lse, shared_by)
-    shapes = SelectionShapes.of(call.config, of_rows[2], is_causal=call.is_causal)
     results = [
         _attend_heads(
             Partial(heads.rows(out[group]), lse[group].flatten()),
-            heads[group],
+            heads[group].far_field(),
             None if rows is None else _rows_of(rows, group),
-            shapes,
-            call.config,
-            is_causal=call.is_causal,
         )
-        for group in heads.groups(call.config)
+        for group in heads.groups()
     ]
     opened = torch.cat([selected.opened for _, selected in results])
     retrieved = torch.cat([selected.retrieved for _, selected in results])
@@ -71,10 +66,8 @@ def attend_backward(
             Partial(out[group], lse[group]),
             heads[group],
             _rows_of(rows, group),
-            call.config,
-            is_causal=call.is_causal,
         )
-        for group in heads.groups(call.config)
+        for group in heads.groups()
     ]
     grad_query, grad_key, grad_value = (join(part) for part in zip(*gradients, strict=True))
     return (
@@ -92,46 +85,33 @@ def _rows_of(selected: Selection, group: slice) -> Selection:
     return Selection(selected.opened[group].flatten(0, 2), selected.retrieved[group].flatten(0, 2))
 
 
-def _attend_heads(
-    own: Partial,
-    heads: Heads,
-    chosen: Selection | None,
-    shapes: SelectionShapes,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
-) -> tuple[Partial, Selection]:
+def _attend_heads(own: Partial, far: FarField, chosen: Selection | None) -> tuple[Partial, Selection]:
     partials = [own]
-    far = heads.far_field(config)
-    if config.monopole or chosen is None:
-        of_summaries, chosen = _attend_to_summaries(far, chosen, shapes, config, is_causal=is_causal)
+    if far.config.monopole or chosen is None:
+        of_summaries, chosen = _attend_to_summaries(far, chosen)
         partials.append(of_summaries)
     if chosen.opened.shape[-1] > 0:
-        pairs = far.pairs(chosen)
-        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, pairs, far.buckets))
+        picks = far.picks(chosen)
+        partials.append(retrieval.attend(far.queries, far.key_rows, far.value_rows, picks, far.buckets))
     return merge(partials), chosen
 
 
-def _attend_to_summaries(
-    far: FarField, chosen: Selection | None, shapes: SelectionShapes | None, config: MuSeConfig, *, is_causal: bool
-) -> tuple[Partial, Selection]:
-    rows = far.queries.shape[0]
+def _attend_to_summaries(far: FarField, chosen: Selection | None) -> tuple[Partial, Selection]:
+    rows, config = far.queries.shape[0], far.config
     table = with_spare_row(rows, far.values.shape[-1], far.queries)
     partial = Partial(table, torch.full_like(table[:, 0], -torch.inf))
     filled = chosen
     if filled is None:
-        assert shapes is not None
+        shapes = SelectionShapes.of(config, far.keys.shape[1], is_causal=far.is_causal)
         opened, retrieved = (
             table.new_full((rows + 1, *shape[1:]), shapes.nothing, dtype=shapes.dtype) for shape in shapes[:2]
         )
         filled = Selection(opened, retrieved)
-    for part in far.parts(config):
-        scored = part.score(is_causal=is_causal)
-        selection.select_and_attend(
-            scored, filled, partial, is_causal=is_causal, select=chosen is None, attend=config.monopole
-        )
+    for part in far.parts():
+        scored = part.score()
+        selection.select_and_attend(scored, filled, partial, select=chosen is None, attend=config.monopole)
         if config.dipole != "none":
-            correction = part.correction(scored.accumulated, config, is_causal=is_causal)
+            correction = dipole.find_correction(part, scored.accumulated)
             partial.out[:-1] += dipole.shift_values(correction, part.residuals, part.segments)
     if chosen is None:
         filled = Selection(filled.opened[:-1], filled.retrieved[:-1])
@@ -145,80 +125,52 @@ def _attend_heads_backward(
     merged: Partial,
     heads: Heads,
     selected: Selection,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_query, grad_key, grad_value = own
-    far = heads.far_field(config)
+    far = heads.far_field()
 
     def add(to_queries: Tensor, to_keys: Tensor, to_values: Tensor) -> None:
         grad_query.add_(to_queries.view_as(grad_query), alpha=heads.scale)
         grad_key.add_(to_keys.view_as(grad_key))
         grad_value.add_(to_values.view_as(grad_value))
 
-    row_lse = merged.lse.flatten()
-    row_grad = heads.rows(grad_out)
-    delta = _shared_delta(heads.rows(merged.out), row_grad, None if grad_lse is None else grad_lse.flatten())
+    lse, grad_out = merged.lse.flatten(), heads.rows(grad_out)
+    # With `L`, all that a term's backward needs to know of the others.
+    delta = (heads.rows(merged.out) * grad_out).sum(-1)
+    delta = delta if grad_lse is None else delta - grad_lse.flatten()
     if selected.opened.shape[-1] > 0:
-        pairs = far.pairs(selected)
-        add(
-            *retrieval.attend_backward(
-                row_grad, row_lse, delta, far.queries, far.key_rows, far.value_rows, pairs, far.buckets
-            )
-        )
-    if config.monopole:
-        add(*_summaries_backward(row_grad, row_lse, delta, far, selected, config, is_causal=is_causal))
+        of_keys = (far.queries, far.key_rows, far.value_rows, far.picks(selected), far.buckets)
+        add(*retrieval.attend_backward(grad_out, lse, delta, *of_keys))
+    if far.config.monopole:
+        add(*_summaries_backward(grad_out, lse, delta, far, selected))
     return grad_query, grad_key, grad_value
 
 
-def _shared_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """`delta = sum(dO * O) - dL` of each query: with `L`, all that a term's backward needs to know of the others."""
-    delta = (out * grad_out).sum(-1)
-    return delta if grad_lse is None else delta - grad_lse
-
-
 def _summaries_backward(
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    far: FarField,
-    selected: Selection,
-    config: MuSeConfig,
-    *,
-    is_causal: bool,
+    grad_out: Tensor, lse: Tensor, delta: Tensor, far: FarField, selected: Selection
 ) -> tuple[Tensor, Tensor, Tensor]:
+    config = far.config
     grad_residuals, grad_keys, grad_values = (
         with_spare_row(rows.shape[0], rows.shape[1], rows) for rows in (far.residuals, far.key_rows, far.value_rows)
     )
-    for part in far.parts(config):
-        scored = part.score(is_causal=is_causal)
+    for part in far.parts():
+        scored = part.score()
         of_buckets, seen = scored.summaries, scored.accumulated
         if config.dipole != "none":
-            correction = part.correction(seen, config, is_causal=is_causal)
+            correction = dipole.find_correction(part, seen)
             shift = dipole.shift_values(correction, part.residuals, part.segments)
             # Every summary term's value gained `shift`, so `dO . value - delta` gains `dO . shift`. (One part only.)
             delta = delta - (grad_out * shift).sum(-1)
         gradients = segments.Gradients(scored, grad_out, lse, delta)
-        selection.attend_backward(scored, selected, gradients, is_causal=is_causal, fill_in=grad_residuals)
-        grad_buckets, grad_seen = gradients.of_buckets, gradients.accumulated
+        selection.attend_backward(scored, selected, gradients, fill_in=grad_residuals)
+        grad_buckets = gradients.of_buckets
         if config.dipole != "none":
-            of_summaries, _ = _attend_to_summaries(far, selected, None, config, is_causal=is_causal)
+            of_summaries, _ = _attend_to_summaries(far, selected)
             share = (of_summaries.lse - lse).clamp(max=0).exp()[:, None]
             to_residuals, to_matrix = dipole.shift_values_backward(
                 share * grad_out, correction, part.residuals, part.segments
             )
-            to_keys, to_values, to_seen = dipole.find_correction_backward(
-                config.dipole,
-                to_matrix,
-                correction,
-                part.keys,
-                part.values,
-                seen,
-                config.block_size,
-                is_causal=is_causal,
-                differentiable_aggregation=config.differentiable_aggregation,
-            )
+            to_keys, to_values, to_seen = dipole.find_correction_backward(to_matrix, correction, part, seen)
             grad_residuals[:-1] += to_residuals
             grad_keys[:-1] += to_keys.flatten(0, 1)
             grad_values[:-1] += to_values.flatten(0, 1)
@@ -226,16 +178,12 @@ def _summaries_backward(
                 to_seen,
                 of_buckets,
                 seen,
-                is_causal=is_causal,
+                is_causal=far.is_causal,
                 add_to=grad_buckets,
                 shares_are_frozen=not config.differentiable_aggregation,
             )
         summaries.accumulate_backward(
-            grad_seen,
-            of_buckets,
-            seen,
-            is_causal=is_causal,
-            add_to=grad_buckets,
+            gradients.accumulated, of_buckets, seen, is_causal=far.is_causal, add_to=grad_buckets
         )
         summaries.summarise_backward(
             grad_buckets,

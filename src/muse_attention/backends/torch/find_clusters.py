@@ -16,33 +16,17 @@ from muse_attention.core.structures import Clusters, Side
 def find_clusters(query: Tensor, key: Tensor, config: MuSeConfig, *, scale: float) -> Clusters:
     """Cluster the scaled queries and the keys of each head."""
     sides = sides_to_cluster(query, key, config, scale=scale)
-    if len({side.clusters for side in sides}) == 1:
-        # Clustering is a chain of small steps: queries and keys take them together.
-        found = _cluster(sides, config)
-    else:
-        found = [of_side for side in sides for of_side in _cluster([side], config)]
-    return join_sides(query, *(table for of_side in found for table in of_side))
+    return join_sides(query, *(table for side in sides for table in _cluster(side, config)))
 
 
-def _cluster(sides: list[Side], config: MuSeConfig) -> list[tuple[Tensor, Tensor]]:
-    """Of sides with the same number of clusters."""
-    clusters = sides[0].clusters
-    length, head_dim = sides[0].vectors.shape[2:]
-    heads = [(head, side) for side in sides for head in side.vectors.reshape(-1, length, head_dim)]
-    dtype = compute_dtype(sides[0].vectors.dtype)
+def _cluster(side: Side, config: MuSeConfig) -> tuple[Tensor, Tensor]:
+    """Centroids (batch, heads, clusters, D) and assignment (batch, heads, N) int32."""
+    length, head_dim = side.vectors.shape[2:]
+    heads = side.vectors.flatten(0, 1)
+    dtype = compute_dtype(heads.dtype)
     parts = [
-        clustering.cluster(
-            torch.stack([head.to(dtype) * side.factor for head, side in heads[group]]),
-            [side.cap for _, side in heads[group]],
-            clusters,
-            config,
-        )
-        for group in head_groups(len(heads), 2 * length * (clusters + head_dim))
+        clustering.cluster(heads[group].to(dtype) * side.factor, side.cap, side.clusters, config)
+        for group in head_groups(heads.shape[0], 2 * length * (side.clusters + head_dim))
     ]
     centroids, assignment = (torch.cat(part) for part in zip(*parts, strict=True))
-    tensors = [side.vectors for side in sides]
-    sizes = [tensor.shape[0] * tensor.shape[1] for tensor in tensors]
-    return [
-        (some.clone().view(*tensor.shape[:2], clusters, head_dim), assigned.clone().view(tensor.shape[:3]))
-        for tensor, some, assigned in zip(tensors, centroids.split(sizes), assignment.split(sizes), strict=True)
-    ]
+    return centroids.unflatten(0, side.vectors.shape[:2]), assignment.unflatten(0, side.vectors.shape[:2])

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch import dipole, summaries
+from muse_attention.backends.torch import summaries
 from muse_attention.backends.torch.grouping import Groups, group_rows
-from muse_attention.backends.torch.retrieval import Pairs
 from muse_attention.backends.torch.segments import Scored
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
-from muse_attention.core.structures import Selection, Summaries
+from muse_attention.core.structures import Selection
 
 WORKSPACE_ELEMENTS = 1 << 26
 """Numbers in the intermediate results held at a time: key heads go in groups that need about as many."""
@@ -53,6 +52,8 @@ class Heads:
     key_assignment: Tensor
     """(G, N)"""
     scale: float
+    config: MuSeConfig
+    is_causal: bool
 
     @classmethod
     def of(cls, call: Call) -> Heads:
@@ -66,10 +67,13 @@ class Heads:
             query_assignment=by_key_head(clusters.query_assignment, shared_by),
             key_assignment=by_key_head(clusters.key_assignment, 1)[:, 0],
             scale=call.scale,
+            config=call.config,
+            is_causal=call.is_causal,
         )
 
-    def groups(self, config: MuSeConfig) -> list[slice]:
+    def groups(self) -> list[slice]:
         """Groups of key heads small enough for the workspace."""
+        config = self.config
         key_heads, shared_by, length, head_dim = self.query.shape
         value_dim, query_clusters = self.value.shape[-1], self.query_centroids.shape[2]
         of_summaries = query_clusters * config.key_clusters * config.number_of_blocks(length) * (head_dim + value_dim)
@@ -89,8 +93,9 @@ class Heads:
         """(G, R, N, X) -> (G R N, X), in the dtype of the computation."""
         return tensor.to(self.dtype).flatten(0, 2)
 
-    def far_field(self, config: MuSeConfig) -> FarField:
+    def far_field(self) -> FarField:
         """What the stages beyond the own block work on."""
+        config = self.config
         key_heads, query_heads, length, _ = self.query.shape
         blocks = config.number_of_blocks(length)
         queries = self.rows(self.query) * self.scale
@@ -116,8 +121,9 @@ class Heads:
             segments=group_rows(segment.flatten(), key_heads * blocks * query_clusters),
             buckets=group_rows(bucket.flatten(), key_heads * blocks * config.key_clusters),
             blocks=blocks,
-            key_clusters=config.key_clusters,
             query_heads=query_heads,
+            config=config,
+            is_causal=self.is_causal,
         )
 
 
@@ -142,8 +148,9 @@ class FarField:
     buckets: Groups
     """rows of keys by (key head, block, key cluster)"""
     blocks: int
-    key_clusters: int
     query_heads: int
+    config: MuSeConfig
+    is_causal: bool
 
     @property
     def key_rows(self) -> Tensor:
@@ -153,13 +160,13 @@ class FarField:
     def value_rows(self) -> Tensor:
         return self.values.flatten(0, 1)
 
-    def parts(self, config: MuSeConfig) -> Iterator[FarField]:
+    def parts(self) -> Iterator[FarField]:
         """The far field of some query clusters at a time: nothing but the queries of a cluster reads its summaries.
 
         A dipole's correction is found for all of them together.
         """
-        query_clusters = self.centroids.shape[1]
-        elements = self.keys.shape[0] * self.blocks * self.key_clusters * (self.keys.shape[2] + self.values.shape[2])
+        query_clusters, config = self.centroids.shape[1], self.config
+        elements = self.keys.shape[0] * self.blocks * config.key_clusters * (self.keys.shape[2] + self.values.shape[2])
         at_once = query_clusters if config.dipole != "none" else max(1, SUMMARY_ELEMENTS // elements)
         for begin in range(0, query_clusters, at_once):
             some = slice(begin, begin + at_once)
@@ -170,36 +177,21 @@ class FarField:
                 self, centroids=self.centroids[:, some], segments=Groups(self.segments.order, *of_segments)
             )
 
-    def score(self, *, is_causal: bool) -> Scored:
+    def score(self) -> Scored:
         """The queries, and the summaries of each bucket and of what each block sees."""
         of_buckets = summaries.summarise(
-            self.keys, self.values, self.centroids, self.buckets, self.blocks, self.key_clusters
+            self.keys, self.values, self.centroids, self.buckets, self.blocks, self.config.key_clusters
         )
-        seen = summaries.accumulate(of_buckets, is_causal=is_causal)
-        return Scored(self.residuals, self.segments, of_buckets, seen)
+        seen = summaries.accumulate(of_buckets, is_causal=self.is_causal)
+        return Scored(self.residuals, self.segments, of_buckets, seen, self.is_causal)
 
-    def correction(self, seen: Summaries, config: MuSeConfig, *, is_causal: bool) -> dipole.Correction:
-        key_heads, length = self.key_cluster.shape
-        sizes = self.segments.sizes.view(self.blocks, key_heads, self.query_heads, -1).sum(0)
-        return dipole.find_correction(
-            config.dipole,
-            self.keys,
-            self.values,
-            self.centroids,
-            sizes.to(self.keys.dtype) / length,
-            self.key_cluster,
-            seen,
-            config.block_size,
-            is_causal=is_causal,
-        )
-
-    def pairs(self, selected: Selection) -> Pairs:
-        """The buckets that each query retrieves."""
+    def picks(self, selected: Selection) -> Tensor:
+        """(G R N, picks) int64: the buckets that each query retrieves; -1 for none."""
         head = torch.arange(self.queries.shape[0], device=self.queries.device)
         head = head // (self.queries.shape[0] // self.keys.shape[0])
         block = selected.retrieved.long()
-        number = (head[:, None, None] * self.blocks + block) * self.key_clusters + selected.opened.long()[..., None]
-        return Pairs.of_picks(torch.where(block < 0, -1, number).flatten(1))
+        bucket = (head[:, None, None] * self.blocks + block) * self.config.key_clusters
+        return torch.where(block < 0, -1, bucket + selected.opened.long()[..., None]).flatten(1)
 
 
 def by_key_head(tensor: Tensor, heads: int) -> Tensor:

@@ -22,59 +22,29 @@ PARTIAL_ELEMENTS = 1 << 26
 """Numbers in the partial outputs, one for each pair, kept at a time: queries go in groups that need about as many."""
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Which queries attend to which buckets, in the order of the queries."""
-
-    query: Tensor
-    """(pairs,) int64: rows of queries, ascending"""
-    bucket: Tensor
-    """(pairs,) int64; -1 for none"""
-    per_query: int
-    """as many for each query"""
-
-    @classmethod
-    def of_picks(cls, picks: Tensor) -> Pairs:
-        """(rows, picks) int64: numbers of buckets, or -1."""
-        query = torch.arange(picks.shape[0], device=picks.device).repeat_interleave(picks.shape[1])
-        return cls(query, picks.flatten(), picks.shape[1])
-
-    def of_something(self, buckets: Groups) -> Pairs:
-        """Without those of empty buckets, which only a query that is not finite can make."""
-        bucket = torch.where(buckets.sizes[self.bucket.clamp(min=0)] > 0, self.bucket, -1)
-        return Pairs(self.query, bucket, self.per_query)
-
-    def split(self, rows: int, pairs_at_once: int) -> Iterator[tuple[slice, Pairs]]:
-        """Some of the `rows` of queries at a time, with about so many pairs at once; rows count from 0."""
-        at_once = max(1, pairs_at_once // max(1, self.per_query))
-        for begin in range(0, rows, at_once):
-            end = min(rows, begin + at_once)
-            some = slice(begin * self.per_query, end * self.per_query)
-            yield slice(begin, end), Pairs(self.query[some] - begin, self.bucket[some], self.per_query)
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups) -> Partial:
-    """Attention of (rows, D) queries to the buckets each of them picked.
+def attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
+    """Attention of (rows, D) queries to the buckets each of them picked, (rows, picks) int64, -1 for none.
 
     `keys` and `values` are the rows that `buckets` groups.
     """
-    pairs = pairs.of_something(buckets)
+    picks = _of_something(picks, buckets)
     values = with_zero_row(torch.cat([values, torch.ones_like(values[:, :1])], dim=1))
+    at_once = max(1, PARTIAL_ELEMENTS // values.shape[1] // max(1, picks.shape[1]))
     partials = [
-        _attend(queries[rows], keys, values, some_pairs, buckets)
-        for rows, some_pairs in pairs.split(queries.shape[0], max(1, PARTIAL_ELEMENTS // values.shape[1]))
+        _attend(some, keys, values, some_picks, buckets)
+        for some, some_picks in zip(queries.split(at_once), picks.split(at_once), strict=True)
     ]
     return Partial(join([partial.out for partial in partials]), join([partial.lse for partial in partials]))
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets: Groups) -> Partial:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, picks: Tensor, buckets: Groups) -> Partial:
     """`values` has a column of ones, which makes the normaliser one more weighted sum, and a zero row at the end."""
     value_dim = values.shape[-1] - 1
-    number = pairs.bucket.shape[0]
+    number = picks.numel()
     out = values.new_empty(number + 1, value_dim)
-    out[torch.nonzero(pairs.bucket < 0)[:, 0]] = 0
+    out[torch.nonzero(picks.flatten() < 0)[:, 0]] = 0
     lse = values.new_full((number + 1,), -torch.inf)
-    for tile in _pair_tiles(pairs, buckets, queries.shape[-1]):
+    for tile in _pair_tiles(picks, buckets, queries.shape[-1]):
         logits = torch.bmm(take_rows(queries, tile.query_rows), take_rows(keys, tile.key_rows).mT)  # (T, m, s)
         # Padding repeats a key of the bucket, so the maximum is right; its value is the zero row, out of the sums.
         shift = logits.amax(-1, keepdim=True)
@@ -82,15 +52,14 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, pairs: Pairs, buckets
         total = sums[..., value_dim:]
         tile.pairs.scatter(out, sums[..., :value_dim] / total)
         tile.pairs.scatter(lse, (total.log() + shift)[..., 0])
-    return _merge(Partial(out[:-1], lse[:-1]), pairs, queries.shape[0])
+    return _merge(out[:-1], lse[:-1].view_as(picks))
 
 
-def _merge(partial: Partial, pairs: Pairs, rows: int) -> Partial:
+def _merge(out: Tensor, lse: Tensor) -> Partial:
     """The pairs of each query into one."""
-    lse = partial.lse.view(rows, pairs.per_query)
     merged = lse.logsumexp(-1)
     shares = exp_(lse - torch.where(merged == -torch.inf, 0, merged)[:, None])
-    return Partial(torch.bmm(shares[:, None], partial.out.view(*lse.shape, -1))[:, 0], merged)
+    return Partial(torch.bmm(shares[:, None], out.view(*lse.shape, -1))[:, 0], merged)
 
 
 def attend_backward(
@@ -100,14 +69,14 @@ def attend_backward(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    pairs: Pairs,
+    picks: Tensor,
     buckets: Groups,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. `lse` and `delta` are those of the merged softmax."""
     # Padded keys are the zero row: they give nothing to the queries, and what they receive falls into a spare row.
     keys, values = with_zero_row(keys), with_zero_row(values)
     grad_queries, grad_keys, grad_values = (torch.zeros_like(rows) for rows in (queries, keys, values))
-    for tile in _pair_tiles(pairs.of_something(buckets), buckets, queries.shape[-1]):
+    for tile in _pair_tiles(_of_something(picks, buckets), buckets, queries.shape[-1]):
         tile_queries, tile_grad_out = take_rows(queries, tile.query_rows), take_rows(grad_out, tile.query_rows)
         tile_keys, tile_values = take_rows(keys, tile.key_places), take_rows(values, tile.key_places)
         # Padded queries get an infinite lse, and so no weight.
@@ -119,6 +88,11 @@ def attend_backward(
         _add_rows(grad_keys, tile.key_places, d_logits.mT @ tile_queries)
         _add_rows(grad_values, tile.key_places, weights.mT @ tile_grad_out)
     return grad_queries, grad_keys[:-1], grad_values[:-1]
+
+
+def _of_something(picks: Tensor, buckets: Groups) -> Tensor:
+    """Without those of empty buckets, which only a query that is not finite can make."""
+    return torch.where(buckets.sizes[picks.clamp(min=0)] > 0, picks, -1)
 
 
 @dataclass(frozen=True)
@@ -134,16 +108,16 @@ class _PairTiles:
     """(T, s); a padded place is the row after all keys"""
 
 
-def _pair_tiles(pairs: Pairs, buckets: Groups, head_dim: int) -> Iterator[_PairTiles]:
+def _pair_tiles(picks: Tensor, buckets: Groups, head_dim: int) -> Iterator[_PairTiles]:
     """Walk over all pairs, buckets of similar size together."""
-    by_bucket = group_rows(pairs.bucket, buckets.sizes.shape[0])
+    by_bucket = group_rows(picks.flatten(), buckets.sizes.shape[0])
     for among, longest in _buckets_by_size(buckets, by_bucket):
         for tile in tiles(by_bucket, longest + 3 * head_dim, among=among, most_rows=LONGEST_TILE):
-            place = torch.arange(longest, device=pairs.bucket.device)
+            place = torch.arange(longest, device=picks.device)
             size = buckets.sizes[tile.group][:, None]
             key_rows = buckets.order[buckets.starts[tile.group][:, None] + torch.minimum(place, size - 1)]
             key_places = torch.where(place < size, key_rows, buckets.order.shape[0])
-            yield _PairTiles(tile, pairs.query[tile.rows], key_rows, key_places)
+            yield _PairTiles(tile, tile.rows // picks.shape[1], key_rows, key_places)
 
 
 def _buckets_by_size(buckets: Groups, pairs: Groups) -> Iterator[tuple[Tensor, int]]:

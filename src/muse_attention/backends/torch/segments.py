@@ -41,6 +41,11 @@ class Table:
         gradient = Table(d_logits.sum(1, keepdim=True), d_logits.mT @ residuals, weights.mT @ grad_out)
         return d_logits @ self.keys, gradient
 
+    def add_(self, other: Table) -> None:
+        self.mass.add_(other.mass)
+        self.keys.add_(other.keys)
+        self.values.add_(other.values)
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -59,43 +64,7 @@ class Segments:
 
     def blocks(self, summaries: Summaries) -> tuple[Tensor, ...]:
         """Views of the summaries of each block: (T, seen, K, ...)."""
-        return tuple(self._of_blocks(part) for part in summaries.parts())
-
-    def columns(self, used: Tensor) -> Columns:
-        """Those of the key clusters that any query of a tile uses: `used` is (T, K) bool."""
-        width = max(1, int(used.sum(1).max()))
-        chosen = used.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
-        segment = torch.arange(used.shape[0], device=used.device)[:, None, None]
-        block = torch.arange(self.seen, device=used.device)[:, None]
-        return Columns(self, (segment, block, chosen[:, None]))
-
-    def _of_blocks(self, table: Tensor) -> Tensor:
-        return table.flatten(0, 1)[self.some, : self.seen]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """`U` key clusters of each segment, in each block it sees. S = seen U."""
-
-    segments: Segments
-    index: tuple[Tensor, Tensor, Tensor]
-    """(T, seen, U) of the axes (segment, block, key cluster)"""
-
-    @property
-    def width(self) -> int:
-        return self.index[2].shape[-1]
-
-    def copy(self, summaries: Summaries) -> Table:
-        """Their summaries; those of the own block are empty."""
-        mass, keys, values = (part[self.index] for part in self.segments.blocks(summaries))
-        if self.segments.block < self.segments.seen:
-            mass[:, self.segments.block] = -torch.inf
-        return Table(mass.flatten(1)[:, None], keys.flatten(1, 2), values.flatten(1, 2))
-
-    def add_to(self, blocks: tuple[Tensor, ...], gradient: Table) -> None:
-        """Add the gradients of the copy to those of what was copied."""
-        for table, rows in zip(blocks, (gradient.mass[:, 0], gradient.keys, gradient.values), strict=True):
-            table[self.index] += rows.unflatten(1, (table.shape[1], -1))
+        return tuple(part.flatten(0, 1)[self.some, : self.seen] for part in summaries.parts())
 
 
 @dataclass(frozen=True)
@@ -108,25 +77,18 @@ class Scored:
     """rows by (block, head, query cluster)"""
     summaries: Summaries
     accumulated: Summaries
+    is_causal: bool
 
-    def clusters(self, tile: Tiles, where: Segments) -> tuple[Table, Tensor]:
-        """The summaries of all that a tile sees of each key cluster, and their logits, (T, m, K)."""
-        table = where.clusters(self.accumulated)
-        return table, table.logits(tile.gather(self.residuals))
-
-    def blocks(self, tile: Tiles, columns: Columns) -> tuple[Table, Tensor]:
-        """The same for some key clusters in each block: logits are (T, m, seen U)."""
-        table = columns.copy(self.summaries)
-        return table, table.logits(tile.gather(self.residuals))
-
-    def walk(self, *, is_causal: bool) -> Iterator[tuple[Tiles, Segments]]:
-        """All segments that see any block, block after block: tiles of their queries, and where these read."""
+    def walk(self) -> Iterator[tuple[Tiles, Segments, Tensor]]:
+        """All segments that see any block, block after block: tiles of their queries, where these read, and their
+        residuals, (T, m, D)."""
         heads, query_clusters, blocks, key_clusters = self.summaries.log_mass.shape
         of_block = heads * query_clusters
-        for block in range(1 if is_causal else 0, blocks):
+        for block in range(1 if self.is_causal else 0, blocks):
             begin = block * of_block
             for some, tile in neighbour_tiles(self.groups, begin, begin + of_block, 2 * key_clusters):
-                yield tile, Segments(some, block, block if is_causal else blocks)
+                where = Segments(some, block, block if self.is_causal else blocks)
+                yield tile, where, tile.gather(self.residuals)
 
 
 class Gradients:
@@ -137,31 +99,13 @@ class Gradients:
 
     def __init__(self, scored: Scored, grad_out: Tensor, lse: Tensor, delta: Tensor) -> None:
         self.of_buckets, self.accumulated = scored.summaries.zeros_like(), scored.accumulated.zeros_like()
-        self._scored, self._grad_out, self._lse, self._delta = scored, grad_out, lse, delta
+        self._grad_out, self._lse, self._delta = grad_out, lse, delta
 
-    def add_clusters(self, tile: Tiles, where: Segments, table: Table, logits: Tensor) -> Tensor:
-        """Add what a tile gives to the accumulated summaries; returns what it gives to its residuals, (T, m, D)."""
-        to_residuals, gradient = table.differentiate(logits, *self._of(tile))
-        of_table = where.clusters(self.accumulated)
-        for target, source in zip(vars(of_table).values(), vars(gradient).values(), strict=True):
-            target += source
-        return to_residuals
-
-    def add_blocks(self, tile: Tiles, columns: Columns, table: Table, logits: Tensor) -> Tensor:
-        """The same for the summaries of blocks."""
-        to_residuals, gradient = table.differentiate(logits, *self._of(tile))
-        columns.add_to(columns.segments.blocks(self.of_buckets), gradient)
-        return to_residuals
-
-    def _of(self, tile: Tiles) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def of_tile(self, tile: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+        """What `Table.differentiate` needs: the gradient of the output, the lse and delta of each query."""
         # Padding gets an infinite lse, and so no weight.
         lse = torch.where(tile.valid, tile.gather(self._lse), torch.inf)[..., None]
-        return (
-            tile.gather(self._scored.residuals),
-            tile.gather(self._grad_out),
-            lse,
-            tile.gather(self._delta)[..., None],
-        )
+        return tile.gather(self._grad_out), lse, tile.gather(self._delta)[..., None]
 
 
 def attend_to_terms(tile: Tiles, logits: Sequence[Tensor], values: Sequence[Tensor], partial: Partial) -> None:

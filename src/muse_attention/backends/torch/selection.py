@@ -12,19 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.segments import Columns, Gradients, Scored, Segments, attend_to_terms
-from muse_attention.core.structures import Partial, Selection
+from muse_attention.backends.torch.segments import Gradients, Scored, Segments, Table, attend_to_terms
+from muse_attention.core.structures import Partial, Selection, Summaries
 
 
-def select_and_attend(
-    scored: Scored, selection: Selection, partial: Partial, *, is_causal: bool, select: bool, attend: bool
-) -> None:
+def select_and_attend(scored: Scored, selection: Selection, partial: Partial, *, select: bool, attend: bool) -> None:
     """Fill in rows: if `select`, of `selection`; if `attend`, of `partial`.
 
     `partial` is attention to the summary terms that `selection` leaves. What is filled in has a spare last row.
     """
-    for tile, where in scored.walk(is_causal=is_causal):
-        clusters, cluster_logits = scored.clusters(tile, where)
+    for tile, where, residuals in scored.walk():
+        clusters = where.clusters(scored.accumulated)
+        cluster_logits = clusters.logits(residuals)  # (T, m, K)
         logits, values = [cluster_logits], [clusters.values]
         if selection.opened.shape[-1] > 0:
             if select:
@@ -33,7 +32,8 @@ def select_and_attend(
             else:
                 opened = tile.gather(selection.opened).long()
             some = _OpenedBlocks.of(where, opened, cluster_logits.shape[-1])
-            blocks, block_logits = scored.blocks(tile, some.columns)
+            blocks = some.copy(scored.summaries)
+            block_logits = blocks.logits(residuals)  # (T, m, seen U)
             logits.append(block_logits)
             values.append(blocks.values)
             if select:
@@ -47,49 +47,78 @@ def select_and_attend(
             attend_to_terms(tile, logits, values, partial)
 
 
-def attend_backward(
-    scored: Scored, selection: Selection, gradients: Gradients, *, is_causal: bool, fill_in: Tensor
-) -> None:
+def attend_backward(scored: Scored, selection: Selection, gradients: Gradients, *, fill_in: Tensor) -> None:
     """Add to the `gradients` of the summaries; those of the residuals go to `fill_in`, (rows + 1, D)."""
-    for tile, where in scored.walk(is_causal=is_causal):
-        clusters, logits = scored.clusters(tile, where)
-        if selection.opened.shape[-1] > 0:
-            opened = tile.gather(selection.opened).long()
+    for tile, where, residuals in scored.walk():
+        of_tile = gradients.of_tile(tile)
+        clusters = where.clusters(scored.accumulated)
+        logits = clusters.logits(residuals)
+        opened = tile.gather(selection.opened).long()
+        has_opened = opened.shape[-1] > 0
+        if has_opened:
             _close_opened(logits, opened)
-        to_residuals = gradients.add_clusters(tile, where, clusters, logits)
-        if selection.opened.shape[-1] > 0:
+        to_residuals, gradient = clusters.differentiate(logits, residuals, *of_tile)
+        where.clusters(gradients.accumulated).add_(gradient)
+        if has_opened:
             some = _OpenedBlocks.of(where, opened, clusters.keys.shape[1])
-            blocks, logits = scored.blocks(tile, some.columns)
+            blocks = some.copy(scored.summaries)
+            logits = blocks.logits(residuals)
             some.keep_only_terms(logits, tile.gather(selection.retrieved).long())
-            to_residuals += gradients.add_blocks(tile, some.columns, blocks, logits)
+            of_blocks, gradient = blocks.differentiate(logits, residuals, *of_tile)
+            some.add_to(gradients.of_buckets, gradient)
+            to_residuals += of_blocks
         tile.scatter(fill_in, to_residuals)
 
 
 @dataclass(frozen=True)
 class _OpenedBlocks:
-    """The blocks of the `U` clusters that any query of a tile opens."""
+    """The blocks of the `U` clusters that any query of a tile opens, in each block that it sees. S = seen U."""
 
-    columns: Columns
+    segments: Segments
+    index: tuple[Tensor, Tensor, Tensor]
+    """(T, seen, U) of the axes (segment, block, key cluster)"""
     place: Tensor
     """(T, m, clusters): where among the U clusters are those that a query opened; -1 for none"""
 
     @classmethod
     def of(cls, where: Segments, opened: Tensor, key_clusters: int) -> _OpenedBlocks:
         """`opened` is (T, m, clusters)."""
-        used = torch.zeros(opened.shape[0], key_clusters + 1, dtype=torch.bool, device=opened.device)
+        device = opened.device
+        used = torch.zeros(opened.shape[0], key_clusters + 1, dtype=torch.bool, device=device)
         used = used.scatter_(1, (opened + 1).flatten(1), True)[:, 1:]
         place = (used.cumsum(1) - 1).gather(1, opened.clamp(min=0).flatten(1)).view_as(opened)
-        return cls(where.columns(used), torch.where(opened < 0, -1, place))
+        width = max(1, int(used.sum(1).max()))
+        chosen = used.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
+        segment = torch.arange(used.shape[0], device=device)[:, None, None]
+        block = torch.arange(where.seen, device=device)[:, None]
+        return cls(where, (segment, block, chosen[:, None]), torch.where(opened < 0, -1, place))
+
+    @property
+    def width(self) -> int:
+        return self.index[2].shape[-1]
+
+    def copy(self, summaries: Summaries) -> Table:
+        """Their summaries; those of the own block are empty."""
+        mass, keys, values = (part[self.index] for part in self.segments.blocks(summaries))
+        if self.segments.block < self.segments.seen:
+            mass[:, self.segments.block] = -torch.inf
+        return Table(mass.flatten(1)[:, None], keys.flatten(1, 2), values.flatten(1, 2))
+
+    def add_to(self, summaries: Summaries, gradient: Table) -> None:
+        """Add the gradients of the copy to those of what was copied."""
+        parts = (gradient.mass[:, 0], gradient.keys, gradient.values)
+        for table, rows in zip(self.segments.blocks(summaries), parts, strict=True):
+            table[self.index] += rows.unflatten(1, (table.shape[1], -1))
 
     def retrieve(self, logits: Tensor, blocks: int) -> Tensor:
         """(T, m, clusters, blocks): the blocks to retrieve from each opened cluster."""
-        logits = logits.unflatten(-1, (-1, self.columns.width))  # (T, m, seen, U)
+        logits = logits.unflatten(-1, (-1, self.width))  # (T, m, seen, U)
         columns = self.place.clamp(min=0)[..., None, :].expand(-1, -1, logits.shape[2], -1)
         return torch.where(self.place[..., None] < 0, -1, _top(logits.gather(-1, columns).mT, blocks))
 
     def keep_only_terms(self, logits: Tensor, retrieved: Tensor) -> None:
         """Set to -inf, in place, blocks that were retrieved and blocks of clusters the query did not open."""
-        width = self.columns.width
+        width = self.width
         place = _repeat_first(self.place)
         closed = logits.new_full((*logits.shape[:2], width), -torch.inf).scatter_(-1, place, 0)
         logits.unflatten(-1, (-1, width)).add_(closed[:, :, None])

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muse_attention.backends.torch.blockwise.buckets import Buckets
 from muse_attention.backends.torch.blockwise.query_slots import Slots
-from muse_attention.backends.torch.blockwise.summaries import Table
 from muse_attention.config import MuSeConfig
-from muse_attention.core.expected_error import LARGEST_GROWTH, LEAST_PLAIN_SPREAD
+from muse_attention.core.expected_error import LARGEST_GROWTH
 from muse_attention.core.exponential import exp_
 from muse_attention.core.query_tiles import NO_ROW
 
@@ -39,34 +37,6 @@ class Columns:
     """(Q, S): the deviation that an error is expected from"""
     price: Tensor
     """(S,): what an expected error is multiplied by, less for large buckets; nan for no term"""
-
-    @classmethod
-    def of(
-        cls,
-        table: Table,
-        keys: Tensor,
-        tilted: Tensor,
-        plain: Tensor,
-        buckets: Buckets,
-        head: int,
-        seen: int,
-        config: MuSeConfig,
-    ) -> Columns:
-        """Of the first `seen` buckets, from the table of a generation, its means of keys once more but transposed, and
-        the variances."""
-        size = buckets.sizes[:seen].to(tilted.dtype)
-        variance = tilted[head, :, :seen]
-        # Where a centroid looks at one key of a bucket, its weights do not tell how far away the others are.
-        feared = torch.maximum(variance, LEAST_PLAIN_SPREAD * plain[:seen]).sqrt()
-        return cls(
-            table.log_mass[head, :, :seen],
-            keys[head, ..., :seen],
-            table.value_mean[head, :, :seen],
-            variance.sqrt(),
-            (2 * size.clamp(min=1).log()).sqrt(),
-            feared,
-            torch.where(size > 0, (size / config.mean_bucket).rsqrt(), math.nan),
-        )
 
     def without(self, own: slice) -> Columns:
         """Without the buckets of a query's own block."""

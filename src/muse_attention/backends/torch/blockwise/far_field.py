@@ -17,9 +17,10 @@ from muse_attention.backends.torch.blockwise.columns import Columns, leave_out_r
 from muse_attention.backends.torch.blockwise.query_slots import Slots, most_slots, slot_rows
 from muse_attention.backends.torch.blockwise.slopes import Slopes, find_slopes
 from muse_attention.backends.torch.blockwise.summaries import Spread, Table, summarise, summarise_backward
-from muse_attention.backends.torch.grouping import transposed
+from muse_attention.backends.torch.grouping import take_rows, transposed
 from muse_attention.config import MuSeConfig
 from muse_attention.core.call import Call
+from muse_attention.core.expected_error import LEAST_PLAIN_SPREAD
 from muse_attention.core.exponential import exp_
 from muse_attention.core.generations import Generations
 from muse_attention.core.merging import merge
@@ -128,20 +129,27 @@ class _Head:
             for number in range(max(self.call.first_block, self.call.is_causal), self.generations.blocks):
                 generation = self.generations.of_block(number)
                 seen = (number if self.call.is_causal else self.generations.blocks) * config.key_clusters
-                columns = Columns.of(
-                    self.tables[generation],
-                    self.transposed_keys[generation],
-                    self.spread.tilted[generation],
-                    self.spread.plain,
-                    self.buckets,
-                    place,
-                    seen,
-                    config,
-                )
+                columns = self._columns(place, generation, seen)
                 if not self.call.is_causal:
                     columns = columns.without(self.buckets.of_block(number))
                 rows = slice(number * config.block_size, (number + 1) * config.block_size)
                 yield _Block(self, place, (self.at[0], query_head, rows), number, generation, columns)
+
+    def _columns(self, place: int, generation: int, seen: int) -> Columns:
+        """Of the first `seen` buckets, from the table of a generation."""
+        table, size = self.tables[generation], self.buckets.sizes[:seen].to(self.dtype)
+        variance = self.spread.tilted[generation][place, :, :seen]
+        # Where a centroid looks at one key of a bucket, its weights do not tell how far away the others are.
+        feared = torch.maximum(variance, LEAST_PLAIN_SPREAD * self.spread.plain[:seen]).sqrt()
+        return Columns(
+            table.log_mass[place, :, :seen],
+            self.transposed_keys[generation][place, ..., :seen],
+            table.value_mean[place, :, :seen],
+            variance.sqrt(),
+            (2 * size.clamp(min=1).log()).sqrt(),
+            feared,
+            torch.where(size > 0, (size / self.call.config.mean_bucket).rsqrt(), torch.nan),
+        )
 
 
 @dataclass(frozen=True)
@@ -333,8 +341,7 @@ def _read_selection(slots: Slots, selected: Tensor, columns: Columns) -> Tensor:
 
 def gather(table: Tensor, rows: Tensor) -> Tensor:
     """(slots, rows, ...) of a (queries, ...) table; 0 at padded places."""
-    padded = torch.cat([table, torch.zeros_like(table[:1])])
-    return padded.index_select(0, rows.flatten()).view(*rows.shape, *table.shape[1:])
+    return take_rows(_with_padding(table), rows)
 
 
 def scatter(slots: Tensor, rows: Tensor, like: Tensor) -> Tensor:
