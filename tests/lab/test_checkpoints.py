@@ -332,39 +332,30 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_one_line(run_copy: Path) -> 
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("cut", [(4, 3, 2), (6, 4), (9,), ()])
-def test_chunks_make_up_a_tensor_if_each_place_is_in_one_of_them(cut: tuple[int, ...]) -> None:
-    """Random cuts do, and where a chunk is moved, or grows while another shrinks, places are counted to tell."""
-    draw, outcomes = random.Random(0), []
-    for _ in range(200):
-        boxes = [((0,) * len(cut), cut)]
-        for _ in range(draw.randint(0, 5)):
-            offsets, sizes = boxes.pop(draw.randrange(len(boxes)))
-            along = [place for place, size in enumerate(sizes) if size > 1]
-            if along:
-                place = draw.choice(along)
-                first = draw.randint(1, sizes[place] - 1)
-                rest = sizes[place] - first
-                boxes.append((offsets, replaced(sizes, place, first)))
-                offsets, sizes = replaced(offsets, place, offsets[place] + first), replaced(sizes, place, rest)
-            boxes.append((offsets, sizes))
-        if cut and draw.random() < 0.5:
-            number, place = draw.randrange(len(boxes)), draw.randrange(len(cut))
-            offsets, sizes = boxes[number]
-            boxes[number] = replaced(offsets, place, draw.randint(0, cut[place] - sizes[place])), sizes
-        counts = torch.zeros(cut)
-        for offsets, sizes in boxes:
-            counts[shards.box(offsets, sizes)] += 1
-        stored = StoredTensor(TensorKind(cut, torch.float32), tuple(Chunk("", *box) for box in boxes))
-        is_whole = bool((counts == 1).all())
-        with contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match="do not make it up"):
-            check_is_whole("a", stored)
-        outcomes.append(is_whole)
-    assert set(outcomes) == ({False, True} if cut else {True})
-
-
-def replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
-    return (*values[:place], value, *values[place + 1 :])
+@pytest.mark.parametrize(
+    ("shape", "chunks", "is_whole"),
+    [
+        ((9,), [((0,), (4,)), ((4,), (5,))], True),
+        ((4, 3), [((0, 0), (1, 3)), ((1, 0), (3, 3))], True),
+        ((), [((), ())], True),
+        ((9,), [((0,), (4,)), ((5,), (4,))], False),
+        ((9,), [((0,), (5,)), ((4,), (5,))], False),
+        ((9,), [((0,), (9,)), ((0,), (9,))], False),
+        ((9,), [((0,), (8,))], False),
+        ((9,), [((0,), (10,))], False),
+        ((9,), [((0,), (0,)), ((0,), (9,))], False),
+        ((9,), [((0, 0), (9, 1))], False),
+        ((4, 3), [((0, 0), (4, 2)), ((0, 2), (4, 1))], False),
+        ((4, 3), [((0,), (4,))], False),
+        ((), [], False),
+    ],
+)
+def test_chunks_are_runs_of_rows_that_follow_one_another(
+    shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], is_whole: bool
+) -> None:
+    stored = StoredTensor(TensorKind(shape, torch.float32), tuple(Chunk("", *chunk) for chunk in chunks))
+    with contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match="chunk"):
+        check_is_whole("a", stored)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "model", "tensorboard", "wandb"])

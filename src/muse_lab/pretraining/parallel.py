@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from muse_lab.pretraining.mesh_shape import MeshShape
 
@@ -172,16 +172,6 @@ def local_part(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Gathered from all ranks. Collective: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def copy_whole(target: Tensor, source: Tensor) -> None:
-    """Into a tensor that may be sharded, from one that every rank has."""
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            moved = source.to(target.device)
-            target.copy_(distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None))
-        else:
-            target.copy_(source)
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
