@@ -24,7 +24,7 @@ from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions import stopping
 from muse_lab.pretraining.interruptions.stopping import Request, Stopped, Stopping, stop_on_signals
-from muse_lab.pretraining.monitoring import probe
+from muse_lab.pretraining.monitoring import error_limit
 from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.monitoring.metrics import Metrics, Step, read_metrics
 from muse_lab.pretraining.recipes import override
@@ -55,7 +55,7 @@ def calling_first(call: Callable[..., Any], action: Callable[[], None], *, at: i
 MOMENTS: dict[str, tuple[object, str, int, int]] = {
     "while a batch is read": (Batches, "read", 4, 3),
     "during the backward pass": (torch.Tensor, "backward", 5, 4),
-    "during a probe": (probe, "measure_attention", 1, 2),
+    "during a probe": (error_limit, "visit_layers", 1, 2),
     "during an evaluation": (Evaluation, "_ask", 2, 3),
     "while a checkpoint is written": (checkpoints, "write_shard", 2, 4),
     "while metrics are written": (Metrics, "add", 3, 3),

@@ -26,7 +26,7 @@ from muse_lab.pretraining.determinism import determinism
 from muse_lab.pretraining.initial_model import make_model
 from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.model.decoder import DecoderLayer
-from muse_lab.pretraining.monitoring import probe as probe_module
+from muse_lab.pretraining.monitoring.error_limit import ErrorLimit, Probed
 from muse_lab.pretraining.monitoring.metrics import Metrics, Step, read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override, tiny
@@ -96,13 +96,13 @@ def test_the_speed_is_that_of_the_update_without_its_probe(
         now += 1
         return now
 
-    def probe(*_: object) -> dict[int, dict[str, float]]:
+    def probe(*_: object) -> Probed:
         nonlocal now
         now += 1000
-        return {1: {"relative_squared_error": 0.5}}
+        return Probed({1: {"relative_squared_error": 0.5}}, {}, [])
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(probe_module, "measure_attention", probe)
+    monkeypatch.setattr(ErrorLimit, "probe", probe)
     train(corpus, override(SMALL, ["steps=2", "probe_every=2"]), tmp_path)
     first, second = read_metrics(tmp_path)
     assert (first.get("rse"), second.get("rse")) == (None, {"1": 0.5})
