@@ -11,7 +11,7 @@ import torch
 
 from muse_lab.pretraining.optimiser import make_optimiser
 from muse_lab.pretraining.recipes import LEAST_EPSILON, MOST_CLIP, RECIPES, Recipe, override, read_recipe, tiny
-from muse_lab.pretraining.schedule import attention_at, exact_steps, learning_rate
+from muse_lab.pretraining.schedule import exact_steps, learning_rate
 from tests.refusals import one_line_error
 
 
@@ -118,15 +118,21 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-@pytest.mark.parametrize(("steps", "tail", "exact"), [(1000, 0.001, 1), (15259, 0.001, 16), (8, 0, 0), (8, 1, 8)])
-def test_exact_attention_comes_last(steps: int, tail: float, exact: int) -> None:
-    assert exact_steps(steps, tail) == exact
-    names = [attention_at(step, steps=steps, attention="muse", exact_tail=tail) for step in range(steps)]
-    assert names == ["muse"] * (steps - exact) + ["exact"] * exact
+@pytest.mark.parametrize(("share", "exact"), [(0.001, 1), (0.0011, 2), (0, 0), (1, 1000)])
+def test_a_share_of_the_updates_is_rounded_up(share: float, exact: int) -> None:
+    assert exact_steps(1000, share) == exact
 
 
 @pytest.mark.parametrize(
-    ("start", "tail", "expected"), [(0.2, 0, "eemmmm"), (0.5, 0.1, "eeemme"), (1, 0, "eeeeee"), (0.7, 0.7, "eeeeee")]
+    ("start", "tail", "expected"),
+    [
+        (0, 0, "mmmmmm"),
+        (0, 0.1, "mmmmme"),
+        (0.2, 0, "eemmmm"),
+        (0.5, 0.1, "eeemme"),
+        (1, 0, "eeeeee"),
+        (0.7, 0.7, "eeeeee"),
+    ],
 )
 def test_exact_attention_may_come_first(start: float, tail: float, expected: str) -> None:
     recipe = override(tiny(), ["steps=6", "warmup=1", "attention=muse", f"exact_start={start}", f"exact_tail={tail}"])
@@ -135,7 +141,9 @@ def test_exact_attention_may_come_first(start: float, tail: float, expected: str
 
 @pytest.mark.parametrize(("further", "tail", "last"), [("moba", 0.5, "moba"), ("", 0.5, "exact"), ("", 0, "muse")])
 def test_further_updates_have_their_attention_or_that_of_the_last_one(further: str, tail: float, last: str) -> None:
-    names = [attention_at(step, steps=4, attention="muse", exact_tail=tail, further=further) for step in range(3, 7)]
+    changes = ["steps=4", "warmup=1", "attention=muse", f"exact_tail={tail}", "further_steps=3"]
+    recipe = override(tiny(), [*changes, f"further_attention={further}"])
+    names = [recipe.attention_at(step) for step in range(3, 7)]
     assert names[1:] == [last] * 3
     assert names[0] == ("exact" if tail else "muse")
 
