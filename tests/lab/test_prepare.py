@@ -460,9 +460,7 @@ def test_windows_use_every_token_at_most_once(corpus: Corpus) -> None:
         windows[start]
 
 
-def test_windows_of_some_buckets_and_of_what_is_held_out(corpus: Corpus) -> None:
-    buckets = [stream.bucket for stream in corpus.streams(TRAIN)]
-    assert sum(len(Windows(corpus, 50, buckets=[bucket])) for bucket in buckets) == len(Windows(corpus, 50))
+def test_windows_that_there_are_not(corpus: Corpus) -> None:
     assert len(Windows(corpus, 50, split=HELD_OUT)) > 0
     with pytest.raises(ValueError, match=r"none has a sample of 1000000 \+ 1; prepare more text or choose a shorter"):
         Windows(corpus, 10**6)
