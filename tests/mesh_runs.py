@@ -175,9 +175,9 @@ def asked(ranks: Ranks) -> None:
 def another_mesh(ranks: Ranks) -> None:
     """A run goes on where one of another mesh was, and on the same mesh."""
     ranks.copy("exact-2x1", "moved", without_step=UPDATES)
-    ranks.train("exact", "1x2", name="moved", resume=True)
+    ranks.train("exact", "1x2", name="moved")
     ranks.copy("exact-1x2", "again", without_step=UPDATES)
-    ranks.train("exact", "1x2", name="again", resume=True)
+    ranks.train("exact", "1x2", name="again")
 
 
 def stopped(ranks: Ranks) -> None:

@@ -44,9 +44,9 @@ from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, inode_of, 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(step: int, corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     train_until(step, corpus, SMALL, tmp_path)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [made for made in (2, 4, 6) if made < step][-2:]
-    train(corpus, SMALL, tmp_path, resume=True)
+    train(corpus, SMALL, tmp_path)
     assert_same_run(tmp_path, whole_run)
-    train(corpus, SMALL, tmp_path, resume=True)
+    train(corpus, SMALL, tmp_path)
     assert_same_run(tmp_path, whole_run)
 
 
@@ -81,34 +81,31 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(corpus: Corpus, whole_run: Pa
 @pytest.mark.long
 def test_what_changes_nothing_may_change(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
     train_until(5, corpus, SMALL, tmp_path)
-    train(corpus, override(SMALL, ["checkpoint_every=3", "keep=1", "probe_every=0"]), tmp_path, resume=True)
+    train(corpus, override(SMALL, ["checkpoint_every=3", "keep=1", "probe_every=0"]), tmp_path)
     assert losses(tmp_path) == losses(whole_run)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [8]
 
 
 @pytest.mark.long
 def test_another_run_is_refused(corpus: Corpus, whole_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"already; resume it, overwrite it, or choose another output"):
-        train(corpus, SMALL, whole_run)
     with pytest.raises(ValueError, match=r"has peak_rate=0.003, not 0.1: it would not be the same run"):
-        train(corpus, override(SMALL, ["peak_rate=0.1"]), whole_run, resume=True)
+        train(corpus, override(SMALL, ["peak_rate=0.1"]), whole_run)
     with pytest.raises(ValueError, match="is of another corpus than"):
-        train(dataclasses.replace(corpus, fingerprint="0"), SMALL, whole_run, resume=True)
+        train(dataclasses.replace(corpus, fingerprint="0"), SMALL, whole_run)
     foreign = tmp_path / "foreign"
     shutil.copytree(whole_run, foreign)
     change_about(foreign / "checkpoints" / "step-00000008", recipe=dataclasses.asdict(override(SMALL, ["seed=1"])))
     with pytest.raises(ValueError, match=r"step-00000008 has seed=1, not 0"):
-        train(corpus, SMALL, foreign, resume=True)
+        train(corpus, SMALL, foreign)
 
 
 def test_a_run_that_has_learnt_nothing_may_become_another(corpus: Corpus, tmp_path: Path) -> None:
-    for resume in (False, True):
-        train_until(1, corpus, override(SMALL, [f"seed={1 + resume}"]), tmp_path, resume=resume)
-        assert run_recipe(tmp_path).seed == 1 + resume
+    for seed in (1, 2):
+        train_until(1, corpus, override(SMALL, [f"seed={seed}"]), tmp_path)
+        assert run_recipe(tmp_path).seed == seed
     (tmp_path / "run.json").write_text("of something else")
-    for resume in (False, True):
-        with pytest.raises(ValueError, match=r"run.json is not of muse train; choose another output"):
-            train(corpus, SMALL, tmp_path, resume=resume)
+    with pytest.raises(ValueError, match=r"run.json is not of muse train; choose another output"):
+        train(corpus, SMALL, tmp_path)
     assert (tmp_path / "run.json").read_text() == "of something else"
 
 
@@ -386,12 +383,12 @@ def test_pipes_and_devices_in_a_run_are_not_read(
     (run_copy / name).unlink(missing_ok=True)
     place(run_copy / name)
     if name == "failures.json":  # where there are no failures to be read, there were none
-        assert train(corpus, SMALL, run_copy, resume=True).is_dir()
+        assert train(corpus, SMALL, run_copy).is_dir()
         return
     with pytest.raises(
         (OSError, ValueError), match=f"{name}.*it is not a regular file|it is not a regular file.*{name}"
     ):
-        train(corpus, SMALL, run_copy, resume=True)
+        train(corpus, SMALL, run_copy)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"recipe": {"scale": 0, "steps": 1e999}}', "\x80", "NaN"])
@@ -402,9 +399,9 @@ def test_a_damaged_description_of_a_run_is_one_line(
     with pytest.raises(
         ValueError, match=r"run.json is not of muse train; choose another output, or move run.json away and resume"
     ):
-        train(corpus, SMALL, run_copy, resume=True)
+        train(corpus, SMALL, run_copy)
     (run_copy / "run.json").unlink()
-    train(corpus, SMALL, run_copy, resume=True)
+    train(corpus, SMALL, run_copy)
     assert_same_run(run_copy, whole_run)
 
 
@@ -418,7 +415,7 @@ def test_a_run_goes_on_bit_for_bit_before_a_damaged_checkpoint(corpus: Corpus, w
     refused: list[str] = []
     steps: list[int] = []
     told: dict[str, Any] = {"on_refused": refused.append, "on_step": lambda done: steps.append(done.step)}
-    train(corpus, override(SMALL, ["checkpoint_every=7"]), run_copy, resume=True, **told)
+    train(corpus, override(SMALL, ["checkpoint_every=7"]), run_copy, **told)
     assert len(refused) == 1
     assert steps == [7, 8]
     assert checkpoints.steps_in(folder) == [7, 8]
@@ -430,7 +427,7 @@ def test_no_whole_checkpoint_is_an_error(corpus: Corpus, tmp_path: Path) -> None
     train_until(3, corpus, QUICK, tmp_path)
     flip(tmp_path / "checkpoints" / "step-00000002" / TENSORS, -1)
     with pytest.raises(ValueError, match=r"none of the checkpoints in .* is whole"):
-        train(corpus, QUICK, tmp_path, resume=True)
+        train(corpus, QUICK, tmp_path)
     assert "is whole; start again with another output" in describe_last_good(tmp_path / "checkpoints")
 
 
@@ -462,7 +459,7 @@ def test_what_has_its_name_is_on_the_disk(corpus: Corpus, run_copy: Path, monkey
 
     monkeypatch.setattr("os.fsync", note_sync)
     monkeypatch.setattr("os.rename", note_rename)
-    train(corpus, SMALL, run_copy, resume=True)
+    train(corpus, SMALL, run_copy)
     assert identify(run_copy / "metrics.jsonl") in synced_before["step-00000008"]
     for folder in (run_copy / "checkpoints" / "step-00000008", run_copy / "model"):
         files = sorted(folder.iterdir())
@@ -477,7 +474,7 @@ def test_no_half_of_a_model_is_left(
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("pathlib.Path.write_bytes", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left on device") as raised:
-        train(corpus, SMALL, run_copy, resume=True)
+        train(corpus, SMALL, run_copy)
     assert raised.value.filename == str(run_copy / "model")
     assert not (run_copy / "model.tmp").exists()
     assert contents(run_copy / "model") == contents(whole_run / "model")

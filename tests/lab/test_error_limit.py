@@ -159,7 +159,7 @@ def test_a_run_tightens_and_relaxes_and_says_so(limited_run: Limited) -> None:
 def test_a_run_that_is_resumed_has_the_same_levels(corpus: Corpus, limited_run: Limited, tmp_path: Path) -> None:
     recipe = override(LIMITED, ["checkpoint_every=1"])
     train_until(2, corpus, recipe, tmp_path)
-    train(corpus, recipe, tmp_path, resume=True)
+    train(corpus, recipe, tmp_path)
     assert_same_run(tmp_path, limited_run.output)
 
 

@@ -46,7 +46,7 @@ def test_a_run_is_evaluated_now_and_then_and_learns_the_same(corpus: Corpus, who
             assert 0 < value < 1.2 * math.log(corpus.manifest.vocabulary)
     assert lines[5]["evaluation"]["held_out_loss"] < lines[2]["evaluation"]["held_out_loss"]
     train_until(3, corpus, RECIPE, tmp_path / "out")
-    train(corpus, RECIPE, tmp_path / "out", resume=True)
+    train(corpus, RECIPE, tmp_path / "out")
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
@@ -193,7 +193,7 @@ def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, mon
     monkeypatch.setenv("WANDB_MODE", "offline")
     output = tmp_path / "out"
     train_until(5, corpus, RECIPE, output, wandb=True)
-    train(corpus, RECIPE, output, wandb=True, resume=True)
+    train(corpus, RECIPE, output, wandb=True)
     told = [json.loads(line) for line in (output / "told.jsonl").read_text().splitlines()]
     first, second = (line for line in told if line["what"] == "init")
     assert first["mode"] == "offline"

@@ -60,7 +60,7 @@ def test_it_is_resumed_without_the_other_model(corpus: Corpus, model: Path, tmp_
     train(corpus, recipe, tmp_path / "whole")
     train_until(3, corpus, recipe, tmp_path / "parted")
     shutil.rmtree(model)
-    train(corpus, recipe, tmp_path / "parted", resume=True)
+    train(corpus, recipe, tmp_path / "parted")
     assert_same_run(tmp_path / "parted", tmp_path / "whole")
     runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("parted", "whole")]
     assert runs[0]["initial"] == runs[1]["initial"]
@@ -70,7 +70,7 @@ def test_a_run_without_a_checkpoint_still_needs_it(corpus: Corpus, model: Path, 
     train_until(1, corpus, longer(model), tmp_path / "out")
     shutil.rmtree(model)
     with pytest.raises(ValueError, match="before is not a folder of a model that muse train wrote"):
-        train(corpus, longer(model), tmp_path / "out", resume=True)
+        train(corpus, longer(model), tmp_path / "out")
 
 
 def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:

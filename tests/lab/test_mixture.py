@@ -187,14 +187,14 @@ def test_a_run_with_needles_goes_on_to_the_same_bits(
 ) -> None:
     """Whether it was probed, too."""
     train_until(3, corpus, RECIPE, tmp_path)
-    train(corpus, RECIPE, tmp_path, resume=True)
+    train(corpus, RECIPE, tmp_path)
     assert losses(tmp_path) == losses(probed_run)
     assert contents(tmp_path / "model") == contents(probed_run / "model")
     with pytest.raises(ValueError, match="has mixture=niah, not none: it would not be the same run"):
-        train(corpus, override(RECIPE, ["mixture=none"]), tmp_path, resume=True)
+        train(corpus, override(RECIPE, ["mixture=none"]), tmp_path)
     monkeypatch.setattr(writer, "VERSION", writer.VERSION + 1)
     with pytest.raises(ValueError, match="was trained on needles of an earlier version; choose another output"):
-        train(corpus, RECIPE, tmp_path, resume=True)
+        train(corpus, RECIPE, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,6 @@ def test_a_run_goes_on_bit_for_bit(corpus: Corpus, tmp_path: Path, changes: list
     recipe, world = override(SMALL, changes), World(torch.device("cuda"))
     train(corpus, recipe, tmp_path / "whole", world=world)
     train_until(5, corpus, recipe, tmp_path / "stopped", world=world)
-    train(corpus, recipe, tmp_path / "stopped", world=world, resume=True)
+    train(corpus, recipe, tmp_path / "stopped", world=world)
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
     assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 1

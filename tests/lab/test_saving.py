@@ -64,7 +64,7 @@ def test_what_is_saved_by_time_is_as_good(corpus: Corpus, quick_run: Path, tmp_p
     train_until(6, corpus, recipe, tmp_path)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [5]
     steps: list[int] = []
-    train(corpus, recipe, tmp_path, resume=True, on_step=lambda done: steps.append(done.step))
+    train(corpus, recipe, tmp_path, on_step=lambda done: steps.append(done.step))
     assert steps == [6, 7, 8]
     assert_same_run(tmp_path, quick_run)
 
@@ -102,7 +102,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     name = "step-00000006/rank-00000-00000.safetensors"
     assert (folder / name).read_bytes() == (expected / name).read_bytes()
     for step in (2, 4):  # of other steps than the weights are of now
-        train(corpus, QUICK, resumed_at(step, tmp_path, tmp_path / f"from-{step}"), resume=True)
+        train(corpus, QUICK, resumed_at(step, tmp_path, tmp_path / f"from-{step}"))
         assert_same_run(tmp_path / f"from-{step}", quick_run)
 
 
@@ -157,7 +157,7 @@ def test_an_error_of_the_write_is_said_at_the_next_step(
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [2]
     assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
     monkeypatch.undo()
-    train(corpus, recipe, tmp_path, resume=True)
+    train(corpus, recipe, tmp_path)
     assert_same_run(tmp_path, quick_run)
 
 
@@ -208,7 +208,7 @@ def test_a_disk_that_fills_up_is_announced_and_then_stops_the_run(
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [2, 4]
     assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
     monkeypatch.undo()
-    train(corpus, QUICK, tmp_path, resume=True)
+    train(corpus, QUICK, tmp_path)
     assert_same_run(tmp_path, quick_run)
 
 
@@ -217,7 +217,7 @@ def test_a_finished_run_needs_no_room(
 ) -> None:
     shutil.copytree(quick_run, tmp_path / "out")
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(10**12, 10**12, 0))
-    train(corpus, QUICK, tmp_path / "out", resume=True)
+    train(corpus, QUICK, tmp_path / "out")
 
 
 def test_checkpoints_until_the_next_one_are_removed(tmp_path: Path) -> None:

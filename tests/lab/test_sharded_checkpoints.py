@@ -86,7 +86,7 @@ def test_kills_at_four_random_moments_of_saves_cost_nothing(corpus: Corpus, two_
     assert 1 <= durable < LAST
     train_together(corpus, RECIPE, output)
     assert_same_run(output, two_ranks)
-    train(corpus, RECIPE, tmp_path / "one", resume=True, on_refused=pytest.fail)
+    train(corpus, RECIPE, tmp_path / "one", on_refused=pytest.fail)
     assert_close_runs(tmp_path / "one", two_ranks)
 
 

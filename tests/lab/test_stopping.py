@@ -94,7 +94,7 @@ def test_a_signal_stops_a_run_at_the_next_safe_point(
     assert raised.value.exit_code == 128 + number
     assert told == [f"{name}: the run stops at the next safe point; a second signal stops it at once"]
     assert checkpoints.steps_in(tmp_path / "checkpoints")[-1] == step
-    train(corpus, EVALUATED, tmp_path, resume=True, on_refused=pytest.fail)
+    train(corpus, EVALUATED, tmp_path, on_refused=pytest.fail)
     assert_same_run(tmp_path, evaluated_run)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [6, 8]
 
@@ -213,7 +213,7 @@ def test_a_time_limit_stops_a_run(
             train(corpus, SMALL, tmp_path, stopping=Stopping(180), on_step=tick)
     assert raised.value.exit_code == 124
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [2, 3]
-    train(corpus, SMALL, tmp_path, resume=True)
+    train(corpus, SMALL, tmp_path)
     assert_same_run(tmp_path, whole_run)
 
 

@@ -230,11 +230,11 @@ def test_another_number_of_threads_is_noted(corpus: Corpus, tmp_path: Path, monk
     assert json.loads((tmp_path / "run.json").read_text())["threads"] == torch.get_num_threads() == 1
     notes: list[str] = []
     shutil.copytree(tmp_path, tmp_path / "same")
-    train(corpus, recipe, tmp_path / "same", resume=True, on_note=notes.append)
+    train(corpus, recipe, tmp_path / "same", on_note=notes.append)
     assert notes == [f"the run in {tmp_path / 'same'} goes on from step 1 of 2"]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 3)
-        train(corpus, recipe, tmp_path, resume=True, on_note=notes.append)
+        train(corpus, recipe, tmp_path, on_note=notes.append)
     checkpoint = tmp_path / "checkpoints" / "step-00000001"
     assert f"checkpoint {checkpoint} was written with threads 1, now 3: the last bits of the run may differ" in notes
     assert json.loads((tmp_path / "run.json").read_text())["threads"] == 3
@@ -349,7 +349,7 @@ def test_a_corpus_that_is_written_again_stops_the_run(tmp_path: Path, change: st
     assert "\n" not in str(raised.value)
     assert len(read_metrics(tmp_path / "out")) == 3
     if change == "gone":
-        train(make(corpus.folder), QUICK, tmp_path / "out", resume=True)
+        train(make(corpus.folder), QUICK, tmp_path / "out")
     elif change == "cut short":
         with pytest.raises(ValueError, match="it was cut short or changed"):
             read_corpus(corpus.folder)
@@ -373,31 +373,30 @@ def test_two_runs_do_not_share_a_folder(corpus: Corpus, tmp_path: Path) -> None:
     refused = []
 
     def start_another(done: Step) -> None:
-        for resume in (False, True):
-            with pytest.raises(ValueError, match=r"another process is at work in .*; wait for it, or choose") as raised:
-                train(corpus, override(SMALL, ["seed=1"]), tmp_path, resume=resume)
-            refused.append(str(raised.value))
+        with pytest.raises(ValueError, match=r"another process is at work in .*; wait for it, or choose") as raised:
+            train(corpus, override(SMALL, ["seed=1"]), tmp_path)
+        refused.append(str(raised.value))
 
     recipe = override(SMALL, ["steps=2", "checkpoint_every=9", "probe_every=0"])
     train(corpus, recipe, tmp_path, on_step=start_another)
-    assert len(refused) == 4
+    assert len(refused) == 2
     assert run_recipe(tmp_path) == recipe
     assert len(read_metrics(tmp_path)) == 2
-    train(corpus, recipe, tmp_path, resume=True)  # nothing is left to do, and nobody is in the way
+    train(corpus, recipe, tmp_path)  # nothing is left to do, and nobody is in the way
 
 
 def test_a_folder_is_claimed_before_it_is_looked_at(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else another run could begin and end between the look and the claim, and be overwritten."""
-    look, looked = training.check_may_start, []
+    look, looked = training.find_checkpoint, []
 
-    def look_and_try(output: Path) -> None:
+    def look_and_try(output: Path, *others: Any, **named: Any) -> Any:
         with pytest.raises(ValueError, match="another process is at work"), alone_in(output):
             pass
         looked.append(output)
-        look(output)
+        return look(output, *others, **named)
 
-    monkeypatch.setattr(training, "check_may_start", look_and_try)
+    monkeypatch.setattr(training, "find_checkpoint", look_and_try)
     train(corpus, override(SMALL, ["steps=1", "warmup=1"]), tmp_path)
     assert looked == [tmp_path]

@@ -119,13 +119,6 @@ def write_run(output: Path, about: dict[str, Any]) -> None:
     replace_file(output / RUN, json.dumps(about, indent=2) + "\n")
 
 
-def check_may_start(output: Path) -> None:
-    if has_learnt(output):
-        raise ValueError(f"there is a run in {output} already; resume it, overwrite it, or choose another output")
-    if has_run(output):
-        _read_run(output)  # a file that is of something else is not overwritten
-
-
 def with_full_name(recipe: Recipe) -> Recipe:
     """With the full name of the attention, for `run.json` to say what ran."""
     name = full_name(recipe.attention, recipe.length)
