@@ -170,11 +170,6 @@ def test_a_limit_that_is_not_reached_changes_nothing(corpus: Corpus, whole_run: 
     assert [line.get("rse") for line in read_metrics(tmp_path)] == [line.get("rse") for line in read_metrics(whole_run)]
 
 
-def test_a_limit_needs_the_probe() -> None:
-    with pytest.raises(ValueError, match=r"error_limit=0.02 needs the probe, .* choose a probe_every above 0"):
-        override(SMALL, ["probe_every=0", "error_limit=0.02"])
-
-
 def test_a_layer_of_its_own_yields_to_another_attention_of_the_model(
     peaked: DecoderForCausalLM, tokens: torch.Tensor
 ) -> None:

@@ -154,14 +154,6 @@ def test_a_share_of_the_samples_is_replaced(corpus: Corpus) -> None:
     assert all(every.replaces(number) for number in range(1000))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_samples_of_a_step_are_the_same_for_any_number_of_ranks(corpus: Corpus, ranks: int) -> None:
-    alone = make_batches(corpus, RECIPE)
-    shared = make_batches(corpus, RECIPE, ranks)
-    for step in (0, 5):
-        assert torch.equal(alone.read(step), torch.cat([shared.read(step, rank) for rank in range(ranks)]))
-
-
 def test_what_is_not_replaced_is_as_without_a_mixture(corpus: Corpus) -> None:
     mixed, plain = make_batches(corpus, RECIPE), Batches(Windows(corpus, 256), 4)
     seen = set()
@@ -195,18 +187,6 @@ def test_a_run_with_needles_goes_on_to_the_same_bits(
     monkeypatch.setattr(writer, "VERSION", writer.VERSION + 1)
     with pytest.raises(ValueError, match="was trained on needles of an earlier version; choose another output"):
         train(corpus, RECIPE, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("mixture=ruler", "mixture='ruler' must be one of none, niah"),
-        ("mixture_share=1.5", "mixture_share=1.5 must be between 0 and 1"),
-    ],
-)
-def test_mistakes_in_a_recipe(change: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        override(RECIPE, [change])
 
 
 def test_too_short_a_length_is_known_before_training(corpus: Corpus, tmp_path: Path) -> None:
