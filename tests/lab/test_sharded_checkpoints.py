@@ -91,17 +91,6 @@ def test_kills_at_four_random_moments_of_saves_cost_nothing(corpus: Corpus, two_
 
 
 @pytest.mark.long
-def test_a_wrong_restore_would_be_noticed(corpus: Corpus, two_ranks: Path, tmp_path: Path) -> None:
-    """The test above can fail: without the moments of one rank the run is another."""
-    go_back(tmp_path / "out", LAST - 1, two_ranks)
-    train_together(corpus, RECIPE, tmp_path / "out", mishap=Mishap(1, "forget_moments", 0))
-    with pytest.raises(AssertionError):
-        assert_same_run(tmp_path / "out", two_ranks)
-    with pytest.raises(AssertionError):
-        assert_close_runs(tmp_path / "out", two_ranks)
-
-
-@pytest.mark.long
 def test_a_rank_that_cannot_write_stops_all(corpus: Corpus, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with ranks_of(words_of(corpus, RECIPE), output, mishap=Mishap(1, "fill_disk", 3)) as processes:
