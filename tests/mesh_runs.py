@@ -73,7 +73,7 @@ ASKED = override(
     _BASE,
     [
         *("steps=2", "length=256", "mixture=niah", "attention=exact", "exact_tail=0", "probe_every=2"),
-        *("evaluate_every=2", "evaluate_samples=1", "evaluate_needles=2"),
+        *("evaluate_every=2", "evaluate_samples=3", "evaluate_needles=3"),
     ],
 )
 ALONE = {

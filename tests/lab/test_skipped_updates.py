@@ -155,17 +155,6 @@ def test_a_state_is_read_as_it_was_written() -> None:
             read_state(broken)
 
 
-def test_a_checkpoint_with_a_forged_state_is_refused(corpus: Corpus, whole_run: Path, run_copy: Path) -> None:
-    folder = run_copy / "checkpoints"
-    tensors = dict(checkpoints.read_tensors(checkpoints.verify(folder, 8)))
-    about = {**checkpoints.verify(folder, 8).about, "state": {"skipped": 8}}
-    checkpoints.save(folder, 8, about, tensors)
-    refused: list[str] = []
-    train(corpus, SMALL, run_copy, on_refused=refused.append)
-    assert refused == [f"checkpoint {folder / 'step-00000008'} is damaged: it has no state of a run"]
-    assert_same_run(run_copy, whole_run)
-
-
 def test_what_may_differ_and_what_may_not() -> None:
     free = ["skip_budget=3", "stall_minutes=5", "checkpoint_minutes=1", "evaluate_every=2", "evaluate_samples=2"]
     assert differences(SMALL, override(SMALL, [*free, "evaluate_needles=0", "probe_every=1"])) == []
