@@ -19,7 +19,7 @@ from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.run import disk_space, saving
+from muse_lab.pretraining.run import saving
 from muse_lab.pretraining.training import train
 from tests.command_line import assert_refused, run_muse
 from tests.patience import PATIENCE
@@ -169,7 +169,7 @@ def test_a_disk_without_room_is_said_before_anything_is_learnt(
     corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = size_of(quick_run)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(10**12, 0, size - 1))
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda folder: Usage(10**12, 0, size - 1))
     fields = ["steps=4", "length=64", "warmup=1", "attention=exact", "probe_every=0"]
     output, megabytes = tmp_path / "out", f"{size / 1e6:.1f} MB"
     outcome = run_muse("train", corpus.folder, *fields, "--output", output, "--device", "cpu")
@@ -198,7 +198,7 @@ def test_a_disk_that_fills_up_is_announced_and_then_stops_the_run(
         written = sum(len(list(step.glob("*.safetensors"))) for step in folder.glob("step-00000004*"))
         return Usage(10**12, 0, max(0, free - written * size))
 
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage)
+    monkeypatch.setattr(saving.shutil, "disk_usage", usage)
     with pytest.raises(OSError, match=r"a checkpoint takes .* are free; free some space") as raised:
         train(corpus, QUICK, tmp_path, on_step=fill, on_note=notes.append)
     assert raised.value.filename == str(tmp_path / "checkpoints")
@@ -216,7 +216,7 @@ def test_a_finished_run_needs_no_room(
     corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(quick_run, tmp_path / "out")
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(10**12, 10**12, 0))
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda folder: Usage(10**12, 10**12, 0))
     train(corpus, QUICK, tmp_path / "out")
 
 

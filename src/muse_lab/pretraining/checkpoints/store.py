@@ -170,22 +170,16 @@ def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
     """
     path = folder_of(folder, step)
     manifest = agree(world, path, lambda: _look_at(path, step))
-    share = share_of(world, manifest.files)
+    contents = contents_by_file(manifest.tensors)
 
-    def check_hashes() -> None:
-        for file in share:
+    def check_share() -> None:
+        for file in share_of(world, manifest.files):
             try:
                 is_same = hash_file(path / file.name) == file.sha256
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} is torn: {file.name}: {error.strerror}") from None
             if not is_same:
                 raise CheckpointError(f"checkpoint {path} is damaged: {file.name} is not what was written")
-
-    all_check(world, check_hashes)
-    contents = contents_by_file(manifest.tensors)
-
-    def check_share() -> None:
-        for file in share:
             check_contents(path, file.name, contents.get(file.name, {}))
 
     all_check(world, check_share)
