@@ -7,7 +7,6 @@ import errno
 import gzip
 import json
 import os
-import pickle
 import random
 import shutil
 import subprocess
@@ -486,11 +485,6 @@ def test_a_step_has_the_same_samples_however_many_ranks_there_are(corpus: Corpus
         parts = [shared.read(step, rank) for rank in reversed(range(ranks))][::-1]
         assert torch.equal(torch.cat(parts), alone.read(step))
         assert parts[0].shape == (4 // ranks, 51)
-
-
-def test_a_copy_in_another_process_is_as_good(corpus: Corpus) -> None:
-    batches = Batches(Windows(corpus, 50), batch=2)
-    assert torch.equal(pickle.loads(pickle.dumps(batches)).read(5), batches.read(5))
 
 
 def test_impossible_batches_are_refused(corpus: Corpus) -> None:

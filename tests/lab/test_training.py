@@ -10,7 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -192,26 +193,16 @@ def test_an_error_that_is_not_finite_is_no_number_of_json(tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_tensorboard_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, float, int]] = []
-    opened: list[int] = []
-
-    class Writer:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            assert Path(folder) == tmp_path / "tensorboard"
-            opened.append(purge_step)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            told.append((name, value, step))
-
-        def close(self) -> None:
-            opened.append(0)
-
+    board = Mock()
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", cast(ModuleType, SimpleNamespace(SummaryWriter=Writer)))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
     train(corpus, override(SMALL, ["steps=3", "exact_tail=0"]), tmp_path, tensorboard=True)
+    board.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=1)
+    writer = board.SummaryWriter.return_value
+    told = [call.args for call in writer.add_scalar.call_args_list]
     assert [value for name, value, _ in told if name == "loss"] == losses(tmp_path)
     assert [(name, step) for name, _, step in told if "rse" in name] == [(f"rse/layer {layer}", 3) for layer in (1, 3)]
-    assert opened == [1, 0]
+    writer.close.assert_called_once()
 
 
 # The same bits twice
