@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,20 @@ class World:
         flag = torch.tensor(int(success), device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
+
+    def let_first(self, act: Callable[[], object], what: str) -> None:
+        """Let the first rank act. If it raises an OSError or a ValueError, all ranks raise one: it cannot do `what`.
+
+        Collective: every rank must call it.
+        """
+        mishap = None
+        if self.is_first:
+            try:
+                act()
+            except (OSError, ValueError) as error:
+                mishap = error
+        if not self.all_succeed(mishap is None):
+            raise mishap or ValueError(f"the first rank cannot {what}; it says why")
 
     def joined(self, part: Tensor) -> Tensor:
         """This rank's part of the tokens of a sequence, and those of the others, along the first dimension.

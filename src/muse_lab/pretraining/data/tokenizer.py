@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,6 @@ _OTHER_END_MARK = "<|endoftext|>"
 """Of tokenizers that were trained elsewhere."""
 _WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 """What the byte-level pre-tokenizer does to ASCII."""
-_LINES = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
-"""No word crosses these: line ends without other white space beside them."""
 _LONGEST_TRAINED_WORD = 256
 """Bytes; what is longer is cut in training, whose time would grow with the square of them. No token is longer."""
 _KNOWN_WORDS = 2**20
@@ -105,28 +103,21 @@ class Encoder:
         self._tokens_of_word = functools.lru_cache(_KNOWN_WORDS)(self._encode_word)
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[np.uint32]]:
-        parts = [[list(self._segments(text)) for _, text in document.pieces] for document in documents]
-        unknown = [part for pieces in parts for segments in pieces for part in segments if not self._is_known(part)]
+        unknown = [text for document in documents for _, text in document.pieces if not self._is_known(text)]
         try:
             encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
         except TypeError:  # the library takes such a text for no text
             raise ValueError("a text has a lone surrogate, which has no UTF-8; replace it before encoding") from None
         encoded = (np.array(encoding.ids, dtype="<u4").tobytes() for encoding in encodings)
         tokens = []
-        for document, pieces in zip(documents, parts, strict=True):
+        for document in documents:
             found = []
-            for (mark, _), segments in zip(document.pieces, pieces, strict=True):
+            for mark, text in document.pieces:
                 found.append(_as_bytes(self._ids[mark]) if mark else b"")
-                found += [self._look_up(part) if self._is_known(part) else next(encoded) for part in segments]
+                found.append(self._look_up(text) if self._is_known(text) else next(encoded))
             found.append(_as_bytes(self.end))
             tokens.append(np.frombuffer(b"".join(found), dtype="<u4"))
         return tokens
-
-    def _segments(self, text: str) -> Iterator[str]:
-        if not self._knows_words or text.isascii():
-            yield text
-        else:
-            yield from _LINES.split(text)
 
     def _is_known(self, text: str) -> bool:
         return self._knows_words and text.isascii()

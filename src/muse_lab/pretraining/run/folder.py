@@ -52,17 +52,14 @@ def claimed(output: Path, world: World, *, overwrite: bool = False) -> Iterator[
         overwrite: remove the run that is in the folder
     """
     with contextlib.ExitStack() as held:
-        mishap = None
-        if world.is_first:
-            try:
-                held.enter_context(alone_in(output))
-                if overwrite:
-                    _remove_run(output)
-                _check_no_links(output)
-            except (OSError, ValueError) as error:
-                mishap = error
-        if not world.all_succeed(mishap is None):
-            raise mishap or ValueError(f"the first rank cannot work in {output}; it says why")
+
+        def claim() -> None:
+            held.enter_context(alone_in(output))
+            if overwrite:
+                _remove_run(output)
+            _check_no_links(output)
+
+        world.let_first(claim, f"work in {output}")
         yield
 
 

@@ -81,14 +81,7 @@ class Saver:
         Args:
             parameters: of the whole model; each has a weight and two moments in float32
         """
-        mishap = None
-        try:
-            if self.world.is_first:
-                _check_room(self.folder, 3 * 4 * parameters)
-        except OSError as error:
-            mishap = error
-        if not self.world.all_succeed(mishap is None):
-            raise mishap or self._describe_failure_elsewhere()
+        self.world.let_first(lambda: _check_room(self.folder, 3 * 4 * parameters), "write a checkpoint")
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: RunState, *, until_next: bool = False) -> None:
         """Copy the state and begin to write a checkpoint of it. Collective: every rank must call it.
