@@ -74,7 +74,7 @@ ASKED = override(
     _BASE,
     [
         *("steps=2", "length=256", "mixture=niah", "attention=exact", "exact_tail=0", "probe_every=2"),
-        *("evaluate_every=2", "evaluate_samples=1", "evaluate_needles=2"),
+        *("evaluate_every=2", "evaluate_samples=3", "evaluate_needles=3"),
     ],
 )
 ALONE = {
@@ -180,9 +180,9 @@ def asked(ranks: Ranks) -> None:
 def another_mesh(ranks: Ranks) -> None:
     """A run goes on where one of another mesh was, and on the same mesh."""
     ranks.copy("exact-2x1", "moved", without_step=UPDATES)
-    ranks.train("exact", "1x2", name="moved", resume=True)
+    ranks.train("exact", "1x2", name="moved")
     ranks.copy("exact-1x2", "again", without_step=UPDATES)
-    ranks.train("exact", "1x2", name="again", resume=True)
+    ranks.train("exact", "1x2", name="again")
 
 
 def stopped(ranks: Ranks) -> None:

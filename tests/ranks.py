@@ -23,9 +23,7 @@ import muse_lab.cli.train
 import muse_lab.pretraining.checkpoints.together
 import muse_lab.pretraining.training  # imported once, for all ranks
 from muse_lab.cli import main
-from muse_lab.pretraining import optimiser
 from muse_lab.pretraining.checkpoints import store as checkpoints
-from muse_lab.pretraining.checkpoints import together
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions import watchdog
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
@@ -86,7 +84,6 @@ def run_command(
             "die_in_save": die_in_save,
             "all_die_in_save": lambda number: die_in_save(number, errors.parent),
             "fill_disk": fill_disk,
-            "forget_moments": forget_moments,
             "save_slowly": save_slowly,
             "hang": hang,
         }[mishap.kind](mishap.number)
@@ -155,19 +152,6 @@ def fill_disk(number: int) -> None:
         return write(folder, *others)
 
     checkpoints.write_shard = failing
-
-
-def forget_moments(number: int) -> None:
-    """What is loaded of them is lost."""
-    load = together.load_together
-
-    def forgetting(targets: Mapping[str, torch.Tensor], *others: Any) -> None:
-        load(targets, *others)
-        for name, target in targets.items():
-            if name.startswith(optimiser.MOMENTS):
-                target.zero_()
-
-    together.load_together = forgetting
 
 
 def save_slowly(milliseconds: int) -> None:

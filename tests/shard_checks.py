@@ -19,7 +19,6 @@ from muse_lab.pretraining.parallel import World
 LAYOUTS: dict[int, tuple[tuple[int, ...], list[Placement]]] = {
     1: ((4,), [Shard(0)]),
     2: ((2, 2), [Replicate(), Shard(0)]),
-    3: ((2, 2), [Shard(0), Shard(1)]),
 }
 """Of the checkpoint of each step: a mesh of four ranks, and how tensors lie on it."""
 

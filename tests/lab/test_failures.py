@@ -44,11 +44,11 @@ def test_a_poisoned_checkpoint_is_left_behind(corpus: Corpus, tmp_path: Path) ->
     poison(tmp_path, 4)
     for times in (1, 2):
         with pytest.raises(TrainingError, match=r"^step 6 failed: its loss is nan"):
-            train(corpus, RECIPE, tmp_path, resume=True, on_refused=pytest.fail)
+            train(corpus, RECIPE, tmp_path, on_refused=pytest.fail)
         failures = read_failures(tmp_path)
         assert (failures.step, failures.times, failures.fell_back) == (6, times, False)
     notes: list[str] = []
-    train(corpus, RECIPE, tmp_path, resume=True, on_note=notes.append)
+    train(corpus, RECIPE, tmp_path, on_note=notes.append)
     (note,) = notes
     assert note.startswith("the run failed 2 times at step 6 (step 6 failed: its loss is nan; skip_budget=1")
     assert note.endswith("; the run goes on from step 2, once")
@@ -63,18 +63,18 @@ def test_a_run_that_fails_behind_its_fallback_is_not_resumed(corpus: Corpus, tmp
         poison(tmp_path, step)
     for step in (6, 6, 4):  # the last one from the checkpoint before
         with pytest.raises(TrainingError, match=f"^step {step} failed"):
-            train(corpus, RECIPE, tmp_path, resume=True)
+            train(corpus, RECIPE, tmp_path)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [2]
     for _ in range(2):
         with pytest.raises(
             TrainingError, match=r"^the run failed 3 times up to step 6, the last time from an"
         ) as raised:
-            train(corpus, RECIPE, tmp_path, resume=True)
+            train(corpus, RECIPE, tmp_path)
     assert str(raised.value).endswith(f"or remove {tmp_path / FILE} to try once more")
     assert "\n" not in str(raised.value)
     (tmp_path / FILE).unlink()
     with pytest.raises(TrainingError, match=r"^step 4 failed"):
-        train(corpus, RECIPE, tmp_path, resume=True)
+        train(corpus, RECIPE, tmp_path)
     train(corpus, RECIPE, tmp_path, overwrite=True)
     assert not (tmp_path / FILE).exists()
 
@@ -85,16 +85,16 @@ def test_one_checkpoint_is_not_left_behind(corpus: Corpus, tmp_path: Path) -> No
     poison(tmp_path, 2)
     for _ in range(3):
         with pytest.raises(TrainingError, match=r"^step 4 failed"):
-            train(corpus, RECIPE, tmp_path, resume=True)
+            train(corpus, RECIPE, tmp_path)
     with pytest.raises(TrainingError, match="is not resumed again"):
-        train(corpus, RECIPE, tmp_path, resume=True)
+        train(corpus, RECIPE, tmp_path)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device", "out")])
 def test_a_run_that_was_stopped_has_not_failed(error: BaseException, corpus: Corpus, tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(type(error)):
-            train(corpus, QUICK, tmp_path, resume=True, on_step=Mock(side_effect=error))
+            train(corpus, QUICK, tmp_path, on_step=Mock(side_effect=error))
     assert read_failures(tmp_path) is None
 
 

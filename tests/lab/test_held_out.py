@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,7 +44,7 @@ def test_a_run_is_evaluated_now_and_then_and_learns_the_same(corpus: Corpus, who
             assert 0 < value < 1.2 * math.log(corpus.manifest.vocabulary)
     assert lines[5]["evaluation"]["held_out_loss"] < lines[2]["evaluation"]["held_out_loss"]
     train_until(3, corpus, RECIPE, tmp_path / "out")
-    train(corpus, RECIPE, tmp_path / "out", resume=True)
+    train(corpus, RECIPE, tmp_path / "out")
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
@@ -105,41 +103,6 @@ def test_needles_are_asked_for_in_held_out_files(needles: Corpus, monkeypatch: p
     assert 0.2 < share < 1
 
 
-@pytest.mark.long
-def test_ranks_share_what_is_asked(needles: Corpus) -> None:
-    """Each as often as the others, and together as one process."""
-
-    class Rank(World):
-        def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-            totals.append(tensor)
-            return tensor
-
-    model = make_model(needles, ASKED)
-    alone = Evaluation(needles, override(ASKED, ["evaluate_samples=3"]), World(torch.device("cpu"))).run(model, nothing)
-    found = []
-    calls = []
-    for rank in range(2):
-        totals: list[torch.Tensor] = []
-        asked = 0
-
-        def count() -> None:
-            nonlocal asked
-            asked += 1
-
-        evaluation = Evaluation(
-            needles, override(ASKED, ["evaluate_samples=3"]), Rank(torch.device("cpu"), rank=rank, ranks=2)
-        )
-        evaluation.run(model, count)
-        found.append(totals)
-        calls.append(asked)
-    assert calls[0] == calls[1] == 8
-    loss, answers, exact, exact_answers = (sum(parts) for parts in zip(*found, strict=True))
-    assert float(loss[0] / loss[1]) == pytest.approx(alone["held_out_loss"], rel=1e-6)
-    assert float(exact[0] / exact[1]) == pytest.approx(alone["held_out_loss_exact"], rel=1e-6)
-    assert float(answers[0] / answers[1]) == pytest.approx(alone["needles_loss"], rel=1e-6)
-    assert float(exact_answers[0] / exact_answers[1]) == pytest.approx(alone["needles_loss_exact"], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -159,49 +122,21 @@ def test_what_cannot_be_evaluated_is_said_first(
     assert_refused(run_muse(*words, "--output", tmp_path / "out"), message)
 
 
-WANDB = '''
-"""Stands for Weights & Biases: what it is told is in a file."""
-import json, os
-
-def init(**arguments):
-    return Run(arguments)
-
-class Run:
-    def __init__(self, arguments):
-        self.path = os.path.join(arguments["dir"], "told.jsonl")
-        self.tell("init", mode=os.environ.get("WANDB_MODE"), **arguments)
-
-    def tell(self, what, **others):
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"what": what, **others}) + "\\n")
-
-    def log(self, values, step):
-        self.tell("log", step=step, values=values)
-
-    def finish(self):
-        self.tell("finish")
-'''
-
-
 @pytest.mark.long
 def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in of that package with the few functions that are used, offline."""
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "wandb.py").write_text(WANDB)
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    """By a stand-in for that package."""
+    package = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", package)
     output = tmp_path / "out"
     train_until(5, corpus, RECIPE, output, wandb=True)
-    train(corpus, RECIPE, output, wandb=True, resume=True)
-    told = [json.loads(line) for line in (output / "told.jsonl").read_text().splitlines()]
-    first, second = (line for line in told if line["what"] == "init")
-    assert first["mode"] == "offline"
+    train(corpus, RECIPE, output, wandb=True)
+    first, second = (call.kwargs for call in package.init.call_args_list)
     assert first["id"] == second["id"]
-    assert first["resume"] == "allow"
+    assert (first["resume"], first["dir"]) == ("allow", str(output))
     assert first["config"]["steps"] == RECIPE.steps
-    assert [line["what"] for line in told].count("finish") == 2
-    logged = {line["step"]: line["values"] for line in told if line["what"] == "log"}
+    board = package.init.return_value
+    assert board.finish.call_count == 2
+    logged = {call.kwargs["step"]: call.args[0] for call in board.log.call_args_list}
     assert [logged[step]["loss"] for step in range(1, 9)] == losses(output)
     assert logged[3]["evaluation/held_out_loss"] == read_metrics(output)[2]["evaluation"]["held_out_loss"]
     assert {"rse/layer 1", "attention/error_p99"} <= logged[6].keys()
@@ -209,32 +144,18 @@ def test_weights_and_biases_is_told_the_same(corpus: Corpus, tmp_path: Path, mon
     assert not (output / "wandb-id.txt").exists()
 
 
-@pytest.mark.parametrize(("broken", "logged"), [("init", 0), ("log", 0), ("finish", 2)])
+@pytest.mark.parametrize(("broken", "logged"), [("init", 0), ("log", 1), ("finish", 2)])
 def test_a_board_that_fails_is_left_out(
     broken: str, logged: int, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Run:
-        def log(self, values: dict[str, float], step: int) -> None:
-            fail("log")
-            steps.append(step)
-
-        def finish(self) -> None:
-            fail("finish")
-
-    def fail(what: str) -> None:
-        if what == broken:
-            raise RuntimeError("no\nnetwork")
-
-    def init(**arguments: object) -> Run:
-        fail("init")
-        return Run()
-
-    steps: list[int] = []
+    package = Mock()
+    board = package.init.return_value
+    {"init": package.init, "log": board.log, "finish": board.finish}[broken].side_effect = RuntimeError("no\nnetwork")
     notes: list[str] = []
-    monkeypatch.setitem(sys.modules, "wandb", cast(ModuleType, SimpleNamespace(init=init)))
+    monkeypatch.setitem(sys.modules, "wandb", package)
     train(corpus, override(QUICK, ["steps=2"]), tmp_path, wandb=True, on_note=notes.append)
     assert notes == ["Weights & Biases is left out from now on: no network"]
-    assert len(steps) == logged
+    assert board.log.call_count == logged
     assert len(losses(tmp_path)) == 2
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_it_is_resumed_without_the_other_model(corpus: Corpus, model: Path, tmp_
     train(corpus, recipe, tmp_path / "whole")
     train_until(3, corpus, recipe, tmp_path / "parted")
     shutil.rmtree(model)
-    train(corpus, recipe, tmp_path / "parted", resume=True)
+    train(corpus, recipe, tmp_path / "parted")
     assert_same_run(tmp_path / "parted", tmp_path / "whole")
     runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("parted", "whole")]
     assert runs[0]["initial"] == runs[1]["initial"]
@@ -70,12 +71,12 @@ def test_a_run_without_a_checkpoint_still_needs_it(corpus: Corpus, model: Path, 
     train_until(1, corpus, longer(model), tmp_path / "out")
     shutil.rmtree(model)
     with pytest.raises(ValueError, match="before is not a folder of a model that muse train wrote"):
-        train(corpus, longer(model), tmp_path / "out", resume=True)
+        train(corpus, longer(model), tmp_path / "out")
 
 
 def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:
     other = make(tmp_path / "other", CorpusSettings(vocabulary=300, buckets=Buckets(64, 4096)))
-    with pytest.raises(ValueError, match="must be a string, the path of a folder"):
+    with pytest.raises(ValueError, match="must be a string"):
         dataclasses.replace(SMALL, initial=model)  # type: ignore[arg-type]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model").mkdir()
@@ -100,17 +101,13 @@ def test_models_that_a_run_cannot_begin_with(corpus: Corpus, model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_a_pipe_is_not_begun_with(name: str, corpus: Corpus, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [os.mkfifo, lambda path: path.write_bytes(b"cut")])
+def test_a_damaged_model_is_not_begun_with(
+    name: str, damage: Callable[[Path], object], corpus: Corpus, model: Path, tmp_path: Path
+) -> None:
     (model / name).unlink()
-    os.mkfifo(model / name)
-    with pytest.raises(ValueError, match="or not whole; give one"):
-        train(corpus, longer(model), tmp_path / "out")
-
-
-def test_weights_that_were_cut_short_are_not_begun_with(corpus: Corpus, model: Path, tmp_path: Path) -> None:
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="or not whole; give one"):
+    damage(model / name)
+    with pytest.raises(ValueError, match=r"or not whole; give one|reads other tokens than"):
         train(corpus, longer(model), tmp_path / "out")
 
 

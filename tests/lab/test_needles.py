@@ -47,7 +47,8 @@ def samples(haystack: Haystack, tokenizer: Tokenizer) -> NeedleSamples:
     return NeedleSamples(tokenizer, haystack)
 
 
-def all_samples(samples: NeedleSamples) -> list[Sample]:
+@pytest.fixture(scope="module")
+def made(samples: NeedleSamples) -> list[Sample]:
     return [
         samples.make(kind, LENGTH, bucket, number) for kind in KINDS for bucket in range(BUCKETS) for number in (0, 1)
     ]
@@ -56,14 +57,9 @@ def all_samples(samples: NeedleSamples) -> list[Sample]:
 # What a sample promises
 
 
-def test_the_budget_is_met_to_the_token(samples: NeedleSamples) -> None:
-    for sample in all_samples(samples):
-        assert len(sample.tokens) == LENGTH
-        assert sample.questions[-1].answer.stop == LENGTH
-
-
-def test_every_needle_is_defined_once_and_its_uid_is_nowhere_else(samples: NeedleSamples, decode: Any) -> None:
-    for sample in all_samples(samples):
+def test_every_needle_is_defined_once_and_its_uid_is_nowhere_else(made: list[Sample], decode: Any) -> None:
+    for sample in made:
+        assert len(sample.tokens) == sample.questions[-1].answer.stop == LENGTH, "the budget is met to the token"
         text = decode(sample.tokens)
         defined = DEFINITION.findall(text)
         needles = [question.needle for question in sample.questions] + list(sample.distractors)
@@ -74,8 +70,8 @@ def test_every_needle_is_defined_once_and_its_uid_is_nowhere_else(samples: Needl
             assert prompt.count(needle.uid) == 1
 
 
-def test_a_prompt_ends_right_before_its_uid(samples: NeedleSamples, decode: Any) -> None:
-    for sample in all_samples(samples):
+def test_a_prompt_ends_right_before_its_uid(made: list[Sample], decode: Any) -> None:
+    for sample in made:
         assert decode(sample.prompt).endswith(f"import {sample.questions[0].needle.name}")
         for question in sample.questions:
             before, answer = sample.tokens[: question.answer.start], sample.tokens[list(question.answer)]
@@ -94,18 +90,16 @@ def test_questions_have_the_tokens_of_one_continuous_text(
         assert tokenizer.encode(decode(last) + "\n\n").ids[: len(last)] == last
 
 
-def test_definitions_lie_in_their_buckets(samples: NeedleSamples, decode: Any) -> None:
-    for sample in all_samples(samples):
+def test_definitions_lie_in_their_buckets(made: list[Sample], decode: Any) -> None:
+    for sample in made:
         buckets = [question.bucket for question in sample.questions]
         assert sample.bucket in buckets
         assert len(set(buckets)) == len(buckets)
         for question in sample.questions:
             assert question.bucket * LENGTH <= 10 * question.definition.start
-            match = DEFINITION.match(decode(sample.tokens[question.definition.start :]))
-            assert match[3] == question.needle.uid
-            inside = decode(sample.tokens[question.definition.start : (question.bucket + 1) * LENGTH // 10])
-            assert f'return "{question.needle.name.replace("_", " ")}"\n' in inside
+            assert 10 * question.definition.stop <= (question.bucket + 1) * LENGTH
             definition = decode(sample.tokens[question.definition.start : question.definition.stop])
+            assert DEFINITION.match(definition)[3] == question.needle.uid
             assert definition.rstrip().endswith('return "' + question.needle.name.replace("_", " ") + '"')
             assert abs(question.definition.start / LENGTH - depth_of(question.bucket)) <= 0.05
 
@@ -125,8 +119,8 @@ def test_distractors_are_in_other_buckets(samples: NeedleSamples, decode: Any) -
     assert sorted(found) == [0] * 4 + [1] * 5
 
 
-def test_candidates_are_distinct_and_of_one_form(samples: NeedleSamples, decode: Any) -> None:
-    for sample in all_samples(samples):
+def test_candidates_are_distinct_and_of_one_form(made: list[Sample], decode: Any) -> None:
+    for sample in made:
         for question in sample.questions:
             uids = list(map(decode, question.candidates))
             assert uids[0] == question.needle.uid

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
-from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import Recipe, override
@@ -25,11 +23,10 @@ from muse_lab.pretraining.run.continuing import further_recipe
 from muse_lab.pretraining.run.folder import claimed
 from muse_lab.pretraining.training import train
 from muse_lab.records.files import alone_in
-from tests.lab.test_prepare import contents
 from tests.patience import PATIENCE
 from tests.processes import free_port, running
 from tests.ranks import CONTEXT, Mishap, run_command, words_of
-from tests.training_runs import QUICK, SMALL, STEPS, assert_same_run, learnt, losses
+from tests.training_runs import QUICK, SMALL, assert_same_run, learnt, losses
 
 
 @contextlib.contextmanager
@@ -155,27 +152,3 @@ def test_two_processes_learn_the_same_with_all_that_saves_time_and_memory(
     changes = ["micro_batch=1", "probe_every=1", "compile=true", "recompute=true", "precision=bfloat16"]
     train_together(corpus, override(SMALL, changes), tmp_path / "out")
     assert losses(tmp_path / "out") == pytest.approx(losses(whole_run), rel=0.02)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("mine", "theirs"), [(8, 6), (6, 8)])
-def test_ranks_that_find_other_checkpoints_do_not_go_on(
-    mine: int, theirs: int, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a network's folder is listed before all of it is there."""
-    output = tmp_path / "out"
-    recipe = override(QUICK, ["micro_batch=1"])
-    train(corpus, recipe, output)
-    if mine < STEPS:
-        shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08}")
-    before = contents(output)
-
-    def gather(found: list[Any], steps: list[int]) -> None:
-        found[:] = [steps, [step for step in (6, 8) if step <= theirs]]
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    world = World(torch.device("cpu"), ranks=2, mesh=cast(Any, object()))
-    with pytest.raises(TrainingError, match="some ranks would continue from step 6 and some from step 8"):
-        train(corpus, recipe, output, resume=True, world=world)
-    assert contents(output) == before

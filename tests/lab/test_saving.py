@@ -19,7 +19,7 @@ from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import Step, read_metrics
 from muse_lab.pretraining.recipes import override
-from muse_lab.pretraining.run import disk_space, saving
+from muse_lab.pretraining.run import saving
 from muse_lab.pretraining.training import train
 from tests.command_line import assert_refused, run_muse
 from tests.patience import PATIENCE
@@ -64,7 +64,7 @@ def test_what_is_saved_by_time_is_as_good(corpus: Corpus, quick_run: Path, tmp_p
     train_until(6, corpus, recipe, tmp_path)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [5]
     steps: list[int] = []
-    train(corpus, recipe, tmp_path, resume=True, on_step=lambda done: steps.append(done.step))
+    train(corpus, recipe, tmp_path, on_step=lambda done: steps.append(done.step))
     assert steps == [6, 7, 8]
     assert_same_run(tmp_path, quick_run)
 
@@ -102,7 +102,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     name = "step-00000006/rank-00000-00000.safetensors"
     assert (folder / name).read_bytes() == (expected / name).read_bytes()
     for step in (2, 4):  # of other steps than the weights are of now
-        train(corpus, QUICK, resumed_at(step, tmp_path, tmp_path / f"from-{step}"), resume=True)
+        train(corpus, QUICK, resumed_at(step, tmp_path, tmp_path / f"from-{step}"))
         assert_same_run(tmp_path / f"from-{step}", quick_run)
 
 
@@ -157,7 +157,7 @@ def test_an_error_of_the_write_is_said_at_the_next_step(
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [2]
     assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
     monkeypatch.undo()
-    train(corpus, recipe, tmp_path, resume=True)
+    train(corpus, recipe, tmp_path)
     assert_same_run(tmp_path, quick_run)
 
 
@@ -169,7 +169,7 @@ def test_a_disk_without_room_is_said_before_anything_is_learnt(
     corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = size_of(quick_run)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(10**12, 0, size - 1))
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda folder: Usage(10**12, 0, size - 1))
     fields = ["steps=4", "length=64", "warmup=1", "attention=exact", "probe_every=0"]
     output, megabytes = tmp_path / "out", f"{size / 1e6:.1f} MB"
     outcome = run_muse("train", corpus.folder, *fields, "--output", output, "--device", "cpu")
@@ -198,7 +198,7 @@ def test_a_disk_that_fills_up_is_announced_and_then_stops_the_run(
         written = sum(len(list(step.glob("*.safetensors"))) for step in folder.glob("step-00000004*"))
         return Usage(10**12, 0, max(0, free - written * size))
 
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage)
+    monkeypatch.setattr(saving.shutil, "disk_usage", usage)
     with pytest.raises(OSError, match=r"a checkpoint takes .* are free; free some space") as raised:
         train(corpus, QUICK, tmp_path, on_step=fill, on_note=notes.append)
     assert raised.value.filename == str(tmp_path / "checkpoints")
@@ -208,7 +208,7 @@ def test_a_disk_that_fills_up_is_announced_and_then_stops_the_run(
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [2, 4]
     assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
     monkeypatch.undo()
-    train(corpus, QUICK, tmp_path, resume=True)
+    train(corpus, QUICK, tmp_path)
     assert_same_run(tmp_path, quick_run)
 
 
@@ -216,8 +216,8 @@ def test_a_finished_run_needs_no_room(
     corpus: Corpus, quick_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(quick_run, tmp_path / "out")
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(10**12, 10**12, 0))
-    train(corpus, QUICK, tmp_path / "out", resume=True)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda folder: Usage(10**12, 10**12, 0))
+    train(corpus, QUICK, tmp_path / "out")
 
 
 def test_checkpoints_until_the_next_one_are_removed(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_run_that_is_resumed_skips_the_same(corpus: Corpus, tmp_path: Path, po
     poison(1, 4, 6)
     train(corpus, QUICK, tmp_path / "whole")
     train_until(5, corpus, QUICK, tmp_path / "out")
-    train(corpus, QUICK, tmp_path / "out", resume=True)
+    train(corpus, QUICK, tmp_path / "out")
     assert_same_run(tmp_path / "out", tmp_path / "whole")
     assert [line["step"] for line in read_metrics(tmp_path / "out") if "skipped" in line] == [1, 4, 6]
 
@@ -84,7 +84,7 @@ def test_a_run_stops_behind_its_budget(corpus: Corpus, tmp_path: Path, poison: P
     assert "the last good checkpoint is" in str(raised.value)
     assert "step-00000004; start again" in str(raised.value)
     assert "\n" not in str(raised.value)
-    train(corpus, override(QUICK, ["skip_budget=3"]), tmp_path, resume=True)
+    train(corpus, override(QUICK, ["skip_budget=3"]), tmp_path)
     assert read_metrics(tmp_path)[5]["skipped"] == "its loss is nan"
 
 
@@ -119,7 +119,7 @@ def test_an_outlier_is_skipped_if_asked_for(
     train_until(
         6, corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out"
     )  # what recent losses were is in the checkpoint
-    train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out", resume=True)
+    train(corpus, override(QUICK, ["skip_sigma=6"]), tmp_path / "out")
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
@@ -153,17 +153,6 @@ def test_a_state_is_read_as_it_was_written() -> None:
     ):
         with pytest.raises(ValueError, match=r"^no "):
             read_state(broken)
-
-
-def test_a_checkpoint_with_a_forged_state_is_refused(corpus: Corpus, whole_run: Path, run_copy: Path) -> None:
-    folder = run_copy / "checkpoints"
-    tensors = dict(checkpoints.read_tensors(checkpoints.verify(folder, 8)))
-    about = {**checkpoints.verify(folder, 8).about, "state": {"skipped": 8}}
-    checkpoints.save(folder, 8, about, tensors)
-    refused: list[str] = []
-    train(corpus, SMALL, run_copy, resume=True, on_refused=refused.append)
-    assert refused == [f"checkpoint {folder / 'step-00000008'} is damaged: it has no state of a run"]
-    assert_same_run(run_copy, whole_run)
 
 
 def test_what_may_differ_and_what_may_not() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,18 +13,14 @@ from muse_lab.pretraining.model.sliding_window import sliding_window_attention
 from tests.closeness import assert_as_accurate_as_pytorch, assert_equal_to_rounding
 
 
-def inputs(
-    length: int, heads: int = 2, key_heads: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
-    return [
-        torch.randn(2, count, length, head_dim, dtype=dtype).requires_grad_() for count in (heads, key_heads, key_heads)
-    ]
+def inputs(length: int, heads: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [torch.randn(2, heads, length, head_dim, dtype=dtype).requires_grad_() for _ in range(3)]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, window: int, **options: Any) -> Tensor:
+def dense(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     position = torch.arange(query.shape[2])
     distance = position[:, None] - position
-    return scaled_dot_product_attention(query, key, value, (distance >= 0) & (distance < window), **options)
+    return scaled_dot_product_attention(query, key, value, (distance >= 0) & (distance < window))
 
 
 def gradients(out: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -41,51 +35,38 @@ def assert_same(found: Tensor, expected: Tensor, tensors: list[Tensor]) -> None:
         assert_equal_to_rounding(one, other)
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 16, 64])
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 33, 64])
+@pytest.mark.parametrize("window", [1, 2, 16, 64])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 64])
 def test_equals_a_dense_mask(length: int, window: int) -> None:
     tensors = inputs(length)
     expected = dense(*tensors, window)
-    found = sliding_window_attention(*tensors, is_causal=True, window=window)
+    found = sliding_window_attention(*tensors, window=window)
     assert_same(found, expected, tensors)
 
 
-def test_shared_key_heads_and_scale() -> None:
-    tensors = inputs(50, heads=4, key_heads=2)
-    options = {"scale": 0.7, "enable_gqa": True}
-    expected = dense(*tensors, 16, **options)
-    found = sliding_window_attention(*tensors, is_causal=True, window=16, **options)
-    assert_same(found, expected, tensors)
-
-
-def test_autocast_and_bfloat16_cost_what_they_cost_sdpa() -> None:
+def test_bfloat16_costs_what_it_costs_sdpa() -> None:
     tensors = inputs(200, dtype=torch.float32)
     exact = dense(*(tensor.double() for tensor in tensors), 32)
-    with torch.autocast("cpu", torch.bfloat16):
-        by_mask = dense(*tensors, 32)
-        found = sliding_window_attention(*tensors, is_causal=True, window=32)
-    assert found.dtype == torch.bfloat16
-    assert_as_accurate_as_pytorch(found, by_mask, exact)
     low = [tensor.detach().bfloat16() for tensor in tensors]
-    torch.testing.assert_close(sliding_window_attention(*low, is_causal=True, window=32), found)
+    assert_as_accurate_as_pytorch(sliding_window_attention(*low, window=32), dense(*low, 32), exact)
 
 
 def test_a_long_sequence_needs_no_square_of_its_length() -> None:
     """The logits of 64k tokens would take 17 GB a head."""
     tensors = [torch.randn(1, 1, 65536, 8).requires_grad_() for _ in range(3)]
-    sliding_window_attention(*tensors, is_causal=True, window=256).sum().backward()
+    sliding_window_attention(*tensors, window=256).sum().backward()
     assert all(tensor.grad is not None for tensor in tensors)
 
 
 @pytest.mark.gpu
 def test_cuda_has_a_fused_kernel_for_the_band() -> None:
     """Logits in memory are as large as eight copies of the queries, and unfused they exist at least thrice."""
-    tensors = inputs(65536, heads=8, key_heads=8, head_dim=64)
-    exact = sliding_window_attention(*tensors, is_causal=True, window=256)
+    tensors = inputs(65536, heads=8, head_dim=64)
+    exact = sliding_window_attention(*tensors, window=256)
     low = [tensor.detach().bfloat16().cuda().requires_grad_() for tensor in tensors]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found = sliding_window_attention(*low, is_causal=True, window=256)
+    found = sliding_window_attention(*low, window=256)
     found.sum().backward()
     copies = (torch.cuda.max_memory_allocated() - before) / (low[0].numel() * low[0].element_size())
     assert copies < 24
@@ -96,13 +77,10 @@ def test_cuda_has_a_fused_kernel_for_the_band() -> None:
     ("capability", "head_dim", "by_flash"),
     [
         ((7, 5), 64, False),
-        ((8, 0), 64, True),
         ((8, 0), 60, False),
         ((8, 0), 256, True),
         ((8, 0), 264, False),
-        ((8, 9), 192, True),
         ((8, 9), 200, False),
-        ((9, 0), 256, True),
         ((12, 0), 192, True),
         ((12, 0), 256, False),
     ],
@@ -118,7 +96,7 @@ def test_flash_attention_is_for_gpus_that_have_it(
     monkeypatch.setattr(sliding_window, "_attend_in_blocks", lambda *_: "blocks")
     with FakeTensorMode():
         query = torch.empty(1, 2, 64, head_dim, dtype=torch.bfloat16, device="cuda:0")
-        found = sliding_window_attention(query, query, query, is_causal=True, window=16)
+        found = sliding_window_attention(query, query, query, window=16)
     assert found == ("flash" if by_flash else "blocks")
 
 
@@ -127,18 +105,4 @@ def test_compiles_into_one_graph() -> None:
     tensors = inputs(50)
     torch.compiler.reset()
     compiled = torch.compile(sliding_window_attention, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(*tensors, is_causal=True, window=16), dense(*tensors, 16), tensors)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"window": 4}, "a sliding window looks back only; pass is_causal=True"),
-        ({"window": 0, "is_causal": True}, "window=0 must be an integer of at least 1"),
-        ({"window": 2.0, "is_causal": True}, "window=2.0 must be an integer"),
-        ({"window": 4, "is_causal": True, "dropout_p": 0.1}, "attention dropout is not supported"),
-    ],
-)
-def test_mistakes(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sliding_window_attention(*inputs(10), **arguments)
+    assert_same(compiled(*tensors, window=16), dense(*tensors, 16), tensors)

@@ -24,7 +24,7 @@ from muse_lab.pretraining.checkpoints import store as checkpoints
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.interruptions import stopping
 from muse_lab.pretraining.interruptions.stopping import Request, Stopped, Stopping, stop_on_signals
-from muse_lab.pretraining.monitoring import probe
+from muse_lab.pretraining.monitoring import error_limit
 from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.monitoring.metrics import Metrics, Step, read_metrics
 from muse_lab.pretraining.recipes import override
@@ -55,7 +55,7 @@ def calling_first(call: Callable[..., Any], action: Callable[[], None], *, at: i
 MOMENTS: dict[str, tuple[object, str, int, int]] = {
     "while a batch is read": (Batches, "read", 4, 3),
     "during the backward pass": (torch.Tensor, "backward", 5, 4),
-    "during a probe": (probe, "measure_attention", 1, 2),
+    "during a probe": (error_limit, "visit_layers", 1, 2),
     "during an evaluation": (Evaluation, "_ask", 2, 3),
     "while a checkpoint is written": (checkpoints, "write_shard", 2, 4),
     "while metrics are written": (Metrics, "add", 3, 3),
@@ -94,7 +94,7 @@ def test_a_signal_stops_a_run_at_the_next_safe_point(
     assert raised.value.exit_code == 128 + number
     assert told == [f"{name}: the run stops at the next safe point; a second signal stops it at once"]
     assert checkpoints.steps_in(tmp_path / "checkpoints")[-1] == step
-    train(corpus, EVALUATED, tmp_path, resume=True, on_refused=pytest.fail)
+    train(corpus, EVALUATED, tmp_path, on_refused=pytest.fail)
     assert_same_run(tmp_path, evaluated_run)
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [6, 8]
 
@@ -213,7 +213,7 @@ def test_a_time_limit_stops_a_run(
             train(corpus, SMALL, tmp_path, stopping=Stopping(180), on_step=tick)
     assert raised.value.exit_code == 124
     assert checkpoints.steps_in(tmp_path / "checkpoints") == [2, 3]
-    train(corpus, SMALL, tmp_path, resume=True)
+    train(corpus, SMALL, tmp_path)
     assert_same_run(tmp_path, whole_run)
 
 

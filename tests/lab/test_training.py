@@ -10,7 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from muse_lab.pretraining.determinism import determinism
 from muse_lab.pretraining.initial_model import make_model
 from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.model.decoder import DecoderLayer
-from muse_lab.pretraining.monitoring import probe as probe_module
+from muse_lab.pretraining.monitoring.error_limit import ErrorLimit, Probed
 from muse_lab.pretraining.monitoring.metrics import Metrics, Step, read_metrics
 from muse_lab.pretraining.parallel import World
 from muse_lab.pretraining.recipes import override, tiny
@@ -96,13 +97,13 @@ def test_the_speed_is_that_of_the_update_without_its_probe(
         now += 1
         return now
 
-    def probe(*_: object) -> dict[int, dict[str, float]]:
+    def probe(*_: object) -> Probed:
         nonlocal now
         now += 1000
-        return {1: {"relative_squared_error": 0.5}}
+        return Probed({1: {"relative_squared_error": 0.5}}, {}, [])
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(probe_module, "measure_attention", probe)
+    monkeypatch.setattr(ErrorLimit, "probe", probe)
     train(corpus, override(SMALL, ["steps=2", "probe_every=2"]), tmp_path)
     first, second = read_metrics(tmp_path)
     assert (first.get("rse"), second.get("rse")) == (None, {"1": 0.5})
@@ -145,15 +146,6 @@ def test_a_compiled_model_learns_the_same(corpus: Corpus, whole_run: Path, tmp_p
     assert losses(tmp_path) == pytest.approx(losses(whole_run), rel=1e-3)
 
 
-def test_metrics_behind_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 6)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines)[:-5])
-    Metrics(tmp_path, 4).close()
-    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3, 4]
-    Metrics(tmp_path, 2).close()
-    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2]
-
-
 BROKEN = [b"garbage", b'{"step": 3, "lo', b"", b"[" * 100_000, b'{"step": "3"}', b'{"step": true}', b"\xff\x00", b"3"]
 
 
@@ -179,6 +171,8 @@ def test_lines_of_metrics_are_kept_by_step(tmp_path: Path) -> None:
     assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2, 3]
     assert len(told) == 1
     assert "line 4 cannot be read" in told[0]
+    Metrics(tmp_path, 2).close()
+    assert [step["step"] for step in read_metrics(tmp_path)] == [1, 2], "those behind a checkpoint are forgotten"
 
 
 def test_an_error_that_is_not_finite_is_no_number_of_json(tmp_path: Path) -> None:
@@ -199,26 +193,16 @@ def test_an_error_that_is_not_finite_is_no_number_of_json(tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_tensorboard_is_told_the_same(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, float, int]] = []
-    opened: list[int] = []
-
-    class Writer:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            assert Path(folder) == tmp_path / "tensorboard"
-            opened.append(purge_step)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            told.append((name, value, step))
-
-        def close(self) -> None:
-            opened.append(0)
-
+    board = Mock()
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", cast(ModuleType, SimpleNamespace(SummaryWriter=Writer)))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
     train(corpus, override(SMALL, ["steps=3", "exact_tail=0"]), tmp_path, tensorboard=True)
+    board.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=1)
+    writer = board.SummaryWriter.return_value
+    told = [call.args for call in writer.add_scalar.call_args_list]
     assert [value for name, value, _ in told if name == "loss"] == losses(tmp_path)
     assert [(name, step) for name, _, step in told if "rse" in name] == [(f"rse/layer {layer}", 3) for layer in (1, 3)]
-    assert opened == [1, 0]
+    writer.close.assert_called_once()
 
 
 # The same bits twice
@@ -230,11 +214,11 @@ def test_another_number_of_threads_is_noted(corpus: Corpus, tmp_path: Path, monk
     assert json.loads((tmp_path / "run.json").read_text())["threads"] == torch.get_num_threads() == 1
     notes: list[str] = []
     shutil.copytree(tmp_path, tmp_path / "same")
-    train(corpus, recipe, tmp_path / "same", resume=True, on_note=notes.append)
+    train(corpus, recipe, tmp_path / "same", on_note=notes.append)
     assert notes == [f"the run in {tmp_path / 'same'} goes on from step 1 of 2"]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 3)
-        train(corpus, recipe, tmp_path, resume=True, on_note=notes.append)
+        train(corpus, recipe, tmp_path, on_note=notes.append)
     checkpoint = tmp_path / "checkpoints" / "step-00000001"
     assert f"checkpoint {checkpoint} was written with threads 1, now 3: the last bits of the run may differ" in notes
     assert json.loads((tmp_path / "run.json").read_text())["threads"] == 3
@@ -349,7 +333,7 @@ def test_a_corpus_that_is_written_again_stops_the_run(tmp_path: Path, change: st
     assert "\n" not in str(raised.value)
     assert len(read_metrics(tmp_path / "out")) == 3
     if change == "gone":
-        train(make(corpus.folder), QUICK, tmp_path / "out", resume=True)
+        train(make(corpus.folder), QUICK, tmp_path / "out")
     elif change == "cut short":
         with pytest.raises(ValueError, match="it was cut short or changed"):
             read_corpus(corpus.folder)
@@ -373,31 +357,30 @@ def test_two_runs_do_not_share_a_folder(corpus: Corpus, tmp_path: Path) -> None:
     refused = []
 
     def start_another(done: Step) -> None:
-        for resume in (False, True):
-            with pytest.raises(ValueError, match=r"another process is at work in .*; wait for it, or choose") as raised:
-                train(corpus, override(SMALL, ["seed=1"]), tmp_path, resume=resume)
-            refused.append(str(raised.value))
+        with pytest.raises(ValueError, match=r"another process is at work in .*; wait for it, or choose") as raised:
+            train(corpus, override(SMALL, ["seed=1"]), tmp_path)
+        refused.append(str(raised.value))
 
     recipe = override(SMALL, ["steps=2", "checkpoint_every=9", "probe_every=0"])
     train(corpus, recipe, tmp_path, on_step=start_another)
-    assert len(refused) == 4
+    assert len(refused) == 2
     assert run_recipe(tmp_path) == recipe
     assert len(read_metrics(tmp_path)) == 2
-    train(corpus, recipe, tmp_path, resume=True)  # nothing is left to do, and nobody is in the way
+    train(corpus, recipe, tmp_path)  # nothing is left to do, and nobody is in the way
 
 
 def test_a_folder_is_claimed_before_it_is_looked_at(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else another run could begin and end between the look and the claim, and be overwritten."""
-    look, looked = training.check_may_start, []
+    look, looked = training.find_checkpoint, []
 
-    def look_and_try(output: Path) -> None:
+    def look_and_try(output: Path, *others: Any, **named: Any) -> Any:
         with pytest.raises(ValueError, match="another process is at work"), alone_in(output):
             pass
         looked.append(output)
-        look(output)
+        return look(output, *others, **named)
 
-    monkeypatch.setattr(training, "check_may_start", look_and_try)
+    monkeypatch.setattr(training, "find_checkpoint", look_and_try)
     train(corpus, override(SMALL, ["steps=1", "warmup=1"]), tmp_path)
     assert looked == [tmp_path]

@@ -48,7 +48,7 @@ def test_a_reader_that_stalls_ends_the_run(needles: Corpus, tmp_path: Path, monk
     assert "reading.py" in (tmp_path / "stacks.txt").read_text()
     assert read_failures(tmp_path).step == 4
     monkeypatch.undo()
-    train(needles, NEEDLES, tmp_path, resume=True)
+    train(needles, NEEDLES, tmp_path)
     assert read_failures(tmp_path) is None
 
 

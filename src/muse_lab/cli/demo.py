@@ -164,7 +164,6 @@ def _train(corpus: Corpus, recipe: Recipe, output: Path, place: Place, number: i
             corpus,
             recipe,
             output,
-            resume=True,
             overwrite=overwrite,
             world=World(torch.device(place.device)),
             on_step=on_step,

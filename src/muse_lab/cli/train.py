@@ -196,7 +196,6 @@ def train(
                     data,
                     chosen,
                     output,
-                    resume=True,
                     overwrite=overwrite,
                     continue_from=continue_from,
                     world=world,

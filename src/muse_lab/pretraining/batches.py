@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,14 +22,12 @@ class Windows:
     is an input at most once, and a target at most once. What is left at the end of a bucket is not used.
     """
 
-    def __init__(
-        self, corpus: Corpus, length: int, *, split: str = TRAIN, buckets: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, corpus: Corpus, length: int, *, split: str = TRAIN) -> None:
         if length < 1:
             raise ValueError(f"cannot train on samples of {length} tokens; length must be at least 1")
         self.corpus = corpus
         self.length = length
-        self._streams = corpus.streams(split, buckets)
+        self._streams = corpus.streams(split)
         self._ends = np.cumsum([max(0, stream.tokens - 1) // length for stream in self._streams], dtype=np.int64)
         if not len(self):
             tokens = sum(stream.tokens for stream in self._streams)

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from muse_lab.pretraining.batches import Batches
 from muse_lab.pretraining.determinism import autocast
+from muse_lab.pretraining.document_mask import separate_documents
 from muse_lab.pretraining.interruptions.failures import StepError, TrainingError, note_failure
 from muse_lab.pretraining.interruptions.stopping import OF_ANOTHER_RANK, Stopped, Stopping
 from muse_lab.pretraining.interruptions.watchdog import Watchdog
-from muse_lab.pretraining.micro_batches import differentiate
+from muse_lab.pretraining.model.chunked_loss import IGNORED
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.monitoring.answer_losses import ALL
 from muse_lab.pretraining.monitoring.held_out import Evaluation
 from muse_lab.pretraining.monitoring.metrics import Step
 from muse_lab.pretraining.monitoring.probe import Probe, Probed
 from muse_lab.pretraining.optimiser import are_finite, learnt, set_learning_rate
-from muse_lab.pretraining.parallel import World, local_part, whole
+from muse_lab.pretraining.parallel import World, accumulate_gradients, local_part, whole
 from muse_lab.pretraining.prefetch import ReaderError, ReadingError, can_read_ahead, read_ahead, read_batches
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.run.folder import describe_last_good, stacks_name
@@ -89,9 +90,8 @@ class Loop:
         )
         set_learning_rate(self.optimiser, rate)
         self.optimiser.zero_grad()
-        end = self.batches.windows.corpus.manifest.end
         loss, (is_asked, self.is_due, has_failed) = self.world.mean_and_flags(
-            differentiate(model, tokens, recipe, self.world, end, self._beat),
+            self._differentiate(tokens),
             self.stopping.request is not None,
             self.saver.is_due(),
             self.saver.has_failed(),
@@ -128,6 +128,33 @@ class Loop:
             tightened=self.probe.tightened(self.state.levels) if self.probe.is_due(step) else {},
             skipped=skipped,
         )
+
+    def _differentiate(self, tokens: Tensor) -> Tensor:
+        """The mean loss of this rank's (sequences, length + 1) tokens, and its gradients, which ranks average.
+
+        Of a sequence that ranks share, each has the whole, and the model computes this rank's part of it.
+        """
+        recipe, world, end = self.recipe, self.world, self.batches.windows.corpus.manifest.end
+        total = torch.zeros((), device=world.device)
+        parts = tokens.split(recipe.micro_batch)
+        counted: Tensor | float = tokens[:, 1:].numel()
+        if recipe.document_mask:  # ranks may count different numbers of targets
+            targets = (separate_documents(tokens, end).shift_labels != IGNORED).sum()
+            counted = world.mean(targets.float()).clamp(min=1)
+        counted = counted / world.sequence_ranks
+        for number, part in enumerate(parts):
+            accumulate_gradients(self.model, is_last=number == len(parts) - 1)
+            ids, labels, positions = part[:, :-1], part[:, 1:].contiguous(), None
+            if recipe.document_mask:
+                ids, positions, labels = separate_documents(part, end)
+            self.watchdog.beat(f"computing step {self.step + 1}")
+            with autocast(recipe, world.device):
+                loss = self.model(
+                    ids, position_ids=positions, shift_labels=labels, num_items_in_batch=counted, use_cache=False
+                ).loss
+            loss.backward()
+            total += loss.detach()
+        return total
 
     def _why_skipped(self, loss: float, norm: float) -> str | None:
         """None for an update that is made. All ranks have the same loss and norm, and decide the same."""
@@ -171,9 +198,6 @@ class Loop:
             self.on_note(f"step {self.step + 1}: {change.describe(self.recipe.error_limit)}")
         self.state = dataclasses.replace(self.state, levels=probed.levels)
         self.probe.apply(probed.levels)
-
-    def _beat(self) -> None:
-        self.watchdog.beat(f"computing step {self.step + 1}")
 
     def _check_alone(self) -> None:
         """Stop here if this is the only process, and was asked to; several have to agree first."""

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muse_lab.pretraining.checkpoints.manifest import CheckpointError
-from muse_lab.pretraining.checkpoints.store import Checkpoint, check_tensors, read_tensors
-from muse_lab.pretraining.parallel import copy_whole
+from muse_lab.pretraining.checkpoints.store import Checkpoint, read_tensors
 from muse_lab.pretraining.recipes import Recipe
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
@@ -49,7 +47,7 @@ def expected_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoint, *, skipped: int = 0) -> None:
-    """Put a checkpoint into a model and an optimiser; a CheckpointError if it is of another model.
+    """Put a checkpoint of such a model into it and into its optimiser.
 
     Args:
         skipped: updates of the run that were not made
@@ -61,7 +59,7 @@ def restore(model: nn.Module, optimiser: torch.optim.AdamW, checkpoint: Checkpoi
 
 
 def restore_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put those of a checkpoint into a model that is not trained any further; a CheckpointError if it is another."""
+    """Put those of a checkpoint of such a model into one that is not trained any further."""
     _fill({f"{WEIGHT}/{name}": parameter for name, parameter in model.named_parameters()}, checkpoint, f"{WEIGHT}/")
 
 
@@ -70,16 +68,11 @@ def _fill(targets: dict[str, Tensor], checkpoint: Checkpoint, beginning: str = "
     if any(isinstance(target, DTensor) for target in targets.values()):
         from muse_lab.pretraining.checkpoints.together import load_together
 
-        check_tensors(checkpoint, targets)
         load_together(targets, checkpoint.folder, checkpoint.tensors)
         return
-    for name, tensor in read_tensors(checkpoint, beginning):
-        target = targets.pop(name, None)
-        if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
-            raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has another {name}")
-        copy_whole(target, tensor)
-    if targets:
-        raise CheckpointError(f"checkpoint {checkpoint.folder} is of another model: it has no {next(iter(targets))}")
+    with torch.no_grad():
+        for name, tensor in read_tensors(checkpoint, beginning):
+            targets[name].copy_(tensor)
 
 
 def _named(model: nn.Module, optimiser: torch.optim.AdamW) -> Iterator[tuple[str, Tensor]]:

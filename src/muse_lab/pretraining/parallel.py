@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from muse_lab.pretraining.mesh_shape import MeshShape
 
@@ -83,6 +83,20 @@ class World:
         flag = torch.tensor(int(success), device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
+
+    def let_first(self, act: Callable[[], object], what: str) -> None:
+        """Let the first rank act. If it raises an OSError or a ValueError, all ranks raise one: it cannot do `what`.
+
+        Collective: every rank must call it.
+        """
+        mishap = None
+        if self.is_first:
+            try:
+                act()
+            except (OSError, ValueError) as error:
+                mishap = error
+        if not self.all_succeed(mishap is None):
+            raise mishap or ValueError(f"the first rank cannot {what}; it says why")
 
     def joined(self, part: Tensor) -> Tensor:
         """This rank's part of the tokens of a sequence, and those of the others, along the first dimension.
@@ -172,16 +186,6 @@ def local_part(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Gathered from all ranks. Collective: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def copy_whole(target: Tensor, source: Tensor) -> None:
-    """Into a tensor that may be sharded, from one that every rank has."""
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            moved = source.to(target.device)
-            target.copy_(distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None))
-        else:
-            target.copy_(source)
 
 
 def is_of_lost_rank(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from muse_attention.registry import get_attention
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.pretraining.mesh_shape import AUTO, read_mesh
-from muse_lab.pretraining.schedule import attention_at
+from muse_lab.pretraining.schedule import EXACT, exact_steps
 
 PAPER_ATTENTION = "muse:Q128K128R8SP1B8k"
 """The paper's sizes, with the clustering of this library."""
@@ -134,12 +134,10 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("steps", "checkpoint_every", "keep"):
             _check(self, name, lambda value: 1 <= value <= MOST_STEPS, f"at least 1 and at most {MOST_STEPS}")
-        for name in ("warmup", "probe_every", "further_steps"):
+        for name in ("warmup", "probe_every", "further_steps", "evaluate_every", "skip_budget"):
             _check(self, name, lambda value: 0 <= value <= MOST_STEPS, f"at least 0 and at most {MOST_STEPS}")
         for name in ("batch", "micro_batch"):
             _check(self, name, lambda value: 1 <= value <= MOST_SEQUENCES, f"at least 1 and at most {MOST_SEQUENCES}")
-        for name in ("evaluate_every", "skip_budget"):
-            _check(self, name, lambda value: 0 <= value <= MOST_STEPS, f"at least 0 and at most {MOST_STEPS}")
         _check(self, "evaluate_samples", lambda value: 1 <= value <= MOST_SEQUENCES, f"1 to {MOST_SEQUENCES}")
         _check(self, "evaluate_needles", lambda value: 0 <= value <= MOST_SEQUENCES, f"0 to {MOST_SEQUENCES}")
         for name in ("checkpoint_minutes", "stall_minutes"):
@@ -158,11 +156,12 @@ class Recipe:
             _check(self, name, lambda value: 0 <= value <= 1, "between 0 and 1")
         for name in ("beta1", "beta2"):
             _check(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
-        for name in ("document_mask", "compile", "recompute", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
-        if not isinstance(self.initial, str):
-            raise ValueError(f"initial={self.initial!r} must be a string, the path of a folder")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r} must be true or false")
+            if field.type == "str" and not isinstance(value, str):
+                raise ValueError(f"{field.name}={value!r} must be a string")
         if self.scale and self.scale not in TOKENS:
             raise ValueError(f"scale={self.scale} must be 0 or one of {', '.join(map(str, TOKENS))}")
         if self.peak_rate * self.weight_decay > 1:
@@ -179,9 +178,6 @@ class Recipe:
         if self.mixture not in MIXTURES:
             raise ValueError(f"mixture={self.mixture!r} must be one of {', '.join(MIXTURES)}")
         read_mesh(self.mesh)
-        for name in ("attention", "further_attention"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a string, the name of an attention")
         if self.further_attention and not self.further_steps:
             raise ValueError(f"further_attention={self.further_attention} needs further_steps=, of at least 1")
         if self.further_steps and not self.final_rate:
@@ -201,15 +197,16 @@ class Recipe:
         return self.batch * self.length
 
     def attention_at(self, step: int) -> str:
-        """Of an update, counted from 0."""
-        return attention_at(
-            step,
-            steps=self.steps,
-            attention=self.attention,
-            exact_start=self.exact_start,
-            exact_tail=self.exact_tail,
-            further=self.further_attention,
-        )
+        """Of the global layers in an update, counted from 0: exact in the first `exact_start` and the last `exact_tail`
+        of the updates, both rounded up.
+
+        From update `steps` on it is `further_attention`, or, if that is empty, that of update `steps - 1`.
+        """
+        if step >= self.steps and self.further_attention:
+            return self.further_attention
+        step = min(step, self.steps - 1)
+        first, last = exact_steps(self.steps, self.exact_start), exact_steps(self.steps, self.exact_tail)
+        return EXACT if step < first or step >= self.steps - last else self.attention
 
 
 def tiny() -> Recipe:

@@ -1,4 +1,4 @@
-"""What changes while a model trains: the learning rate and the attention, each a pure function of the step."""
+"""The learning rate of an update, and how many updates a share of them is."""
 
 from __future__ import annotations
 
@@ -17,21 +17,6 @@ def learning_rate(step: int, *, steps: int, warmup: int, peak: float, final: flo
         return peak * (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))
     return peak * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
-
-
-def attention_at(
-    step: int, *, steps: int, attention: str, exact_start: float = 0.0, exact_tail: float = 0.0, further: str = ""
-) -> str:
-    """The name of the attention of the global layers: exact in the first `exact_start` and the last `exact_tail` of the
-    updates, both rounded up.
-
-    From update `steps` on it is `further`, or, if that is empty, that of update `steps - 1`.
-    """
-    if step >= steps and further:
-        return further
-    step = min(step, steps - 1)
-    is_exact = step < exact_steps(steps, exact_start) or step >= steps - exact_steps(steps, exact_tail)
-    return EXACT if is_exact else attention
 
 
 def exact_steps(steps: int, share: float) -> int:

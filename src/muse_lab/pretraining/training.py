@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -56,7 +56,6 @@ from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.run.continuing import begin_with_finished
 from muse_lab.pretraining.run.folder import (
     CHECKPOINTS,
-    check_may_start,
     claimed,
     describe_changes,
     describe_run,
@@ -75,7 +74,6 @@ def train(
     recipe: Recipe,
     output: Path,
     *,
-    resume: bool = False,
     overwrite: bool = False,
     continue_from: Path | None = None,
     world: World | None = None,
@@ -86,12 +84,11 @@ def train(
     on_refused: Callable[[str], None] = lambda message: None,
     on_note: Callable[[str], None] = lambda message: None,
 ) -> Path:
-    """Train a model, and return the folder that it is in.
+    """Train a model, or go on with the run in `output`, and return the folder that the model is in.
 
     Raises ValueError for bad arguments, TrainingError if the run cannot continue, Stopped if it was asked to stop.
 
     Args:
-        resume: continue the run in `output`, or start one if there is none
         overwrite: remove the run in `output` first
         continue_from: folder of a finished run to begin with; the recipe is that of `continuing.further_recipe`
         stopping: who asks the run to stop, if anybody does
@@ -114,15 +111,13 @@ def train(
         if continue_from is not None:
             begin_with_finished(continue_from, output, recipe, corpus, world)
         recipe = with_full_name(recipe)
-        start = _find_start(
-            output, recipe, corpus, world, on_refused, resume=resume, continues=continue_from is not None
-        )
-        checkpoint, step = start.checkpoint, start.step
+        checkpoint, failures = _find_start(output, recipe, corpus, world, on_refused)
+        step = 0 if checkpoint is None else checkpoint.step
         initial = read_initial(corpus, recipe) if recipe.initial and checkpoint is None else None
         about = describe_run(recipe, corpus, initial.fingerprint if initial else None, checkpoint, world.device)
         world.all_succeed(True)  # all have looked before the first one writes
         if world.is_first:
-            _begin_folder(output, start, recipe, about, world.device, on_note)
+            _begin_folder(output, checkpoint, failures, recipe, about, world.device, on_note)
         with determinism(recipe, world.device):
             model = make_model(corpus, recipe, initial.tensors if initial else None).to(world.device)
             del initial
@@ -191,56 +186,38 @@ def _share_work(corpus: Corpus, recipe: Recipe, world: World) -> tuple[Batches, 
     return batches, share_sequences(world, shape)
 
 
-class _Start(NamedTuple):
-    checkpoint: checkpoints.Checkpoint | None
-    """that the run goes on from; None at its beginning"""
-    failures: Failures | None
-    """for which it is one checkpoint earlier than the newest"""
-
-    @property
-    def step(self) -> int:
-        return 0 if self.checkpoint is None else self.checkpoint.step
-
-
 def _find_start(
-    output: Path,
-    recipe: Recipe,
-    corpus: Corpus,
-    world: World,
-    on_refused: Callable[[str], None],
-    *,
-    resume: bool,
-    continues: bool,
-) -> _Start:
-    """Collective: every rank must call it."""
-    failures = read_failures(output) if resume and has_learnt(output) else None
+    output: Path, recipe: Recipe, corpus: Corpus, world: World, on_refused: Callable[[str], None]
+) -> tuple[checkpoints.Checkpoint | None, Failures | None]:
+    """The checkpoint that a run goes on from, None at its beginning, and the failures for which it is an earlier one.
+
+    Collective: every rank must call it.
+    """
+    failures = read_failures(output) if has_learnt(output) else None
     if failures is not None:
         failures.check_may_resume(output)
-    if failures is not None and not failures.calls_for_fallback:
-        failures = None
-    if not (resume or continues):
-        check_may_start(output)
-        return _Start(None, None)
+        if not failures.calls_for_fallback:
+            failures = None
     falls_back = failures is not None
-    checkpoint = find_checkpoint(output, recipe, corpus, on_refused, falls_back=falls_back, world=world)
-    return _Start(checkpoint, failures)
+    return find_checkpoint(output, recipe, corpus, on_refused, falls_back=falls_back, world=world), failures
 
 
 def _begin_folder(
     output: Path,
-    start: _Start,
+    checkpoint: checkpoints.Checkpoint | None,
+    failures: Failures | None,
     recipe: Recipe,
     about: dict[str, Any],
     device: torch.device,
     on_note: Callable[[str], None],
 ) -> None:
     """Write what the run is, and remove what is left of later steps. On the first rank."""
-    step = start.step
-    if start.checkpoint is not None and (changes := describe_changes(start.checkpoint, about, device)):
+    step = 0 if checkpoint is None else checkpoint.step
+    if checkpoint is not None and (changes := describe_changes(checkpoint, about, device)):
         on_note(changes)
-    if start.failures is not None:
-        on_note(f"{start.failures.describe()}; the run goes on from step {step}, once")
-        note_fallback(output, start.failures)
+    if failures is not None:
+        on_note(f"{failures.describe()}; the run goes on from step {step}, once")
+        note_fallback(output, failures)
     elif 0 < step < recipe.updates:
         on_note(f"the run in {output} goes on from step {step} of {recipe.updates}")
     if step == 0:

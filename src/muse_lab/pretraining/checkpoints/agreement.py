@@ -13,15 +13,6 @@ from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.parallel import World
 
 
-def gather(world: World | None, value: Any) -> list[Any]:
-    """Of every rank. Collective: every rank must call it."""
-    if world is None or world.mesh is None:
-        return [value]
-    values: list[Any] = [None] * world.ranks
-    dist.all_gather_object(values, value)
-    return values
-
-
 def agree(world: World | None, path: Path, read: Callable[[], Manifest]) -> Manifest:
     """The manifest that all ranks find. Collective: every rank must call it.
 
@@ -33,12 +24,17 @@ def agree(world: World | None, path: Path, read: Callable[[], Manifest]) -> Mani
         found = read()
     except CheckpointError as error:
         found = error
-    first, *others = gather(world, found.sha256 if isinstance(found, Manifest) else str(found))
-    if any(other != first for other in others):
-        raise TrainingError(f"not all ranks see the same in {path} yet; resume again in a minute")
+    check_same(world, path, found.sha256 if isinstance(found, Manifest) else str(found))
     if isinstance(found, CheckpointError):
         raise found
     return found
+
+
+def check_same(world: World | None, path: Path, found: Any) -> None:
+    """Raise TrainingError unless all ranks have found the same. Collective: every rank must call it."""
+    first, *others = _gather(world, found)
+    if any(other != first for other in others):
+        raise TrainingError(f"not all ranks see the same in {path} yet; resume again in a minute")
 
 
 def all_check(world: World | None, action: Callable[[], object]) -> None:
@@ -48,7 +44,7 @@ def all_check(world: World | None, action: Callable[[], object]) -> None:
         action()
     except CheckpointError as error:
         mishap = str(error)
-    for found in gather(world, mishap):
+    for found in _gather(world, mishap):
         if found is not None:
             raise CheckpointError(found)
 
@@ -67,3 +63,12 @@ def share_of(world: World | None, files: Sequence[StoredFile]) -> list[StoredFil
             share.append(file)
         before += file.size
     return share
+
+
+def _gather(world: World | None, value: Any) -> list[Any]:
+    """Of every rank. Collective: every rank must call it."""
+    if world is None or world.mesh is None:
+        return [value]
+    values: list[Any] = [None] * world.ranks
+    dist.all_gather_object(values, value)
+    return values

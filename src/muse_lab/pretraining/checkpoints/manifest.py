@@ -5,18 +5,16 @@
      "tensors": {"weight/lm_head.weight": {"dtype": "float32", "shape": [512, 64],
                                            "chunks": [[0, [0, 0], [256, 64]], [1, [256, 0], [256, 64]]]}}}
 
-A chunk is the number of its file, its offsets and its sizes.
+A chunk is the number of its file, its offsets and its sizes: a run of rows, as ranks shard along the first dimension.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +27,6 @@ from muse_lab.records.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-_MOST_DIMENSIONS = 5
-"""Of a tensor: its chunks have 2 to the power of so many corners."""
 LARGEST_MANIFEST = 2**28
 """Bytes."""
 _FILE_NAME = re.compile(r"rank-[0-9]{5,}-[0-9]{5,}\.safetensors")
@@ -161,35 +157,15 @@ def read_manifest(path: Path, step: int) -> Manifest:
 
 
 def check_is_whole(name: str, tensor: StoredTensor) -> None:
-    """A ValueError unless chunks are inside of their tensor, and each of its numbers is in one of them.
-
-    That is so if the corners of all chunks, with their signs, add up to the corners of the tensor: the corners of a box
-    are the differences of its indicator function along all dimensions, which determine the function.
-    """
-    shape = tensor.kind.shape
-    if len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"{name} has {len(shape)} dimensions")
-    corners = Counter(_corners((0,) * len(shape), shape))
+    """A ValueError unless its chunks are runs of whole rows that follow one another, from the first row to the last."""
+    shape, begin = tensor.kind.shape or (1,), 0  # one number is a row by itself
     for chunk in tensor.chunks:
-        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
-            raise ValueError(f"a chunk of {name} has other dimensions")
-        for length, offset, size in zip(shape, chunk.offsets, chunk.sizes, strict=True):
-            if offset < 0 or size < 0 or offset + size > length:
-                raise ValueError(f"a chunk of {name} is outside of it")
-        corners.subtract(_corners(chunk.offsets, chunk.sizes))
-    is_repeated = len({chunk.offsets for chunk in tensor.chunks}) < len(tensor.chunks)
-    if any(corners.values()) or is_repeated or not tensor.chunks:
+        offsets, sizes = chunk.offsets or (0,), chunk.sizes or (1,)
+        if offsets != (begin, *[0] * (len(shape) - 1)) or sizes[0] < 1 or sizes[1:] != shape[1:]:
+            raise ValueError(f"a chunk of {name} does not follow the one before it")
+        begin += sizes[0]
+    if begin != shape[0]:
         raise ValueError(f"the chunks of {name} do not make it up")
-
-
-def _corners(offsets: Sequence[int], sizes: Sequence[int]) -> dict[tuple[int, ...], int]:
-    """Of a box, with their signs: 1 if an even number of coordinates is at the far end, else -1."""
-    if 0 in sizes:
-        return {}
-    return {
-        tuple(offset + end * size for offset, size, end in zip(offsets, sizes, ends, strict=True)): (-1) ** sum(ends)
-        for ends in itertools.product((0, 1), repeat=len(sizes))
-    }
 
 
 def check_is_inside(folder: Path, name: str) -> None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from muse_lab.pretraining.checkpoints.agreement import agree, all_check, gather, share_of
+from muse_lab.pretraining.checkpoints.agreement import agree, all_check, check_same, share_of
 from muse_lab.pretraining.checkpoints.manifest import (
     LARGEST_MANIFEST,
     MANIFEST,
@@ -43,7 +43,6 @@ from muse_lab.pretraining.checkpoints.shards import (
     write_pieces,
 )
 from muse_lab.pretraining.data.shards import hash_file
-from muse_lab.pretraining.interruptions.failures import TrainingError
 from muse_lab.pretraining.parallel import World
 from muse_lab.records.files import (
     errors_naming,
@@ -171,22 +170,16 @@ def verify(folder: Path, step: int, world: World | None = None) -> Checkpoint:
     """
     path = folder_of(folder, step)
     manifest = agree(world, path, lambda: _look_at(path, step))
-    share = share_of(world, manifest.files)
+    contents = contents_by_file(manifest.tensors)
 
-    def check_hashes() -> None:
-        for file in share:
+    def check_share() -> None:
+        for file in share_of(world, manifest.files):
             try:
                 is_same = hash_file(path / file.name) == file.sha256
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} is torn: {file.name}: {error.strerror}") from None
             if not is_same:
                 raise CheckpointError(f"checkpoint {path} is damaged: {file.name} is not what was written")
-
-    all_check(world, check_hashes)
-    contents = contents_by_file(manifest.tensors)
-
-    def check_share() -> None:
-        for file in share:
             check_contents(path, file.name, contents.get(file.name, {}))
 
     all_check(world, check_share)
@@ -229,7 +222,7 @@ def latest_good(
         world: ranks that look together and share the work. Collective: every rank must call it.
     """
     steps = [step for step in steps_in(folder) if before is None or step < before]
-    _check_same_steps(folder, gather(world, steps))
+    check_same(world, folder, steps)
     for step in reversed(steps):
         try:
             found = verify(folder, step, world)
@@ -241,16 +234,6 @@ def latest_good(
     if steps:
         raise CheckpointError(f"none of the checkpoints in {folder} is whole; start again with another output")
     return None
-
-
-def _check_same_steps(folder: Path, steps: Sequence[list[int]]) -> None:
-    """Raise TrainingError unless all ranks have found the same: a network's folder may show them one after another."""
-    newest = [max(found, default=0) for found in steps]
-    if any(found != steps[0] for found in steps):
-        raise TrainingError(
-            f"some ranks would continue from step {min(newest)} and some from step {max(newest)}: not all of them see "
-            f"all files in {folder} yet; resume again in a minute"
-        )
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:

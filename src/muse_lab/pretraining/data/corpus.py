@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,8 @@ class Corpus:
     stamps: dict[str, Stamp]
     """of all files, by name"""
 
-    def streams(self, split: str, buckets: Sequence[int] | None = None) -> list[Stream]:
-        """Those of some buckets, or of all."""
-        found = [stream for stream in self.manifest.streams if stream.split == split]
-        return [stream for stream in found if buckets is None or stream.bucket in buckets]
+    def streams(self, split: str) -> list[Stream]:
+        return [stream for stream in self.manifest.streams if stream.split == split]
 
     def tokens(self, stream: Stream, start: int, stop: int) -> NDArray[np.int64]:
         self._check(MANIFEST)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,8 @@ _OTHER_END_MARK = "<|endoftext|>"
 """Of tokenizers that were trained elsewhere."""
 _WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 """What the byte-level pre-tokenizer does to ASCII."""
-_LINES = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
-"""No word crosses these: line ends without other white space beside them."""
 _LONGEST_TRAINED_WORD = 256
 """Bytes; what is longer is cut in training, whose time would grow with the square of them. No token is longer."""
-_LONGEST_KNOWN_WORD = 64
 _KNOWN_WORDS = 2**20
 
 
@@ -74,6 +71,15 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"{file} is no tokenizer of the tokenizers library ({error})") from None
 
 
+def for_plain_text(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy that takes delimiters in a text for text, and neither pads nor cuts it."""
+    plain = import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True
+    plain.no_padding()
+    plain.no_truncation()
+    return plain
+
+
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     """The files, by name, from which `AutoTokenizer.from_pretrained` reads it."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _end_mark(tokenizer)}
@@ -89,46 +95,38 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._tokenizer = import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = for_plain_text(tokenizer)
         self._ids = {mark: self._id(mark) for mark in (REPOSITORY_MARK, FILE_MARK)}
         self.end = self._id(_end_mark(tokenizer))
         self.vocabulary = 1 + max(self._tokenizer.get_vocab().values())
-        self._words = _Words(self._tokenizer) if _is_plain_byte_level(self._tokenizer) else None
+        self._knows_words = _is_plain_byte_level(self._tokenizer)
+        self._tokens_of_word = functools.lru_cache(_KNOWN_WORDS)(self._encode_word)
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[np.uint32]]:
-        parts = [[list(self._segments(text)) for _, text in document.pieces] for document in documents]
-        unknown = [part for pieces in parts for segments in pieces for part in segments if not self._is_known(part)]
+        unknown = [text for document in documents for _, text in document.pieces if not self._is_known(text)]
         try:
             encodings = self._tokenizer.encode_batch_fast(unknown, add_special_tokens=False)
         except TypeError:  # the library takes such a text for no text
             raise ValueError("a text has a lone surrogate, which has no UTF-8; replace it before encoding") from None
         encoded = (np.array(encoding.ids, dtype="<u4").tobytes() for encoding in encodings)
         tokens = []
-        for document, pieces in zip(documents, parts, strict=True):
+        for document in documents:
             found = []
-            for (mark, _), segments in zip(document.pieces, pieces, strict=True):
+            for mark, text in document.pieces:
                 found.append(_as_bytes(self._ids[mark]) if mark else b"")
-                found += [self._look_up(part) if self._is_known(part) else next(encoded) for part in segments]
+                found.append(self._look_up(text) if self._is_known(text) else next(encoded))
             found.append(_as_bytes(self.end))
             tokens.append(np.frombuffer(b"".join(found), dtype="<u4"))
         return tokens
 
-    def _segments(self, text: str) -> Iterator[str]:
-        if self._words is None or text.isascii():
-            yield text
-        else:
-            yield from _LINES.split(text)
-
     def _is_known(self, text: str) -> bool:
-        return self._words is not None and text.isascii()
+        return self._knows_words and text.isascii()
 
     def _look_up(self, text: str) -> bytes:
-        assert self._words is not None
-        self._words.forget_if_many()
-        return b"".join(map(self._words.__getitem__, _WORDS.findall(text)))
+        return b"".join(map(self._tokens_of_word, _WORDS.findall(text)))
+
+    def _encode_word(self, word: str) -> bytes:
+        return np.array(self._tokenizer.encode(word, add_special_tokens=False).ids, dtype="<u4").tobytes()
 
     def _id(self, mark: str) -> int:
         found: int | None = self._tokenizer.token_to_id(mark)
@@ -137,24 +135,6 @@ class Encoder:
                 f"the tokenizer has no token {mark}; choose one that has, or train one: leave out --tokenizer"
             )
         return found
-
-
-class _Words(dict[str, bytes]):
-    """The tokens of every word that was seen."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, word: str) -> bytes:
-        tokens = np.array(self._tokenizer.encode(word, add_special_tokens=False).ids, dtype="<u4").tobytes()
-        if len(word) <= _LONGEST_KNOWN_WORD:
-            self[word] = tokens
-        return tokens
-
-    def forget_if_many(self) -> None:
-        if len(self) > _KNOWN_WORDS:
-            self.clear()
 
 
 @functools.cache

@@ -46,16 +46,8 @@ def chunked_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     if chunk_size is None:
         chunk_size = max(1, CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
-    differentiate = torch.is_grad_enabled()
-    total, _, _ = _forward(
-        hidden,
-        weight,
-        targets,
-        chunk_size,
-        dtype,
-        differentiate and hidden.requires_grad,
-        differentiate and weight.requires_grad,
-    )
+    differentiate = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    total, _, _ = _forward(hidden, weight, targets, chunk_size, dtype, differentiate)
     return total / (targets != IGNORED).sum() if reduction == "mean" else total
 
 
@@ -66,28 +58,22 @@ def _forward(
     targets: Tensor,
     chunk_size: int,
     dtype: torch.dtype,
-    needs_grad_hidden: bool,
-    needs_grad_weight: bool,
+    differentiate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss, and its gradients as if they came with a factor of one; empty where they are not needed."""
     wide = compute_dtype(dtype)
     total = hidden.new_zeros((), dtype=wide)
-    grad_hidden = torch.empty_like(hidden) if needs_grad_hidden else hidden.new_empty(0)
-    grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad_weight else weight.new_empty(0)
+    grad_hidden = torch.empty_like(hidden) if differentiate else hidden.new_empty(0)
+    grad_weight = torch.zeros_like(weight, dtype=wide) if differentiate else weight.new_empty(0)
     with torch.autocast(hidden.device.type, enabled=False):
         output_weight = weight.to(dtype)
         for begin in range(0, hidden.shape[0], chunk_size):
             rows = slice(begin, begin + chunk_size)
             states = hidden[rows].to(dtype)
-            loss, grad_logits = _of_rows(
-                states @ output_weight.mT,
-                targets[rows],
-                differentiate=needs_grad_hidden or needs_grad_weight,
-            )
+            loss, grad_logits = _of_rows(states @ output_weight.mT, targets[rows], differentiate=differentiate)
             total += loss
-            if needs_grad_hidden:
+            if differentiate:
                 grad_hidden[rows] = grad_logits @ output_weight
-            if needs_grad_weight:
                 grad_weight += grad_logits.mT @ states
     return total, grad_hidden, grad_weight.to(weight.dtype)
 
@@ -117,13 +103,12 @@ def _(
     targets: Tensor,
     chunk_size: int,
     dtype: torch.dtype,
-    needs_grad_hidden: bool,
-    needs_grad_weight: bool,
+    differentiate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty((), dtype=compute_dtype(dtype)),
-        torch.empty_like(hidden) if needs_grad_hidden else hidden.new_empty(0),
-        torch.empty_like(weight) if needs_grad_weight else weight.new_empty(0),
+        torch.empty_like(hidden) if differentiate else hidden.new_empty(0),
+        torch.empty_like(weight) if differentiate else weight.new_empty(0),
     )
 
 
@@ -138,7 +123,6 @@ def _(grad_total: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> tuple[Ten
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *_, ctx.needs_grad_hidden, ctx.needs_grad_weight = inputs
     _, grad_hidden, grad_weight = output
     ctx.mark_non_differentiable(grad_hidden, grad_weight)
     ctx.set_materialize_grads(False)
@@ -146,15 +130,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, grad_total: Tensor | None, *_: None) -> tuple[Any, ...]:
-    nothing = (None,) * 7
     if grad_total is None:
-        return nothing
-    grad_hidden, grad_weight = _backward(grad_total, *ctx.saved_tensors)
-    return (
-        grad_hidden if ctx.needs_grad_hidden else None,
-        grad_weight if ctx.needs_grad_weight else None,
-        *nothing[2:],
-    )
+        return (None,) * 6
+    return (*_backward(grad_total, *ctx.saved_tensors), *(None,) * 4)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save_for_backward)

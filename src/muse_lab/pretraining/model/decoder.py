@@ -427,7 +427,7 @@ def _attend_in_window(
     if attention_mask is not None or length == 1:
         return scaled_dot_product_attention(query, key, value, attention_mask)
     key, value = key[:, :, :length], value[:, :, :length]  # a static cache has room for more, which no query sees yet
-    return sliding_window_attention(query, key, value, is_causal=True, window=window)
+    return sliding_window_attention(query, key, value, window=window)
 
 
 @_disable_dynamo
@@ -440,7 +440,7 @@ def _attend_in_windows_of_documents(
     batch, _, length, head_dim = query.shape
     if part is not None:
         documents = _documents_of_part(documents, batch, *part)
-    attend = functools.partial(sliding_window_attention, is_causal=True, window=window)
+    attend = functools.partial(sliding_window_attention, window=window)
     query, key, value = (tensor[:, :, :length].transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     out = attend_to_windows(query, key, value, documents, attend, window=window, scale=head_dim**-0.5)
     return out.unflatten(0, (batch, length)).transpose(1, 2)

@@ -16,50 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from muse_attention.core.arguments import check_arguments
-from muse_attention.ops import cast_for_autocast
-
 _MULTIPLE_FLASH = 8
 """Head dimensions that FlashAttention serves are multiples of it."""
 _WIDE_FLASH, _WIDEST_FLASH = 192, 256
 """The largest of them on any GPU that has it, and on those whose backward pass serves more."""
 
 
-def sliding_window_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    window: int,
-) -> Tensor:
-    """Exact attention to the last `window` tokens, the query's own among them; the call is SDPA's.
-
-    A window looks back only, so `is_causal` must be True.
-    """
-    query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not is_causal:
-        raise ValueError(f"is_causal={is_causal!r}: a sliding window looks back only; pass is_causal=True")
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise ValueError(f"window={window!r} must be an integer of at least 1")
-    query, key, value = cast_for_autocast(query, key, value)
-    if key.shape[1] != query.shape[1]:  # with a mask, CUDA has no fused kernel for shared key heads
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    attend = _attend_by_flash if _has_flash(query, value) else _attend_in_blocks
-    return attend(query, key, value, window, factor)
+def sliding_window_attention(query: Tensor, key: Tensor, value: Tensor, *, window: int) -> Tensor:
+    """Exact attention to the last `window` tokens, the query's own among them; all are (batch, heads, length, dim)."""
+    attend = _attend_by_flash if _has_flash(query) else _attend_in_blocks
+    return attend(query, key, value, window)
 
 
-def _has_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention serves these tensors on their GPU, gradients included."""
+def _has_flash(query: Tensor) -> bool:
+    """Whether FlashAttention serves such tensors on their GPU, gradients included."""
     dim = query.shape[-1]
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
-        and dim == value.shape[-1]
         and dim % _MULTIPLE_FLASH == 0
         and dim <= _WIDEST_FLASH
         and _may_use_flash(query.device.index)
@@ -83,12 +57,12 @@ def _serves_widest(gpu: int) -> bool:
     return torch.cuda.get_device_capability(gpu) in ((8, 0), (9, 0))
 
 
-def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
+def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     length = query.shape[2]
     query, key, value = (_aligned(tensor) for tensor in (query, key, value))
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)), None, None, length, length, 0.0, False, False,
-        scale=scale, window_size_left=window - 1, window_size_right=0,
+        window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
     out = out.transpose(1, 2)
     return out if torch.compiler.is_compiling() else _WithAlignedGradient.apply(out)
@@ -116,10 +90,8 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
-    out = scaled_dot_product_attention(
-        query[:, :, :window], key[:, :, :window], value[:, :, :window], is_causal=True, scale=scale
-    )
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    out = scaled_dot_product_attention(query[:, :, :window], key[:, :, :window], value[:, :, :window], is_causal=True)
     if query.shape[2] <= window:
         return out
     query_blocks, key_blocks, value_blocks = (_cut(tensor, window) for tensor in (query, key, value))
@@ -129,7 +101,6 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, sc
         _with_previous(key_blocks).flatten(0, 1),
         _with_previous(value_blocks).flatten(0, 1),
         attn_mask=band,
-        scale=scale,
     )
     later = later.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3)
     return torch.cat([out, later[:, :, : query.shape[2] - window]], dim=2)

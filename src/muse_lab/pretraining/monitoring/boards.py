@@ -7,7 +7,7 @@ import importlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from muse_attention.core.extras import how_to_install
 from muse_lab.records.files import replace_file
@@ -19,12 +19,6 @@ _NAMES = {TENSORBOARD: "TensorBoard", WANDB: "Weights & Biases"}
 _PROJECT = "muse-attention"
 _SHOWN = 200
 """Characters of a foreign error."""
-
-
-class _Board(Protocol):
-    def add(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_installed(name: str) -> None:
@@ -53,7 +47,7 @@ class Boards:
             on_broken: told of each that fails
         """
         self._on_broken = on_broken
-        self._boards: dict[str, _Board] = {}
+        self._boards: dict[str, _TensorBoard | _Wandb] = {}
         for name in names:
             with self._leaving_out(name):
                 self._boards[name] = _TensorBoard(output, step) if name == TENSORBOARD else _Wandb(output, recipe)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,9 +20,6 @@ from muse_attention.huggingface.capture import visit_layers
 from muse_attention.registry import config_at, get_attention
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.schedule import EXACT
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ERROR = "relative_squared_error"
 _TIGHTER = (4, 16)
@@ -62,6 +59,7 @@ class Probed(NamedTuple):
 @dataclass(frozen=True)
 class ErrorLimit:
     limit: float
+    """infinite if errors are measured alone"""
     attentions: tuple[str, ...]
     """by level, each tighter than the one before: the recipe's first, exact attention last"""
 
@@ -72,10 +70,6 @@ class ErrorLimit:
         if config is not None and config.tolerance is not None:
             tighter = [f"muse:{config.replace(tolerance=config.tolerance / divisor)}" for divisor in _TIGHTER]
         return cls(limit, (attention, *tighter, EXACT))
-
-    def apply(self, model: DecoderForCausalLM, levels: dict[int, int]) -> None:
-        """Let layers attend by the attention of their level wherever the model attends by the recipe's."""
-        model.replace_attention(self.attentions[0], self.by_layer(levels))
 
     def by_layer(self, levels: dict[int, int]) -> dict[int, str]:
         return {layer: self.attentions[self._known(level)] for layer, level in levels.items()}
@@ -94,20 +88,29 @@ class ErrorLimit:
     ) -> Probed:
         """Measure every layer under its attention, and under others where these come into question.
 
+        The measures are those of `fidelity.Fidelity`, averaged over heads, on some tokens: the error, its tail, and how
+        much was retrieved. The model attends exactly meanwhile.
+
         Args:
             mean: over all ranks, so that all decide the same
             on_layer: called behind every layer; it may raise
         """
         found = Probed({}, dict(levels), [])
 
-        def visit(layer: int, measure: Callable[[str], dict[str, float]]) -> None:
+        def visit(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+            def measure_at(level: int) -> dict[str, float]:
+                attention = get_attention(self.attentions[level])
+                pooled = measure(attention, query, key, value, is_causal=True, scale=scale).pooled()
+                pooled.pop(FOUND, None)  # what not every layer and rank has cannot be averaged over them
+                return mean(pooled)
+
             def error_at(level: int) -> float:
-                return 0.0 if self.attentions[level] == EXACT else mean(measure(self.attentions[level]))[ERROR]
+                return 0.0 if self.attentions[level] == EXACT else measure_at(level)[ERROR]
 
             level = after = self._known(levels.get(layer, 0))
             error = 0.0
             if self.attentions[level] != EXACT:
-                found.measures[layer] = mean(measure(self.attentions[level]))
+                found.measures[layer] = measure_at(level)
                 error = found.measures[layer][ERROR]
             tighter = error
             while not tighter <= self.limit:  # as of an error that is no number
@@ -125,37 +128,5 @@ class ErrorLimit:
                 found.levels[layer] = after
             on_layer()
 
-        visit_measures(model, input_ids, visit)
+        visit_layers(model, input_ids, visit)
         return found
-
-
-def measure_attention(
-    model: PreTrainedModel, input_ids: Tensor, attention: str, on_layer: Callable[[], None] = lambda: None
-) -> dict[int, dict[str, float]]:
-    """The measures of `fidelity.Fidelity` by layer, averaged over heads, on some tokens: the error, its tail, and how
-    much was retrieved. The model attends exactly meanwhile. `on_layer` is called behind every layer, and may raise."""
-    found: dict[int, dict[str, float]] = {}
-
-    def visit(layer: int, measure_under: Callable[[str], dict[str, float]]) -> None:
-        found[layer] = measure_under(attention)
-        on_layer()
-
-    visit_measures(model, input_ids, visit)
-    return found
-
-
-def visit_measures(
-    model: PreTrainedModel, input_ids: Tensor, visit: Callable[[int, Callable[[str], dict[str, float]]], None]
-) -> None:
-    """The same for each layer under the attentions that `visit` asks for: it is called with the number of the layer,
-    and with a function from the name of an attention to its measures."""
-
-    def visit_inputs(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        def measure_under(name: str) -> dict[str, float]:
-            pooled = measure(get_attention(name), query, key, value, is_causal=True, scale=scale).pooled()
-            pooled.pop(FOUND, None)  # what not every layer and rank has cannot be averaged over them
-            return pooled
-
-        visit(layer, measure_under)
-
-    visit_layers(model, input_ids, visit_inputs)

@@ -44,8 +44,8 @@ class Evaluation:
         """A ValueError if the held-out split has no text for it."""
         self._world = world
         self._end = corpus.manifest.end if recipe.document_mask else None
-        self._windows = self._share([_window(tokens) for tokens in _held_out(corpus, recipe)])
-        self._needles = self._share([_Document(*needle) for needle in _needles(corpus, recipe)])
+        self._windows = self._share(_held_out(corpus, recipe))
+        self._needles = self._share(_needles(corpus, recipe))
 
     def run(self, model: DecoderForCausalLM, on_sample: Callable[[], None]) -> dict[str, float]:
         """Mean nats for each token, and the share of needles whose every token is the most probable one.
@@ -128,20 +128,17 @@ def _count_right(is_right: Tensor, counts: Tensor) -> tuple[int, int]:
     return int((wrong == 0).sum()), len(wrong)
 
 
-def _window(tokens: Tensor) -> _Document:
-    return _Document(tokens, torch.ones_like(tokens, dtype=torch.bool))
-
-
-def _held_out(corpus: Corpus, recipe: Recipe) -> list[Tensor]:
+def _held_out(corpus: Corpus, recipe: Recipe) -> list[_Document]:
     try:
         windows = Windows(corpus, recipe.length, split=HELD_OUT)
     except ValueError as error:
         raise ValueError(f"{error}, or set evaluate_every=0") from None
     number = min(recipe.evaluate_samples, len(windows))
-    return [windows[index * len(windows) // number] for index in range(number)]
+    spaced = (windows[index * len(windows) // number] for index in range(number))
+    return [_Document(tokens, torch.ones_like(tokens, dtype=torch.bool)) for tokens in spaced]
 
 
-def _needles(corpus: Corpus, recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
+def _needles(corpus: Corpus, recipe: Recipe) -> list[_Document]:
     if not recipe.evaluate_needles:
         return []
     try:
@@ -151,4 +148,4 @@ def _needles(corpus: Corpus, recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
     except ValueError as error:
         raise ValueError(f"{error}; or set evaluate_needles=0") from None
     made = (documents.make_with_answers(number) for number in range(recipe.evaluate_needles))
-    return [(tokens, distances > 0) for tokens, distances in made]
+    return [_Document(tokens, distances > 0) for tokens, distances in made]

@@ -19,6 +19,8 @@ LARGEST_METRICS = 2**30
 """Bytes: a million updates of a thousand each."""
 EXACT_END = "_exact"
 """Of the name of what an evaluation measured under exact attention, where the update had another."""
+_GROUPS = {"rse": "rse/layer ", "attention_means": "attention/", "answers": "answers/", "evaluation": "evaluation/"}
+"""Of scalars, and how their names on a board begin."""
 _SCALARS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "answers_loss")
 
 
@@ -81,7 +83,7 @@ class Metrics:
 
     def add(self, step: Step) -> None:
         values = asdict(step)
-        for name in ("rse", "attention_means", "answers", "evaluation"):
+        for name in _GROUPS:
             values[name] = {key: number for key, number in values[name].items() if math.isfinite(number)}
         for name in ("loss", "gradient_norm", "answers_loss"):
             if values[name] is not None and not math.isfinite(values[name]):
@@ -91,10 +93,8 @@ class Metrics:
             file.write(json.dumps(values, allow_nan=False) + "\n")
         if self._boards:
             scalars = {name: values[name] for name in _SCALARS if name in values}
-            scalars |= {f"rse/layer {layer}": error for layer, error in values.get("rse", {}).items()}
-            scalars |= {f"attention/{name}": mean for name, mean in values.get("attention_means", {}).items()}
-            scalars |= {f"answers/{name}": loss for name, loss in values.get("answers", {}).items()}
-            scalars |= {f"evaluation/{name}": value for name, value in values.get("evaluation", {}).items()}
+            for group, begin in _GROUPS.items():
+                scalars |= {f"{begin}{name}": value for name, value in values.get(group, {}).items()}
             scalars |= {"skipped": 1} if "skipped" in values else {}
             self._boards.add(scalars, step.step)
 

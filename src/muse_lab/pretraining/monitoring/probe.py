@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from muse_lab.pretraining.determinism import autocast
 from muse_lab.pretraining.model.decoder import DecoderForCausalLM
 from muse_lab.pretraining.monitoring.answer_losses import answer_losses
-from muse_lab.pretraining.monitoring.error_limit import ERROR, Change, ErrorLimit, measure_attention
+from muse_lab.pretraining.monitoring.error_limit import ERROR, Change, ErrorLimit
 from muse_lab.pretraining.parallel import World, gathered
 from muse_lab.pretraining.recipes import Recipe
 from muse_lab.pretraining.schedule import EXACT
@@ -38,12 +39,6 @@ class Probe:
     world: World
     documents: list[tuple[Tensor, Tensor]]
     """with needles, and the distances of their answers, of this rank's group"""
-    error_limit: ErrorLimit | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        recipe = self.recipe
-        limited = recipe.error_limit and recipe.attention != EXACT
-        self.error_limit = ErrorLimit.of(recipe.error_limit, recipe.attention, recipe.length) if limited else None
 
     def is_due(self, step: int) -> bool:
         """Beside an update, counted from 0."""
@@ -54,31 +49,40 @@ class Probe:
     def run(self, tokens: Tensor, levels: dict[int, int], on_layer: Callable[[], None]) -> Probed:
         """What an attention that has errors does on the first sequence of each rank; and the loss of answers.
 
-        Of a sequence that ranks share, each rank measures some of the heads.
+        Of a sequence that ranks share, each rank measures some of the heads. Errors have no consequence while the model
+        attends exactly.
 
         Collective: every rank must call it. `on_layer` is called behind every layer, and may raise.
         """
         recipe, model = self.recipe, self.model
         found = Probed(levels)
         with autocast(recipe, self.world.device), gathered(model), torch.compiler.set_stance("force_eager"):
-            if self.error_limit is not None and model.config.attention == recipe.attention:
-                limited = self.error_limit.probe(model, tokens[:1, :-1], levels, self._mean, on_layer)
-                found = _with_measures(found, limited.measures)
-                found = found._replace(levels=limited.levels, changes=tuple(limited.changes))
-            elif recipe.attention != EXACT:
-                measures = measure_attention(model, tokens[:1, :-1], recipe.attention, on_layer)
-                found = _with_measures(found, self._means(measures))
+            if recipe.attention != EXACT:
+                is_limited = recipe.error_limit > 0 and model.config.attention == recipe.attention
+                limit = self._limit(recipe.error_limit if is_limited else math.inf)
+                limited = limit.probe(model, tokens[:1, :-1], levels if is_limited else {}, self._mean, on_layer)
+                if is_limited:
+                    found = found._replace(levels=limited.levels, changes=tuple(limited.changes))
+                layers = limited.measures.values()
+                names = dict.fromkeys(name for layer in layers for name in layer)
+                found = found._replace(
+                    errors={number: layer[ERROR] for number, layer in limited.measures.items()},
+                    means={name: statistics.fmean(layer[name] for layer in layers if name in layer) for name in names},
+                )
             if self.documents:
                 found = found._replace(answers=self._answers())
         return found
 
     def tightened(self, levels: dict[int, int]) -> dict[int, str]:
         """The attention of each layer that has not the recipe's."""
-        return {} if self.error_limit is None else self.error_limit.by_layer(levels)
+        return self._limit(self.recipe.error_limit).by_layer(levels)
 
     def apply(self, levels: dict[int, int]) -> None:
-        if self.error_limit is not None:
-            self.error_limit.apply(self.model, levels)
+        """Let layers attend by the attention of their level wherever the model attends by the recipe's."""
+        self.model.replace_attention(self.recipe.attention, self.tightened(levels))
+
+    def _limit(self, limit: float) -> ErrorLimit:
+        return ErrorLimit.of(limit, self.recipe.attention, self.recipe.length)
 
     def _answers(self) -> dict[str, float]:
         """Without kinds that no document has."""
@@ -88,21 +92,6 @@ class Probe:
         return {name: summed / number for name, (summed, number) in zip(of_rank, of_all, strict=True) if number}
 
     def _mean(self, measures: dict[str, float]) -> dict[str, float]:
-        return self._means({0: measures})[0]
-
-    def _means(self, by_layer: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
         """Over all ranks."""
-        numbers = torch.tensor([list(layer.values()) for layer in by_layer.values()], device=self.world.device)
-        of_layers = self.world.mean(numbers).tolist()
-        return {
-            number: dict(zip(layer, of_layer, strict=True))
-            for (number, layer), of_layer in zip(by_layer.items(), of_layers, strict=True)
-        }
-
-
-def _with_measures(probed: Probed, by_layer: dict[int, dict[str, float]]) -> Probed:
-    """With errors by layer, and each measure averaged over the layers that have it."""
-    errors = {number: layer[ERROR] for number, layer in by_layer.items()}
-    names = dict.fromkeys(name for layer in by_layer.values() for name in layer)
-    means = {name: statistics.fmean(layer[name] for layer in by_layer.values() if name in layer) for name in names}
-    return probed._replace(errors=errors, means=means)
+        numbers = torch.tensor(list(measures.values()), device=self.world.device)
+        return dict(zip(measures, self.world.mean(numbers).tolist(), strict=True))

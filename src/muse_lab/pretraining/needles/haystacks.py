@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.data.corpus_documents import FILE_MARK, REPOSITORY_MARK
 from muse_lab.pretraining.data.shards import Stream
-from muse_lab.pretraining.data.tokenizer import import_tokenizers, read_tokenizer
+from muse_lab.pretraining.data.tokenizer import for_plain_text, read_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -81,10 +81,7 @@ class TextHaystack:
         cls, tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], *, enough: int, source: str
     ) -> TextHaystack:
         """The (path, text) of files, as many as it takes for `enough` tokens. Delimiters in a text are plain text."""
-        plain = import_tokenizers().Tokenizer.from_str(tokenizer.to_str())
-        plain.encode_special_tokens = True
-        plain.no_padding()
-        plain.no_truncation()
+        plain = for_plain_text(tokenizer)
         mark = tokenizer.encode(file_mark(tokenizer), add_special_tokens=False).ids
         files, found = [], 0
         for path, text in texts:

@@ -71,18 +71,12 @@ def begin_with_finished(run: Path, output: Path, recipe: Recipe, corpus: Corpus,
 
     Nothing is done where that has a checkpoint already. Collective: every rank must call it.
     """
-    mishap: OSError | ValueError | None = None
-    if world.is_first:
-        try:
-            if not has_learnt(output):
-                _copy_state(run, output, recipe, corpus)
-        except (OSError, ValueError) as error:
-            mishap = error
-    if not world.all_succeed(mishap is None):
-        raise mishap or ValueError(f"the first rank cannot begin with the run in {run}; it says why")
+    world.let_first(lambda: _copy_state(run, output, recipe, corpus), f"begin with the run in {run}")
 
 
 def _copy_state(run: Path, output: Path, recipe: Recipe, corpus: Corpus) -> None:
+    if has_learnt(output):
+        return
     finished = open_last(run, corpus)
     metrics = run / FILE
     if metrics.exists():  # first: a folder that has a checkpoint has all lines before it

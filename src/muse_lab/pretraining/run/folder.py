@@ -52,17 +52,14 @@ def claimed(output: Path, world: World, *, overwrite: bool = False) -> Iterator[
         overwrite: remove the run that is in the folder
     """
     with contextlib.ExitStack() as held:
-        mishap = None
-        if world.is_first:
-            try:
-                held.enter_context(alone_in(output))
-                if overwrite:
-                    _remove_run(output)
-                _check_no_links(output)
-            except (OSError, ValueError) as error:
-                mishap = error
-        if not world.all_succeed(mishap is None):
-            raise mishap or ValueError(f"the first rank cannot work in {output}; it says why")
+
+        def claim() -> None:
+            held.enter_context(alone_in(output))
+            if overwrite:
+                _remove_run(output)
+            _check_no_links(output)
+
+        world.let_first(claim, f"work in {output}")
         yield
 
 
@@ -117,13 +114,6 @@ def run_device(output: Path) -> str:
 
 def write_run(output: Path, about: dict[str, Any]) -> None:
     replace_file(output / RUN, json.dumps(about, indent=2) + "\n")
-
-
-def check_may_start(output: Path) -> None:
-    if has_learnt(output):
-        raise ValueError(f"there is a run in {output} already; resume it, overwrite it, or choose another output")
-    if has_run(output):
-        _read_run(output)  # a file that is of something else is not overwritten
 
 
 def with_full_name(recipe: Recipe) -> Recipe:

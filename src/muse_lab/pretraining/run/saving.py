@@ -12,6 +12,8 @@ process has it too, without any process group.
 from __future__ import annotations
 
 import contextlib
+import errno
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +33,13 @@ from muse_lab.pretraining.monitoring.metrics import Metrics
 from muse_lab.pretraining.optimiser import are_finite
 from muse_lab.pretraining.parallel import World, is_of_lost_rank, local_part
 from muse_lab.pretraining.recipes import Recipe
-from muse_lab.pretraining.run.disk_space import check_room, describe_room, has_room
 from muse_lab.pretraining.run.folder import describe_last_good
 from muse_lab.pretraining.run.state import RunState
 
 _PATIENCE = 60.0
 """Seconds that a write has to end, when an error has ended the run."""
+_MARGIN = 2**20
+"""Bytes for manifests, metrics and folders."""
 
 
 @dataclass
@@ -78,14 +81,7 @@ class Saver:
         Args:
             parameters: of the whole model; each has a weight and two moments in float32
         """
-        mishap = None
-        try:
-            if self.world.is_first:
-                check_room(self.folder, 3 * 4 * parameters)
-        except OSError as error:
-            mishap = error
-        if not self.world.all_succeed(mishap is None):
-            raise mishap or self._describe_failure_elsewhere()
+        self.world.let_first(lambda: _check_room(self.folder, 3 * 4 * parameters), "write a checkpoint")
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: RunState, *, until_next: bool = False) -> None:
         """Copy the state and begin to write a checkpoint of it. Collective: every rank must call it.
@@ -144,7 +140,7 @@ class Saver:
         folder = self.folder
 
         def begin() -> None:
-            check_room(folder, size)
+            _check_room(folder, size)
             checkpoints.begin(folder, step)
 
         def write(pieces: Sequence[Piece]) -> list[StoredPart]:
@@ -156,9 +152,9 @@ class Saver:
             checkpoints.finish(folder, step, about, parts)
             checkpoints.prune(folder, step, self.recipe.keep)
             forget_failures(folder.parent, step)
-            if not has_room(folder, size):
+            if not _has_room(folder, size):
                 self.on_note(
-                    f"{folder}: {describe_room(folder, size)}: the next one will stop the run; free some space"
+                    f"{folder}: {_describe_room(folder, size)}: the next one will stop the run; free some space"
                 )
 
         if self._group is None:
@@ -225,3 +221,31 @@ class _BackgroundTask:
             action()
         except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
             self._error = error
+
+
+def _has_room(folder: Path, size: int) -> bool:
+    return _free(folder) >= size + _MARGIN
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Raise an OSError, as of a full disk, that says how much is missing."""
+    if not _has_room(folder, size):
+        raise OSError(errno.ENOSPC, f"{_describe_room(folder, size)}; free some space", str(folder))
+
+
+def _describe_room(folder: Path, size: int) -> str:
+    return f"a checkpoint takes {_format(size)} and {_format(_free(folder))} are free"
+
+
+def _free(folder: Path) -> int:
+    """On the disk that a folder is on, or will be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _format(size: int) -> str:
+    for unit, bytes_of in (("GB", 10**9), ("MB", 10**6)):
+        if size >= bytes_of:
+            return f"{size / bytes_of:.1f} {unit}"
+    return f"{size:,} bytes"
