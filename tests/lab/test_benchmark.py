@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,22 +46,6 @@ PLAN = Plan.at_lengths(SETTINGS, lengths=(512, 600), attentions=(MUSE, "exact"))
 
 def small_workload() -> Workload:
     return create_workload(None, SETTINGS.shape(64), dtype="float32", device="cpu", is_causal=True)
-
-
-def made_up_times(settings: BenchmarkSettings, requests: Sequence[BenchmarkRequest], *others: object) -> list[Times]:
-    return [Times((1.0,), (2.0,))] * (len(requests) + 1)
-
-
-def made_up_case(
-    plan: Plan,
-    request: BenchmarkRequest,
-    shared: object,
-    results: BenchmarkResults,
-    begin: Callable[[str], None],
-    *_: object,
-) -> Case:
-    begin("made up")
-    return dataclasses.replace(some_case(request.shape, request.attention), attention=request.full_name)
 
 
 def some_case(shape: Shape, attention: str = "exact") -> Case:
@@ -205,7 +188,7 @@ def test_keys_can_have_fewer_heads(tmp_path: Path) -> None:
 
 
 def test_grouped_heads_share_their_keys() -> None:
-    work = suite._create_workload(Plan.at_lengths(GROUPED, (64,), ("exact",)), GROUPED.shape(64))
+    work = Plan.at_lengths(GROUPED, (64,), ("exact",)).workload(GROUPED.shape(64))
     assert [tensor.shape[1] for tensor in (work.query, work.key, work.value, work.grad_out)] == [4, 2, 2, 4]
     repeated = Workload.of(
         work.query,
@@ -240,7 +223,7 @@ def test_captured_heads_are_measured_on(tmp_path: Path) -> None:
     results = measured(plan, tmp_path / "cpu.json")
     assert [case.fidelity["relative_squared_error"] < 1e-9 for case in results.cases] == [False, True]
     expected = file.captures.with_heads(2).with_length(400, repeat=True)
-    work = suite._create_workload(plan, SETTINGS.shape(400))
+    work = plan.workload(SETTINGS.shape(400))
     for name in ("query", "key", "value"):
         assert torch.equal(getattr(work, name), getattr(expected, name)[:1])
     report = markdown_report(results)
@@ -254,12 +237,12 @@ def test_captured_groups_share_their_keys(tmp_path: Path) -> None:
     save_captures(Captures(query, key, value, Origin("a model", "a text", tuple("abcdef"))), tmp_path / "groups.pt")
     file = CapturesFile(tmp_path / "groups.pt")
     plan = captured_plan(file, 256, heads=4, key_heads=2)
-    work = suite._create_workload(plan, plan.requests[0].shape)
+    work = plan.workload(plan.requests[0].shape)
     assert torch.equal(work.query, query[:, [0, 1, 3, 4]])
     assert torch.equal(work.key, key)
     assert work.arguments["enable_gqa"]
     plan = captured_plan(file, 256, heads=6, key_heads=6)
-    own = suite._create_workload(plan, plan.requests[0].shape)
+    own = plan.workload(plan.requests[0].shape)
     assert torch.equal(own.key, key.repeat_interleave(3, dim=1))
 
 
@@ -427,19 +410,18 @@ def test_times_of_kernels_are_summed_by_stage() -> None:
 
 
 def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without a GPU: a plan for CUDA whose measurements are made up."""
+    """On a machine without a GPU: a plan for CUDA whose stages are made up, on data of the CPU."""
     monkeypatch.setattr("muse_lab.benchmark.plan.check_device", lambda device: None)
-    monkeypatch.setattr(suite, "_create_workload", lambda plan, shape: small_workload())
+    monkeypatch.setattr(Plan, "workload", lambda plan, shape: small_workload())
     monkeypatch.setattr(suite, "measure_stages", lambda attention, workload: sum_by_stage([("flash", 3), ("_cut", 1)]))
-    monkeypatch.setattr(suite, "_time_together", made_up_times)
-    monkeypatch.setattr(suite, "_finish_case", made_up_case)
     path = tmp_path / "cuda.json"
     plan = Plan.at_lengths(dataclasses.replace(SETTINGS, device="cuda"), (512, 600), ("muse", "exact"))
     results = start_results(plan, path)
     assert plan.steps(results) == 4 * (1 + SETTINGS.repeats + 1) + 4
     steps: list[str] = []
     run_plan(plan, results, path, on_step=lambda description, finished: steps.append(description.split(": ")[1]))
-    assert steps == ["made up"] * 4 + ["stages"] * 4
+    assert steps[-4:] == ["stages"] * 4
+    assert "stages" not in steps[:-4]
     assert plan.steps(results) == 0
     assert BenchmarkResults.read(path) == results
     section = markdown_report(results).partition("## Share of each stage")[2].partition("## Names")[0]
