@@ -156,8 +156,8 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     out = assert_done(run_muse(*SHORT_BENCH, "--output", folder, "--name", "short"))
     endings = ("-forward-backward.png", "-forward.png", ".csv", ".html", ".json", ".md")
     assert sorted(file.name for file in folder.iterdir()) == [f"short{ending}" for ending in endings]
-    default = f"muse:{MuSeConfig.for_length(512)}".partition(",")[0]
-    for expected in ("SDPA at 512", default, "block_diagonal:256", "moba:L256B16R1", "wrote"):
+    default = str(MuSeConfig.for_length(512)).partition(",")[0]
+    for expected in ("SDPA", default, "block_diagonal:256", "moba:L256B16R1", "wrote"):
         assert expected in out
     results = json.loads((folder / "short.json").read_text())
     assert [case["request"]["attention"] for case in results["cases"]] == ["muse", "block_diagonal", "moba"]
@@ -219,7 +219,7 @@ def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     assert {f"{name}.{ending}" for ending in ("csv", "html", "json", "md")} <= {
         file.name for file in tmp_path.iterdir()
     }
-    assert "SDPA at 2100" in out
+    assert "2100" in out
     results = json.loads((tmp_path / f"{name}.json").read_text())
     assert results["settings"]["sweep"] == "block-size"
     (case,) = results["cases"]

@@ -50,7 +50,7 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
         Section(
             "Time, error and memory",
             figures=[_figure(results, title, ratio) for title, ratio in _PASSES.items()],
-            tables=[_table(results, cases, _measures(), map(_cells, cases))],
+            tables=[times_table(results)],
             notes=[*noise_lines(results), caption(results)],
         )
     ]
@@ -80,18 +80,21 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     )  # fmt: skip
 
 
+def times_table(results: BenchmarkResults) -> Table:
+    """Time, error and memory."""
+    cases = sorted_cases(results)
+    titles = ("forward", "forward, SDPA", "forward, speed-up", "forward + backward", "SDPA", "speed-up", "spread")
+    errors = [number(column.title, column.definition) for column in ERROR[:2]]
+    columns = [*map(number, titles), *errors, number("extra memory"), number("extra memory, SDPA")]
+    return _table(results, cases, columns, map(_cells, cases))
+
+
 def retrieval_table(results: BenchmarkResults) -> Table:
     """The tail of the error, and what was retrieved."""
     cases = sorted_cases(results)
     known = retrieval_columns(cases)
     columns = [number(column.title, column.definition) for column in known]
     return _table(results, cases, columns, ([column.cell(case.fidelity) for column in known] for case in cases))
-
-
-def _measures() -> list[Column]:
-    titles = ("forward", "forward, SDPA", "forward, speed-up", "forward + backward", "SDPA", "speed-up")
-    errors = [number(column.title, column.definition) for column in ERROR[:2]]
-    return [*map(number, (*titles, "spread")), *errors, number("extra memory"), number("extra memory, SDPA")]
 
 
 def _cells(case: Case) -> list[str]:

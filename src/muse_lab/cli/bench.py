@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from muse_attention.registry import get_attention
 from muse_attention.sizes import format_size, parse_size_list
 from muse_lab.benchmark import tables
-from muse_lab.benchmark.bench_report import bench_report, retrieval_table
+from muse_lab.benchmark.bench_report import bench_report, retrieval_table, times_table
 from muse_lab.benchmark.captured import CapturesFile
 from muse_lab.benchmark.packed_documents import (
     DocumentsSettings,
@@ -26,17 +24,15 @@ from muse_lab.benchmark.plan import Plan
 from muse_lab.benchmark.request import MATCHED_KINDS
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.suite import run_plan, start_results
-from muse_lab.benchmark.sweeps import SWEEPS, find_sweep, format_shape
+from muse_lab.benchmark.sweeps import SWEEPS, find_sweep
 from muse_lab.cli.app import (
     Device,
     Overwrite,
     RepeatCaptures,
     app,
     busy,
-    console,
     file_stem,
     make_folder,
-    new_table,
     progress_bar,
     run_errors,
     say,
@@ -51,6 +47,16 @@ from muse_lab.report.fidelity_columns import meaning
 _LENGTHS = "32k,64k"
 _SWEEP = f"Vary one setting at the first length: {', '.join(SWEEPS)}."
 
+_SHOWN = {
+    "length": "length",
+    "SDPA": "SDPA",
+    "forward + backward": "forward +\nbackward",
+    "speed-up": "speed-up",
+    "spread": "spread",
+    "RSE": "RSE",
+    "extra memory": "extra\nmemory",
+}
+"""Columns that fit a terminal, and what they are called there; the reports have all."""
 _DOCUMENTS = (
     "Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against varlen_attn in the same "
     "run."
@@ -171,7 +177,8 @@ def bench(
     with run_errors(lambda: _how_to_continue(results, path, spell(context, settled))):
         with progress_bar(plan.steps(results), "warming up exact attention") as on_step:
             run_plan(plan, results, path, on_step=on_step)
-        console.print(_bench_table(results))
+        hardware, versions = machine_lines(results.machine)
+        show(times_table(results), f"{hardware}\n{versions}", _SHOWN, tables.caption(results))
         if tables.retrieval_columns(results.cases):
             retrieved = retrieval_table(results)
             show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
@@ -222,40 +229,6 @@ def _how_to_continue(results: BenchmarkResults, path: Path, command: str) -> str
     if not results.cases:
         return "no case was finished, and nothing was written"
     return f"finished cases are in {path} ({len(results.cases)}); continue with: {command}"
-
-
-def _bench_table(results: BenchmarkResults) -> Table:
-    hardware, versions = machine_lines(results.machine)
-    columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
-    table = new_table(f"{hardware}\n{versions}", *columns)
-    table.caption = tables.caption(results)
-    for (shape, sdpa), cases in itertools.groupby(
-        tables.sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
-    ):
-        together = list(cases)
-        table.add_section()
-        table.add_row(
-            f"SDPA at {format_shape(shape, results.settings.sweep)}",
-            _time_cell(sdpa.forward_median),
-            _time_cell(sdpa.forward_backward_median),
-            tables.format_spread(sdpa.spread),
-            "",
-            tables.format_memory(together[0].sdpa_extra_memory_bytes),
-        )
-        for case in together:
-            table.add_row(
-                case.attention,
-                _time_cell(case.times.forward_median, case.speedup_forward),
-                _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
-                tables.format_spread(case.spread),
-                tables.format_error(case.fidelity["relative_squared_error"]),
-                tables.format_memory(case.extra_memory_bytes),
-            )
-    return table
-
-
-def _time_cell(seconds: float, speedup: float | None = None) -> str:
-    return f"{tables.format_seconds(seconds)} {'' if speedup is None else tables.format_ratio(speedup):>5}"
 
 
 def _measure_documents(settings: DocumentsSettings, configs: list[str], path: Path, command: str) -> None:
