@@ -361,10 +361,6 @@ def test_the_machine_with_a_gpu_is_described_by_its_versions(monkeypatch: pytest
     assert described | expected | {"triton": None, "torch": torch.__version__} == described
 
 
-def test_a_program_that_is_absent_has_no_first_line() -> None:
-    assert machine._first_line_of("no-such-program-anywhere") is None
-
-
 @pytest.mark.parametrize(
     ("kernel", "stage"),
     [
@@ -434,12 +430,8 @@ def test_stages_are_measured_after_all_times(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "configs"),
     [
-        ("clusters", [f"Q{clusters}K{clusters}R8SP1B8k" for clusters in (32, 64, 128, 256)]),
         ("retrieved", [f"Q128K128R{retrieved}SP1B8k" for retrieved in (1, 2, 4, 8, 16)]),
-        ("blocks-retrieved", [f"Q128K128R8SP{blocks}B8k" for blocks in (1, 2, 4)]),
         ("clusters-and-retrieved", [f"Q{n}K{n}R{n // 16}SP1B8k" for n in (16, 32, 64, 128, 256, 512)]),
-        ("query-clusters", [f"Q{n}K128R8SP1B8k" for n in (16, 32, 64, 128, 256)]),
-        ("key-clusters", [f"Q128K{n}R{n // 16}SP1B8k" for n in (16, 32, 64, 128, 256)]),
         ("block-size-of-span", [f"Q128K128R4SP{16 // n}B{n}k" for n in (2, 4, 8, 16)]),
         ("monopole-clusters", [f"Q{n}K{n}R0SP1B16k" for n in (64, 128, 256)]),
         ("block-size", [f"Q128K128R8SP1B{size}" for size in ("2k", "4k", "8k", "16k")]),
@@ -529,15 +521,6 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MatplotlibMissingError, match=r"pip install .muse-attention\[cli\]."):
         line_figure("", "", [Line("muse", [(512, 1.0)], "#000000")], Axis("length"), Axis("speed-up")).draw()
-
-
-def test_the_pictures_of_speedups_are_drawn() -> None:
-    results = BenchmarkResults(
-        describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(length)) for length in (512, 600)]
-    )
-    pictures = {figure.name: figure.draw() for figure in bench_report(results, "t").figures}
-    assert list(pictures) == ["forward", "forward-backward"]
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
 
 
 def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,12 +34,11 @@ from muse_lab.cli.app import (
     file_stem,
     make_folder,
     progress_bar,
-    run_errors,
     say,
     user_errors,
 )
 from muse_lab.cli.language_model import Dtype, Place
-from muse_lab.cli.measuring import Output, add_command, show, spell, write
+from muse_lab.cli.measuring import Output, add_command, measuring, show, spell, write
 from muse_lab.cli.options import Words, attentions, listed, option
 from muse_lab.records.machine import machine_lines
 from muse_lab.report.fidelity_columns import meaning
@@ -127,64 +126,61 @@ def bench(
         if heads is None and file is not None:
             heads, key_heads = file.heads, file.key_heads if key_heads is None else key_heads
         heads = heads if heads is not None else 8 if place.device == "cuda" else 1
-        key_heads = heads if key_heads is None else key_heads
-        head_dim = head_dim if head_dim is not None else 64 if file is None else file.head_dim
+        settled: dict[str, Any] = {
+            "device": place.device,
+            "heads": heads,
+            "key_heads": heads if key_heads is None else key_heads,
+            "head_dim": head_dim if head_dim is not None else 64 if file is None else file.head_dim,
+            "dtype": place.dtype,
+        }
         if documents is not None:
             if length or sweep or captures or batch != 1:
                 raise ValueError("--documents has lengths and data of its own; leave out --length, --sweep, --captures")
-            packed = DocumentsSettings(
-                place.device, parse_documents(documents), heads, key_heads, head_dim, place.dtype, causal, repeats
-            )
+            packed = DocumentsSettings(documents=parse_documents(documents), causal=causal, repeats=repeats, **settled)
             configs = _configs(attention or ["muse"])
-            make_folder(output)
-            stem = file_stem(name if name is not None else f"{place.device}-documents")
-            path = output / f"{stem}.json"
-            if path.exists() and not overwrite:
-                raise ValueError(f"{path} exists; choose another --name, or --overwrite it")
-    if documents is not None:
-        settled = {name: getattr(packed, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")}
-        command = spell(context, {**settled, "name": stem}, is_recorded=True)
-        with run_errors(lambda: "nothing was written"):
-            _measure_documents(packed, configs, path, command)
-        return
-    with user_errors():
-        settings = BenchmarkSettings(
-            device=place.device,
-            batch=batch,
-            heads=heads,
-            key_heads=key_heads,
-            head_dim=head_dim,
-            dtype=place.dtype,
-            causal=causal,
-            repeats=repeats,
-            memory=memory,
-            sweep=sweep,
-            captures=None if file is None else file.data,
-        )
-        plan = _plan(settings, length, attention, file)
-        stem = file_stem(name if name is not None else _default_name(plan))
+            stem = name if name is not None else f"{place.device}-documents"
+        else:
+            settings = BenchmarkSettings(
+                batch=batch,
+                causal=causal,
+                repeats=repeats,
+                memory=memory,
+                sweep=sweep,
+                captures=None if file is None else file.data,
+                **settled,
+            )
+            plan = _plan(settings, length, attention, file)
+            stem = name if name is not None else _default_name(plan)
+            settled["length"] = None if _has_own_lengths(settings) else ",".join(map(format_size, plan.lengths))
+            settled["attention"] = plan.attentions if sweep is None else None
+        path = output / f"{file_stem(stem)}.json"
         make_folder(output)
-        path = output / f"{stem}.json"
-        results = start_results(plan, path, overwrite=overwrite)
-    settled = {
-        **{name: getattr(settings, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")},
-        "length": None if _has_own_lengths(settings) else ",".join(map(format_size, plan.lengths)),
-        "attention": plan.attentions if sweep is None else None,
-        "name": stem,
-    }
+        if documents is None:
+            results = start_results(plan, path, overwrite=overwrite)
+        elif path.exists() and not overwrite:
+            raise ValueError(f"{path} exists; choose another --name, or --overwrite it")
+    again, command = (spell(context, {**settled, "name": stem}, is_recorded=short) for short in (False, True))
+    with measuring(path, again, overwrite=overwrite):
+        if documents is not None:
+            _measure_documents(packed, configs, path, command)
+        else:
+            _measure_plan(plan, results, path, command)
+
+
+def _measure_plan(plan: Plan, results: BenchmarkResults, path: Path, command: str) -> None:
+    """Measure what is missing, show and write."""
     if plan.steps(results):
-        add_command(results, spell(context, settled, is_recorded=True))
-    with run_errors(lambda: _how_to_continue(results, path, spell(context, settled))):
-        with progress_bar(plan.steps(results), "warming up exact attention") as on_step:
-            run_plan(plan, results, path, on_step=on_step)
-        hardware, versions = machine_lines(results.machine)
-        show(times_table(results), f"{hardware}\n{versions}", _SHOWN, tables.caption(results))
-        if tables.retrieval_columns(results.cases):
-            retrieved = retrieval_table(results)
-            show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
-        for line in tables.noise_lines(results):
-            say(line)
-        write(bench_report(results, stem), path, path)
+        add_command(results, command)
+    with progress_bar(plan.steps(results), "warming up exact attention") as on_step:
+        run_plan(plan, results, path, on_step=on_step)
+    hardware, versions = machine_lines(results.machine)
+    show(times_table(results), f"{hardware}\n{versions}", _SHOWN, tables.caption(results))
+    if tables.retrieval_columns(results.cases):
+        retrieved = retrieval_table(results)
+        show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
+    for line in tables.noise_lines(results):
+        say(line)
+    write(bench_report(results, path.stem), path, path)
 
 
 def _configs(attentions: Sequence[str]) -> list[str]:
@@ -223,12 +219,6 @@ def _default_name(plan: Plan) -> str:
     if plan.settings.sweep is not None:
         parts += ["sweep", plan.settings.sweep]
     return "-".join(parts)
-
-
-def _how_to_continue(results: BenchmarkResults, path: Path, command: str) -> str:
-    if not results.cases:
-        return "no case was finished, and nothing was written"
-    return f"finished cases are in {path} ({len(results.cases)}); continue with: {command}"
 
 
 def _measure_documents(settings: DocumentsSettings, configs: list[str], path: Path, command: str) -> None:
