@@ -540,6 +540,16 @@ def test_what_was_retrieved_is_shown(tmp_path: Path) -> None:
     assert f"| 0.75 | 12.0 | 75.0% | {100 * moba.fidelity['found_share']:.1f}% |" in line
 
 
+def test_the_report_says_how_many_queries_looked_for_single_keys() -> None:
+    fidelity = {"relative_squared_error": 0.1, "cosine": 1.0, "found_share": 0.9}
+    cases = [
+        dataclasses.replace(some_case(SETTINGS.shape(length)), fidelity=fidelity | of_queries)
+        for length, of_queries in ((65536, {}), (524288, {"found_queries": 8192.0}))
+    ]
+    report = markdown_report(BenchmarkResults(describe_machine(), SETTINGS, [], cases))
+    assert "Found is measured on evenly spaced queries of each head: 8,192 at 512k." in report
+
+
 def test_reports_of_earlier_results_have_no_table_of_what_was_retrieved() -> None:
     results = BenchmarkResults(describe_machine(), SETTINGS, [], [some_case(SETTINGS.shape(512))])
     assert "retrieved" not in markdown_report(results)

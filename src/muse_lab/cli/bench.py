@@ -175,8 +175,7 @@ def _measure_plan(plan: Plan, results: BenchmarkResults, path: Path, command: st
         run_plan(plan, results, path, on_step=on_step)
     hardware, versions = machine_lines(results.machine)
     show(times_table(results), f"{hardware}\n{versions}", _SHOWN, tables.caption(results))
-    if tables.retrieval_columns(results.cases):
-        retrieved = retrieval_table(results)
+    if (retrieved := retrieval_table(results)) is not None:
         show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
     for line in tables.noise_lines(results):
         say(line)

@@ -67,8 +67,7 @@ RETRIEVAL = (
         "found",
         _share,
         "Of exact attention's weights above 0.05 on keys outside of the query's own block and other than the first "
-        "token, the share on keys that are retrieved or alone in their summary, averaged over heads that have such. "
-        "Above 64k tokens, of evenly spaced queries.",
+        "token, the share on keys that are retrieved or alone in their summary, averaged over heads that have such.",
     ),
 )
 LEAK = (
