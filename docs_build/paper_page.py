@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from docs_build.paper_elements import EQUATIONS, FIGURES, PASSAGES, SRC, TABLES, Element
-from docs_build.records import BLOCK_DIAGONAL, MOBA, PAPER, RECORDS, SYNTHETIC, read_timings
-from muse_attention.registry import full_name
-from muse_lab.benchmark.results import BenchmarkResults
+from docs_build.records import BLOCK_DIAGONAL, MOBA, PAPER, RECORDS, SYNTHETIC, TO_THE_LETTER, read_timings
 from muse_lab.evaluation.comparison.findings import difference, speedup
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.fidelity.presets import find_presets
@@ -138,22 +136,14 @@ def _table_below(heading: str, text: str) -> list[list[str]]:
 
 def _speed_of_methods() -> str:
     timings = {
-        timing.method: (timing.speedup, timing.error)
-        for timing in read_timings()
-        if (timing.length, timing.data) == (_LENGTH, SYNTHETIC)
+        timing.method: timing for timing in read_timings() if (timing.length, timing.data) == (_LENGTH, SYNTHETIC)
     }
-    timings["muse:paper, its method to the letter"] = _of_the_paper()
-    names = ("muse:paper, its method to the letter", PAPER, MOBA, BLOCK_DIAGONAL)
-    found = [f"{name} {timings[name][0]:.2f}x with an RSE of {timings[name][1]:.2g}" for name in names]
+    names = {TO_THE_LETTER: "muse:paper, its method to the letter"}
+    found = [
+        f"{names.get(method, method)} {timings[method].speedup:.2f}x with an RSE of {timings[method].error:.2g}"
+        for method in (TO_THE_LETTER, PAPER, MOBA, BLOCK_DIAGONAL)
+    ]
     return f"Forward and backward at 64k on synthetic data, speed-up over exact attention: {'; '.join(found)}."
-
-
-def _of_the_paper() -> tuple[float, float]:
-    """Speed-up and error of `muse:paper`, streaming clustering and both limits included."""
-    name = full_name("muse:paper", _LENGTH)
-    cases = BenchmarkResults.read(RECORDS / "speed" / "cuda.json").cases
-    case = next(case for case in cases if (case.attention, case.shape.length) == (name, _LENGTH))
-    return case.speedup_forward_backward, case.fidelity["relative_squared_error"]
 
 
 def _links(paths: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from muse_attention.config import MuSeConfig
 from muse_lab.benchmark.results import BenchmarkResults
 from muse_lab.benchmark.tuning import TuningResults
 from muse_lab.evaluation.comparison.results import ComparisonResults
-from muse_lab.evaluation.comparison.training_curves import Speed, TrainingCurves
+from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.records.attention_names import recorded_config
 
@@ -47,10 +47,7 @@ class Timing:
     exact_seconds: float
     error: float
     """RSE"""
-    error_p99: float | None
-    """the RSE that 99% of the queries do not exceed"""
     extra_memory: int | None
-    exact_extra_memory: int | None
     gpu: str
     date: str
     file: Path
@@ -60,17 +57,16 @@ class Timing:
         return self.exact_seconds / self.seconds
 
 
-def read_timings(*, heads: int = 8, key_heads: int | None = None, head_dim: int = 64, batch: int = 1) -> list[Timing]:
+def read_timings(*, heads: int = 8, key_heads: int | None = None, head_dim: int = 64) -> list[Timing]:
     """What was measured on a GPU with these sizes, by `muse bench` without a sweep and by `muse tune`, by length.
 
-    Heads have keys of their own, or share `key_heads`.
-
+    The batch is 1. Heads have keys of their own, or share `key_heads`.
     Where the same was measured twice, the newer record counts, and on one day that of `muse bench`, whose calls follow
     each other without waiting.
     """
-    timings = list(_benchmarked(heads, key_heads or heads, head_dim, batch))
+    timings = list(_benchmarked(heads, key_heads or heads, head_dim))
     if key_heads is None:
-        timings = [*_tuned(heads, head_dim, batch), *timings]
+        timings = [*_tuned(heads, head_dim), *timings]
     newest = {
         (timing.method, timing.data, timing.length): timing
         for timing in sorted(timings, key=lambda timing: timing.date)
@@ -92,11 +88,10 @@ def read_comparison(record: str) -> tuple[ComparisonResults, Path]:
     return results, path
 
 
-def read_speed_alone(record: str, training: str) -> tuple[Speed, Path]:
-    """Speed of a training run, `exact` or `muse`, that had the GPU to itself, and its folder."""
-    folder = RECORDS / "pretraining" / record / "alone" / training
-    (speed,) = TrainingCurves.of(read_metrics(folder)).speeds.values()
-    return speed, folder
+def read_speed_alone(record: str, training: str) -> float:
+    """Tokens per second of a training run, `exact` or `muse`, that had the GPU to itself."""
+    (speed,) = TrainingCurves.of(read_metrics(RECORDS / "pretraining" / record / "alone" / training)).speeds.values()
+    return speed.tokens_per_second
 
 
 def classify(attention: str, length: int) -> str | None:
@@ -122,10 +117,10 @@ def _sizes(config: MuSeConfig) -> tuple[Any, ...]:
     return (*(getattr(config, name) for name in names), config.clustering)
 
 
-def _benchmarked(heads: int, key_heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
+def _benchmarked(heads: int, key_heads: int, head_dim: int) -> Iterator[Timing]:
     for path in sorted(RECORDS.glob("speed/cuda*.json")):
         results = BenchmarkResults.read(path)
-        if results.settings.sweep is not None or results.settings.batch != batch:
+        if results.settings.sweep is not None or results.settings.batch != 1:
             continue
         captures = results.settings.captures
         for case in results.cases:
@@ -139,20 +134,18 @@ def _benchmarked(heads: int, key_heads: int, head_dim: int, batch: int) -> Itera
                 seconds=case.times.forward_backward_median,
                 exact_seconds=case.sdpa_times.forward_backward_median,
                 error=case.fidelity["relative_squared_error"],
-                error_p99=case.fidelity.get("error_p99"),
                 extra_memory=case.extra_memory_bytes,
-                exact_extra_memory=case.sdpa_extra_memory_bytes,
                 gpu=results.machine["gpu"],
                 date=results.machine["date"],
                 file=path,
             )
 
 
-def _tuned(heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
+def _tuned(heads: int, head_dim: int) -> Iterator[Timing]:
     for path in sorted(RECORDS.glob("error-control/tune-*.json")):
         results = TuningResults.read(path)
         settings, exact = results.settings, results.exact
-        if (len(settings.heads), settings.head_dim, settings.samples) != (heads, head_dim, batch):
+        if (len(settings.heads), settings.head_dim, settings.samples) != (heads, head_dim, 1):
             continue
         if settings.device != "cuda" or exact is None:
             continue
@@ -167,9 +160,7 @@ def _tuned(heads: int, head_dim: int, batch: int) -> Iterator[Timing]:
                 seconds=candidate.time,
                 exact_seconds=exact.forward_backward_median,
                 error=candidate.error,
-                error_p99=candidate.fidelity.get("error_p99"),
                 extra_memory=None,
-                exact_extra_memory=None,
                 gpu=results.machine["gpu"],
                 date=results.machine["date"],
                 file=path,

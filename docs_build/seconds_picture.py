@@ -36,7 +36,7 @@ def draw() -> Path:
     figure, both = pyplot.subplots(1, 2, figsize=(9.6, 3.6), sharey=True)
     for name, (attention, training, colour) in trained.items():
         tokens, losses = _mean_curve(groups[attention])
-        speed = read_speed_alone(RECORD, training)[0].tokens_per_second
+        speed = read_speed_alone(RECORD, training)
         label = f"{name}: {speed / 1000:,.0f} thousand tokens/s"
         both[0].plot([one / 1e6 for one in tokens], losses, marker="o", markersize=4, color=colour, label=label)
         both[1].plot([one / speed for one in tokens], losses, marker="o", markersize=4, color=colour)

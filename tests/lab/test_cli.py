@@ -89,11 +89,6 @@ def test_a_mistyped_command_is_answered_by_the_one_that_was_meant() -> None:
     assert_refused(run_muse("xyz"), "muse: there is no command 'xyz'; muse --help lists all\n")
 
 
-@pytest.mark.parametrize("command", ["bench", "fidelity", "loss", "eval needles", "eval tasks", "tune"])
-def test_every_command_that_measures_takes_overwrite(command: str) -> None:
-    assert "--overwrite" in run_muse(*command.split(), "--help")[1]
-
-
 def test_a_warning_is_one_line_without_the_stack_of_its_calls(capsys: pytest.CaptureFixture[str]) -> None:
     with short_warnings():
         warnings.simplefilter("always")
@@ -156,8 +151,8 @@ def test_bench_writes_results_report_and_picture(tmp_path: Path) -> None:
     out = assert_done(run_muse(*SHORT_BENCH, "--output", folder, "--name", "short"))
     endings = ("-forward-backward.png", "-forward.png", ".csv", ".html", ".json", ".md")
     assert sorted(file.name for file in folder.iterdir()) == [f"short{ending}" for ending in endings]
-    default = f"muse:{MuSeConfig.for_length(512)}".partition(",")[0]
-    for expected in ("SDPA at 512", default, "block_diagonal:256", "moba:L256B16R1", "wrote"):
+    default = str(MuSeConfig.for_length(512)).partition(",")[0]
+    for expected in ("SDPA", default, "block_diagonal:256", "moba:L256B16R1", "wrote"):
         assert expected in out
     results = json.loads((folder / "short.json").read_text())
     assert [case["request"]["attention"] for case in results["cases"]] == ["muse", "block_diagonal", "moba"]
@@ -219,7 +214,7 @@ def test_a_sweep_writes_files_that_name_it(tmp_path: Path) -> None:
     assert {f"{name}.{ending}" for ending in ("csv", "html", "json", "md")} <= {
         file.name for file in tmp_path.iterdir()
     }
-    assert "SDPA at 2100" in out
+    assert "2100" in out
     results = json.loads((tmp_path / f"{name}.json").read_text())
     assert results["settings"]["sweep"] == "block-size"
     (case,) = results["cases"]
@@ -240,8 +235,7 @@ def test_an_interrupted_bench_says_how_to_continue(tmp_path: Path, monkeypatch: 
     code, _, err = run_muse(*SHORT_BENCH, "--output", tmp_path, "--attention", "exact")
     assert code == 130
     assert len(err.strip().splitlines()) == 1
-    assert "cpu.json (1)" in err
-    assert "continue with: muse bench" in err
+    assert f"what is finished is in {tmp_path / 'cpu.json'}; continue with: muse bench" in err
     assert len(json.loads((tmp_path / "cpu.json").read_text())["cases"]) == 1
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from muse_attention import MuSeConfig, find_clusters, get_attention
+from muse_attention import MuSeConfig, exact_attention, find_clusters, get_attention
 from muse_attention.core.recording import RecordedCall, recorded_calls
-from muse_attention.fidelity import compare, future_influence, measure, position_error
+from muse_attention.fidelity import compare, future_influence, measure, position_error, retrieved
 from muse_attention.fidelity.gradients import ExactGradients, measure_gradients
-from muse_attention.fidelity.retrieved import SINGLE_WEIGHT
+from muse_attention.fidelity.retrieved import SINGLE_WEIGHT, measure_retrieval
 from muse_lab.synthetic import clustered_qkv
 
 MEASURES = {
@@ -140,6 +140,32 @@ def test_what_a_selection_retrieved(name: str, is_causal: bool) -> None:
         assert found.found_share[0, head] == pytest.approx(expected, rel=1e-4)
     assert (found.keys_per_query > found.pairs_per_query).any(), "a bucket has several keys"
     assert 0 < float(found.found_share.mean()) < 1
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_in_long_sequences_single_keys_are_looked_for_by_evenly_spaced_queries(
+    is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the other queries looked nothing up. The step, 7, does not divide blocks, nor the length."""
+    query, key, value = clustered_qkv(1, 2, 300, 16)
+    attention = get_attention("muse:Q4K16T0.02B64")
+
+    with recorded_calls() as calls:
+        attention(query, key, value, is_causal=is_causal)
+    (call,) = calls
+    _, lse = exact_attention(query, key, value, is_causal=is_causal, return_lse=True)
+    everywhere = measure_retrieval(call, lse)
+    assert everywhere.found_queries is None
+    monkeypatch.setattr(retrieved, "_ALL_QUERIES_UP_TO", 110)
+    monkeypatch.setattr(retrieved, "_NUMBERS_AT_ONCE", 5_000)
+    sampled = measure_retrieval(call, lse)
+    assert sampled.found_queries.tolist() == [[43, 43]]
+    monkeypatch.undo()
+    others = torch.ones(300, dtype=torch.bool)
+    others[3::7] = False
+    alone = measure_retrieval(call, lse.masked_fill(others, torch.inf))
+    torch.testing.assert_close(sampled.found_share, alone.found_share)
+    assert (sampled.found_share != everywhere.found_share).all()
 
 
 def test_heads_that_look_nothing_up_do_not_count() -> None:

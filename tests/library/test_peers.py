@@ -138,7 +138,6 @@ def test_peers_have_settings_of_their_own_in_a_benchmark() -> None:
 def test_a_benchmark_says_what_a_peer_needs_before_it_runs(
     attention: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("muse_lab.benchmark.plan.check_device", lambda device: None)
     monkeypatch.setitem(sys.modules, "fla.ops.nsa", None)
     monkeypatch.setitem(sys.modules, "flash_sparse_attn", None)
     with pytest.raises(ValueError, match=message):
@@ -151,7 +150,6 @@ def test_a_call_on_a_cpu_is_refused() -> None:
             get_attention(name)(*clustered_qkv(1, 16, 64, 16), is_causal=True)
 
 
-def test_a_benchmark_of_peers_can_be_planned(fake_nsa: FakeNsa, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muse_lab.benchmark.plan.check_device", lambda device: None)
+def test_a_benchmark_of_peers_can_be_planned(fake_nsa: FakeNsa) -> None:
     plan = Plan.at_lengths(SETTINGS, (65536,), ("muse", "flex_attention", "nsa"))
     assert [request.full_name for request in plan.requests][1:] == ["flex_attention:W4608", "nsa:B64R16"]

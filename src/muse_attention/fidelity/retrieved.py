@@ -18,6 +18,8 @@ SINGLE_WEIGHT = 0.05
 """A key outside of the own block with a larger weight in exact attention is one that a query looks up."""
 _NUMBERS_AT_ONCE = 1 << 25
 """Logits, or numbers of a selection, that are looked at together."""
+_ALL_QUERIES_UP_TO = 1 << 16
+"""Tokens. Of longer sequences `found_share` is that of evenly spaced queries: as much work as at this length."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Retrieval:
     """of exact attention's weights above `SINGLE_WEIGHT` on keys outside of the query's own block, the share on keys
     that are retrieved, or are alone in their summary. The first token is left out: it is a sink, whose weight would
     hide the rest. NaN for a head without such weights."""
+    found_queries: Tensor | None = None
+    """queries that `found_share` is measured on, evenly spaced in long sequences; None: all"""
 
 
 def measure_retrieval(call: RecordedCall, exact_lse: Tensor) -> Retrieval | None:
@@ -46,7 +50,9 @@ def measure_retrieval(call: RecordedCall, exact_lse: Tensor) -> Retrieval | None
         return None
     count = _count_in_tiles if call.config.tolerance is not None else _count_picks
     pairs, keys, retrieving = (total.double() / call.query.shape[2] for total in count(call))
-    return Retrieval(pairs, keys, retrieving, _found_share(call, exact_lse))
+    looked_at = _looked_at(call.query.shape[2])
+    found_queries = torch.full_like(pairs, len(looked_at)) if looked_at.step > 1 else None
+    return Retrieval(pairs, keys, retrieving, _found_share(call, exact_lse), found_queries)
 
 
 def _count_in_tiles(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,6 +94,12 @@ def _count_picks(call: RecordedCall) -> tuple[Tensor, Tensor, Tensor]:
     return is_picked.sum((2, 3, 4)), keys, is_picked.flatten(3).any(-1).sum(2)
 
 
+def _looked_at(length: int) -> range:
+    """The queries whose single keys are looked for, each in the middle of its stretch."""
+    step = max(1, length**2 // _ALL_QUERIES_UP_TO**2)
+    return range(step // 2, length, step)
+
+
 def _found_share(call: RecordedCall, exact_lse: Tensor) -> Tensor:
     batch, heads, _, _ = call.query.shape
     known = SingleKeys(call)
@@ -106,19 +118,22 @@ def _single_weights(call: RecordedCall, exact_lse: Tensor) -> Iterator[tuple[tup
     key_heads = call.key.shape[1]
     threshold = exact_lse.to(wide).unflatten(1, (key_heads, -1))[..., None] + math.log(SINGLE_WEIGHT)
     query = (call.scale * call.query.to(wide)).unflatten(1, (key_heads, -1))  # (batch, key heads, group, N, D)
+    looked_at = _looked_at(length)
+    step = looked_at.step
     for begin in range(0, length, block_size):
         end = min(begin + block_size, length)
+        first_row = begin + (looked_at.start - begin) % step
         # What the queries of this block see beyond it.
         for first, last in ((1, begin), (max(1, end), end if call.is_causal else length)):
             if first >= last:
                 continue
             keys = call.key[:, :, first:last].to(wide).mT
             at_once = max(1, _NUMBERS_AT_ONCE // (batch * heads * (last - first)))
-            for start in range(begin, end, at_once):
-                rows = slice(start, min(start + at_once, end))
+            for start in range(first_row, end, step * at_once):
+                rows = slice(start, min(start + step * at_once, end), step)
                 logits = query[..., rows, :].flatten(2, 3) @ keys
                 excess = logits.unflatten(2, (query.shape[2], -1)).sub_(threshold[..., rows, :])
                 found = (excess > 0).nonzero(as_tuple=True)
                 of_batch, key_head, member, row, key = found
-                pair = (of_batch, key_head * query.shape[2] + member, start + row, first + key)
+                pair = (of_batch, key_head * query.shape[2] + member, start + step * row, first + key)
                 yield pair, SINGLE_WEIGHT * excess[found].double().exp()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
 
+from muse_attention.sizes import format_size
 from muse_lab.benchmark.request import Shape
 from muse_lab.benchmark.results import BenchmarkResults, Case
 from muse_lab.benchmark.stages import PROFILED_RUNS, STAGES
@@ -18,12 +20,11 @@ from muse_lab.benchmark.tables import (
     format_share,
     format_spread,
     noise_lines,
-    retrieval_columns,
     settings_line,
     sorted_cases,
 )
 from muse_lab.records.attention_names import short_names
-from muse_lab.report.fidelity_columns import ERROR
+from muse_lab.report.fidelity_columns import ERROR, RETRIEVAL, TAIL, measure_columns
 from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import PALETTE, Axis, Line, Rule, line_figure
 from muse_lab.report.provenance import names_table, provenance_of
@@ -50,17 +51,15 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
         Section(
             "Time, error and memory",
             figures=[_figure(results, title, ratio) for title, ratio in _PASSES.items()],
-            tables=[_table(results, cases, _measures(), map(_cells, cases))],
+            tables=[times_table(results)],
             notes=[*noise_lines(results), caption(results)],
         )
     ]
-    if retrieval_columns(cases):
+    if (retrieved := retrieval_table(results)) is not None:
         title = "The tail of the error, and what was retrieved"
-        sections.append(Section(title, tables=[retrieval_table(results)]))
-    if staged := [case for case in cases if case.stage_milliseconds]:
-        rows = (_stages(case.stage_milliseconds or {}) for case in staged)
-        stages = _table(results, staged, list(map(number, (*STAGES, "sum"))), rows)
-        sections.append(Section("Share of each stage", tables=[stages], notes=[_STAGES]))
+        sections.append(Section(title, tables=[retrieved], notes=_queries_of_found(cases)))
+    if any(case.stage_milliseconds for case in cases):
+        sections.append(Section("Share of each stage", tables=[_stages_table(results)], notes=[_STAGES]))
     return Report(
         f"Benchmark: {file_name}",
         verdict=[
@@ -80,45 +79,63 @@ def bench_report(results: BenchmarkResults, file_name: str) -> Report:
     )  # fmt: skip
 
 
-def retrieval_table(results: BenchmarkResults) -> Table:
-    """The tail of the error, and what was retrieved."""
+def times_table(results: BenchmarkResults) -> Table:
+    """Time, error and memory."""
+    return _table(
+        results,
+        sorted_cases(results),
+        (number("forward"), lambda case: format_seconds(case.times.forward_median)),
+        (number("forward, SDPA"), lambda case: format_seconds(case.sdpa_times.forward_median)),
+        (number("forward, speed-up"), lambda case: format_ratio(case.speedup_forward)),
+        (number("forward + backward"), lambda case: format_seconds(case.times.forward_backward_median)),
+        (number("SDPA"), lambda case: format_seconds(case.sdpa_times.forward_backward_median)),
+        (number("speed-up"), lambda case: format_ratio(case.speedup_forward_backward)),
+        (number("spread"), lambda case: format_spread(case.spread)),
+        (number("RSE", ERROR[0].definition), lambda case: format_error(case.fidelity["relative_squared_error"])),
+        (number("cosine", ERROR[1].definition), lambda case: ERROR[1].cell(case.fidelity)),
+        (number("extra memory"), lambda case: format_memory(case.extra_memory_bytes)),
+        (number("extra memory, SDPA"), lambda case: format_memory(case.sdpa_extra_memory_bytes)),
+    )
+
+
+def retrieval_table(results: BenchmarkResults) -> Table | None:
+    """The tail of the error, and what was retrieved; None where neither is known."""
     cases = sorted_cases(results)
-    known = retrieval_columns(cases)
-    columns = [number(column.title, column.definition) for column in known]
-    return _table(results, cases, columns, ([column.cell(case.fidelity) for column in known] for case in cases))
+    columns = measure_columns((*TAIL, *RETRIEVAL), cases, lambda case: case.fidelity)
+    return _table(results, cases, *columns) if columns else None
 
 
-def _measures() -> list[Column]:
-    titles = ("forward", "forward, SDPA", "forward, speed-up", "forward + backward", "SDPA", "speed-up")
-    errors = [number(column.title, column.definition) for column in ERROR[:2]]
-    return [*map(number, (*titles, "spread")), *errors, number("extra memory"), number("extra memory, SDPA")]
+def _queries_of_found(cases: Sequence[Case]) -> list[str]:
+    """A line if single keys were looked for by some of the queries alone."""
+    numbers = {case.shape.length: case.fidelity.get("found_queries") for case in cases}
+    some = [f"{number:,.0f} at {format_size(length)}" for length, number in numbers.items() if number is not None]
+    return [f"Found is measured on evenly spaced queries of each head: {', '.join(some)}."] if some else []
 
 
-def _cells(case: Case) -> list[str]:
-    times, exact = case.times, case.sdpa_times
-    return [
-        *(format_seconds(times.forward_median), format_seconds(exact.forward_median)),
-        format_ratio(case.speedup_forward),
-        *(format_seconds(times.forward_backward_median), format_seconds(exact.forward_backward_median)),
-        *(format_ratio(case.speedup_forward_backward), format_spread(case.spread)),
-        *(format_error(case.fidelity["relative_squared_error"]), f"{case.fidelity['cosine']:.4f}"),
-        *(format_memory(case.extra_memory_bytes), format_memory(case.sdpa_extra_memory_bytes)),
-    ]
+def _stages_table(results: BenchmarkResults) -> Table:
+    def share(stage: str, case: Case) -> str:
+        milliseconds = case.stage_milliseconds or {}
+        return format_share(milliseconds[stage], sum(milliseconds.values()))
 
-
-def _stages(milliseconds: dict[str, float]) -> list[str]:
-    whole = sum(milliseconds.values())
-    return [*(format_share(milliseconds[stage], whole) for stage in STAGES), format_seconds(whole / 1000)]
+    return _table(
+        results,
+        [case for case in sorted_cases(results) if case.stage_milliseconds],
+        *((number(stage), functools.partial(share, stage)) for stage in STAGES),
+        (number("sum"), lambda case: format_seconds(sum((case.stage_milliseconds or {}).values()) / 1000)),
+    )
 
 
 def _table(
-    results: BenchmarkResults, cases: Sequence[Case], columns: Sequence[Column], rows: Iterable[Sequence[str]]
+    results: BenchmarkResults, cases: Sequence[Case], *columns: tuple[Column, Callable[[Case], object]]
 ) -> Table:
     """A case in each row, which begins with its attention and its shape."""
     names = short_names(case.attention for case in results.cases)
-    about = [(names[case.attention], format_shape(case.shape, results.settings.sweep)) for case in cases]
-    cells = [(*begin, *row) for begin, row in zip(about, rows, strict=True)]
-    return Table((text("attention"), number("length"), *columns), cells)
+    return Table.of(
+        cases,
+        (text("attention"), lambda case: names[case.attention]),
+        (number("length"), lambda case: format_shape(case.shape, results.settings.sweep)),
+        *columns,
+    )
 
 
 def _figure(results: BenchmarkResults, title: str, ratio: str) -> Figure:

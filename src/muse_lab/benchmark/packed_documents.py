@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from muse_attention.attention import muse_attention
 from muse_attention.documents.boundaries import DocumentBoundaries
-from muse_attention.documents.rows import EXACT, attend_to_documents
 from muse_attention.documents.varlen import muse_attn_varlen_func
 from muse_attention.sizes import format_size, parse_size
 from muse_lab.benchmark.timing import Times, time_interleaved
@@ -147,16 +145,12 @@ def _one(config: str | None, query: Tensor, key: Tensor, value: Tensor, *, is_ca
 
 
 def _baseline_name(settings: DocumentsSettings) -> str:
-    if settings.device == "cpu":
-        return "scaled_dot_product_attention of each document"
-    return "varlen_attn" if _has_varlen_attn() else "FlashAttention's operator"
+    return "scaled_dot_product_attention of each document" if settings.device == "cpu" else "varlen_attn"
 
 
 def _baseline(settings: DocumentsSettings, boundaries: DocumentBoundaries) -> AttentionCall:
     if settings.device == "cpu":
         return functools.partial(_each_by_sdpa, list(boundaries.lengths))
-    if not _has_varlen_attn():
-        return functools.partial(_by_flash_attention, boundaries)
     from torch.nn.attention.varlen import varlen_attn
 
     ends = torch.tensor([0, *boundaries.ends], dtype=torch.int32, device=settings.device)
@@ -172,17 +166,6 @@ def _baseline(settings: DocumentsSettings, boundaries: DocumentBoundaries) -> At
         return found
 
     return attend
-
-
-def _has_varlen_attn() -> bool:
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
-
-
-def _by_flash_attention(
-    boundaries: DocumentBoundaries, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool
-) -> Tensor:
-    scale = query.shape[2] ** -0.5
-    return attend_to_documents(query, key, value, boundaries, EXACT, is_causal=is_causal, scale=scale)[0]
 
 
 def _each_by_sdpa(

@@ -11,11 +11,11 @@ from muse_attention.baselines.flash_sparse import check_flash_sparse
 from muse_attention.baselines.flex import check_flex
 from muse_attention.baselines.nsa import check_nsa
 from muse_attention.registry import get_attention
-from muse_lab.benchmark.captured import CapturesFile
+from muse_lab.benchmark.captured import CapturesFile, create_workload
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.sweeps import sweep_requests
-from muse_lab.benchmark.workload import DTYPES, check_device, check_sizes
+from muse_lab.benchmark.workload import Workload, check_sizes
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,6 @@ class Plan:
     def __post_init__(self) -> None:
         """Refuse what could not run, before anything does."""
         settings = self.settings
-        check_device(settings.device)
-        if settings.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {settings.dtype!r}; use one of {', '.join(DTYPES)}")
         check_sizes(settings)
         if not self.requests:
             raise ValueError("there is nothing to measure; name at least one length and one attention")
@@ -67,6 +64,11 @@ class Plan:
     @property
     def attentions(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(request.attention for request in self.requests))
+
+    def workload(self, shape: Shape) -> Workload:
+        settings = self.settings
+        named = {"dtype": settings.dtype, "device": settings.device}
+        return create_workload(self.captures, shape, **named, is_causal=settings.causal, seed=settings.seed)
 
     def missing(self, results: BenchmarkResults) -> list[BenchmarkRequest]:
         """The cases that `results` does not have yet."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from muse_attention.baselines import exact_attention
 from muse_attention.fidelity.error import measure
-from muse_attention.registry import Attention, get_attention
-from muse_lab.benchmark.captured import create_workload
+from muse_attention.registry import get_attention
 from muse_lab.benchmark.memory import MemoryCase, extra_memory_on_cuda, measure_extra_memory
 from muse_lab.benchmark.plan import Plan, by_shape
 from muse_lab.benchmark.request import BenchmarkRequest, Shape
-from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
+from muse_lab.benchmark.results import BenchmarkResults, Case
 from muse_lab.benchmark.stages import measure_stages
 from muse_lab.benchmark.sweeps import format_shape
 from muse_lab.benchmark.timing import Times, time_interleaved
@@ -41,132 +40,92 @@ def run_plan(
 ) -> None:
     """Add each case that `results` does not have yet, then the stages of each, and write the file after each.
 
-    The stages come last: nothing is timed in a process that was profiled.
+    The stages come last: nothing is timed in a process that was profiled. Those of the last shape are the first, as its
+    data are still there: for a long sequence they take a minute to make.
     """
-    steps = itertools.count()
-
-    def begin(request: BenchmarkRequest, what: str) -> None:
-        on_step(f"{request.attention} at {format_shape(request.shape, plan.settings.sweep)}: {what}", next(steps))
-
-    _measure_cases(plan, results, path, begin)
-    _measure_stages(plan, results, path, begin)
+    run = _Run(plan, results, path, on_step)
+    for shape, requests in by_shape(plan.missing(results)):
+        run.measure_cases(shape, list(requests))
+    for shape, requests in by_shape(plan.without_stages(results)[::-1]):
+        run.measure_stages(shape, list(requests))
 
 
-def _measure_cases(
-    plan: Plan, results: BenchmarkResults, path: Path, begin: Callable[[BenchmarkRequest, str], None]
-) -> None:
-    for shape, of_shape in by_shape(plan.missing(results)):
-        requests = list(of_shape)
-        shared = _SharedByShape(plan, shape)
-        sdpa_times, *times = _time_together(plan.settings, requests, shared.workload, begin)
-        for request, own_times in zip(requests, times, strict=True):
-            case = _finish_case(
-                plan, request, shared, results, functools.partial(begin, request), own_times, sdpa_times
-            )
-            results.cases.append(case)
-            results.write(path)
+class _Run:
+    """What the steps of one run share."""
 
+    def __init__(self, plan: Plan, results: BenchmarkResults, path: Path, on_step: OnStep) -> None:
+        self._plan, self._settings, self._results, self._path = plan, plan.settings, results, path
+        self._on_step, self._steps = on_step, itertools.count()
+        self._workload_of = functools.lru_cache(maxsize=1)(plan.workload)
 
-def _time_together(
-    settings: BenchmarkSettings,
-    requests: Sequence[BenchmarkRequest],
-    workload: Workload,
-    begin: Callable[[BenchmarkRequest, str], None],
-) -> list[Times]:
-    """Of exact attention, and of each request: all of one shape take turns, so that their ratios are of one time."""
-
-    def begin_turn(round_number: int, turn: int) -> None:
-        if turn:  # exact attention comes first, and is no request
-            what = f"repeat {round_number} of {settings.repeats}" if round_number else "warm-up"
-            begin(requests[turn - 1], what)
-
-    attentions = [sdpa, *(get_attention(request.full_name) for request in requests)]
-    return time_interleaved(attentions, workload, settings.repeats, begin_turn)
-
-
-def _measure_stages(
-    plan: Plan, results: BenchmarkResults, path: Path, begin: Callable[[BenchmarkRequest, str], None]
-) -> None:
-    for shape, requests in by_shape(plan.without_stages(results)):
-        workload = _create_workload(plan, shape)
-        for request in requests:
-            begin(request, "stages")
-            stages = measure_stages(get_attention(request.full_name), workload)
-            place = next(place for place, case in enumerate(results.cases) if case.request == request)
-            results.cases[place] = dataclasses.replace(results.cases[place], stage_milliseconds=stages)
-            results.write(path)
-
-
-class _SharedByShape:
-    """What the attentions compared on one shape have in common: the data, and exact attention on it."""
-
-    def __init__(self, plan: Plan, shape: Shape) -> None:
-        self.workload = _create_workload(plan, shape)
-
-    @functools.cached_property
-    def exact(self) -> tuple[Tensor, Tensor]:
-        work = self.workload
+    def measure_cases(self, shape: Shape, requests: Sequence[BenchmarkRequest]) -> None:
+        workload = self._workload_of(shape)
+        sdpa_times, *times = self._time_together(requests, workload)
         with torch.no_grad():
-            out, lse = exact_attention(work.query, work.key, work.value, return_lse=True, **work.arguments)
-        return out, lse
+            exact: Any = exact_attention(*workload.tensors, return_lse=True, **workload.arguments)
+        for request, own_times in zip(requests, times, strict=True):
+            name = request.full_name
+            self._begin(request, "fidelity")
+            fidelity = measure(get_attention(name), *workload.tensors, exact=exact, **workload.arguments)
+            memory, sdpa_memory = self._measure_memory(request, workload) if self._settings.memory else (None, None)
+            case = Case(
+                *(request, name, own_times, sdpa_times, fidelity.pooled(), memory, sdpa_memory, workload.sdpa_backend)
+            )
+            self._results.cases.append(case)
+            self._results.write(self._path)
 
-    def measure_fidelity(self, attention: Attention) -> dict[str, float]:
-        work = self.workload
-        found = measure(attention, work.query, work.key, work.value, exact=self.exact, **work.arguments)
-        return found.pooled()
+    def measure_stages(self, shape: Shape, requests: Sequence[BenchmarkRequest]) -> None:
+        workload = self._workload_of(shape)
+        for request in requests:
+            self._begin(request, "stages")
+            stages = measure_stages(get_attention(request.full_name), workload)
+            place = next(place for place, case in enumerate(self._results.cases) if case.request == request)
+            self._results.cases[place] = dataclasses.replace(self._results.cases[place], stage_milliseconds=stages)
+            self._results.write(self._path)
 
+    def _begin(self, request: BenchmarkRequest, what: str) -> None:
+        shape = format_shape(request.shape, self._settings.sweep)
+        self._on_step(f"{request.attention} at {shape}: {what}", next(self._steps))
 
-def _create_workload(plan: Plan, shape: Shape) -> Workload:
-    settings = plan.settings
-    named = {"dtype": settings.dtype, "device": settings.device}
-    return create_workload(plan.captures, shape, **named, is_causal=settings.causal, seed=settings.seed)
+    def _time_together(self, requests: Sequence[BenchmarkRequest], workload: Workload) -> list[Times]:
+        """Of exact attention, and of each request: all of one shape take turns, so that ratios are of one time."""
 
+        def begin_turn(round_number: int, turn: int) -> None:
+            if turn:  # exact attention comes first, and is no request
+                what = f"repeat {round_number} of {self._settings.repeats}" if round_number else "warm-up"
+                self._begin(requests[turn - 1], what)
 
-def _finish_case(
-    plan: Plan,
-    request: BenchmarkRequest,
-    shared: _SharedByShape,
-    results: BenchmarkResults,
-    begin: Callable[[str], None],
-    times: Times,
-    sdpa_times: Times,
-) -> Case:
-    """What is measured one attention after another: fidelity and memory."""
-    settings, name = plan.settings, request.full_name
-    attention = get_attention(name)
-    begin("fidelity")
-    fidelity = shared.measure_fidelity(attention)
-    memory, sdpa_memory = None, None
-    if settings.memory:
-        begin("memory")
-        if settings.device == "cuda":
-            memory = extra_memory_on_cuda(attention, shared.workload)
-            sdpa_memory = extra_memory_on_cuda(sdpa, shared.workload)
-        else:
-            memory = _extra_memory(plan, name, request.shape)
-            measured = [case for case in results.cases if _has_same_memory(case.shape, request.shape)]
-            sdpa_memory = measured[0].sdpa_extra_memory_bytes if measured else _extra_memory(plan, SDPA, request.shape)
-    backend = shared.workload.sdpa_backend
-    return Case(request, name, times, sdpa_times, fidelity, memory, sdpa_memory, backend)
+        attentions = [sdpa, *(get_attention(request.full_name) for request in requests)]
+        return time_interleaved(attentions, workload, self._settings.repeats, begin_turn)
+
+    def _measure_memory(self, request: BenchmarkRequest, workload: Workload) -> tuple[int | None, int | None]:
+        """Of the attention, and of exact attention, which is measured once for all of a shape on a CPU."""
+        self._begin(request, "memory")
+        if self._settings.device == "cuda":
+            attentions = (get_attention(request.full_name), sdpa)
+            memory, sdpa_memory = (extra_memory_on_cuda(attention, workload) for attention in attentions)
+            return memory, sdpa_memory
+        known = [case for case in self._results.cases if _has_same_memory(case.shape, request.shape)]
+        sdpa_extra = known[0].sdpa_extra_memory_bytes if known else self._memory_on_cpu(SDPA, request.shape)
+        return self._memory_on_cpu(request.full_name, request.shape), sdpa_extra
+
+    def _memory_on_cpu(self, name: str, shape: Shape) -> int | None:
+        settings, captures = self._settings, self._plan.captures
+        return measure_extra_memory(
+            MemoryCase(
+                attention=name,
+                length=shape.length,
+                head_dim=shape.head_dim,
+                dtype=settings.dtype,
+                device=settings.device,
+                is_causal=settings.causal,
+                seed=settings.seed,
+                captures=None if captures is None else str(captures.path),
+                repeat_captures=captures is not None and captures.repeat,
+            )
+        )
 
 
 def _has_same_memory(shape: Shape, other: Shape) -> bool:
     """On a CPU, memory is that of one head, however many there are."""
     return (shape.length, shape.head_dim) == (other.length, other.head_dim)
-
-
-def _extra_memory(plan: Plan, name: str, shape: Shape) -> int | None:
-    settings, captures = plan.settings, plan.captures
-    return measure_extra_memory(
-        MemoryCase(
-            attention=name,
-            length=shape.length,
-            head_dim=shape.head_dim,
-            dtype=settings.dtype,
-            device=settings.device,
-            is_causal=settings.causal,
-            seed=settings.seed,
-            captures=None if captures is None else str(captures.path),
-            repeat_captures=captures is not None and captures.repeat,
-        )
-    )

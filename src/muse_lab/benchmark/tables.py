@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings, Case
 from muse_lab.benchmark.sweeps import find_sweep, format_heads, format_shape
 from muse_lab.benchmark.timing import LONG_RUN_SECONDS, NOISY
-from muse_lab.report.fidelity_columns import RETRIEVAL, TAIL, Column, known
 
 
 def caption(results: BenchmarkResults) -> str:
@@ -88,11 +85,6 @@ def format_memory(count: int | None) -> str:
 def format_share(part: float, whole: float) -> str:
     """Milliseconds, and what share of the whole they are."""
     return f"{format_seconds(part / 1000)} ({part / whole:.0%})" if part else "-"
-
-
-def retrieval_columns(cases: Sequence[Case]) -> list[Column]:
-    """The tail of the error and what was retrieved, as far as it is known of any case."""
-    return known((*TAIL, *RETRIEVAL), [case.fidelity for case in cases])
 
 
 def settings_line(settings: BenchmarkSettings) -> str:

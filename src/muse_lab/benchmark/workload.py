@@ -69,6 +69,10 @@ class Workload:
         return self.query.device
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """What every attention is called with besides the tensors."""
         return {"is_causal": self.is_causal, "enable_gqa": self.query.shape[1] != self.key.shape[1]}
@@ -77,19 +81,19 @@ class Workload:
     def sdpa_backend(self) -> str:
         """The operator of PyTorch that `sdpa` goes through."""
         with _fastest_first(self.device):
-            chosen = torch._fused_sdp_choice(self.query, self.key, self.value, **self.arguments)
+            chosen = torch._fused_sdp_choice(*self.tensors, **self.arguments)
         return _FASTEST_FIRST[SDPBackend(chosen)]
 
     def forward(self, attention: AttentionCall) -> Tensor:
         """The output, recorded by autograd, as in training."""
-        return attention(self.query, self.key, self.value, **self.arguments)
+        return attention(*self.tensors, **self.arguments)
 
     def backward(self, out: Tensor) -> None:
         """Gradients of query, key and value; `clear_gradients` drops them."""
         out.backward(self.grad_out)
 
     def clear_gradients(self) -> None:
-        for leaf in (self.query, self.key, self.value):
+        for leaf in self.tensors:
             leaf.grad = None
 
 

@@ -28,8 +28,27 @@ from muse_attention import __version__
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its own copy of click, or depends on it
 
 
-class _OneLineErrors(TyperGroup):
-    """Wrong arguments are answered by one line on stderr and exit code 2, and so are paths that cannot be opened."""
+class _Listed(NamedTuple):
+    modules: tuple[str, ...]
+    summary: str
+
+
+_LISTED: dict[str, _Listed] = {}
+
+
+def list_command(name: str, summary: str, *modules: str) -> None:
+    """Add a command to `muse --help`. Its modules, by default the one of its name, are imported when it is called: most
+    of them need PyTorch, which takes seconds to import."""
+    _LISTED[name] = _Listed(modules or (name,), summary)
+
+
+class _Commands(TyperGroup):
+    """Those of `list_command`, in its order.
+
+    Wrong arguments are answered by one line on stderr and exit code 2, and so are paths that cannot be opened.
+    """
+
+    _shows_help = False
 
     def main(
         self,
@@ -53,26 +72,6 @@ class _OneLineErrors(TyperGroup):
             say(f"{error.filename}: {error.strerror}")
             code = 2
         return sys.exit(code or 0) if standalone_mode else code
-
-
-class _Listed(NamedTuple):
-    modules: tuple[str, ...]
-    summary: str
-
-
-_LISTED: dict[str, _Listed] = {}
-
-
-def list_command(name: str, summary: str, *modules: str) -> None:
-    """Add a command to `muse --help`. Its modules, by default the one of its name, are imported when it is called: most
-    of them need PyTorch, which takes seconds to import."""
-    _LISTED[name] = _Listed(modules or (name,), summary)
-
-
-class _CommandsOnDemand(_OneLineErrors):
-    """Commands of `list_command`, in its order."""
-
-    _shows_help = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_LISTED)
@@ -105,7 +104,7 @@ class _CommandsOnDemand(_OneLineErrors):
 
 
 app = typer.Typer(
-    cls=_CommandsOnDemand, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
+    cls=_Commands, add_completion=False, rich_markup_mode="markdown", help="Multipole Semantic Attention."
 )
 _AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}
 """Brackets in names of files and documents are no markup."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from muse_attention.registry import get_attention
 from muse_attention.sizes import format_size, parse_size_list
 from muse_lab.benchmark import tables
-from muse_lab.benchmark.bench_report import bench_report, retrieval_table
+from muse_lab.benchmark.bench_report import bench_report, retrieval_table, times_table
 from muse_lab.benchmark.captured import CapturesFile
 from muse_lab.benchmark.packed_documents import (
     DocumentsSettings,
@@ -26,24 +24,21 @@ from muse_lab.benchmark.plan import Plan
 from muse_lab.benchmark.request import MATCHED_KINDS
 from muse_lab.benchmark.results import BenchmarkResults, BenchmarkSettings
 from muse_lab.benchmark.suite import run_plan, start_results
-from muse_lab.benchmark.sweeps import SWEEPS, find_sweep, format_shape
+from muse_lab.benchmark.sweeps import SWEEPS, find_sweep
 from muse_lab.cli.app import (
     Device,
     Overwrite,
     RepeatCaptures,
     app,
     busy,
-    console,
     file_stem,
     make_folder,
-    new_table,
     progress_bar,
-    run_errors,
     say,
     user_errors,
 )
 from muse_lab.cli.language_model import Dtype, Place
-from muse_lab.cli.measuring import Output, add_command, show, spell, write
+from muse_lab.cli.measuring import Output, add_command, measuring, show, spell, write
 from muse_lab.cli.options import Words, attentions, listed, option
 from muse_lab.records.machine import machine_lines
 from muse_lab.report.fidelity_columns import meaning
@@ -51,6 +46,16 @@ from muse_lab.report.fidelity_columns import meaning
 _LENGTHS = "32k,64k"
 _SWEEP = f"Vary one setting at the first length: {', '.join(SWEEPS)}."
 
+_SHOWN = {
+    "length": "length",
+    "SDPA": "SDPA",
+    "forward + backward": "forward +\nbackward",
+    "speed-up": "speed-up",
+    "spread": "spread",
+    "RSE": "RSE",
+    "extra memory": "extra\nmemory",
+}
+"""Columns that fit a terminal, and what they are called there; the reports have all."""
 _DOCUMENTS = (
     "Lengths of documents packed into one row, as 32k,16k,2k,2k or 1kx64: muse packed, against varlen_attn in the same "
     "run."
@@ -121,63 +126,60 @@ def bench(
         if heads is None and file is not None:
             heads, key_heads = file.heads, file.key_heads if key_heads is None else key_heads
         heads = heads if heads is not None else 8 if place.device == "cuda" else 1
-        key_heads = heads if key_heads is None else key_heads
-        head_dim = head_dim if head_dim is not None else 64 if file is None else file.head_dim
+        settled: dict[str, Any] = {
+            "device": place.device,
+            "heads": heads,
+            "key_heads": heads if key_heads is None else key_heads,
+            "head_dim": head_dim if head_dim is not None else 64 if file is None else file.head_dim,
+            "dtype": place.dtype,
+        }
         if documents is not None:
             if length or sweep or captures or batch != 1:
                 raise ValueError("--documents has lengths and data of its own; leave out --length, --sweep, --captures")
-            packed = DocumentsSettings(
-                place.device, parse_documents(documents), heads, key_heads, head_dim, place.dtype, causal, repeats
-            )
+            packed = DocumentsSettings(documents=parse_documents(documents), causal=causal, repeats=repeats, **settled)
             configs = _configs(attention or ["muse"])
-            make_folder(output)
-            stem = file_stem(name if name is not None else f"{place.device}-documents")
-            path = output / f"{stem}.json"
-            if path.exists() and not overwrite:
-                raise ValueError(f"{path} exists; choose another --name, or --overwrite it")
-    if documents is not None:
-        settled = {name: getattr(packed, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")}
-        command = spell(context, {**settled, "name": stem}, is_recorded=True)
-        with run_errors(lambda: "nothing was written"):
-            _measure_documents(packed, configs, path, command)
-        return
-    with user_errors():
-        settings = BenchmarkSettings(
-            device=place.device,
-            batch=batch,
-            heads=heads,
-            key_heads=key_heads,
-            head_dim=head_dim,
-            dtype=place.dtype,
-            causal=causal,
-            repeats=repeats,
-            memory=memory,
-            sweep=sweep,
-            captures=None if file is None else file.data,
-        )
-        plan = _plan(settings, length, attention, file)
-        stem = file_stem(name if name is not None else _default_name(plan))
+            stem = name if name is not None else f"{place.device}-documents"
+        else:
+            settings = BenchmarkSettings(
+                batch=batch,
+                causal=causal,
+                repeats=repeats,
+                memory=memory,
+                sweep=sweep,
+                captures=None if file is None else file.data,
+                **settled,
+            )
+            plan = _plan(settings, length, attention, file)
+            stem = name if name is not None else _default_name(plan)
+            settled["length"] = None if _has_own_lengths(settings) else ",".join(map(format_size, plan.lengths))
+            settled["attention"] = plan.attentions if sweep is None else None
+        path = output / f"{file_stem(stem)}.json"
         make_folder(output)
-        path = output / f"{stem}.json"
-        results = start_results(plan, path, overwrite=overwrite)
-    settled = {
-        **{name: getattr(settings, name) for name in ("device", "heads", "key_heads", "head_dim", "dtype")},
-        "length": None if _has_own_lengths(settings) else ",".join(map(format_size, plan.lengths)),
-        "attention": plan.attentions if sweep is None else None,
-        "name": stem,
-    }
+        if documents is None:
+            results = start_results(plan, path, overwrite=overwrite)
+        elif path.exists() and not overwrite:
+            raise ValueError(f"{path} exists; choose another --name, or --overwrite it")
+    again, command = (spell(context, {**settled, "name": stem}, is_recorded=short) for short in (False, True))
+    with measuring(path, again, overwrite=overwrite):
+        if documents is not None:
+            _measure_documents(packed, configs, path, command)
+        else:
+            _measure_plan(plan, results, path, command)
+
+
+def _measure_plan(plan: Plan, results: BenchmarkResults, path: Path, command: str) -> None:
+    """Measure what is missing, show and write."""
     if plan.steps(results):
-        add_command(results, spell(context, settled, is_recorded=True))
-    with run_errors(lambda: _how_to_continue(results, path, spell(context, settled))):
-        with progress_bar(plan.steps(results), "warming up exact attention") as on_step:
-            run_plan(plan, results, path, on_step=on_step)
-        console.print(_bench_table(results))
-        if tables.retrieval_columns(results.cases):
-            retrieved = retrieval_table(results)
-            show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
-        for line in tables.noise_lines(results):
-            say(line)
-        write(bench_report(results, stem), path, path)
+        add_command(results, command)
+    with progress_bar(plan.steps(results), "warming up exact attention") as on_step:
+        run_plan(plan, results, path, on_step=on_step)
+    hardware, versions = machine_lines(results.machine)
+    show(times_table(results), f"{hardware}\n{versions}", _SHOWN, tables.caption(results))
+    if (retrieved := retrieval_table(results)) is not None:
+        show(retrieved, "", retrieved.titles[1:], meaning(case.fidelity for case in results.cases))
+    for line in tables.noise_lines(results):
+        say(line)
+    write(bench_report(results, path.stem), path, path)
 
 
 def _configs(attentions: Sequence[str]) -> list[str]:
@@ -216,46 +218,6 @@ def _default_name(plan: Plan) -> str:
     if plan.settings.sweep is not None:
         parts += ["sweep", plan.settings.sweep]
     return "-".join(parts)
-
-
-def _how_to_continue(results: BenchmarkResults, path: Path, command: str) -> str:
-    if not results.cases:
-        return "no case was finished, and nothing was written"
-    return f"finished cases are in {path} ({len(results.cases)}); continue with: {command}"
-
-
-def _bench_table(results: BenchmarkResults) -> Table:
-    hardware, versions = machine_lines(results.machine)
-    columns = ("forward", "forward +\nbackward", "spread", "RSE", "extra\nmemory")
-    table = new_table(f"{hardware}\n{versions}", *columns)
-    table.caption = tables.caption(results)
-    for (shape, sdpa), cases in itertools.groupby(
-        tables.sorted_cases(results), key=lambda case: (case.shape, case.sdpa_times)
-    ):
-        together = list(cases)
-        table.add_section()
-        table.add_row(
-            f"SDPA at {format_shape(shape, results.settings.sweep)}",
-            _time_cell(sdpa.forward_median),
-            _time_cell(sdpa.forward_backward_median),
-            tables.format_spread(sdpa.spread),
-            "",
-            tables.format_memory(together[0].sdpa_extra_memory_bytes),
-        )
-        for case in together:
-            table.add_row(
-                case.attention,
-                _time_cell(case.times.forward_median, case.speedup_forward),
-                _time_cell(case.times.forward_backward_median, case.speedup_forward_backward),
-                tables.format_spread(case.spread),
-                tables.format_error(case.fidelity["relative_squared_error"]),
-                tables.format_memory(case.extra_memory_bytes),
-            )
-    return table
-
-
-def _time_cell(seconds: float, speedup: float | None = None) -> str:
-    return f"{tables.format_seconds(seconds)} {'' if speedup is None else tables.format_ratio(speedup):>5}"
 
 
 def _measure_documents(settings: DocumentsSettings, configs: list[str], path: Path, command: str) -> None:

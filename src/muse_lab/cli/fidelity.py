@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from muse_attention.registry import full_name
 from muse_attention.sizes import format_size, parse_size
-from muse_lab.cli.app import app, console, new_table, user_errors
+from muse_lab.cli.app import app, user_errors
 from muse_lab.cli.language_model import Length, Model, Text, open_subject
-from muse_lab.cli.measuring import Measurement, ModelRun, Samples
+from muse_lab.cli.measuring import Measurement, ModelRun, Samples, show
 from muse_lab.cli.options import Words, attentions, flag, listed, with_option_groups
 from muse_lab.evaluation.fidelity.fidelity_report import fidelity_report
 from muse_lab.evaluation.fidelity.layers import FidelityRequest, FidelityResults, measure, steps
 from muse_lab.evaluation.fidelity.presets import PRESETS, Preset, find_presets
 from muse_lab.models import DEFAULT_MODEL
-from muse_lab.report.fidelity_columns import ERROR, GRADIENTS, RETRIEVAL, TAIL, known
+from muse_lab.report.fidelity_columns import ERROR, GRADIENTS, RETRIEVAL, TAIL, measure_columns
+from muse_lab.report.tree import Table, number, text
 
 _GRADIENTS = "Also measure gradient errors, by a backward pass in every head."
 _RUN = ModelRun(output=Path("out/fidelity"))
@@ -59,8 +59,7 @@ def fidelity(
                 gradients=gradients,
                 on_step=on_step,
             )
-        for table in _tables(results, requests):
-            console.print(table)
+        _show(results, requests)
         measurement.write(fidelity_report(results, measurement.path.stem))
 
 
@@ -71,16 +70,12 @@ def _requests(presets: Sequence[Preset], attentions: Sequence[str] | None, lengt
     return list(dict.fromkeys([*requests, *(request for preset in presets for request in preset.requests)]))
 
 
-def _tables(results: FidelityResults, requests: Sequence[FidelityRequest]) -> list[Table]:
+def _show(results: FidelityResults, requests: Sequence[FidelityRequest]) -> None:
     """The errors; what was retrieved; those of gradients. What is known of none of the requests is absent."""
     title = f"{results.settings.title}, {results.heads} heads"
-    pooled = [results.pooled(request) for request in requests]
-    tables: list[Table] = []
     for group in ((*ERROR, *TAIL), RETRIEVAL, GRADIENTS):
-        columns = known(group, pooled)
-        if columns:
-            table = new_table("" if tables else title, "length", *(column.narrow_title for column in columns))
-            for request, row in zip(requests, pooled, strict=True):
-                table.add_row(request.attention, format_size(request.length), *(column.cell(row) for column in columns))
-            tables.append(table)
-    return tables
+        if columns := measure_columns(group, requests, results.pooled):
+            name = (text("attention"), lambda request: request.attention)
+            length = (number("length"), lambda request: format_size(request.length))
+            table = Table.of(requests, name, length, *columns)
+            show(table, title if group[0] is ERROR[0] else "", table.titles[1:])

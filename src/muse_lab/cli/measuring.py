@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 
@@ -163,11 +163,7 @@ def spell(context: typer.Context, settled: Mapping[str, object], *, is_recorded:
     return shlex.join(words)
 
 
-class _Recorded(Protocol):
-    commands: list[str]
-
-
-def add_command(results: _Recorded, command: str) -> None:
+def add_command(results: StoredResults, command: str) -> None:
     if command not in results.commands:
         results.commands.append(command)
 

@@ -67,12 +67,6 @@ _KINDS = (
     _Kind("Packed documents", "packed", DocumentsResults.read, documents_report),
 )
 
-
-_MOST_ENTRIES = 10_000
-"""Of a folder of results, with all in it: more are a home folder, or a disk."""
-_LEFT_OUT = {"node_modules", "site-packages"}
-_ENVIRONMENT = "pyvenv.cfg"
-"""In the folder of a virtual environment."""
 _COMMANDS = "muse bench, fidelity, loss, compare, eval or tune"
 
 
@@ -205,36 +199,18 @@ def _link(page: Path, folder: Path, headline: str) -> Link:
 
 
 def _find_json(folder: Path) -> list[Path]:
-    """The JSON files of a folder, in the order of their names.
+    """The JSON files of a folder, in the order of their names: not those in hidden folders, nor behind links.
 
-    Those in hidden folders, in virtual environments and behind links are left out.
-
-    Raises ValueError for a folder that holds too much, or that cannot be read.
+    Raises ValueError for a folder that cannot be read.
     """
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(
+            f"cannot read the folder {error.filename}: {error.strerror}; make it readable, or name the files to report"
+        )
+
     found: list[Path] = []
-    waiting, seen = [folder], 0
-    while waiting:
-        inner = waiting.pop()
-        try:
-            with os.scandir(inner) as entries:
-                for entry in entries:
-                    seen += 1
-                    if seen > _MOST_ENTRIES:
-                        raise ValueError(
-                            f"{folder} holds more than {_MOST_ENTRIES:,} files; give the folder of the results alone"
-                        )
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting += [Path(entry.path)] if _is_entered(entry) else []
-                    elif entry.name.endswith(".json") and not entry.is_dir():
-                        found.append(Path(entry.path))
-        except OSError as error:
-            raise ValueError(
-                f"cannot read the folder {inner}: {error.strerror}; make it readable, or name the files to report"
-            ) from None
+    for inner, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(inner, name) for name in names if name.endswith(".json")]
     return sorted(found)
-
-
-def _is_entered(folder: os.DirEntry[str]) -> bool:
-    if folder.name.startswith(".") or folder.name in _LEFT_OUT:
-        return False
-    return not os.path.exists(os.path.join(folder.path, _ENVIRONMENT))

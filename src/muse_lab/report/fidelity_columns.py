@@ -17,11 +17,6 @@ class Column(NamedTuple):
     format: Callable[[float], str]
     definition: str
 
-    @property
-    def narrow_title(self) -> str:
-        """In two lines, if it has several words."""
-        return self.title.replace(" ", "\n", 1)
-
     def cell(self, pooled: Mapping[str, float]) -> str:
         """Empty where the measure is not known."""
         return self.format(pooled[self.measure]) if self.measure in pooled else ""

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
 
 from muse_lab.records.attention_names import in_words, short_names
 from muse_lab.records.machine import machine_lines
+from muse_lab.records.stored_results import StoredResults
 from muse_lab.report.tree import Provenance, Table, text
 
 
-class _Measured(Protocol):
-    @property
-    def machine(self) -> dict[str, Any]: ...
-    @property
-    def commands(self) -> list[str]: ...
-
-
-def provenance_of(results: _Measured, *facts: str) -> Provenance:
+def provenance_of(results: StoredResults, *facts: str) -> Provenance:
     """The facts, the machine and its versions, and the commands that measured the results."""
     hardware, versions = machine_lines(results.machine)
     return Provenance((*facts, f"Machine: {hardware}", f"Versions: {versions}"), tuple(results.commands))
