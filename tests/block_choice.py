@@ -44,4 +44,4 @@ def assert_best_blocks(
     assert int(times[..., :blocks].max()) <= 1
     expected = scores.topk(min(count, blocks), dim=-1).values
     of_chosen = scores.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
-    torch.testing.assert_close(of_chosen, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_chosen, expected, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ CHOOSE_BLOCKS = {
     256: {"ROWS": 64, "BLOCKS": 64, "num_warps": 4, "num_stages": 2},
     1024: {"ROWS": 32, "BLOCKS": 32, "num_warps": 4, "num_stages": 1},
 }
-"""By the bytes of a row. Not tuned: no GPU has run it."""
+"""By the bytes of a row. Not tuned."""
 
 
 def choose_blocks(query: Tensor, means: Tensor, config: MuSeConfig, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -41,8 +41,8 @@ def _choose_blocks(
     IS_CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The best blocks of each query of a tile, one after another. Each time the logits are computed again: that is
-    cheaper than to sort them, and any number of blocks can be chosen.
+    """The best blocks of each query of a tile, one after another. Each time the logits are computed again: they
+    need no room, and any number of blocks can be chosen.
 
     Grid: (N / ROWS, H). `queries_ptr`: (H, N, D); `means_ptr`: (G, blocks, D), in the precision of the queries;
     `opened_ptr`, `retrieved_ptr`: (H, N, count) int32.
