@@ -1,8 +1,8 @@
 """Compile the kernels of some calls for a GPU, on a machine that has none.
 
 Triton's interpreter does not check types, and what it runs may not compile. Run as a script: the tests' own process
-interprets kernels. Nothing is launched, so what comes out is meaningless. Prints, for each call, its
-configuration, each kernel, and the most bytes of shared memory that a program of it needs.
+interprets kernels. Nothing is launched, so what comes out is meaningless. Prints, for each call, the
+name of its attention, each kernel, and the most bytes of shared memory that a program of it needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from muse_attention import muse_attention
+from muse_attention import get_attention
 from muse_attention.backends.triton import limits
 
 
@@ -32,7 +32,7 @@ class _Hopper:
 
 
 def main(dtype: str, *cases: str) -> None:
-    """Each case is a configuration and a head dimension, like QK4R2B64:64."""
+    """Each case is the name of an attention and a head dimension, like muse:QK4R2B64:64."""
     driver.set_active(_Hopper())
     run = JITFunction.run
     shared: dict[str, int] = {}
@@ -44,15 +44,15 @@ def main(dtype: str, *cases: str) -> None:
     JITFunction.run = compile_only
     limits.why_not = lambda *_: None
     for case in cases:
-        config, head_dim = case.split(":")
+        name, _, head_dim = case.rpartition(":")
         query, key, value = (
             torch.randn(1, heads, 300, int(head_dim), dtype=getattr(torch, dtype), requires_grad=True)
             for heads in (4, 2, 2)
         )
         shared.clear()
-        out = muse_attention(query, key, value, is_causal=True, enable_gqa=True, config=config, backend="triton")
+        out = get_attention(name)(query, key, value, is_causal=True, enable_gqa=True, backend="triton")
         torch.autograd.grad(out.sum(), (query, key, value))
-        sys.stdout.writelines(f"{config} {name} {size}\n" for name, size in sorted(shared.items()))
+        sys.stdout.writelines(f"{name} {kernel} {size}\n" for kernel, size in sorted(shared.items()))
 
 
 if __name__ == "__main__":

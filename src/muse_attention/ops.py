@@ -1,5 +1,7 @@
 """MuSe attention as operators of PyTorch: `muse_attention::cluster`, `::forward` and `::backward`.
 
+MoBA's choice of blocks is one too, `::choose_blocks`.
+
 To autograd, `torch.compile` and activation checkpointing each is one opaque operator with a shape rule. Clusters and
 selection are outputs of the forward operators, so that a backward pass never depends on finding them again.
 
@@ -50,6 +52,13 @@ def cluster(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool, 
     centroids, assignment, key_centroids, key_assignment, spread = found
     is_found = spread.dim() > 1  # what the configuration says, which the compiler cannot ask for a property
     return Clusters(centroids, assignment, key_centroids, key_assignment, spread if is_found else None)
+
+
+def choose_blocks(query: Tensor, means: Tensor, config: MuSeConfig, *, is_causal: bool, backend: str) -> Selection:
+    """As `Backend.choose_blocks`."""
+    query, means = query.detach(), means.detach()
+    choose = _choose_blocks if _is_plain(query, means) else CHOOSE_BLOCKS
+    return Selection(*choose(query, means, config.text, is_causal, backend))
 
 
 _config = functools.lru_cache(maxsize=256)(MuSeConfig.parse)
@@ -130,6 +139,19 @@ def _shapes_of_cluster(
         key.new_empty(key.shape[:3], dtype=torch.int32),
         query.new_empty(0) if spread is None else key.new_empty(*key.shape[:2], *spread, dtype=dtype),
     )
+
+
+def _choose_blocks(query: Tensor, means: Tensor, config: str, is_causal: bool, backend: str) -> tuple[Tensor, Tensor]:
+    with _no_autocast(query):
+        chosen = backend_named(backend).choose_blocks(query, means, _config(config), is_causal=is_causal)
+    return chosen.opened, chosen.retrieved
+
+
+def _shapes_of_choice(
+    query: Tensor, means: Tensor, config: str, is_causal: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    shape = (*query.shape[:3], min(_config(config).retrieved_clusters, means.shape[2]))
+    return query.new_empty(shape, dtype=torch.int32), query.new_empty(*shape, 1, dtype=torch.int32)
 
 
 def _forward(
@@ -349,9 +371,11 @@ def _register_autocast(operator: Any, inputs: int, key: torch._C.DispatchKey) ->
 
 
 CLUSTER = _register("cluster", _cluster, _shapes_of_cluster)
+CHOOSE_BLOCKS = _register("choose_blocks", _choose_blocks, _shapes_of_choice)
 FORWARD = _register("forward", _forward, _shapes_of_forward)
 BACKWARD = _register("backward", _backward, _shapes_of_backward)
 _register_autograd(CLUSTER, None)
+_register_autograd(CHOOSE_BLOCKS, None)
 _register_autograd(FORWARD, _Attention)
 _register_autograd(BACKWARD, _OnceOnly)
 for _key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):

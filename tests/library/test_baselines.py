@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from muse_attention import exact_attention, get_attention, moba_attention
+from tests.block_choice import SIZES, assert_best_blocks, choose
 from tests.closeness import assert_equal_to_rounding
 from tests.shapes import SHAPES, Shape
 
@@ -59,6 +60,13 @@ def test_moba(local: int, block: int, count: int, is_causal: bool) -> None:
             for begin in sorted(scores, key=lambda at: -scores[at])[:count]:
                 visible[0, head, n, begin : begin + block] = True
     _check_masked(out, lse, inputs, visible, is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_best_blocks_are_chosen_in_bfloat16(sizes: tuple[int, int, int], is_causal: bool) -> None:
+    query, key, _ = Shape("", "", length=150, heads=4).tensors(torch.bfloat16, requires_grad=False)
+    assert_best_blocks(choose(query, key, sizes, "torch", is_causal=is_causal), query, key, sizes, is_causal=is_causal)
 
 
 def _check_masked(out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...], visible: Tensor, is_causal: bool) -> None:

@@ -19,6 +19,7 @@ from muse_attention.fidelity import compare
 from muse_lab.pretraining.model.sliding_window import sliding_window_attention
 from muse_lab.synthetic import clustered_qkv
 from tests.against_torch import assert_at_most_twice_the_error_of_torch
+from tests.block_choice import SIZES, assert_best_blocks, choose
 from tests.chunks import Split
 from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
 from tests.layouts import LAYOUTS, against_copies
@@ -506,6 +507,18 @@ def test_baselines_agree_with_the_cpu(name: str, dtype: torch.dtype) -> None:
     for cpu, gpu in zip(*results, strict=True):
         tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # outputs of order 1
         torch.testing.assert_close(gpu.cpu(), cpu, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, (128, 16, 16)], ids=str)
+def test_best_blocks_are_chosen(sizes: tuple[int, int, int], dtype: torch.dtype, is_causal: bool) -> None:
+    for length, head_dim in ((150, 16), (3000, 64), (1000, 80), (1000, 128), (1000, 256)):
+        shape = Shape("", "", length=length, batch=2, heads=4, head_dim=head_dim)
+        query, key = (tensor.detach().cuda() for tensor in shape.tensors(dtype)[:2])
+        _poison_memory()
+        found = choose(query, key, sizes, "triton", is_causal=is_causal)
+        assert_best_blocks(found, query, key, sizes, is_causal=is_causal)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 256), (64, 320), (256, 64), (320, 16)])

@@ -39,6 +39,7 @@ def test_opcheck(config: str, backend: str, request: pytest.FixtureRequest) -> N
     settings = (config, True, 0.25, 0, backend)
     plain = [tensor.detach() for tensor in (query, key, value)]
     torch.library.opcheck(ops.CLUSTER, (*plain[:2], config, True, 0.25, backend))
+    torch.library.opcheck(ops.CHOOSE_BLOCKS, (plain[0], plain[1][:, :, :5], "Q1K2R9B16,monopole=false", True, backend))
     clusters = ops.cluster(query, key, MuSeConfig.parse(config), is_causal=True, scale=0.25, backend=backend)
     parts = (clusters.query_centroids, clusters.query_assignment, clusters.key_assignment, clusters.key_spread)
     torch.library.opcheck(ops.FORWARD, (query, key, value, *parts, None, None, *settings))

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention
+from muse_attention import MuSeConfig, find_clusters, get_attention, muse_attention, ops
 from muse_attention.backends.triton.integer_tables import size_of_tables
 from muse_attention.backends.triton.plan import Plan
+from muse_attention.baselines.moba import _block_means
 from tests.against_torch import assert_at_most_twice_the_error_of_torch
+from tests.block_choice import SIZES, assert_best_blocks, choose
 from tests.closeness import assert_equal_to_rounding
 from tests.conformance import OperatorConformance, assert_out_of_range_is_clamped
 from tests.shapes import Shape
@@ -185,6 +187,38 @@ def test_moba_goes_through_the_retrieval_kernels() -> None:
         out = get_attention("moba:L32B8R2")(*inputs, is_causal=True, enable_gqa=True, backend=backend)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_best_blocks_are_chosen(sizes: tuple[int, int, int], is_causal: bool) -> None:
+    query, key, _ = Shape("", "", 150, heads=2, key_heads=1, head_dim=24).tensors(torch.float32, requires_grad=False)
+    assert_best_blocks(choose(query, key, sizes, "triton", is_causal=is_causal), query, key, sizes, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_best_blocks_are_chosen_in_every_precision(dtype: torch.dtype) -> None:
+    """And are those of the `torch` backend: products of half precision are exact in float32. Those of bfloat16 are
+    multiplied as float32, as the interpreter does not multiply them rightly."""
+    shape = Shape("", "", 110, batch=2, heads=2, key_heads=1)
+    query, key, _ = shape.tensors(dtype, requires_grad=False)
+    means = _block_means(key, 8)
+    assert means.dtype == dtype
+    multiplied = torch.float32 if dtype == torch.bfloat16 else dtype
+    config = MuSeConfig.parse("Q1K4R3B32,monopole=false")
+    found = ops.choose_blocks(query.to(multiplied), means.to(multiplied), config, is_causal=True, backend="triton")
+    assert_best_blocks(found, query, key, (32, 8, 3), is_causal=True)
+    expected = ops.choose_blocks(query, means, config, is_causal=True, backend="torch")
+    for ours, theirs in zip(vars(found).values(), vars(expected).values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_of_equal_blocks_the_first_are_chosen_and_before_them_what_is_not_finite() -> None:
+    query, key = torch.ones(1, 1, 40, 16), torch.ones(1, 1, 40, 16)
+    key[:, :, 9] = torch.nan
+    found = choose(query, key, (8, 4, 3), "triton", is_causal=True)
+    chosen = (2 * found.retrieved[..., 0] + found.opened)[0, 0, ::8]
+    assert chosen.tolist() == [[-3] * 3, [0, 1, -3], [2, 0, 1], [2, 0, 1], [2, 0, 1]]
 
 
 FEW_BLOCKS = [

@@ -29,6 +29,14 @@ class Backend(Protocol):
     ) -> Clusters:
         """Cluster the scaled queries and the keys of each head."""
 
+    def choose_blocks(self, query: Tensor, means: Tensor, config: MuSeConfig, *, is_causal: bool) -> Selection:
+        """The `retrieved_clusters` blocks outside each query's own (and before it if `is_causal`) whose mean has the
+        largest logit, best first; fewer if there are no more `means`.
+
+        `means`: (batch, key heads, blocks, D). An own block of `block_size` is `key_clusters` of these blocks. It is
+        what `retrieved` names, and `opened` the block inside it. A logit that is no number counts as the largest.
+        """
+
     def forward(self, call: Call, chosen: Selection | None) -> Attended:
         """Attend. A `chosen` selection is used as it is."""
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from muse_attention import ops
 from muse_attention.backends.choice import resolve_backend
@@ -20,10 +19,6 @@ from muse_attention.core.arguments import check_arguments
 from muse_attention.core.call import Call
 from muse_attention.core.precision import compute_dtype
 from muse_attention.core.sides import single_cluster
-from muse_attention.core.structures import Selection
-
-_QUERY_CHUNK = 4096
-"""Queries scored at a time."""
 
 
 def moba_attention(
@@ -45,7 +40,8 @@ def moba_attention(
     """Attention to the own block of `local_block_size`, and to `retrieved_blocks` blocks of `retrieval_block_size`.
 
     Candidates are the retrieval blocks outside the query's own block, and before it if `is_causal`. Those are retrieved
-    whose mean key has the largest logit.
+    whose mean key has the largest logit. As in MoBA's own code, means are rounded to the precision of the keys, and
+    logits are summed in float32: where two means round to the same, which one is retrieved is left open.
     """
     query, factor = check_arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     for name, size in (
@@ -68,41 +64,23 @@ def moba_attention(
         block_size=local_block_size,
         monopole=False,
     )
-    query, key, value = ops.cast_for_autocast(query, key, value)
-    with torch.autocast(query.device.type, enabled=False):
-        chosen = _choose_blocks(query.detach(), key.detach(), config, is_causal=is_causal)
-    selection = Selection(
-        opened=torch.where(chosen < 0, -1, chosen % blocks_per_local).int(),
-        retrieved=torch.where(chosen < 0, -1, chosen // blocks_per_local).int()[..., None],
-    )
+    query, key, value = ops.as_contiguous(*ops.cast_for_autocast(query, key, value))
+    backend = resolve_backend(backend, query, value, config)
+    means = _block_means(key.detach(), retrieval_block_size)
+    selection = ops.choose_blocks(query, means, config, is_causal=is_causal, backend=backend)
     position = torch.arange(key.shape[2], device=key.device)
     place = (position % local_block_size // retrieval_block_size).int()
     clusters = replace(single_cluster(query, key), key_assignment=place.expand(key.shape[:3]))
     call = Call(query, key, value, clusters, config, is_causal, factor)
-    merged, _ = ops.attend(call, resolve_backend(backend, query, value, config), selection)
+    merged, _ = ops.attend(call, backend, selection)
     return (merged.out, merged.lse) if return_lse else merged.out
 
 
-def _choose_blocks(query: Tensor, key: Tensor, config: MuSeConfig, *, is_causal: bool) -> Tensor:
-    """(batch, heads, N, retrieved blocks): numbers of those each query retrieves; -1 where there are fewer."""
-    length, local_size = key.shape[2], config.block_size
-    block_size = local_size // config.key_clusters
-    blocks = -(-length // block_size)
-    padded = pad(key.to(compute_dtype(key.dtype)), (0, 0, 0, blocks * block_size - length)).unflatten(
-        2, (blocks, block_size)
-    )
-    number = torch.arange(blocks, device=key.device)
-    sizes = (length - number * block_size).clamp(max=block_size)
-    means = padded.sum(3) / sizes[:, None]
-    means = means.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    count = min(config.retrieved_clusters, blocks)
-    local_of_block = number // config.key_clusters
-    chosen = []
-    for begin in range(0, length, _QUERY_CHUNK):
-        queries = query[:, :, begin : begin + _QUERY_CHUNK].to(means.dtype)
-        own = torch.arange(begin, begin + queries.shape[2], device=key.device)[:, None] // local_size
-        candidate = local_of_block < own if is_causal else local_of_block != own
-        scores = (queries @ means.mT).masked_fill(~candidate, -torch.inf)
-        top = scores.topk(count, dim=-1)
-        chosen.append(torch.where(top.values == -torch.inf, -1, top.indices))
-    return torch.cat(chosen, dim=2)
+def _block_means(key: Tensor, block_size: int) -> Tensor:
+    """(batch, key heads, blocks, D): the mean key of each block, of which the last may be shorter."""
+    blocks, rest = divmod(key.shape[2], block_size)
+    wide = compute_dtype(key.dtype)
+    means = key[:, :, : blocks * block_size].unflatten(2, (blocks, block_size)).mean(3, dtype=wide)
+    if rest:
+        means = torch.cat([means, key[:, :, -rest:].mean(2, keepdim=True, dtype=wide)], 2)
+    return means.to(key.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from muse_attention.backends.protocol import Backend
 from muse_attention.backends.torch import blockwise, far_field
+from muse_attention.backends.torch.block_choice import choose_blocks
 from muse_attention.backends.torch.find_clusters import find_clusters
 from muse_attention.backends.torch.large_logits import is_large, is_too_coarse, lse_dtype
 from muse_attention.config import MuSeConfig
@@ -25,6 +26,9 @@ class TorchBackend(Backend):
         if config.tolerance is None:
             return find_clusters(query, key, config, scale=scale)
         return blockwise.find_clusters(query, key, config, is_causal=is_causal, scale=scale)
+
+    def choose_blocks(self, query: Tensor, means: Tensor, config: MuSeConfig, *, is_causal: bool) -> Selection:
+        return choose_blocks(query, means, config, is_causal=is_causal)
 
     def forward(self, call: Call, chosen: Selection | None) -> Attended:
         attended = _forward(call, chosen)

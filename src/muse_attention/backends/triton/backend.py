@@ -9,6 +9,7 @@ from torch import Tensor
 
 from muse_attention.backends.protocol import Backend
 from muse_attention.backends.triton import far_field
+from muse_attention.backends.triton.block_choice import choose_blocks
 from muse_attention.backends.triton.blockwise import backend as blockwise
 from muse_attention.backends.triton.clustering import find_clusters, shuffled_positions
 from muse_attention.backends.triton.integer_tables import size_of_tables
@@ -35,6 +36,9 @@ class TritonBackend(Backend):
         how = tuple((side.factor, side.clusters, side.cap) for side in sides)
         vectors = [aligned(side.vectors) for side in sides]
         return join_sides(query, *schedule.run(find_clusters, (order, *vectors), (how, config)))
+
+    def choose_blocks(self, query: Tensor, means: Tensor, config: MuSeConfig, *, is_causal: bool) -> Selection:
+        return Selection(*schedule.run(choose_blocks, (aligned(query), aligned(means)), (config, is_causal)))
 
     def forward(self, call: Call, chosen: Selection | None) -> Attended:
         own = local.attend(call)
