@@ -13,10 +13,11 @@ from muse_attention.sizes import parse_size
 from muse_lab.cli.app import app, user_errors
 from muse_lab.cli.language_model import Length, Model, Text, open_subject
 from muse_lab.cli.measuring import Measurement, ModelRun, Samples, show
-from muse_lab.cli.options import Words, attentions, listed, with_option_groups
+from muse_lab.cli.options import Words, attentions, listed, option, with_option_groups
 from muse_lab.evaluation.fidelity.presets import PRESETS, find_presets
 from muse_lab.evaluation.loss.curves import SHORTEST, fit_exact
-from muse_lab.evaluation.loss.loss_report import loss_report, summary_table
+from muse_lab.evaluation.loss.endings import ending_position, measure_endings
+from muse_lab.evaluation.loss.loss_report import endings_in_words, loss_report, summary_table
 from muse_lab.evaluation.loss.positions import LossResults, figure_attentions, measure
 from muse_lab.models import DEFAULT_MODEL
 
@@ -47,6 +48,13 @@ def loss(
     preset: Annotated[
         Words, listed(f"The attentions of a preset of muse fidelity: {', '.join(PRESETS)}.", "none")
     ] = None,
+    other_ending: Annotated[
+        float | None,
+        option(
+            "Also measure how the loss before this share of each sample changes when the rest is that of the next one.",
+            "not measured",
+        ),
+    ] = None,
     run: ModelRun = _RUN,
 ) -> None:
     """Measure a language model's loss at every position of long texts, under one attention after another.
@@ -58,6 +66,7 @@ def loss(
         tokens_each = parse_size(length)
         if tokens_each < SHORTEST:
             raise ValueError(f"--length {tokens_each} is too short for a curve; choose at least {SHORTEST}")
+        position = None if other_ending is None else ending_position(other_ending, tokens_each, samples)
         attentions = _attentions(attention or [], preset or [], tokens_each)
         name = run.name_for(model)
         measurement = Measurement(context, LossResults, run, name, settled={"attention": attentions, "preset": None})
@@ -68,6 +77,10 @@ def loss(
         results = measurement.start(subject.settings)
         with measurement.progress(results, len(results.missing(attentions))) as on_step:
             measure(subject.model, subject.tokens, attentions, results, measurement.path, on_step=on_step)
+        if position is not None:
+            with measurement.progress(results, len(results.missing(attentions, position))) as on_step:
+                of_what = (subject.model, subject.tokens, attentions, position)
+                measure_endings(*of_what, results, measurement.path, on_step=on_step)
         report = loss_report(results, measurement.path.stem)
         table = summary_table(results)
         show(
@@ -77,6 +90,8 @@ def loss(
             f"In nats; irreducible loss: {fit_exact(results).irreducible:.2f}. "
             "MuSe's clustering sees the whole sequence, and its loss is measured with that.",
         )
+        for sentence in endings_in_words(results):
+            typer.echo(sentence)
         measurement.write(report)
 
 

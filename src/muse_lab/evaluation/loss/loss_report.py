@@ -12,7 +12,9 @@ from muse_lab.evaluation.loss.curves import (
     ratio_per_doubling,
     reducible_curve,
 )
+from muse_lab.evaluation.loss.endings import changes, replaced
 from muse_lab.evaluation.loss.positions import LossResults
+from muse_lab.evaluation.means import Mean
 from muse_lab.records.attention_names import EXACT, in_words, short_names
 from muse_lab.report.markup import csv_text
 from muse_lab.report.plots import BLACK, SIZES, Axis, Line, line_figure
@@ -39,6 +41,21 @@ _PAPER = Note(
 )
 _BINS = Note("Not cumulative: the loss of exact attention between two positions, and what the others add to it.")
 
+_ENDINGS = Note(
+    "Each sample was read a second time with the text after a position replaced by that of the next sample. Losses are "
+    "of the tokens before that position, which are the same in both. A rise that the error explains is no use of the "
+    "future: clusters of another text may be worse. What is left is an estimate, in nats, of what the model gains from "
+    "the future. A model trained with exact attention has not learned to use it: its estimate says what is noise."
+)
+_RISE = "Loss with another ending less loss, ± the standard error over samples. 0 without decimals is exactly 0."
+_UNEXPLAINED = (
+    "The rise less what the change of the error explains, if the gap to exact attention is in proportion to the error: "
+    "the gap times the relative change of the error, for each sample."
+)
+_ERROR = (
+    "Relative squared error of the attention's outputs, averaged over layers and heads, on what exact attention sees."
+)
+
 
 def loss_report(results: LossResults, file_name: str) -> Report:
     if EXACT not in results.whole:
@@ -48,6 +65,7 @@ def loss_report(results: LossResults, file_name: str) -> Report:
         f"Loss against position: {file_name}",
         verdict=[
             *_verdict(results),
+            *endings_in_words(results),
             f"{settings.model}: {count(settings.samples, 'sample')} of {format_size(settings.length)} tokens of "
             f"{settings.text}, in {settings.dtype} on {settings.device}.",
         ],
@@ -65,6 +83,9 @@ def loss_report(results: LossResults, file_name: str) -> Report:
             Section.optional("Clusters doubled", doubling_table(results)),
             Section.of("The paper", paper_table(results), _PAPER),
             Section.of("Loss by position", bins_table(results), _BINS),
+            Section.optional(
+                "Another ending", *(endings_table(results, *one) for one in replaced(results).items()), _ENDINGS
+            ),
         ],
         names=names_table(results.whole),
         provenance=provenance_of(
@@ -108,6 +129,48 @@ def bins_table(results: LossResults) -> Table:
         gaps = (f"{column[place].loss - exact.loss:+.4f}" for column in columns)
         rows.append((span(exact.first, exact.last), f"{exact.loss:.4f}", *gaps))
     return Table((number("positions"), number(EXACT), *(number(names[name], in_words(name)) for name in others)), rows)
+
+
+def endings_in_words(results: LossResults) -> list[str]:
+    """Of every position after which the text was replaced: where the loss before it changes most, and where not."""
+    names, sentences = short_names(results.whole), []
+    for position, attentions in replaced(results).items():
+        whole = {name: changes(results, name, position)[0] for name in attentions}
+        most = max(whole, key=lambda name: abs(whole[name].rise.mean))
+        still = [names[name] for name, change in whole.items() if change.loss == change.other_loss]
+        parts = [f"is the same under {', '.join(still)}"] if still else []
+        change, rest = whole[most], ""
+        if change.rise.mean:
+            parts.append(f"changes by {_exactly(change.rise)} nats under {names[most]}")
+            rest = (
+                f" The error of that attention goes from {change.error:.4f} to {change.other_error:.4f}, which leaves "
+                f"{_exactly(change.unexplained)} nats unexplained."
+            )
+        sentences.append(
+            f"With another text after position {position:,}, the loss before it {' and '.join(parts)}.{rest}"
+        )
+    return sentences
+
+
+def endings_table(results: LossResults, position: int, attentions: list[str]) -> Table:
+    """Of each attention, first as a whole, and then by position."""
+    names = short_names(attentions)
+    rows = [
+        (
+            *(names[name], span(*change.positions), f"{change.loss:.4f}", f"{change.other_loss:.4f}"),
+            *(_exactly(change.rise), _exactly(change.unexplained)),
+            *(f"{change.error:.4f}", f"{change.other_error:.4f}"),
+        )
+        for name in attentions
+        for change in changes(results, name, position)
+    ]
+    columns = ("attention", "positions", "loss", "loss, other ending", number("rise", _RISE))
+    others = (number("rise, unexplained", _UNEXPLAINED), number("error", _ERROR), "error, other ending")
+    return Table((*columns, *others), rows, f"Another text after position {position:,}")
+
+
+def _exactly(difference: Mean) -> str:
+    return "0" if difference.mean == 0 == difference.standard_error else difference.signed()
 
 
 def span(first: int, last: int) -> str:

@@ -29,6 +29,22 @@ _POSITIONS_AT_ONCE = 512
 _TOKENS_CHECKED = 16
 
 
+@dataclass(frozen=True)
+class Ending:
+    """One sample under one attention, before a position after which its text was replaced.
+
+    Each is a list of means between powers of two of the position, as of `curves.bins_of`.
+    """
+
+    losses: list[float]
+    """in nats, before the text was replaced"""
+    other_losses: list[float]
+    """of the same tokens, with another text after them"""
+    errors: list[float]
+    """relative squared errors of the attention, before the text was replaced"""
+    other_errors: list[float]
+
+
 @dataclass
 class Losses:
     """Of one attention, in nats, over the samples so far."""
@@ -37,6 +53,8 @@ class Losses:
     """of each sample, over positions"""
     sums: list[float] = field(default_factory=list)
     """of the token that follows each position, summed over samples"""
+    endings: dict[int, list[Ending]] = field(default_factory=dict, metadata=entries("position", value="samples"))
+    """of each sample, by the position after which the text was replaced"""
 
     def add(self, losses: Tensor) -> None:
         """Another sample, (length - 1), float64."""
@@ -68,15 +86,25 @@ class LossResults(StoredResults):
         for losses in self.losses.values():
             if len(losses.sums) != self.settings.length - 1 or not 1 <= len(losses.means) <= self.settings.samples:
                 raise ValueError("the numbers are not those of the settings")
+            for position, endings in losses.endings.items():
+                bins = {len(means) for ending in endings for means in vars(ending).values()}
+                if bins != {max(1, (position - 2).bit_length())} or len(endings) > self.settings.samples:
+                    raise ValueError("the numbers of another ending are not those of the settings")
 
     @property
     def whole(self) -> list[str]:
         """The attentions that have seen every sample."""
         return [name for name, losses in self.losses.items() if len(losses.means) == self.settings.samples]
 
-    def missing(self, attentions: Sequence[str]) -> list[tuple[int, str]]:
-        """What is still to do: all attentions on one sample before the next, for any part to be a fair comparison."""
-        done = {name: len(losses.means) for name, losses in self.losses.items()}
+    def missing(self, attentions: Sequence[str], position: int | None = None) -> list[tuple[int, str]]:
+        """What is still to do: all attentions on one sample before the next, for any part to be a fair comparison.
+
+        With a position, what is missing of `Losses.endings` there.
+        """
+        done = {
+            name: len(losses.means if position is None else losses.endings.get(position, []))
+            for name, losses in self.losses.items()
+        }
         samples = range(self.settings.samples)
         return [(sample, name) for sample in samples for name in attentions if done.get(name, 0) <= sample]
 
