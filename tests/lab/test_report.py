@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from muse_lab.cli import report as report_command
 from tests.command_line import assert_refused, run_muse
 from tests.lab.test_tasks import PARTS, Scripted, run_parts
 
@@ -141,15 +142,21 @@ def test_files_of_others_are_not_replaced(good: Path) -> None:
         assert (good.parent / name).read_text() == "# Notes of mine\n"
 
 
-def test_only_what_may_hold_results_is_looked_into(good: Path) -> None:
+def test_only_what_may_hold_results_is_looked_into(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, outside = good.parent / "folder", good.parent / "outside"
-    for place in (outside, folder / "in" / "here", folder / ".hidden"):
+    for place in (outside, folder / "in" / "here", folder / ".hidden", folder / "env" / "bin", folder / "node_modules"):
         place.mkdir(parents=True)
         shutil.copy(good, place)
+    (folder / "env" / "pyvenv.cfg").touch()
     (folder / "linked").symlink_to(outside)
     code, _, lines = report(folder)
     assert (code, lines) == (0, [])
     assert sorted(folder.rglob("*.html")) == [folder / "in" / "here" / "good.html", folder / "index.html"]
+    monkeypatch.setattr(report_command, "_MOST_FILES", 4)
+    before = set(folder.rglob("*"))
+    refused = f"muse: {folder} holds more than 4 files; give the folder of the results alone"
+    assert_refused(run_muse("report", folder), refused)
+    assert set(folder.rglob("*")) == before
 
 
 def test_without_an_argument_it_says_what_to_give(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:

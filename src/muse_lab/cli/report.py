@@ -67,6 +67,10 @@ _KINDS = (
     _Kind("Packed documents", "packed", DocumentsResults.read, documents_report),
 )
 
+_MOST_FILES = 10_000
+"""In a folder of results, with all in it: more are a home folder, or a disk."""
+_ENVIRONMENT = "pyvenv.cfg"
+"""In the folder of a virtual environment."""
 _COMMANDS = "muse bench, fidelity, loss, compare, eval or tune"
 
 
@@ -199,9 +203,11 @@ def _link(page: Path, folder: Path, headline: str) -> Link:
 
 
 def _find_json(folder: Path) -> list[Path]:
-    """The JSON files of a folder, in the order of their names: not those in hidden folders, nor behind links.
+    """The JSON files of a folder, in the order of their names.
 
-    Raises ValueError for a folder that cannot be read.
+    Those in hidden folders, in virtual environments and behind links are left out.
+
+    Raises ValueError for a folder that holds too much, or that cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -210,7 +216,14 @@ def _find_json(folder: Path) -> list[Path]:
         )
 
     found: list[Path] = []
+    seen = 0
     for inner, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        if _ENVIRONMENT in names:
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "node_modules"]
+        seen += len(names)
+        if seen > _MOST_FILES:
+            raise ValueError(f"{folder} holds more than {_MOST_FILES:,} files; give the folder of the results alone")
         found += [Path(inner, name) for name in names if name.endswith(".json")]
     return sorted(found)
