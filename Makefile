@@ -39,8 +39,8 @@ test-oldest: $(READY_OLDEST)  ## one case of each quick test, with the oldest to
 	$(OLDEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -q --quick -W 'ignore:Conversion of an array:DeprecationWarning'
 
-test-evaluation: $(READY_EVALUATION)  ## the tests of standard tasks and of Parquet files, which need lm-eval: 620 MB
-	$(BIN)/python -m pytest -q tests/lab/test_harness.py tests/lab/test_paper_data.py tests/lab/test_options.py tests/lab/test_tasks.py
+test-evaluation: $(READY_EVALUATION)  ## the tests of examples/standard_tasks.py and of Parquet files, which need lm-eval: 620 MB
+	$(BIN)/python -m pytest -q tests/lab/test_standard_tasks.py tests/lab/test_paper_data.py
 
 test-integrations: $(READY_TRAINERS)  ## the tests of MuSe in torchtitan, OLMo-core, Megatron-core, the Trainer of transformers, Accelerate and TRL, which `make test` skips without them
 	$(TRAINERS)/bin/python -m pytest -q tests/library/test_torchtitan.py tests/library/test_olmo_core.py tests/library/test_megatron.py tests/library/test_trainer_example.py tests/library/test_accelerate.py tests/library/test_sft_example.py

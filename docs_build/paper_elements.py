@@ -12,6 +12,7 @@ LAB = "src/muse_lab"
 REFERENCE = f"{SRC}/backends/reference/paper.py"
 TRAINED = "out/muse/model"
 """A model that the commands are written for: any folder of a causal language model will do."""
+STANDARD_TASKS = "examples/standard_tasks.py"
 
 
 @dataclass(frozen=True)
@@ -386,8 +387,8 @@ TABLES = (
     Element(
         "Table 10",
         "LongBench code completion",
-        (f"{LAB}/evaluation/tasks/benchmarks.py", f"{LAB}/evaluation/tasks/edit_similarity.py"),
-        ("muse eval tasks out/muse/model --task repobench-p,lcc --data data/",),
+        (STANDARD_TASKS,),
+        (f"python {STANDARD_TASKS} {TRAINED} --tasks longbench_repobench-p,longbench_lcc",),
         (),
         "No record: the data set is a download that was not at hand.",
     ),
@@ -506,18 +507,18 @@ TABLES = (
     Element(
         "Table 30",
         "ARC-Easy and SciQ",
-        (f"{LAB}/evaluation/tasks/benchmarks.py",),
-        ("muse eval tasks out/muse/model --task arc_easy,sciq --data data/",),
+        (STANDARD_TASKS,),
+        (f"python {STANDARD_TASKS} {TRAINED} --tasks arc_easy,sciq",),
         (),
         "No record: the data sets are downloads that were not at hand.",
     ),
     Element(
         "Table 31",
         "RULER",
-        (f"{LAB}/evaluation/tasks/harness.py",),
-        ("muse eval tasks out/muse/model --task ruler --length 64k --samples 500",),
-        ("benchmarks/pretrained/smollm2-tasks.md",),
-        "SmolLM2, five samples of each of three tasks at 2k: those whose data need no download.",
+        (STANDARD_TASKS,),
+        (f"python {STANDARD_TASKS} {TRAINED} --tasks 'niah_*' --metadata '{{\"max_seq_lengths\": [65536]}}'",),
+        (),
+        "No record: most of its tasks hide needles in essays, a download that was not at hand.",
         "MuSe can read the prompt too (`--attention`); decoding is always exact. The paper tests with exact "
         "attention alone.",
     ),

@@ -41,10 +41,10 @@ def write_model_folder(folder: Path) -> None:
     write_tokenizer(folder)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """One of letters."""
+def write_tokenizer(folder: Path, **special: str) -> None:
+    """One of letters; `special` says which are `eos_token` and so on."""
     letters = Tokenizer(models.BPE({chr(32 + index): index for index in range(VOCABULARY)}, []))
-    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=letters, **special).save_pretrained(folder)
 
 
 class AttentionInputs(NamedTuple):

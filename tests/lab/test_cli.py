@@ -31,7 +31,7 @@ def _with_output() -> list[tuple[str, ...]]:
     """Every command that has an option for its folder, with what else it needs."""
     needed = {"compare": ("run",), "train": ("corpus",)}
     measuring = [(name,) for name in ("bench", "fidelity", "loss", "tune", "prepare", "demo", "compare", "train")]
-    return [(*words, *needed.get(words[0], ())) for words in [*measuring, ("eval", "needles"), ("eval", "tasks")]]
+    return [(*words, *needed.get(words[0], ())) for words in [*measuring, ("eval", "needles")]]
 
 
 def test_without_a_command_the_help_is_shown() -> None:
@@ -292,7 +292,7 @@ def test_an_empty_path_is_not_the_current_folder(
 
 
 def test_a_path_that_is_too_long_is_refused() -> None:
-    assert_refused(run_muse("eval", "tasks", "--data", "9" * 5000), "File name too long")
+    assert_refused(run_muse("fidelity", "9" * 5000), "File name too long")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
@@ -323,14 +323,14 @@ def test_without_the_extra_one_line_says_what_to_install(
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_commands_start_without_what_only_models_need(is_installed: bool) -> None:
     """Not only where it is missing: importing it takes longer than most of what `muse info` does."""
-    heavy = ("transformers", "tokenizers", "huggingface_hub", "lm_eval", "torch._dynamo")
+    heavy = ("transformers", "tokenizers", "huggingface_hub", "torch._dynamo")
     code = f"""
 import sys, torch
 before = set(sys.modules)
 if not {is_installed}:
     sys.modules.update(dict.fromkeys({heavy[:-1]}))
 from muse_lab.cli.commands import app
-for words in (["--help"], ["prepare", "--help"], ["eval", "tasks", "--help"], ["info"]):
+for words in (["--help"], ["prepare", "--help"], ["eval", "needles", "--help"], ["info"]):
     app(words, standalone_mode=False)
 found = [name for name in {heavy} if name not in before and sys.modules.get(name) is not None]
 sys.exit(f"imported {{found}}" if found else 0)

@@ -74,7 +74,7 @@ def test_a_command_is_spelled_with_what_was_settled_and_without_folders_in_recor
     assert "/home" not in found["recorded"]
 
 
-MODEL_COMMANDS = (("fidelity",), ("loss",), ("tune",), ("eval", "needles"), ("eval", "tasks"))
+MODEL_COMMANDS = (("fidelity",), ("loss",), ("tune",), ("eval", "needles"))
 
 
 @pytest.mark.parametrize("command", MODEL_COMMANDS, ids=" ".join)
@@ -89,8 +89,6 @@ def test_a_model_of_the_hub_is_downloaded_on_request_alone(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     arguments = [*command, "org/llama-9", "--device", "cpu", "--output", str(tmp_path)]
-    if command == ("eval", "tasks"):
-        pytest.importorskip("lm_eval")
     code, out, err = run_muse(*arguments)
     assert (code, out, asked) == (2, "", [])
     assert "add --download" in err.splitlines()[-1]

@@ -13,7 +13,7 @@ import pytest
 
 from muse_lab.cli import report as report_command
 from tests.command_line import assert_refused, run_muse
-from tests.lab.test_tasks import PARTS, Scripted, run_parts
+from tests.lab.test_gradient_command import hand_made
 
 
 def report(*paths: Path) -> tuple[int, str, list[str]]:
@@ -25,7 +25,7 @@ def report(*paths: Path) -> tuple[int, str, list[str]]:
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     path = tmp_path / "good.json"
-    run_parts(path, Scripted(), parts=PARTS[:1])
+    hand_made().write(path)
     return path
 
 
@@ -43,9 +43,9 @@ def spoilt(good: Path, spoil: Callable[[Any], Any]) -> str:
         lambda good: spoilt(good, lambda document: document.update(commands=[None])),
         lambda good: spoilt(good, lambda document: document.update(machine={})),
         lambda good: spoilt(good, lambda document: document["machine"].update(os=3)),
-        lambda good: spoilt(good, lambda document: document["settings"].update(limit="all")),
-        lambda good: spoilt(good, lambda document: first_answer(document).update(tokens=10**400)),
-        lambda good: spoilt(good, lambda document: first_answer(document).update(scores={"acc": [1]})),
+        lambda good: spoilt(good, lambda document: document["settings"].update(seed="0")),
+        lambda good: spoilt(good, lambda document: document["gradients"][0].update(number=10**400)),
+        lambda good: spoilt(good, lambda document: document["gradients"][0].update(all_weights=[1])),
     ],
 )
 def test_results_of_other_types_are_left_out_by_one_line(spoil: Callable[[Path], str], good: Path) -> None:
@@ -58,19 +58,18 @@ def test_results_of_other_types_are_left_out_by_one_line(spoil: Callable[[Path],
     assert not bad.with_suffix(".html").exists()
 
 
-def first_answer(document: Any) -> Any:
-    return document["tasks"][0]["attentions"][0]["answers"][0]
-
-
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (lambda good: good.read_text()[:-100], "it is not whole"),
         (
             lambda good: spoilt(good, lambda document: document["settings"].pop("model")),
-            "{bad} does not hold the results of muse eval tasks",
+            "{bad} does not hold the results of muse eval needles --gradients",
         ),
-        (lambda good: spoilt(good, lambda document: document["tasks"].clear()), "no sample has been answered yet"),
+        (
+            lambda good: spoilt(good, lambda document: document["gradients"].clear()),
+            "no sample has been differentiated yet",
+        ),
     ],
 )
 def test_results_that_cannot_be_reported_are_named(good: Path, spoil: Callable[[Path], str], reason: str) -> None:

@@ -24,7 +24,6 @@ from muse_lab.evaluation.lookups.lookup_report import lookup_report
 from muse_lab.evaluation.loss.loss_report import loss_report
 from muse_lab.evaluation.needles.models_report import needle_comparison
 from muse_lab.evaluation.needles.needle_report import needle_report
-from muse_lab.evaluation.tasks.tasks_report import tasks_report
 from muse_lab.records.attention_names import short_names
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.files import write_report
@@ -41,39 +40,34 @@ from tests.lab import (
     test_lookup_command,
     test_loss,
     test_needle_reports,
-    test_tasks,
     test_tune,
 )
 
 LONG = "muse:Q128K128R8SP1B8k,differentiable_aggregation=false,clustering=lloyd,query_cap_factor=4.0"
 
 
-def of_fidelity(folder: Path) -> Report:
+def of_fidelity() -> Report:
     requests = [request for preset in find_presets(["all"], 8192) for request in preset.requests]
     errors = {request.attention: 1 / place for place, request in enumerate(requests, 2) if request.length == 8192}
     return fidelity_report(test_fidelity_command.results_of(errors), "fidelity")
 
 
-def of_loss(folder: Path) -> Report:
+def of_loss() -> Report:
     results = test_loss.made_up(**{LONG: 0.01, "muse:Q16K16R1SP1B64": 0.4, "muse:Q32K32R2SP1B64": 0.2})
     return loss_report(dataclasses.replace(results, machine=describe_machine()), "loss")
 
 
-def of_comparison(folder: Path) -> Report:
+def of_comparison() -> Report:
     sizes = {f"exact-{size}": ("exact", 10**size, 150.0, test_compare.law(10**size)) for size in (7, 8, 9)}
     results = test_compare.made_up(**sizes, muse=("muse:QK8R2B128", 10**8, 300.0, [2.0, 4.0]))
     return comparison_report(dataclasses.replace(results, commands=["muse compare a b"]))
 
 
-def of_needle_comparison(folder: Path) -> Report:
+def of_needle_comparison() -> Report:
     return needle_comparison({name: test_needle_reports.other_model(right=2) for name in ("one", "a longer name")})
 
 
-def of_tasks(folder: Path) -> Report:
-    return tasks_report(test_tasks.run_parts(folder / "tasks.json", test_tasks.Scripted()), "tasks")
-
-
-def of_tuning(folder: Path) -> Report:
+def of_tuning() -> Report:
     tuned = [test_tune.candidate(2.0, 0.004, LONG), test_tune.candidate(1.0, 0.02, "muse:QK8R2B64")]
     settings = test_tune.settings(test_tune.some_captures())
     return tuning_report(
@@ -81,7 +75,7 @@ def of_tuning(folder: Path) -> Report:
     )
 
 
-def of_benchmark(folder: Path) -> Report:
+def of_benchmark() -> Report:
     fidelity = {"relative_squared_error": 0.01, "cosine": 0.99, "keys_per_query": 12.0}
     cases = [
         dataclasses.replace(test_benchmark.some_case(test_benchmark.SETTINGS.shape(length), name), fidelity=fidelity)
@@ -91,14 +85,13 @@ def of_benchmark(folder: Path) -> Report:
     return bench_report(BenchmarkResults(describe_machine(), test_benchmark.SETTINGS, ["muse bench"], cases), "bench")
 
 
-KINDS: dict[str, Callable[[Path], Report]] = {
+KINDS: dict[str, Callable[[], Report]] = {
     "fidelity": of_fidelity,
     "loss": of_loss,
     "comparison": of_comparison,
-    "needles": lambda folder: needle_report(test_needle_reports.hand_made(), "needles"),
+    "needles": lambda: needle_report(test_needle_reports.hand_made(), "needles"),
     "needle comparison": of_needle_comparison,
-    "lookups": lambda folder: lookup_report(test_lookup_command.hand_made(), "lookups"),
-    "tasks": of_tasks,
+    "lookups": lambda: lookup_report(test_lookup_command.hand_made(), "lookups"),
     "tuning": of_tuning,
     "benchmark": of_benchmark,
 }
@@ -114,7 +107,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_fits_a_screen_and_a_phone_in_a_browser(kind: str, browser: Page, tmp_path: Path) -> None:
-    report, path = KINDS[kind](tmp_path), tmp_path / "report.json"
+    report, path = KINDS[kind](), tmp_path / "report.json"
     write_report(report, path, say=pytest.fail)
     for width in (1200, 400):
         for dark in (False, True):
@@ -189,7 +182,7 @@ def test_the_browser_sees_what_is_too_wide_and_what_fails(browser: Page, tmp_pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_begins_with_what_was_found(kind: str, tmp_path: Path) -> None:
-    report, path = KINDS[kind](tmp_path), tmp_path / "report.json"
+    report, path = KINDS[kind](), tmp_path / "report.json"
     assert report.headline
     assert report.cards
     assert report.csv

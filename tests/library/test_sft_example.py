@@ -37,9 +37,7 @@ print("configurations:", {str(call.config) for call in calls}, "longest:", max(c
 def model(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     tiny_llama(max_position_embeddings=512).float().save_pretrained(tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
-    tokenizer = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "eos_token": " "}))
+    write_tokenizer(tmp_path / "model", eos_token=" ")
     return tmp_path / "model"
 
 

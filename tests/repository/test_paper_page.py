@@ -63,7 +63,7 @@ def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
 def commands_of_the_page() -> list[str]:
     inline = [passage.says for passage in PASSAGES]
     assert any("`muse " in text for text in inline)
-    return list(dict.fromkeys(all_commands()))
+    return [line for line in dict.fromkeys(all_commands()) if line.startswith("muse ")]
 
 
 @pytest.mark.parametrize("line", commands_of_the_page())
@@ -82,6 +82,14 @@ def test_commands_parse(line: str) -> None:
         assert len(find_presets(presets, 65536)) == len(presets)
     if name == "bench" and "sweep" in given:
         find_sweep(given["sweep"])
+
+
+@pytest.mark.parametrize("line", [line for line in all_commands() if not line.startswith("muse ")])
+def test_examples_have_the_options_of_their_commands(line: str) -> None:
+    program, path, *words = shlex.split(line)
+    assert program == "python"
+    declared = (ROOT / path).read_text()
+    assert not [word for word in words if word.startswith("--") and f'"{word}"' not in declared]
 
 
 @pytest.mark.long

@@ -29,17 +29,17 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer has its o
 
 
 class _Listed(NamedTuple):
-    modules: tuple[str, ...]
+    module: str
     summary: str
 
 
 _LISTED: dict[str, _Listed] = {}
 
 
-def list_command(name: str, summary: str, *modules: str) -> None:
-    """Add a command to `muse --help`. Its modules, by default the one of its name, are imported when it is called: most
-    of them need PyTorch, which takes seconds to import."""
-    _LISTED[name] = _Listed(modules or (name,), summary)
+def list_command(name: str, summary: str, module: str = "") -> None:
+    """Add a command to `muse --help`. Its module, by default that of its name, is imported when it is called: most of
+    them need PyTorch, which takes seconds to import."""
+    _LISTED[name] = _Listed(module or name, summary)
 
 
 class _Commands(TyperGroup):
@@ -82,8 +82,7 @@ class _Commands(TyperGroup):
         if self._shows_help:
             return TyperCommand(cmd_name, help=_LISTED[cmd_name].summary)
         with busy(f"importing what muse {cmd_name} needs"):
-            for module in _LISTED[cmd_name].modules:
-                importlib.import_module(f"muse_lab.cli.{module}")
+            importlib.import_module(f"muse_lab.cli.{_LISTED[cmd_name].module}")
         return get_group(app).commands[cmd_name]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -16,5 +16,5 @@ list_command("compare", "Compare training runs: loss, speed, error of the attent
 list_command("fidelity", "Measure the error of attentions on the heads of a language model.")
 list_command("loss", "Measure a language model's loss at every position of long texts.")
 list_command("tune", "Find the fastest configuration below an error for a model, on this device.")
-list_command("eval", "Ask a language model for answers: needles, and standard tasks.", "evaluate", "needles", "tasks")
+list_command("eval", "Ask a language model for answers: needles.", "needles")
 list_command("report", "Write the reports of earlier results again.")

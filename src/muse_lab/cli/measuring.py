@@ -35,7 +35,7 @@ from muse_lab.report.tree import Report, Table
 Samples = Annotated[int, option("Number of consecutive samples of the text.")]
 Output = Annotated[Path, typer.Option(help="Output directory.", parser=nonempty_path)]
 _NOT_SPELLED = ("overwrite",)
-_PATHS = ("model", "text", "corpus", "data", "captures", "saved")
+_PATHS = ("model", "text", "corpus", "captures", "saved")
 """Options whose folders are in no file of results."""
 
 
@@ -95,13 +95,10 @@ class Measurement(Generic[Results]):
         make_folder(self.path.parent)
         return self._kind.start(settings, self.path, overwrite=self._overwrite)
 
-    def record(self, results: Results) -> None:
-        add_command(results, self._recorded)
-
     def progress(self, results: Results, steps: int) -> contextlib.AbstractContextManager[Callable[[str, int], None]]:
         """A bar for the steps that are missing. If there are any, the results record the command."""
         if steps:
-            self.record(results)
+            add_command(results, self._recorded)
         return progress_bar(steps)
 
     def errors(self) -> contextlib.AbstractContextManager[Callable[[], str]]:

@@ -13,8 +13,7 @@ import typer
 
 from muse_attention.registry import full_name
 from muse_attention.sizes import format_size, parse_size_list
-from muse_lab.cli.app import busy, say, user_errors
-from muse_lab.cli.evaluate import evaluations
+from muse_lab.cli.app import app, busy, say, user_errors
 from muse_lab.cli.language_model import Model, Text, load_quietly, settings_of_model
 from muse_lab.cli.measuring import Measurement, ModelRun, show
 from muse_lab.cli.needle_comparisons import COMPARED, OVER_TRAININGS
@@ -62,6 +61,14 @@ _GRADIENTS_HELP = (
 )
 _RUN = ModelRun(output=Path("out/needles"))
 _LENGTHS = "2k,4k,8k"
+evaluations = typer.Typer(help="Ask a language model for answers, under any attention.")
+app.add_typer(evaluations, name="eval")
+
+
+@evaluations.callback(invoke_without_command=True)
+def evaluate(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @evaluations.command()

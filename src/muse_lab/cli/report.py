@@ -31,8 +31,6 @@ from muse_lab.evaluation.loss.loss_report import loss_report
 from muse_lab.evaluation.loss.positions import LossResults
 from muse_lab.evaluation.needles.needle_report import needle_report
 from muse_lab.evaluation.needles.results import NeedleResults
-from muse_lab.evaluation.tasks.answers import TaskResults
-from muse_lab.evaluation.tasks.tasks_report import tasks_report
 from muse_lab.records.files import replace_file
 from muse_lab.records.machine import machine_lines
 from muse_lab.records.regular_files import read_regular
@@ -61,7 +59,6 @@ _KINDS = (
     _NEEDLES,
     _Kind("Lookups", "lookups", LookupResults.read, lookup_report),
     _Kind("Gradients of lookups", "gradients", GradientResults.read, gradient_report),
-    _Kind("Standard tasks", "tasks", TaskResults.read, tasks_report),
     _Kind("Time against error", "tuned", TuningResults.read, tuning_report),
     _Kind("Benchmarks", "cases", BenchmarkResults.read, bench_report),
     _Kind("Packed documents", "packed", DocumentsResults.read, documents_report),

@@ -1,1 +1,0 @@
-"""Standard tasks through lm-eval."""
