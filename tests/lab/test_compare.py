@@ -399,26 +399,10 @@ def test_scaling_laws_need_three_sizes() -> None:
         e=(LEARNT, 10**8, 1.0, [1.0, 2.0]),
     )
     (found,) = scaling_laws(results).values()
-    assert (found.law.exponent, found.law.factor) == (pytest.approx(-0.17), pytest.approx(9))
-    assert found.r_squared == pytest.approx(1)
-    assert [parameters for parameters, _ in found.points] == [10**7, 10**8, 10**9]
+    assert (found.exponent, found.factor) == (pytest.approx(-0.17), pytest.approx(9))
     report = as_markdown(comparison_report(results))
     assert "| exact | 10.0M, 100.0M, 1,000.0M | -0.170 | 1.0000 |" in report
     assert "muse:Q8K8R2SP1B128,clustering=lloyd: 2 sizes of model, 1 fewer than a power law needs." in report
-
-
-def test_r_squared_falls_with_what_the_law_does_not_explain() -> None:
-    points = {"a": 1.0, "b": 0.7, "c": 0.75}
-    results = made_up(
-        **{name: ("exact", 10 ** (7 + n), 1.0, [loss] * 2) for n, (name, loss) in enumerate(points.items())}
-    )
-    (found,) = scaling_laws(results).values()
-    logarithms = torch.tensor(list(points.values()), dtype=torch.float64).log()
-    slope = (logarithms[2] - logarithms[0]) / 2
-    residuals = logarithms - logarithms.mean() - slope * torch.tensor([-1.0, 0.0, 1.0])
-    expected = 1 - residuals.square().sum() / (logarithms - logarithms.mean()).square().sum()
-    assert found.r_squared == pytest.approx(float(expected))
-    assert 0.5 < found.r_squared < 0.9
 
 
 def test_losses_by_position_are_less_those_of_a_reference_that_is_measured() -> None:

@@ -185,8 +185,12 @@ def test_a_power_law_is_recovered() -> None:
     fit = PowerLaw.fit([(x, 3 * x**-0.65) for x in (16, 32, 128)])
     assert (fit.factor, fit.exponent) == pytest.approx((3, -0.65))
     assert fit.where(fit(50)) == pytest.approx(50)
+    assert fit.r_squared([(x, fit(x)) for x in (16, 32, 128)]) == pytest.approx(1)
     with pytest.raises(ValueError, match="two points"):
         PowerLaw.fit([(1, 1)])
+    uneven = torch.tensor([(10, 1.0), (100, 0.7), (1000, 0.75)], dtype=torch.float64)
+    correlation = torch.corrcoef(uneven.log().T)[0, 1]
+    assert PowerLaw.fit(uneven.tolist()).r_squared(uneven.tolist()) == pytest.approx(float(correlation**2))
 
 
 def test_the_attentions_of_the_figure() -> None:

@@ -57,7 +57,6 @@ _RECORDED = (
 _PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
 _RUN = (text("run"), lambda run: run.name)
 _TOKENS_AXIS = Axis("tokens (millions)")
-_POINTS_OF_A_LAW = 50
 
 
 def comparison_report(results: ComparisonResults, file_name: str = "") -> Report:
@@ -209,13 +208,13 @@ def probe_table(results: ComparisonResults) -> Table:
 
 
 def scaling_table(results: ComparisonResults) -> Table:
-    names = short_names(_named(results))
+    names, sizes = short_names(_named(results)), findings.sizes(results)
     return Table.of(
-        findings.scaling_laws(results).items(),
-        (text("trained with"), lambda law: names[law[0]]),
-        (text("parameters"), lambda law: ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in law[1].points)),
-        (number("exponent"), lambda law: f"{law[1].law.exponent:.3f}"),
-        (number("R²"), lambda law: f"{law[1].r_squared:.4f}"),
+        [(names[attention], law, sizes[attention]) for attention, law in findings.scaling_laws(results).items()],
+        (text("trained with"), lambda row: row[0]),
+        (text("parameters"), lambda row: ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in row[2])),
+        (number("exponent"), lambda row: f"{row[1].exponent:.3f}"),
+        (number("R²"), lambda row: f"{row[1].r_squared(row[2]):.4f}"),
     )
 
 
@@ -377,11 +376,12 @@ def _error_figures(results: ComparisonResults) -> list[Figure]:
 
 
 def _scaling_figures(results: ComparisonResults) -> list[Figure]:
-    """A mark for each model, and a line for the law of each attention."""
+    """A mark for each model, and the law of each attention, which is straight on these axes."""
     laws, names, lines = findings.scaling_laws(results), short_names(_named(results)), []
     for (name, points), colour in zip(findings.sizes(results).items() if laws else [], colours(), strict=False):
         lines.append(Line(names[name], points, colour, "o", ""))
         if name in laws:
-            lines.append(Line(f"law of {names[name]}", laws[name].curve(_POINTS_OF_A_LAW), colour, width=1))
+            ends = [(size, laws[name](size)) for size, _ in (points[0], points[-1])]
+            lines.append(Line(f"law of {names[name]}", ends, colour, width=1))
     x, y = Axis("parameters", log=10), Axis("held-out loss (nats)", log=10)
     return _figure("scaling", "Loss against parameters", lines, x, y)

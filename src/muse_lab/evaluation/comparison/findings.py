@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.fits import PowerLaw
@@ -30,26 +27,6 @@ class Difference(NamedTuple):
     nats: Mean
     percent: Mean
     """of the reference's loss"""
-
-
-@dataclass(frozen=True)
-class ScalingLaw:
-    """`loss = factor * parameters ** exponent`, as the paper fits it."""
-
-    law: PowerLaw
-    r_squared: float
-    points: tuple[tuple[float, float], ...]
-    """parameters and loss"""
-
-    @classmethod
-    def fit(cls, points: Sequence[tuple[float, float]]) -> ScalingLaw:
-        law = PowerLaw.fit(points)
-        return cls(law, law.r_squared(points), tuple(points))
-
-    def curve(self, number: int) -> list[tuple[float, float]]:
-        """So many points of it, from the smallest model to the largest."""
-        sizes = np.geomspace(self.points[0][0], self.points[-1][0], number)
-        return [(float(size), self.law(float(size))) for size in sizes]
 
 
 def reference_of(results: ComparisonResults, run: Run) -> Run:
@@ -145,10 +122,10 @@ def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def scaling_laws(results: ComparisonResults) -> dict[str, ScalingLaw]:
-    """By training attention; none where the sizes are too few."""
+def scaling_laws(results: ComparisonResults) -> dict[str, PowerLaw]:
+    """Loss in proportion to a power of the parameters, by training attention; none where the sizes are too few."""
     return {
-        attention: ScalingLaw.fit(points) for attention, points in sizes(results).items() if missing_sizes(points) == 0
+        attention: PowerLaw.fit(points) for attention, points in sizes(results).items() if missing_sizes(points) == 0
     }
 
 
