@@ -1,4 +1,4 @@
-"""Answers to needles in `muse compare`: what runs learn to look up, and what first."""
+"""Answers to needles in `muse compare`: what runs learn to look up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muse_lab.cli.measuring import write
-from muse_lab.evaluation.comparison.answers import answers_section, answers_table, kind_tables
+from muse_lab.evaluation.comparison.answers import answers_section, answers_table, kind_table
 from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.pretraining.recipes import override
@@ -44,17 +44,12 @@ def test_a_run_without_needles_has_no_such_section() -> None:
     assert "look needles up" not in as_markdown(comparison_report(results))
 
 
-def test_what_is_learnt_first_is_told_by_kind_of_answer(tmp_path: Path) -> None:
-    lines = [
-        probed(1, 2.0, first=2.2, later=2.0),
-        probed(2, 0.6, first=2.1, later=1.0),
-        probed(3, 0.4, first=1.2, later=0.1),
-    ]
+def test_the_last_measurement_is_told_by_kind_of_answer(tmp_path: Path) -> None:
+    lines = [probed(1, 2.0, first=2.2, later=2.0), probed(3, 0.4, first=1.2, later=0.1)]
     results = trained(copies=lines, near=[probed(2, 1.0, near=1.0)], earlier=[probed(1, 3.0)])
-    last, learnt = kind_tables(results, NAMES)
+    last = kind_table(results, NAMES)
     assert last.titles == ["run", "measured under", FIRST, LATER, NEAR]
     assert last.rows == [("copies", NAMES[MUSE], "1.200", "0.100", ""), ("near", NAMES[MUSE], "", "", "1.000")]
-    assert learnt.rows == [("copies", NAMES[MUSE], "", "2.0", ""), ("near", NAMES[MUSE], "", "", "")]
     path = tmp_path / "compare.json"
     results.write(path)
     assert ComparisonResults.read(path) == results

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.comparison import evaluations, findings, seeds
-from muse_lab.evaluation.comparison.answers import answers_by_attention, answers_section
+from muse_lab.evaluation.comparison.answers import answers_section
 from muse_lab.evaluation.comparison.further import further_sections
 from muse_lab.evaluation.comparison.positions import positions_section
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
@@ -304,7 +304,7 @@ def _named(results: ComparisonResults) -> list[str]:
     """All attentions of the report, by their full names."""
     trained = [run.attention for run in _runs(results)]
     updates = [name for run in _runs(results) for name in run.curves.speeds]
-    answered = [name for run in _runs(results) for name in answers_by_attention(run)]
+    answered = [answers.attention for run in _runs(results) for answers in run.curves.answers]
     return [*trained, *results.named, *updates, *answered]
 
 
