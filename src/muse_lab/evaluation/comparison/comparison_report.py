@@ -184,7 +184,10 @@ def speed_table(results: ComparisonResults) -> Table:
         (text("attention of the update"), lambda row: names[row[1]]),
         (number("tokens/s", _SPEED), lambda row: f"{row[2].tokens_per_second:,.0f}"),
         (number("updates"), lambda row: f"{row[2].updates:,}"),
-        (number("speed-up over exact training"), lambda row: _speedup(results, row[0]) if row[3] else None),
+        (
+            number("speed-up over exact training"),
+            lambda row: f"{ratio:.2f}x" if row[3] and (ratio := findings.speedup(results, row[0])) else None,
+        ),
         (
             number("all updates", _SECONDS),
             lambda row: datetime.timedelta(seconds=round(row[0].curves.seconds)) if row[3] else None,
@@ -223,11 +226,11 @@ def headline(results: ComparisonResults) -> list[str]:
     lines = []
     for run in _runs(results):
         if found := findings.difference(results, run):
-            ratio = _speedup(results, run, " its tokens per second")
+            speed = f", {ratio:.2f}x its tokens per second" if (ratio := findings.speedup(results, run)) else ""
             gap = f"{abs(found.percent.mean):.2f}% of {found.reference} ({in_percent(found.percent)})"
             lines.append(
                 f"{run.name}, trained with {run.attention}{findings.describe_schedule(run)}: held-out loss under exact "
-                f"attention within {gap}{ratio and f', {ratio}'}"
+                f"attention within {gap}{speed}"
             )
     return lines
 
@@ -245,11 +248,12 @@ def warnings(results: ComparisonResults) -> list[str]:
             reference = findings.reference_of(results, run).name
             lines.append(f"{run.name} differs from {reference} by more than its attention: {', '.join(names)}.")
     compared = [run for run in _runs(results) if findings.speedup(results, run) is not None]
-    slowed = {one.name: one for run in compared for one in findings.handicapped(results, run)}
+    slowed = dict.fromkeys(one.name for run in compared for one in findings.handicapped(results, run))
     if slowed:
         lines.append(
-            f"Speed-ups are not those of the fastest kernels: {_are_deterministic([*slowed.values()])}, which leaves "
-            "out cuDNN's attention. Train with deterministic=false to compare speeds."
+            f"Speed-ups are not those of the fastest kernels: {' and '.join(slowed)} "
+            f"{'is' if len(slowed) == 1 else 'are'} deterministic, which leaves out cuDNN's attention. Train with "
+            "deterministic=false to compare speeds."
         )
     return lines
 
@@ -279,23 +283,6 @@ def _beginnings(results: ComparisonResults) -> list[Note]:
     return [Note(f"Runs that began with the weights of a model, whose tokens are not counted: {begun}.")]
 
 
-def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:
-    """Over exact training, and what else makes the speeds differ; empty where it is not known."""
-    ratio, remarks = findings.speedup(results, run), _of_the_speedup(results, run)
-    return "" if ratio is None else f"{ratio:.2f}x{of_what}{remarks and f' ({remarks})'}"
-
-
-def _of_the_speedup(results: ComparisonResults, run: Run) -> str:
-    """What else than the attention has a share in it; empty if nothing has."""
-    names, slowed = findings.differing_speed_fields(results, run), findings.handicapped(results, run)
-    remarks = [f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"] if names else []
-    return "; ".join([*remarks, *([f"not the fastest kernels: {_are_deterministic(slowed)}"] if slowed else [])])
-
-
-def _are_deterministic(runs: Sequence[Run]) -> str:
-    return f"{' and '.join(run.name for run in runs)} {'is' if len(runs) == 1 else 'are'} deterministic"
-
-
 def _runs(results: ComparisonResults) -> Iterable[Run]:
     return results.runs.values()
 
@@ -320,9 +307,8 @@ def _cards(results: ComparisonResults) -> list[Card]:
     for run in _runs(results):
         found, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
         if found is not None:
-            about = "; ".join(filter(None, (run.name, _of_the_speedup(results, run))))
             return [
-                *([Card("speed-up in training", f"{ratio:.2f}x", about)] if ratio is not None else []),
+                *([Card("speed-up in training", f"{ratio:.2f}x", run.name)] if ratio is not None else []),
                 over_seeds.get(run.name)
                 or Card("held-out loss", in_percent(found.percent), f"{run.name} against {found.reference}"),
                 *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),

@@ -16,8 +16,6 @@ SIZES_OF_A_LAW = 3
 """Models of so many sizes are needed: a power law goes through any two points."""
 _OF_THE_ATTENTION = ("attention", "exact_start", "exact_tail", "further_attention", "further_steps")
 """Fields of a recipe in which runs may differ that differ by their attention alone; the tokens are compared too."""
-_OF_THE_SPEED = ("length", "batch", "micro_batch", "precision", "compile", "recompute", "deterministic")
-"""Fields that change the tokens per second, whatever the attention."""
 
 
 class Difference(NamedTuple):
@@ -73,16 +71,14 @@ def speedup(results: ComparisonResults, run: Run) -> float | None:
 
 
 def differing_fields(results: ComparisonResults, run: Run) -> list[str]:
-    """Recipe fields, other than the attention, in which a run differs from its reference."""
+    """Recipe fields, other than the attention, in which a run differs from its reference.
+
+    The mesh is among them where speeds are compared: it changes nothing else.
+    """
     reference = reference_of(results, run)
     names = [name for name in differences(run.recipe, reference.recipe) if name not in _OF_THE_ATTENTION]
+    names += ["mesh"] if run.recipe.mesh != reference.recipe.mesh and speedup(results, run) is not None else []
     return names if run.tokens == reference.tokens else ["tokens", *names]
-
-
-def differing_speed_fields(results: ComparisonResults, run: Run) -> list[str]:
-    """Those of them that change the speed, and the mesh, which changes nothing else."""
-    names = [name for name in differing_fields(results, run) if name in _OF_THE_SPEED]
-    return names if run.recipe.mesh == reference_of(results, run).recipe.mesh else [*names, "mesh"]
 
 
 def handicapped(results: ComparisonResults, run: Run) -> list[Run]:
