@@ -11,10 +11,9 @@ from muse_lab.evaluation.needles import panels
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.needles.statistics import (
     Asked,
-    attentions,
     difference,
     failures,
-    groups,
+    in_order,
     is_exact,
     share,
 )
@@ -111,24 +110,24 @@ def summary_table(results: NeedleResults) -> Table:
     failed = [(task.length, task.kind, task.attention) for task, _ in failures(results)]
     names, exact = short_names(results.named), Asked(results, EXACT)
     rows = []
-    for length, kind in groups(results):
-        for attention in attentions(results, (length, kind)):
-            asked = Asked(results, attention)
-            found = asked.answers([(length, kind)])
-            shares = []
-            for measure in panels.MEASURES.values():
-                gap = None if attention == EXACT else difference(asked, exact, [(length, kind)], measure)
-                shares += [shown(share(found, measure)), format_difference(gap)]
-            ranks = [rank for answer in found for rank in answer.ranks]
-            rows.append(
-                (
-                    *(names[attention], format_size(length), kind, str(len(found)), *shares),
-                    f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
-                    f"{ranks.count(0) / len(ranks):.1%}" if ranks else "",
-                    f"{statistics.fmean(ranks):.1f}" if ranks else "",
-                    str(failed.count((length, kind, attention)) or ""),
-                )
+    for cell in in_order(dict.fromkeys((task.length, task.kind, task.attention) for task in results.measured)):
+        length, kind, attention = cell
+        asked = Asked(results, attention)
+        found = asked.answers([(length, kind)])
+        shares = []
+        for measure in panels.MEASURES.values():
+            gap = None if attention == EXACT else difference(asked, exact, [(length, kind)], measure)
+            shares += [shown(share(found, measure)), format_difference(gap)]
+        ranks = [rank for answer in found for rank in answer.ranks]
+        rows.append(
+            (
+                *(names[attention], format_size(length), kind, str(len(found)), *shares),
+                f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
+                f"{ranks.count(0) / len(ranks):.1%}" if ranks else "",
+                f"{statistics.fmean(ranks):.1f}" if ranks else "",
+                str(failed.count(cell) or ""),
             )
+        )
     return Table((text("attention"), number("length"), text("kind"), *_SUMMARY), rows)
 
 

@@ -50,11 +50,6 @@ def in_order(found: Iterable[Cell]) -> list[Cell]:
     return sorted(found, key=lambda group: (group[0], kinds.index(group[1])))
 
 
-def attentions(results: NeedleResults, group: Group) -> list[str]:
-    """In the order in which they were measured."""
-    return list(dict.fromkeys(task.attention for task in results.measured if (task.length, task.kind) == group))
-
-
 def share(found: Iterable[Answer], measure: Measure) -> Share | None:
     """None if there are no answers."""
     rights = [measure(answer) for answer in found]
