@@ -65,11 +65,10 @@ def test_the_first_block_is_exact_and_the_rest_is_not() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 64, 1000])
-def test_how_many_logits_there_are_at_once_does_not_matter(at_once: int) -> None:
+def test_how_many_logits_there_are_at_once_does_not_matter(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_llama(), token_ids(65)[0]
-    torch.testing.assert_close(
-        position_losses(model, ids, "exact", at_once=at_once), position_losses(model, ids, "exact")
-    )
+    monkeypatch.setattr(loss, "_POSITIONS_AT_ONCE", at_once)
+    torch.testing.assert_close(position_losses(model, ids, "exact"), expected_losses(model, ids))
 
 
 def test_low_precision_has_its_softmax_in_float32() -> None:
