@@ -32,26 +32,25 @@ from muse_lab.evaluation.comparison.findings import (
 )
 from muse_lab.evaluation.comparison.matrix import measure, open_windows, read_samples
 from muse_lab.evaluation.comparison.positions import positions_table
-from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
+from muse_lab.evaluation.comparison.results import ComparisonResults, ComparisonSettings
 from muse_lab.evaluation.comparison.runs import choose_evenly, load_weights, open_runs
-from muse_lab.evaluation.comparison.training_curves import TrainingCurves
 from muse_lab.evaluation.loss.curves import bins_of
 from muse_lab.evaluation.means import Mean
 from muse_lab.models import load_model
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import read_metrics
-from muse_lab.pretraining.recipes import override, tiny
+from muse_lab.pretraining.recipes import override
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, line_figure
 from tests.command_line import Outcome, assert_done, assert_refused, run_muse
+from tests.compared_runs import MUSE as LEARNT
+from tests.compared_runs import add_losses, change, made_up
 from tests.lab.test_prepare import make
-from tests.training_runs import SMALL, metrics_line, train_until
+from tests.training_runs import SMALL, train_until
 
 MUSE = "muse:Q4K4R1SP1B16,clustering=lloyd"
-LEARNT = "muse:Q8K8R2SP1B128,clustering=lloyd"
-"""What made-up runs were trained with."""
 RECIPE = override(SMALL, ["steps=6", "checkpoint_every=2", "keep=9", "probe_every=2", "exact_tail=0"])
 
 
@@ -268,20 +267,6 @@ def test_a_torn_last_line_of_metrics_is_left_out(corpus: Corpus, copies: Path) -
 # What follows
 
 
-def made_up(**runs: tuple[str, int, float, list[float]]) -> ComparisonResults:
-    """Of each run: its attention, size, speed, and the losses of two samples under exact attention."""
-    settings = ComparisonSettings("made up", "", 2, 2, 9, "cpu", "float32")
-    results = ComparisonResults(describe_machine(), settings)
-    for name, (attention, parameters, speed, losses) in runs.items():
-        recipe = override(tiny(), [f"attention={attention}", "length=64", "batch=2"])
-        curves = TrainingCurves.of([metrics_line(index, 5.0, speed, attention) for index in range(1, 9)])
-        results.runs[name] = Run(name, recipe, parameters, recipe.steps, curves, "cuda")
-        # positions 1 and 2: an odd split, whose mean is the loss
-        bins = [[loss - 0.5, loss + 0.5] for loss in losses]
-        results.cells.append(Cell(name, recipe.steps, "", "exact", [1, 1], bins))
-    return results
-
-
 def test_differences_are_paired_and_relative_to_the_exact_run() -> None:
     results = made_up(
         muse=(LEARNT, 10, 300.0, [2.02, 4.06]),
@@ -322,15 +307,15 @@ def test_switching_compares_one_model_with_itself() -> None:
     results = made_up(muse=(LEARNT, 10, 1.0, [2.0, 4.0]))
     (run,) = results.runs.values()
     assert switching(results, run, MUSE) is None
-    results.cells.append(Cell("muse", run.step, "", MUSE, [1, 1], [[2.1, 2.1], [4.3, 4.3]]))
+    add_losses(results, "muse", MUSE, [2.1, 4.3])
     assert tuple(switching(results, run, MUSE)) == pytest.approx((0.2, 0.1))
 
 
 def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
     results = made_up(exact=("exact", 10, 1.0, [1.0, 1.0]), muse=(LEARNT, 10, 1.0, [1.0, 1.0]))
     assert differing_fields(results, results.runs["muse"]) == []
-    muse = results.runs["muse"]
-    results.runs["muse"] = Run("muse", override(muse.recipe, ["seed=1", "steps=512"]), 10, 512, muse.curves, "cuda")
+    change(results, "muse", "seed=1", "steps=512")
+    results.runs["muse"] = dataclasses.replace(results.runs["muse"], step=512)
     assert differing_fields(results, results.runs["muse"]) == ["tokens", "steps", "seed"]
     assert "muse differs from exact by more than its attention: tokens, steps, seed." in warnings(results)
 
@@ -348,8 +333,7 @@ def test_runs_that_differ_by_more_than_their_attention_are_named() -> None:
 )
 def test_whatever_changes_learning_or_speed_is_said(changes: list[str], named: list[str]) -> None:
     results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=(LEARNT, 10, 300.0, [2.0, 4.0]))
-    muse = results.runs["muse"]
-    results.runs["muse"] = dataclasses.replace(muse, recipe=override(muse.recipe, changes))
+    change(results, "muse", *changes)
     assert differing_fields(results, results.runs["muse"]) == named
     said = [f"muse differs from exact by more than its attention: {', '.join(named)}."] if named else []
     assert warnings(results) == said
@@ -369,8 +353,9 @@ def test_whatever_changes_learning_or_speed_is_said(changes: list[str], named: l
 def test_a_speedup_between_deterministic_runs_says_so(changes: list[str], device: str | None, is_said: bool) -> None:
     """Of a GPU, where they leave out cuDNN's attention, which has no float32."""
     results = made_up(exact=("exact", 10, 150.0, [2.0, 4.0]), muse=(LEARNT, 10, 300.0, [2.0, 4.0]))
-    for name, run in results.runs.items():
-        results.runs[name] = dataclasses.replace(run, recipe=override(run.recipe, changes), device=device)
+    for name in results.runs:
+        change(results, name, *changes)
+        results.runs[name] = dataclasses.replace(results.runs[name], device=device)
     said = "Speed-ups are not those of the fastest kernels: exact and muse are deterministic, which leaves out"
     assert [line.startswith(said) for line in warnings(results)] == [True] * is_said
 
@@ -446,8 +431,7 @@ def test_the_name_of_a_run_is_text_in_every_report() -> None:
         HOSTILE: (LEARNT, 10, 2.0, [2.0, 2.0]),
     }
     results = made_up(**runs)
-    recipe = override(results.runs[HOSTILE].recipe, [f"initial={HOSTILE}"])
-    results.runs[HOSTILE] = dataclasses.replace(results.runs[HOSTILE], recipe=recipe)
+    change(results, HOSTILE, f"initial={HOSTILE}")
     report = as_markdown(comparison_report(results))
     assert "## y" not in [line[:4] for line in report.splitlines()]
     assert not re.search(r"(?<!\\)[`<|]x|(?<!\\)<b>|(?<!\\)\$z", report)
@@ -460,8 +444,8 @@ def test_the_name_of_a_run_is_text_in_every_report() -> None:
 
 def test_the_name_of_a_run_is_text_in_pictures() -> None:
     curve = [(1.0, 2.0), (2.0, 1.0)]
-    for name in (r"$\frac$", "$_$", "$$", "a$b"):
-        assert line_figure("", "", [Line(name, curve, "#000000")], Axis("x"), Axis("y")).draw().startswith(b"\x89PNG")
+    lines = [Line(name, curve, "#000000") for name in (r"$\frac$", "$_$", "$$", "a$b")]
+    assert line_figure("", "", lines, Axis("x"), Axis("y")).draw().startswith(b"\x89PNG")
 
 
 def test_a_folder_whose_name_is_no_text_can_be_reported(corpus: Corpus, trained: Path, tmp_path: Path) -> None:

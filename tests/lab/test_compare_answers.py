@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ from muse_lab.cli.measuring import write
 from muse_lab.evaluation.comparison.answers import answers_section, answers_table, kind_table
 from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
-from muse_lab.pretraining.recipes import override
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.markdown import as_markdown
-from tests.compared_runs import MUSE, trained
+from tests.compared_runs import MUSE, change, trained
 from tests.training_runs import metrics_line
 
 NAMES = short_names([MUSE, "exact"])
@@ -58,8 +56,7 @@ def test_the_last_measurement_is_told_by_kind_of_answer(tmp_path: Path) -> None:
 def test_what_a_run_began_with_is_told() -> None:
     results = trained(muse=[probed(1, 3.0)])
     assert "began with the weights of" not in as_markdown(comparison_report(results))
-    run = results.runs["muse"]
-    results.runs["muse"] = dataclasses.replace(run, recipe=override(run.recipe, ["initial=out/short/model"]))
+    change(results, "muse", "initial=out/short/model")
     assert (
         "began with the weights of a model, whose tokens are not counted: muse with those of out/short/model."
         in as_markdown(comparison_report(results))
