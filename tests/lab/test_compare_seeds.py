@@ -131,6 +131,9 @@ def test_differences_by_position_are_means_over_pairs_of_a_seed() -> None:
     assert [gap for _, gap in of_moba] == pytest.approx([0.5, 0.5])
     assert [figure.name for figure in difference_figures(results)] == ["positions"]
     assert history_figures(results) == [], "no run has an earlier checkpoint"
+    alone = seeded(*EXACT)
+    assert difference_figures(alone) == []
+    assert [figure.name for figure in history_figures(alone)] == ["positions-1", "positions-2"]
     del results.runs["exact-1"]
     assert [name for name, _ in differences_by_position(results)] == ["moba-1 less exact-0"], (
         "seed 1 of MuSe has no pair"
@@ -144,12 +147,6 @@ def test_pictures_of_differences_leave_the_first_positions_out() -> None:
         cell.bins[:] = [[2.0] * 10 for _ in range(2)]
     ((_, curve),) = differences_by_position(results)
     assert [last for last, _ in curve] == [15, 31, 63, 127, 255, 511, 1024]
-
-
-def test_runs_alone_have_pictures_of_their_own() -> None:
-    results = seeded(*EXACT)
-    assert difference_figures(results) == []
-    assert [figure.name for figure in history_figures(results)] == ["positions-1", "positions-2"]
 
 
 def test_what_finished_models_add_under_their_own_attention_is_one_table() -> None:

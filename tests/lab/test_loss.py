@@ -111,10 +111,6 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert LossResults.read(whole).whole == list(BOTH)
 
 
-def test_all_attentions_see_a_sample_before_the_next() -> None:
-    assert LossResults({}, SETTINGS).missing(BOTH) == [(0, "exact"), (0, COARSE), (1, "exact"), (1, COARSE)]
-
-
 def test_fingerprints_tell_weights_and_tokens_apart() -> None:
     model, tokens = tiny_llama(), token_ids(64)
     found = take_fingerprint(model, tokens)
@@ -367,6 +363,3 @@ def test_samples_can_stay_inside_files(folder: Path, tmp_path: Path) -> None:
     assert_done_quietly(run(folder, *words, "--samples", "3", "--inside-files"))
     (path,) = tmp_path.glob("*.json")
     assert LossResults.read(path).settings.text == "texts, each sample inside one file"
-    assert_refused(
-        run(folder, *words, "--samples", "100", "--inside-files", "--name", "more"), "inside single files, too few"
-    )
