@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from muse_attention.sizes import format_size
@@ -147,15 +148,14 @@ def _weights(run: Run) -> str:
 def matrix_table(results: ComparisonResults) -> Table:
     """Training attention against test attention, and the difference under exact attention."""
     names, found = short_names(_named(results)), {run.name: findings.difference(results, run) for run in _runs(results)}
-
-    def loss(attention: str) -> Callable[[Run], Mean | None]:
-        return lambda run: Mean.of(cell.means) if (cell := results.whole(run, attention)) else None
-
     return Table.of(
         _runs(results),
         _RUN,
         (text("trained with"), lambda run: names[run.attention]),
-        *((number(f"tested: {names[name]}", _LOSS), loss(name)) for name in results.attentions),
+        *(
+            (number(f"tested: {names[name]}", _LOSS), functools.partial(results.loss, attention=name))
+            for name in results.attentions
+        ),
         (number("difference, tested: exact", _DIFFERENCE), lambda run: (gap := found[run.name]) and gap.nats.signed()),
         (number("percent", _DIFFERENCE), lambda run: (gap := found[run.name]) and in_percent(gap.percent)),
     )

@@ -41,10 +41,10 @@ def reference_of(results: ComparisonResults, run: Run) -> Run:
     return next(iter([*as_long, *same_start, *of_seed, *exact, *alike]))
 
 
-def difference(results: ComparisonResults, run: Run) -> Difference | None:
-    """None for a reference, and where something is not measured yet."""
+def difference(results: ComparisonResults, run: Run, step: int | None = None) -> Difference | None:
+    """Of its newest weights, or of others. None for a reference, and where something is not measured yet."""
     reference = reference_of(results, run)
-    own, other = results.whole(run, EXACT), results.whole(reference, EXACT)
+    own, other = results.whole(run, EXACT, step), results.whole(reference, EXACT)
     if reference is run or own is None or other is None:
         return None
     nats = Mean.of_differences(own.means, other.means)
@@ -112,9 +112,9 @@ def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
     plain = {(run.parameters, run.attention) for run in results.runs.values() if not run.recipe.further_steps}
     for run in sorted(results.runs.values(), key=lambda run: run.parameters):
-        cell = results.whole(run, EXACT)
-        if cell is not None and not (run.recipe.further_steps and (run.parameters, run.attention) in plain):
-            found.setdefault(run.attention, []).append((run.parameters, Mean.of(cell.means).mean))
+        loss = results.loss(run, EXACT)
+        if loss is not None and not (run.recipe.further_steps and (run.parameters, run.attention) in plain):
+            found.setdefault(run.attention, []).append((run.parameters, loss.mean))
     return found
 
 

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from muse_lab.evaluation.comparison.findings import reference_of
+from muse_lab.evaluation.comparison.findings import difference
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
-from muse_lab.evaluation.means import Mean
 from muse_lab.pretraining.recipes import FREE, Recipe
 from muse_lab.pretraining.schedule import EXACT
 from muse_lab.records.attention_names import short_names
@@ -64,18 +63,18 @@ def further_table(results: ComparisonResults) -> Table:
     own = {point.run.attention for point in points} - {EXACT}
     names = short_names([*own, *(point.attention for point in points), EXACT])
 
-    def loss(point: Point, attention: str) -> Mean | None:
-        return Mean.of(cell.means) if (cell := results.whole(point.run, attention, point.step)) else None
-
     return Table.of(
         points,
         (text("run"), lambda point: point.run.name),
         (number("further tokens"), lambda point: f"{point.further_updates * point.run.recipe.tokens_per_step:,}"),
         (number("% of pretraining"), lambda point: f"{100 * point.further_updates / point.run.recipe.steps:.2g}%"),
         (text("further attention"), lambda point: names[point.attention]),
-        (number("loss, tested: exact"), lambda point: loss(point, EXACT)),
-        (number("tested: as trained before"), lambda point: loss(point, point.run.tested_attention)),
-        (number("less exact training"), lambda point: _less_reference(results, point)),
+        (number("loss, tested: exact"), lambda point: results.loss(point.run, EXACT, point.step)),
+        (
+            number("tested: as trained before"),
+            lambda point: results.loss(point.run, point.run.tested_attention, point.step),
+        ),
+        (number("less exact training"), lambda point: _less_exact_training(results, point)),
     )
 
 
@@ -92,10 +91,6 @@ def _as_it_was_finished(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, further_steps=0, further_attention="", **changes)
 
 
-def _less_reference(results: ComparisonResults, point: Point) -> str | None:
-    """Of the run of the same size that was trained with exact attention, under exact attention."""
-    reference = reference_of(results, point.run)
-    own, other = results.whole(point.run, EXACT, point.step), results.whole(reference, EXACT)
-    if own is None or other is None or reference.attention != EXACT or reference is point.run:
-        return None
-    return Mean.of_differences(own.means, other.means).signed()
+def _less_exact_training(results: ComparisonResults, point: Point) -> str | None:
+    gap = difference(results, point.run, point.step)
+    return gap.nats.signed() if gap and results.runs[gap.reference].attention == EXACT else None
