@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -40,7 +40,6 @@ from muse_lab.models import load_model
 from muse_lab.pretraining.data.corpus import Corpus
 from muse_lab.pretraining.monitoring.metrics import read_metrics
 from muse_lab.pretraining.recipes import override
-from muse_lab.records.machine import describe_machine
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.plots import Axis, Line, line_figure
@@ -59,6 +58,15 @@ def settings_of(corpus: Corpus, samples: int = 2) -> ComparisonSettings:
     return ComparisonSettings("made up", corpus.fingerprint, 64, samples, windows, "cpu", "float32")
 
 
+def compared(
+    corpus: Corpus, path: Path, *folders: Path, attentions: Sequence[str] = ("exact",), **options: Any
+) -> ComparisonResults:
+    """Runs as far as they are measured in the file, and what was missing."""
+    results = ComparisonResults.start(settings_of(corpus), path)
+    measure(open_runs(folders, corpus), corpus, attentions, results, path, **options)
+    return results
+
+
 def run_command(*arguments: object) -> Outcome:
     return run_muse("compare", *arguments, "--device", "cpu")
 
@@ -74,8 +82,7 @@ def flip_a_byte(path: Path) -> None:
 
 @pytest.mark.long
 def test_a_loss_is_that_of_the_logits_on_a_held_out_window(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
-    results = ComparisonResults({}, settings_of(corpus))
-    measure(open_runs([trained / "muse"], corpus), corpus, ["exact", MUSE], results, tmp_path / "compare.json")
+    results = compared(corpus, tmp_path / "compare.json", trained / "muse", attentions=["exact", MUSE])
     model, _ = load_model(trained / "muse" / "model")
     windows = open_windows(corpus, 64)
     for attention in ("exact", MUSE):
@@ -142,10 +149,8 @@ def test_what_was_measured_is_not_measured_again(
     path = tmp_path / "compare.json"
     measured = Mock(wraps=matrix.token_losses)
     monkeypatch.setattr(matrix, "token_losses", measured)
-    results = ComparisonResults.start(settings_of(corpus), path)
-    measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], results, path)
-    results = ComparisonResults.start(settings_of(corpus), path)
-    measure(open_runs([trained / "exact", trained / "muse"], corpus), corpus, ["exact", MUSE], results, path)
+    compared(corpus, path, trained / "exact")
+    compared(corpus, path, trained / "exact", trained / "muse", attentions=["exact", MUSE])
     attentions = [call.args[-1] for call in measured.call_args_list]
     assert attentions == ["exact"] * 2 + [MUSE] * 2 + ["exact", MUSE] * 2
     assert list(ComparisonResults.read(path).runs) == ["exact", "muse"]
@@ -153,11 +158,10 @@ def test_what_was_measured_is_not_measured_again(
 
 def test_other_weights_of_the_same_name_are_refused(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
     path = tmp_path / "compare.json"
-    results = ComparisonResults.start(settings_of(corpus), path)
-    measure(open_runs([trained / "exact"], corpus), corpus, ["exact"], results, path)
+    compared(corpus, path, trained / "exact")
     shutil.copytree(trained / "muse", tmp_path / "exact")
     with pytest.raises(ValueError, match=r"has losses of another run called exact; choose another --output"):
-        measure(open_runs([tmp_path / "exact"], corpus), corpus, ["exact"], results, path)
+        compared(corpus, path, tmp_path / "exact")
 
 
 def test_a_loss_that_is_no_number_is_refused(
@@ -165,13 +169,7 @@ def test_a_loss_that_is_no_number_is_refused(
 ) -> None:
     monkeypatch.setattr(matrix, "token_losses", lambda *arguments: torch.full((64,), torch.nan))
     with pytest.raises(ValueError, match=r"loss of muse under exact is not a finite number; use --dtype float32"):
-        measure(
-            open_runs([trained / "muse"], corpus),
-            corpus,
-            ["exact"],
-            ComparisonResults({}, settings_of(corpus)),
-            tmp_path / "c",
-        )
+        compared(corpus, tmp_path / "compare.json", trained / "muse")
 
 
 # Runs on disk
@@ -199,8 +197,7 @@ def test_an_unfinished_run_is_measured_at_its_newest_good_checkpoint(corpus: Cor
     (run,) = open_runs([copies / "muse"], corpus, on_refused=refused.append)
     assert (run.newest, run.earlier) == (4, (2,))
     assert "step-00000006 is damaged" in refused[0]
-    results = ComparisonResults(describe_machine(), settings_of(corpus))
-    measure([run], corpus, ["exact"], results, copies / "compare.json")
+    results = compared(corpus, copies / "compare.json", copies / "muse")
     assert warnings(results) == ["muse is not finished: its weights are those of update 4 of 6."]
     assert "its newest checkpoint, of 6 updates" in as_markdown(comparison_report(results))
 
@@ -208,9 +205,7 @@ def test_an_unfinished_run_is_measured_at_its_newest_good_checkpoint(corpus: Cor
 def test_a_damaged_earlier_checkpoint_is_left_out_and_named(corpus: Corpus, copies: Path) -> None:
     (copies / "muse" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
     refused: list[str] = []
-    results = ComparisonResults({}, settings_of(corpus))
-    runs = open_runs([copies / "muse"], corpus)
-    measure(runs, corpus, ["exact"], results, copies / "c.json", checkpoints=3, on_refused=refused.append)
+    results = compared(corpus, copies / "c.json", copies / "muse", checkpoints=3, on_refused=refused.append)
     assert results.steps(results.runs["muse"]) == [4, 6]
     assert [message.endswith("it is left out") for message in refused] == [True]
 
@@ -242,9 +237,8 @@ def test_runs_of_the_same_name_are_told_apart_by_their_folders(corpus: Corpus, t
 
 
 def test_curves_survive_a_file(corpus: Corpus, trained: Path, tmp_path: Path) -> None:
-    results = ComparisonResults({}, settings_of(corpus))
     path = tmp_path / "compare.json"
-    measure(open_runs([trained / "muse"], corpus), corpus, ["exact"], results, path)
+    results = compared(corpus, path, trained / "muse")
     read = ComparisonResults.read(path)
     assert read == results
     curves = read.runs["muse"].curves

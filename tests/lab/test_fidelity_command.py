@@ -413,9 +413,7 @@ def test_a_finished_run_is_not_measured_again(asked: list[object], monkeypatch: 
     [
         (["--attention", "nonsense"], "unknown attention 'nonsense'"),
         (["--preset", "nonsense"], "unknown preset 'nonsense'; use all or some of methods"),
-        (["--length", "1000"], "too few for 1 samples of 1000"),
         (["--length", "2k"], "the model's context is 1024 tokens, less than 2048; choose a smaller length"),
-        (["--text", "missing.txt"], "there is no text 'missing.txt'"),
     ],
 )
 def test_every_mistake_is_answered_by_one_line(asked: list[object], changes: list[str], message: str) -> None:
