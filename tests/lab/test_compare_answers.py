@@ -1,19 +1,17 @@
-"""Answers to needles in `muse compare`: what runs learn to look up, and what first."""
+"""Answers to needles in `muse compare`: what runs learn to look up."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from muse_lab.cli.measuring import write
-from muse_lab.evaluation.comparison.answers import answers_section, answers_table, kind_tables
+from muse_lab.evaluation.comparison.answers import answers_section, answers_table, kind_table
 from muse_lab.evaluation.comparison.comparison_report import comparison_report
 from muse_lab.evaluation.comparison.results import ComparisonResults
-from muse_lab.pretraining.recipes import override
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.markdown import as_markdown
-from tests.compared_runs import MUSE, trained
+from tests.compared_runs import MUSE, change, trained
 from tests.training_runs import metrics_line
 
 NAMES = short_names([MUSE, "exact"])
@@ -44,17 +42,12 @@ def test_a_run_without_needles_has_no_such_section() -> None:
     assert "look needles up" not in as_markdown(comparison_report(results))
 
 
-def test_what_is_learnt_first_is_told_by_kind_of_answer(tmp_path: Path) -> None:
-    lines = [
-        probed(1, 2.0, first=2.2, later=2.0),
-        probed(2, 0.6, first=2.1, later=1.0),
-        probed(3, 0.4, first=1.2, later=0.1),
-    ]
+def test_the_last_measurement_is_told_by_kind_of_answer(tmp_path: Path) -> None:
+    lines = [probed(1, 2.0, first=2.2, later=2.0), probed(3, 0.4, first=1.2, later=0.1)]
     results = trained(copies=lines, near=[probed(2, 1.0, near=1.0)], earlier=[probed(1, 3.0)])
-    last, learnt = kind_tables(results, NAMES)
+    last = kind_table(results, NAMES)
     assert last.titles == ["run", "measured under", FIRST, LATER, NEAR]
     assert last.rows == [("copies", NAMES[MUSE], "1.200", "0.100", ""), ("near", NAMES[MUSE], "", "", "1.000")]
-    assert learnt.rows == [("copies", NAMES[MUSE], "", "2.0", ""), ("near", NAMES[MUSE], "", "", "")]
     path = tmp_path / "compare.json"
     results.write(path)
     assert ComparisonResults.read(path) == results
@@ -63,8 +56,7 @@ def test_what_is_learnt_first_is_told_by_kind_of_answer(tmp_path: Path) -> None:
 def test_what_a_run_began_with_is_told() -> None:
     results = trained(muse=[probed(1, 3.0)])
     assert "began with the weights of" not in as_markdown(comparison_report(results))
-    run = results.runs["muse"]
-    results.runs["muse"] = dataclasses.replace(run, recipe=override(run.recipe, ["initial=out/short/model"]))
+    change(results, "muse", "initial=out/short/model")
     assert (
         "began with the weights of a model, whose tokens are not counted: muse with those of out/short/model."
         in as_markdown(comparison_report(results))

@@ -17,35 +17,30 @@ from muse_lab.evaluation.comparison.positions import (
     history_figures,
     own_attention_tables,
 )
-from muse_lab.evaluation.comparison.results import Cell, ComparisonResults, ComparisonSettings, Run
+from muse_lab.evaluation.comparison.results import ComparisonResults
 from muse_lab.evaluation.comparison.seeds import seeds_headline, seeds_of
-from muse_lab.evaluation.comparison.training_curves import TrainingCurves
-from muse_lab.pretraining.recipes import override, tiny
+from muse_lab.pretraining.recipes import override
 from muse_lab.records.machine import describe_machine
 from muse_lab.report.markdown import as_markdown
+from tests.compared_runs import MUSE, SETTINGS, add_losses, add_run, change
 from tests.training_runs import metrics_line
 
-MUSE = "muse:Q8K8R2SP1B128,clustering=lloyd"
+EXACT = (("exact", 0, 2.0), ("exact", 1, 4.0))
+PAIRS = (*EXACT, (MUSE, 0, 2.2), (MUSE, 1, 4.1))
 
 
-def trained(*runs: tuple[str, int, float]) -> ComparisonResults:
+def seeded(*runs: tuple[str, int, float]) -> ComparisonResults:
     """Of each run: its attention, its seed, and its loss, the mean of two samples that are far apart."""
-    settings = ComparisonSettings("made up", "", 2, 2, 9, "cpu", "float32")
-    results = ComparisonResults(describe_machine(), settings)
+    results = ComparisonResults(describe_machine(), SETTINGS)
     for attention, seed, loss in runs:
-        name = f"{attention.partition(':')[0]}-{seed}"
-        recipe = override(tiny(), [f"attention={attention}", f"seed={seed}", "length=64"])
-        speed = 300.0 if attention == MUSE else 150.0
-        curves = TrainingCurves.of([metrics_line(index, 5.0, speed, attention) for index in range(1, 9)])
-        results.runs[name] = Run(name, recipe, 10, recipe.steps, curves, "cuda")
-        results.cells.append(
-            Cell(name, recipe.steps, "", "exact", [1, 1], [[loss - 1, loss - 1], [loss + 1, loss + 1]])
-        )
+        name, speed = f"{attention.partition(':')[0]}-{seed}", 300.0 if attention == MUSE else 150.0
+        metrics = [metrics_line(index, 5.0, speed, attention) for index in range(1, 9)]
+        add_run(results, name, attention, [loss - 1, loss + 1], metrics, f"seed={seed}")
     return results
 
 
 def test_a_run_is_compared_with_exact_training_of_its_seed() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1), (MUSE, 2, 9.0))
+    results = seeded(*PAIRS, (MUSE, 2, 9.0))
     assert [reference_of(results, run).name for run in results.runs.values()] == [
         *("exact-0", "exact-1", "exact-0", "exact-1"),
         "exact-0",  # of another seed, for want of one of its own
@@ -54,7 +49,7 @@ def test_a_run_is_compared_with_exact_training_of_its_seed() -> None:
 
 
 def test_a_seed_without_exact_training_has_no_difference() -> None:
-    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2), (MUSE, 2, 9.0))
+    results = seeded(("exact", 0, 2.0), (MUSE, 0, 2.2), (MUSE, 2, 9.0))
     exact, muse = seeds_of(results)
     assert muse.differences(results, is_percent=True) == [pytest.approx(10.0), None]
     assert muse.difference(results) is None
@@ -63,11 +58,12 @@ def test_a_seed_without_exact_training_has_no_difference() -> None:
 
 
 def test_a_run_that_was_trained_further_is_compared_with_exact_training_of_as_many_tokens() -> None:
-    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2))
+    results = seeded(("exact", 0, 2.0), (MUSE, 0, 2.2))
     for name in ("muse-0", "exact-0"):
         run = results.runs[name]
         further = override(run.recipe, ["further_steps=5", "further_attention=exact"])
-        results.runs[f"{name}-further"] = Run(f"{name}-further", further, 10, further.updates, run.curves, "cuda")
+        changed = dataclasses.replace(run, name=f"{name}-further", recipe=further, step=further.updates)
+        results.runs[changed.name] = changed
         expected = {"muse-0": "exact-0", "muse-0-further": "exact-0"}  # for want of one trained as long
         if name == "exact-0":
             expected |= {"muse-0-further": "exact-0-further", "exact-0-further": "exact-0-further"}
@@ -75,7 +71,7 @@ def test_a_run_that_was_trained_further_is_compared_with_exact_training_of_as_ma
 
 
 def test_the_error_is_that_over_seeds() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    results = seeded(*PAIRS)
     exact, muse = seeds_of(results)
     assert [len(exact.runs), len(muse.runs)] == [2, 2]
     assert exact.spread(results) == pytest.approx(statistics.stdev([2.0, 4.0]))
@@ -93,34 +89,29 @@ def test_the_error_is_that_over_seeds() -> None:
 
 
 def test_other_recipes_are_no_seeds() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
-    run = results.runs["exact-1"]
-    results.runs["exact-1"] = Run(run.name, override(run.recipe, ["peak_rate=0.1"]), 10, run.step, run.curves, "cuda")
-    assert seeds_of(results) == []
-    results.runs["exact-1"] = Run(run.name, override(run.recipe, ["keep=7"]), 10, run.step, run.curves, "cuda")
+    results = seeded(*EXACT)
+    change(results, "exact-1", "keep=7")
     assert [len(group.runs) for group in seeds_of(results)] == [2]
+    change(results, "exact-1", "peak_rate=0.1")
+    assert seeds_of(results) == []
 
 
 def test_what_the_far_context_is_worth() -> None:
-    results = ComparisonResults({}, ComparisonSettings("made up", "", 4096, 2, 9, "cpu", "float32"))
-    recipe = override(tiny(), ["length=4k", "attention=exact"])
-    results.runs["exact"] = Run("exact", recipe, 10, recipe.steps, TrainingCurves.of([]), "cuda")
-    sizes = [1 << power for power in range(11)] + [2049]
-    bins = [[9.0] * 10 + [2.0, 1.5], [9.0] * 10 + [4.0, 3.7]]
-    results.cells.append(Cell("exact", recipe.steps, "", "exact", sizes, bins))
+    results = ComparisonResults({}, dataclasses.replace(SETTINGS, length=4096))
+    add_run(results, "exact", "exact", [], [])
+    results.cells[0].sizes = [1 << power for power in range(11)] + [2049]
+    results.cells[0].bins = [[9.0] * 10 + [2.0, 1.5], [9.0] * 10 + [4.0, 3.7]]
     (table,) = context_tables(results)
     assert [column.title for column in table.columns] == ["run", "1024 to 2047", "2048 to 4096", "difference"]
     assert table.rows[0] == ("exact", "3.0000 ± 1.0000", "2.6000 ± 1.1000", "-0.4000 ± 0.1000")
-    assert context_tables(trained(("exact", 0, 2.0))) == []
+    assert context_tables(seeded(("exact", 0, 2.0))) == []
 
 
 def test_runs_that_differ_by_their_exact_updates_are_told_apart() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    results = seeded(*PAIRS)
     for seed in (0, 1):
-        muse = results.runs[f"muse-{seed}"]
-        recipe = override(muse.recipe, ["exact_start=0.3", "exact_tail=0.2", f"initial=short-{seed}"])
-        results.runs[f"start-{seed}"] = Run(f"start-{seed}", recipe, 10, muse.step, muse.curves, "cuda")
-        results.cells.append(Cell(f"start-{seed}", muse.step, "", "exact", [1, 1], [[3.0, 3.0], [3.0, 3.0]]))
+        changes = ("exact_start=0.3", "exact_tail=0.2", f"initial=short-{seed}", f"seed={seed}")
+        add_run(results, f"start-{seed}", MUSE, [3.0, 3.0], [], *changes)
     text = shown(results)
     assert "| Q8K8R2SP1B128, exact for the first 30%, exact for the last 20% | 0.0M | 0, 1 |" in text
     assert "tokens are not counted: start-0 with those of short-0; start-1 with those of short-1." in text
@@ -128,7 +119,7 @@ def test_runs_that_differ_by_their_exact_updates_are_told_apart() -> None:
 
 
 def test_differences_by_position_are_means_over_pairs_of_a_seed() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1), ("moba:L16B16R1", 1, 4.5))
+    results = seeded(*PAIRS, ("moba:L16B16R1", 1, 4.5))
     curves = differences_by_position(results)
     assert [name for name, _ in curves] == [
         "Q8K8R2SP1B128, exact for the last 5%: 2 seeds, less exact",
@@ -140,6 +131,9 @@ def test_differences_by_position_are_means_over_pairs_of_a_seed() -> None:
     assert [gap for _, gap in of_moba] == pytest.approx([0.5, 0.5])
     assert [figure.name for figure in difference_figures(results)] == ["positions"]
     assert history_figures(results) == [], "no run has an earlier checkpoint"
+    alone = seeded(*EXACT)
+    assert difference_figures(alone) == []
+    assert [figure.name for figure in history_figures(alone)] == ["positions-1", "positions-2"]
     del results.runs["exact-1"]
     assert [name for name, _ in differences_by_position(results)] == ["moba-1 less exact-0"], (
         "seed 1 of MuSe has no pair"
@@ -147,7 +141,7 @@ def test_differences_by_position_are_means_over_pairs_of_a_seed() -> None:
 
 
 def test_pictures_of_differences_leave_the_first_positions_out() -> None:
-    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2))
+    results = seeded(("exact", 0, 2.0), (MUSE, 0, 2.2))
     for cell in results.cells:
         cell.sizes[:] = [*(1 << power for power in range(9)), 513]
         cell.bins[:] = [[2.0] * 10 for _ in range(2)]
@@ -155,25 +149,17 @@ def test_pictures_of_differences_leave_the_first_positions_out() -> None:
     assert [last for last, _ in curve] == [15, 31, 63, 127, 255, 511, 1024]
 
 
-def test_runs_alone_have_pictures_of_their_own() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
-    assert difference_figures(results) == []
-    assert [figure.name for figure in history_figures(results)] == ["positions-1", "positions-2"]
-
-
 def test_what_finished_models_add_under_their_own_attention_is_one_table() -> None:
-    results = trained(("exact", 0, 2.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    results = seeded(("exact", 0, 2.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
     for name, loss in (("muse-0", 2.5), ("muse-1", 4.0)):
-        run = results.runs[name]
-        bins = [[loss - 1, loss - 1], [loss + 1, loss + 1]]
-        results.cells.append(Cell(name, run.step, "", run.tested_attention, [1, 1], bins))
+        add_losses(results, name, MUSE, [loss - 1, loss + 1])
     (table,) = own_attention_tables(results)
     assert table.titles == ["positions", "muse-0", "muse-1"]
     assert table.rows == [("1", "+0.3000", "-0.1000"), ("2", "+0.3000", "-0.1000")]
 
 
 def test_runs_that_shared_their_gpu_have_no_speed() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
+    results = seeded(*PAIRS)
     assert all(word in shown(results) for word in ("speed-up", "tokens/s", "against time"))
     results.settings = dataclasses.replace(results.settings, shared_gpu=True)
     assert "+6.25 ± 3.75%" in shown(results)
@@ -183,12 +169,10 @@ def test_runs_that_shared_their_gpu_have_no_speed() -> None:
 
 def test_a_comparison_goes_on_whether_the_gpu_is_said_to_be_shared_again_or_not(tmp_path: Path) -> None:
     path = tmp_path / "compare.json"
-    settings = ComparisonSettings("made up", "", 2, 2, 9, "cpu", "float32")
-    started = ComparisonResults.start(dataclasses.replace(settings, shared_gpu=True), path)
-    started.write(path)
-    assert ComparisonResults.start(settings, path).settings.shared_gpu
+    ComparisonResults.start(dataclasses.replace(SETTINGS, shared_gpu=True), path).write(path)
+    assert ComparisonResults.start(SETTINGS, path).settings.shared_gpu
     with pytest.raises(ValueError, match="samples"):
-        ComparisonResults.start(dataclasses.replace(settings, samples=3), path)
+        ComparisonResults.start(dataclasses.replace(SETTINGS, samples=3), path)
 
 
 def shown(results: ComparisonResults) -> str:
@@ -198,25 +182,24 @@ def shown(results: ComparisonResults) -> str:
 
 
 def test_seeds_may_begin_with_weights_of_their_own() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
-    for name, run in results.runs.items():
-        recipe = override(run.recipe, [f"initial=out/{run.recipe.seed}/near/model"])
-        results.runs[name] = dataclasses.replace(run, recipe=recipe)
+    results = seeded(*EXACT)
+    for seed in (0, 1):
+        change(results, f"exact-{seed}", f"initial=out/{seed}/near/model")
     assert [len(group.runs) for group in seeds_of(results)] == [2]
-    results.runs["exact-1"] = dataclasses.replace(run, recipe=override(run.recipe, ["initial="]))
+    change(results, "exact-1", "initial=")
     assert seeds_of(results) == []
 
 
 def test_runs_of_one_seed_that_begin_with_other_weights_are_no_pair() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0), (MUSE, 0, 2.2), (MUSE, 1, 4.1))
-    for name, run in results.runs.items():
-        results.runs[name] = dataclasses.replace(run, recipe=override(run.recipe, [f"initial={name}"]))
+    results = seeded(*PAIRS)
+    for name in results.runs:
+        change(results, name, f"initial={name}")
     exact, muse = seeds_of(results)
     assert exact.difference(results) is muse.difference(results) is None
 
 
 def test_a_seed_counts_once() -> None:
-    results = trained(("exact", 0, 2.0), ("exact", 1, 4.0))
+    results = seeded(*EXACT)
     results.runs["again"] = dataclasses.replace(results.runs["exact-0"], name="again")
     (exact,) = seeds_of(results)
     assert [run.name for run in exact.runs] == ["exact-0", "exact-1"]

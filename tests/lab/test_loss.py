@@ -22,7 +22,7 @@ from muse_attention.registry import full_name
 from muse_lab.evaluation.fidelity.presets import find_presets
 from muse_lab.evaluation.fits import Decay, PowerLaw
 from muse_lab.evaluation.loss import positions as loss
-from muse_lab.evaluation.loss.curves import binned, cumulative_mean, doublings, fit_exact, gap, ratio_per_doubling
+from muse_lab.evaluation.loss.curves import binned, cumulative_mean, fit_exact, gap, ratios_per_doubling
 from muse_lab.evaluation.loss.loss_report import as_csv
 from muse_lab.evaluation.loss.positions import Losses, LossResults, figure_attentions, measure, position_losses
 from muse_lab.evaluation.settings import TextSettings, take_fingerprint
@@ -65,11 +65,10 @@ def test_the_first_block_is_exact_and_the_rest_is_not() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 64, 1000])
-def test_how_many_logits_there_are_at_once_does_not_matter(at_once: int) -> None:
+def test_how_many_logits_there_are_at_once_does_not_matter(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_llama(), token_ids(65)[0]
-    torch.testing.assert_close(
-        position_losses(model, ids, "exact", at_once=at_once), position_losses(model, ids, "exact")
-    )
+    monkeypatch.setattr(loss, "_POSITIONS_AT_ONCE", at_once)
+    torch.testing.assert_close(position_losses(model, ids, "exact"), expected_losses(model, ids))
 
 
 def test_low_precision_has_its_softmax_in_float32() -> None:
@@ -110,10 +109,6 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     measure(model, tokens, BOTH, LossResults.start(SETTINGS, parted), parted)
     assert parted.read_bytes() == whole.read_bytes()
     assert LossResults.read(whole).whole == list(BOTH)
-
-
-def test_all_attentions_see_a_sample_before_the_next() -> None:
-    assert LossResults({}, SETTINGS).missing(BOTH) == [(0, "exact"), (0, COARSE), (1, "exact"), (1, COARSE)]
 
 
 def test_fingerprints_tell_weights_and_tokens_apart() -> None:
@@ -165,12 +160,9 @@ def test_curves_bins_and_gaps_of_known_losses() -> None:
 def test_gaps_are_compared_where_clusters_and_retrieval_double() -> None:
     names = ["muse:Q16K16R1SP1B64", "muse:Q32K32R2SP1B64", "muse:Q64K64R4SP1B64", "muse:Q1K32R2SP1B64"]
     results = made_up(**dict(zip(names, [0.4, 0.2, 0.05, 0.3], strict=True)))
-    assert [(pair.attention, pair.doubled) for pair in doublings(results)] == [tuple(names[:2]), tuple(names[1:3])]
-    assert [pair.ratio for pair in doublings(results)] == pytest.approx([2, 4])
-    assert ratio_per_doubling(results) == pytest.approx(8**0.5)
+    assert ratios_per_doubling(results) == pytest.approx([2, 4])
     no_better = made_up(**dict(zip(names[:2], [0.4, 0.0], strict=True)))
-    assert doublings(no_better)[0].ratio is None
-    assert ratio_per_doubling(no_better) is None
+    assert ratios_per_doubling(no_better) == [None]
 
 
 def test_a_decay_is_recovered() -> None:
@@ -185,8 +177,12 @@ def test_a_power_law_is_recovered() -> None:
     fit = PowerLaw.fit([(x, 3 * x**-0.65) for x in (16, 32, 128)])
     assert (fit.factor, fit.exponent) == pytest.approx((3, -0.65))
     assert fit.where(fit(50)) == pytest.approx(50)
+    assert fit.r_squared([(x, fit(x)) for x in (16, 32, 128)]) == pytest.approx(1)
     with pytest.raises(ValueError, match="two points"):
         PowerLaw.fit([(1, 1)])
+    uneven = torch.tensor([(10, 1.0), (100, 0.7), (1000, 0.75)], dtype=torch.float64)
+    correlation = torch.corrcoef(uneven.log().T)[0, 1]
+    assert PowerLaw.fit(uneven.tolist()).r_squared(uneven.tolist()) == pytest.approx(float(correlation**2))
 
 
 def test_the_attentions_of_the_figure() -> None:
@@ -367,6 +363,3 @@ def test_samples_can_stay_inside_files(folder: Path, tmp_path: Path) -> None:
     assert_done_quietly(run(folder, *words, "--samples", "3", "--inside-files"))
     (path,) = tmp_path.glob("*.json")
     assert LossResults.read(path).settings.text == "texts, each sample inside one file"
-    assert_refused(
-        run(folder, *words, "--samples", "100", "--inside-files", "--name", "more"), "inside single files, too few"
-    )

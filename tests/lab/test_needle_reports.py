@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import transformers
-from matplotlib.figure import Figure
 
 from muse_lab.cli.language_model import name_of
 from muse_lab.evaluation.means import Mean, Share
@@ -31,11 +30,11 @@ from muse_lab.evaluation.needles.statistics import (
     is_exact,
     is_preferred,
     share,
-    token_means,
 )
 from muse_lab.evaluation.needles.trainings_report import needles_over_trainings
 from muse_lab.pretraining.needles.samples import KINDS
 from muse_lab.records.machine import describe_machine
+from muse_lab.report import plots
 from muse_lab.report.html import as_html
 from muse_lab.report.markdown import as_markdown
 from muse_lab.report.tree import Table
@@ -47,10 +46,9 @@ SETTINGS = NeedleSettings("tiny", "made up", 0, "cpu", "float32")
 
 
 @pytest.fixture(autouse=True)
-def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn with a tenth of their points, which takes most of the time of a report."""
-    draw = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, file, **options: draw(self, file, **{**options, "dpi": 20}))
+def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composed, but not drawn, which takes most of the time of a report."""
+    monkeypatch.setattr(plots, "_png", lambda figure: b"\x89PNG")
 
 
 def made_up(bucket: int, exact: bool, preferred: bool = True, ranks: tuple[int, ...] = (0, 0)) -> Answer:
@@ -127,12 +125,6 @@ def test_differences_are_paired() -> None:
     assert against_exact(COARSE, 4096, is_exact) is None
 
 
-def test_means_over_tokens() -> None:
-    means = token_means([made_up(0, True, ranks=(0, 3)), made_up(0, True, ranks=(0, 1))])
-    assert means == (0.5, 1.0)
-    assert token_means([]) is None
-
-
 def test_tables() -> None:
     table = summary_table(hand_made())
     exact, muse = (dict(zip(table.titles, row, strict=True)) for row in table.rows)
@@ -142,6 +134,7 @@ def test_tables() -> None:
         "25.0% (4.6 to 69.9)",
         "-50.0 ± 28.9",
     )
+    assert (muse["tokens right"], muse["rank"]) == ("50.0%", "1.5")
     assert table.column("failed") == ["", "1"]
     (by_depths,) = depth_tables(columns_of(hand_made()), EXACT_MATCH)
     assert by_depths.titles == ["depth", "exact", SHORT]
@@ -300,8 +293,8 @@ def test_where_errors_are() -> None:
     }
     for (kind, number), answered in found.items():
         results.measured[NeedleTask(number, 2048, kind, 0, "exact")] = Outcome(tuple(answered))
-    rows = places_table(results).rows
-    assert rows[0] == (
+    together, single, _ = places_table(results).rows
+    assert single == (
         "exact",
         "single, 2k",
         "0.0% (0.0 to 65.8) of 2",
@@ -309,7 +302,7 @@ def test_where_errors_are() -> None:
         "50.0% (9.5 to 90.5) of 2",
         "",
     )
-    assert rows[2][1:] == (
+    assert together[1:] == (
         "all kinds, 2k",
         "33.3% (6.1 to 79.2) of 3",
         *["66.7% (20.8 to 93.9) of 3"] * 2,
@@ -355,7 +348,6 @@ def test_the_report_of_a_folder_compares_its_models(tmp_path: Path) -> None:
     assert run_report(tmp_path)[0] == 0, "its own files are no results"
 
 
-@pytest.mark.long
 def test_two_groups_of_models_have_a_comparison_each(tmp_path: Path) -> None:
     for name in ("a", "b", "c", "d"):
         settings = dataclasses.replace(SETTINGS, seed="ac".count(name))
@@ -399,32 +391,28 @@ def test_trainings_in_folders_side_by_side_are_compared_over_folders(tmp_path: P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("changed", [{"seed": 7}, {"model": "large (74M parameters)"}])
+@pytest.mark.parametrize(
+    ("models", "changed"),
+    [
+        (("exact", "coarse"), {"seed": 7}),
+        (("exact", "coarse"), {"model": "large (74M parameters)"}),
+        (("coarse", "fine"), {}),
+    ],
+)
 def test_folders_whose_models_are_others_or_were_asked_something_else_are_no_trainings(
-    tmp_path: Path, changed: dict[str, Any]
+    tmp_path: Path, models: tuple[str, ...], changed: dict[str, Any]
 ) -> None:
+    """A training without the reference among them."""
     write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
     (tmp_path / "strange").mkdir()
-    for name in ("exact", "coarse"):
+    for name in models:
         strange = dataclasses.replace(hand_made(), settings=dataclasses.replace(SETTINGS, **changed))
         strange.write(tmp_path / "strange" / f"{name}.json")
-    code, lines = run_report(tmp_path)
-    assert (code, lines) == (
-        0,
-        [
-            f"muse: {tmp_path / 'strange'} is in no comparison over folders: no other has such models, asked the same",
-        ],
-    )
-    assert "strange" not in (tmp_path / "needles-over-trainings.md").read_text()
-
-
-@pytest.mark.long
-def test_a_training_without_the_reference_is_named_and_left_out(tmp_path: Path) -> None:
-    write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
-    write_trainings(tmp_path, {"seed-3": {"coarse": 1, "fine": 4}})
-    code, (line,) = run_report(tmp_path)
-    assert (code, "seed-3 is in no comparison over folders" in line) == (0, True)
-    assert "# Needles over 2 trainings: exact, coarse\n" in (tmp_path / "needles-over-trainings.md").read_text()
+    named = f"muse: {tmp_path / 'strange'} is in no comparison over folders: no other has such models, asked the same"
+    assert run_report(tmp_path) == (0, [named])
+    text = (tmp_path / "needles-over-trainings.md").read_text()
+    assert text.startswith("# Needles over 2 trainings: exact, coarse\n")
+    assert "strange" not in text
 
 
 def test_every_length_is_compared_over_the_trainings_that_answered_it(tmp_path: Path) -> None:
@@ -448,22 +436,18 @@ def test_every_length_is_compared_over_the_trainings_that_answered_it(tmp_path: 
 
 
 @pytest.mark.long
-def test_results_with_the_name_of_a_comparison_over_folders_are_not_overwritten(tmp_path: Path) -> None:
-    write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
-    hand_made().write(tmp_path / "needles-over-trainings.json")
-    code, (line,) = run_report(tmp_path)
-    assert (code, line.partition("; ")[2]) == (0, "rename it, and the models are compared")
-    assert (tmp_path / "needles-over-trainings.md").read_text().startswith("# Needles: needles-over-trainings\n")
-    assert (tmp_path / "seed-1" / "needles-compared.md").exists()
-
-
 def test_results_with_the_name_of_a_comparison_are_not_overwritten(tmp_path: Path) -> None:
-    for name in ("needles-compared", "other"):
-        hand_made().write(tmp_path / f"{name}.json")
-    code, (line,) = run_report(tmp_path)
-    assert code == 0
-    assert line.endswith("needles-compared.json has the name of a comparison; rename it, and the models are compared")
-    assert (tmp_path / "needles-compared.md").read_text().startswith("# Needles: needles-compared\n")
+    write_trainings(tmp_path, {f"seed-{seed}": {"exact": 4, "coarse": 0} for seed in (1, 2)})
+    for path in (tmp_path / "needles-over-trainings", tmp_path / "seed-2" / "needles-compared"):
+        hand_made().write(path.with_suffix(".json"))
+        code, (line, *_) = run_report(tmp_path)
+        assert (code, line) == (
+            0,
+            f"muse: {path}.json has the name of a comparison; rename it, and the models are compared",
+        )
+        assert path.with_suffix(".md").read_text().startswith(f"# Needles: {path.name}\n")
+        path.with_suffix(".json").unlink()
+    assert (tmp_path / "seed-1" / "needles-compared.md").exists()
     refused = run_muse("eval", "needles", "--name", "needles-compared", "--device", "cpu")
     assert_refused(refused, "is that of the comparison of several models; choose another")
 

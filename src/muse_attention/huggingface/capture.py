@@ -27,18 +27,21 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
     """Run a model over (batch, length) token ids, and call `visit` with the inputs of each layer, first to last.
 
     Layers with a sliding window are counted, but not visited: they attend exactly under every attention. There are no
-    gradients, no cache and no logits; what a visitor does not keep is gone before the next layer.
+    gradients, no cache and no logits; what a visitor does not keep is gone before the next layer. A ValueError if every
+    layer has a window.
     """
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be (batch, length), neither of them 0")
     register_function(_NAME, _visiting_forward)
     number = itertools.count()
+    visited = []
 
     def count(module: torch.nn.Module, attends_to_everything: bool, *inputs: Any) -> None:
         calls = next(number)
         if attends_to_everything:
             index = getattr(module, "layer_idx", None)  # a layer that calls no interface is not counted
-            visit(calls if index is None else index, *inputs)
+            visited.append(calls if index is None else index)
+            visit(visited[-1], *inputs)
 
     visitor = _visitor.set(count)
     try:
@@ -46,10 +49,12 @@ def visit_layers(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Non
             model.base_model(input_ids.to(model.device), use_cache=False)
     finally:
         _visitor.reset(visitor)
+    if not visited:
+        raise ValueError(
+            "every layer of this model has a sliding window, which no attention replaces; use another model"
+        )
 
 
-NO_LAYERS = "every layer of this model has a sliding window, which no attention replaces; use another model"
-"""The message of a ValueError where no layer was visited."""
 _NAME = "muse-capture"
 _visitor: ContextVar[Callable[..., None]] = ContextVar("visitor")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 from muse_attention.sizes import format_size
 from muse_lab.benchmark.bench_report import bench_report
@@ -115,9 +114,9 @@ def _runs_table(training: ComparisonResults) -> Table:
 
 
 def _loss(training: ComparisonResults, run: Run) -> str:
-    cell = training.whole(run, EXACT)
-    assert cell is not None
-    return f"{statistics.fmean(cell.means):.3f}"
+    loss = training.loss(run, EXACT)
+    assert loss is not None
+    return f"{loss.mean:.3f}"
 
 
 def _case(call: BenchmarkResults, name: str) -> Case:

@@ -58,17 +58,14 @@ def read_samples_inside(tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path
         raise ValueError(f"cannot measure {number} samples of {length} tokens; use at least 1 sample of 2 tokens")
     begin: list[int] = tokenizer("").input_ids
     fresh = length - len(begin)
-    by_place: list[list[list[int]]] = []
-    """samples that are the first of their files, the second, and so on"""
+    found: list[tuple[int, list[int]]] = []
+    """where each begins in its file, and its tokens"""
     for _, text in read_texts(paths):
         tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        for place in range(min(len(tokens) // fresh, number)):
-            if place == len(by_place):
-                by_place.append([])
-            by_place[place].append(begin + tokens[place * fresh : (place + 1) * fresh])
-        if by_place and len(by_place[0]) == number:
+        found += [(start, tokens[start : start + fresh]) for start in range(0, len(tokens) - fresh + 1, fresh)]
+        if sum(start == 0 for start, _ in found) == number:
             break
-    samples = [sample for of_place in by_place for sample in of_place][:number]
+    samples = [begin + sample for _, sample in sorted(found, key=lambda one: one[0])[:number]]
     if len(samples) < number:
         raise ValueError(
             f"the text has {len(samples)} samples of {length} tokens inside single files, too few for {number}: give "

@@ -186,10 +186,7 @@ def capture_heads(
     Each has keys of its own, though heads of the model may share them. `grouped`: whole groups of heads that share
     their keys, of at least so many heads.
     """
-    from muse_attention.huggingface.capture import (  # here, for commands without a model to need no transformers
-        NO_LAYERS,
-        visit_layers,
-    )
+    from muse_attention.huggingface.capture import visit_layers  # here: transformers is not always installed
 
     found: list[_Unit] = []
 
@@ -198,8 +195,6 @@ def capture_heads(
         found.extend(_Unit(layer, range(first, first + size)) for first in range(0, query.shape[1], size))
 
     visit_layers(model, tokens[:1, :_FEW_TOKENS], list_units)
-    if not found:
-        raise ValueError(NO_LAYERS)
     if len({len(unit.heads) for unit in found}) > 1:
         raise ValueError("the layers of this model have groups of different sizes; capture without --groups")
     chosen = [found[index] for index in spread(len(found), -(-number // len(found[0].heads)))]

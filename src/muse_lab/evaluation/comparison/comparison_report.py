@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.comparison import evaluations, findings, seeds
-from muse_lab.evaluation.comparison.answers import answers_by_attention, answers_section
+from muse_lab.evaluation.comparison.answers import answers_section
 from muse_lab.evaluation.comparison.further import further_sections
 from muse_lab.evaluation.comparison.positions import positions_section
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
@@ -57,7 +58,6 @@ _RECORDED = (
 _PAPER_LAW = Note("The paper's, from 185M to 1B parameters: loss in proportion to parameters^-0.17, R² above 0.999.")
 _RUN = (text("run"), lambda run: run.name)
 _TOKENS_AXIS = Axis("tokens (millions)")
-_POINTS_OF_A_LAW = 50
 
 
 def comparison_report(results: ComparisonResults, file_name: str = "") -> Report:
@@ -148,15 +148,14 @@ def _weights(run: Run) -> str:
 def matrix_table(results: ComparisonResults) -> Table:
     """Training attention against test attention, and the difference under exact attention."""
     names, found = short_names(_named(results)), {run.name: findings.difference(results, run) for run in _runs(results)}
-
-    def loss(attention: str) -> Callable[[Run], Mean | None]:
-        return lambda run: Mean.of(cell.means) if (cell := results.whole(run, attention)) else None
-
     return Table.of(
         _runs(results),
         _RUN,
         (text("trained with"), lambda run: names[run.attention]),
-        *((number(f"tested: {names[name]}", _LOSS), loss(name)) for name in results.attentions),
+        *(
+            (number(f"tested: {names[name]}", _LOSS), functools.partial(results.loss, attention=name))
+            for name in results.attentions
+        ),
         (number("difference, tested: exact", _DIFFERENCE), lambda run: (gap := found[run.name]) and gap.nats.signed()),
         (number("percent", _DIFFERENCE), lambda run: (gap := found[run.name]) and in_percent(gap.percent)),
     )
@@ -185,7 +184,10 @@ def speed_table(results: ComparisonResults) -> Table:
         (text("attention of the update"), lambda row: names[row[1]]),
         (number("tokens/s", _SPEED), lambda row: f"{row[2].tokens_per_second:,.0f}"),
         (number("updates"), lambda row: f"{row[2].updates:,}"),
-        (number("speed-up over exact training"), lambda row: _speedup(results, row[0]) if row[3] else None),
+        (
+            number("speed-up over exact training"),
+            lambda row: f"{ratio:.2f}x" if row[3] and (ratio := findings.speedup(results, row[0])) else None,
+        ),
         (
             number("all updates", _SECONDS),
             lambda row: datetime.timedelta(seconds=round(row[0].curves.seconds)) if row[3] else None,
@@ -209,13 +211,13 @@ def probe_table(results: ComparisonResults) -> Table:
 
 
 def scaling_table(results: ComparisonResults) -> Table:
-    names = short_names(_named(results))
+    names, sizes = short_names(_named(results)), findings.sizes(results)
     return Table.of(
-        findings.scaling_laws(results).items(),
-        (text("trained with"), lambda law: names[law[0]]),
-        (text("parameters"), lambda law: ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in law[1].points)),
-        (number("exponent"), lambda law: f"{law[1].law.exponent:.3f}"),
-        (number("R²"), lambda law: f"{law[1].r_squared:.4f}"),
+        [(names[attention], law, sizes[attention]) for attention, law in findings.scaling_laws(results).items()],
+        (text("trained with"), lambda row: row[0]),
+        (text("parameters"), lambda row: ", ".join(f"{parameters / 1e6:,.1f}M" for parameters, _ in row[2])),
+        (number("exponent"), lambda row: f"{row[1].exponent:.3f}"),
+        (number("R²"), lambda row: f"{row[1].r_squared(row[2]):.4f}"),
     )
 
 
@@ -224,11 +226,11 @@ def headline(results: ComparisonResults) -> list[str]:
     lines = []
     for run in _runs(results):
         if found := findings.difference(results, run):
-            ratio = _speedup(results, run, " its tokens per second")
+            speed = f", {ratio:.2f}x its tokens per second" if (ratio := findings.speedup(results, run)) else ""
             gap = f"{abs(found.percent.mean):.2f}% of {found.reference} ({in_percent(found.percent)})"
             lines.append(
                 f"{run.name}, trained with {run.attention}{findings.describe_schedule(run)}: held-out loss under exact "
-                f"attention within {gap}{ratio and f', {ratio}'}"
+                f"attention within {gap}{speed}"
             )
     return lines
 
@@ -246,11 +248,12 @@ def warnings(results: ComparisonResults) -> list[str]:
             reference = findings.reference_of(results, run).name
             lines.append(f"{run.name} differs from {reference} by more than its attention: {', '.join(names)}.")
     compared = [run for run in _runs(results) if findings.speedup(results, run) is not None]
-    slowed = {one.name: one for run in compared for one in findings.handicapped(results, run)}
+    slowed = dict.fromkeys(one.name for run in compared for one in findings.handicapped(results, run))
     if slowed:
         lines.append(
-            f"Speed-ups are not those of the fastest kernels: {_are_deterministic([*slowed.values()])}, which leaves "
-            "out cuDNN's attention. Train with deterministic=false to compare speeds."
+            f"Speed-ups are not those of the fastest kernels: {' and '.join(slowed)} "
+            f"{'is' if len(slowed) == 1 else 'are'} deterministic, which leaves out cuDNN's attention. Train with "
+            "deterministic=false to compare speeds."
         )
     return lines
 
@@ -280,23 +283,6 @@ def _beginnings(results: ComparisonResults) -> list[Note]:
     return [Note(f"Runs that began with the weights of a model, whose tokens are not counted: {begun}.")]
 
 
-def _speedup(results: ComparisonResults, run: Run, of_what: str = "") -> str:
-    """Over exact training, and what else makes the speeds differ; empty where it is not known."""
-    ratio, remarks = findings.speedup(results, run), _of_the_speedup(results, run)
-    return "" if ratio is None else f"{ratio:.2f}x{of_what}{remarks and f' ({remarks})'}"
-
-
-def _of_the_speedup(results: ComparisonResults, run: Run) -> str:
-    """What else than the attention has a share in it; empty if nothing has."""
-    names, slowed = findings.differing_speed_fields(results, run), findings.handicapped(results, run)
-    remarks = [f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"] if names else []
-    return "; ".join([*remarks, *([f"not the fastest kernels: {_are_deterministic(slowed)}"] if slowed else [])])
-
-
-def _are_deterministic(runs: Sequence[Run]) -> str:
-    return f"{' and '.join(run.name for run in runs)} {'is' if len(runs) == 1 else 'are'} deterministic"
-
-
 def _runs(results: ComparisonResults) -> Iterable[Run]:
     return results.runs.values()
 
@@ -305,7 +291,7 @@ def _named(results: ComparisonResults) -> list[str]:
     """All attentions of the report, by their full names."""
     trained = [run.attention for run in _runs(results)]
     updates = [name for run in _runs(results) for name in run.curves.speeds]
-    answered = [name for run in _runs(results) for name in answers_by_attention(run)]
+    answered = [answers.attention for run in _runs(results) for answers in run.curves.answers]
     return [*trained, *results.named, *updates, *answered]
 
 
@@ -321,9 +307,8 @@ def _cards(results: ComparisonResults) -> list[Card]:
     for run in _runs(results):
         found, ratio, probes = findings.difference(results, run), findings.speedup(results, run), run.curves.probes
         if found is not None:
-            about = "; ".join(filter(None, (run.name, _of_the_speedup(results, run))))
             return [
-                *([Card("speed-up in training", f"{ratio:.2f}x", about)] if ratio is not None else []),
+                *([Card("speed-up in training", f"{ratio:.2f}x", run.name)] if ratio is not None else []),
                 over_seeds.get(run.name)
                 or Card("held-out loss", in_percent(found.percent), f"{run.name} against {found.reference}"),
                 *([Card("RSE in training", f"{probes[-1].mean:.2g}", f"{run.name}, last probe")] if probes else []),
@@ -377,11 +362,12 @@ def _error_figures(results: ComparisonResults) -> list[Figure]:
 
 
 def _scaling_figures(results: ComparisonResults) -> list[Figure]:
-    """A mark for each model, and a line for the law of each attention."""
+    """A mark for each model, and the law of each attention, which is straight on these axes."""
     laws, names, lines = findings.scaling_laws(results), short_names(_named(results)), []
     for (name, points), colour in zip(findings.sizes(results).items() if laws else [], colours(), strict=False):
         lines.append(Line(names[name], points, colour, "o", ""))
         if name in laws:
-            lines.append(Line(f"law of {names[name]}", laws[name].curve(_POINTS_OF_A_LAW), colour, width=1))
+            ends = [(size, laws[name](size)) for size, _ in (points[0], points[-1])]
+            lines.append(Line(f"law of {names[name]}", ends, colour, width=1))
     x, y = Axis("parameters", log=10), Axis("held-out loss (nats)", log=10)
     return _figure("scaling", "Loss against parameters", lines, x, y)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from muse_lab.evaluation.comparison.results import ComparisonResults, Run
 from muse_lab.evaluation.fits import PowerLaw
@@ -19,8 +16,6 @@ SIZES_OF_A_LAW = 3
 """Models of so many sizes are needed: a power law goes through any two points."""
 _OF_THE_ATTENTION = ("attention", "exact_start", "exact_tail", "further_attention", "further_steps")
 """Fields of a recipe in which runs may differ that differ by their attention alone; the tokens are compared too."""
-_OF_THE_SPEED = ("length", "batch", "micro_batch", "precision", "compile", "recompute", "deterministic")
-"""Fields that change the tokens per second, whatever the attention."""
 
 
 class Difference(NamedTuple):
@@ -30,26 +25,6 @@ class Difference(NamedTuple):
     nats: Mean
     percent: Mean
     """of the reference's loss"""
-
-
-@dataclass(frozen=True)
-class ScalingLaw:
-    """`loss = factor * parameters ** exponent`, as the paper fits it."""
-
-    law: PowerLaw
-    r_squared: float
-    points: tuple[tuple[float, float], ...]
-    """parameters and loss"""
-
-    @classmethod
-    def fit(cls, points: Sequence[tuple[float, float]]) -> ScalingLaw:
-        law = PowerLaw.fit(points)
-        return cls(law, law.r_squared(points), tuple(points))
-
-    def curve(self, number: int) -> list[tuple[float, float]]:
-        """So many points of it, from the smallest model to the largest."""
-        sizes = np.geomspace(self.points[0][0], self.points[-1][0], number)
-        return [(float(size), self.law(float(size))) for size in sizes]
 
 
 def reference_of(results: ComparisonResults, run: Run) -> Run:
@@ -66,10 +41,10 @@ def reference_of(results: ComparisonResults, run: Run) -> Run:
     return next(iter([*as_long, *same_start, *of_seed, *exact, *alike]))
 
 
-def difference(results: ComparisonResults, run: Run) -> Difference | None:
-    """None for a reference, and where something is not measured yet."""
+def difference(results: ComparisonResults, run: Run, step: int | None = None) -> Difference | None:
+    """Of its newest weights, or of others. None for a reference, and where something is not measured yet."""
     reference = reference_of(results, run)
-    own, other = results.whole(run, EXACT), results.whole(reference, EXACT)
+    own, other = results.whole(run, EXACT, step), results.whole(reference, EXACT)
     if reference is run or own is None or other is None:
         return None
     nats = Mean.of_differences(own.means, other.means)
@@ -96,16 +71,14 @@ def speedup(results: ComparisonResults, run: Run) -> float | None:
 
 
 def differing_fields(results: ComparisonResults, run: Run) -> list[str]:
-    """Recipe fields, other than the attention, in which a run differs from its reference."""
+    """Recipe fields, other than the attention, in which a run differs from its reference.
+
+    The mesh is among them where speeds are compared: it changes nothing else.
+    """
     reference = reference_of(results, run)
     names = [name for name in differences(run.recipe, reference.recipe) if name not in _OF_THE_ATTENTION]
+    names += ["mesh"] if run.recipe.mesh != reference.recipe.mesh and speedup(results, run) is not None else []
     return names if run.tokens == reference.tokens else ["tokens", *names]
-
-
-def differing_speed_fields(results: ComparisonResults, run: Run) -> list[str]:
-    """Those of them that change the speed, and the mesh, which changes nothing else."""
-    names = [name for name in differing_fields(results, run) if name in _OF_THE_SPEED]
-    return names if run.recipe.mesh == reference_of(results, run).recipe.mesh else [*names, "mesh"]
 
 
 def handicapped(results: ComparisonResults, run: Run) -> list[Run]:
@@ -139,16 +112,16 @@ def sizes(results: ComparisonResults) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
     plain = {(run.parameters, run.attention) for run in results.runs.values() if not run.recipe.further_steps}
     for run in sorted(results.runs.values(), key=lambda run: run.parameters):
-        cell = results.whole(run, EXACT)
-        if cell is not None and not (run.recipe.further_steps and (run.parameters, run.attention) in plain):
-            found.setdefault(run.attention, []).append((run.parameters, Mean.of(cell.means).mean))
+        loss = results.loss(run, EXACT)
+        if loss is not None and not (run.recipe.further_steps and (run.parameters, run.attention) in plain):
+            found.setdefault(run.attention, []).append((run.parameters, loss.mean))
     return found
 
 
-def scaling_laws(results: ComparisonResults) -> dict[str, ScalingLaw]:
-    """By training attention; none where the sizes are too few."""
+def scaling_laws(results: ComparisonResults) -> dict[str, PowerLaw]:
+    """Loss in proportion to a power of the parameters, by training attention; none where the sizes are too few."""
     return {
-        attention: ScalingLaw.fit(points) for attention, points in sizes(results).items() if missing_sizes(points) == 0
+        attention: PowerLaw.fit(points) for attention, points in sizes(results).items() if missing_sizes(points) == 0
     }
 
 

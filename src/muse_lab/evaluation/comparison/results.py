@@ -136,6 +136,11 @@ class ComparisonResults(StoredResults):
         cell = self.find(run.name, run.step if step is None else step, attention)
         return cell if cell is not None and len(cell.bins) == self.settings.samples else None
 
+    def loss(self, run: Run, attention: str, step: int | None = None) -> Mean | None:
+        """The same weights' mean over samples, if every sample is measured."""
+        cell = self.whole(run, attention, step)
+        return None if cell is None else Mean.of(cell.means)
+
     def missing(self, run: str, step: int, attentions: Sequence[str]) -> list[tuple[int, str]]:
         """What is still to do: all attentions on one sample before the next."""
         cells = {name: self.find(run, step, name) for name in attentions}

@@ -35,12 +35,12 @@ class Seeds:
         return f"{names[self.attention]}{describe_schedule(self.runs[0])}"
 
     def loss(self, results: ComparisonResults, attention: str) -> Mean | None:
-        losses = [_loss(results, run, attention) for run in self.runs]
-        return _mean(losses)
+        losses = [results.loss(run, attention) for run in self.runs]
+        return _mean([loss and loss.mean for loss in losses])
 
     def spread(self, results: ComparisonResults) -> float | None:
         """The standard deviation over seeds, under exact attention."""
-        losses = [loss for run in self.runs if (loss := _loss(results, run, EXACT)) is not None]
+        losses = [loss.mean for run in self.runs if (loss := results.loss(run, EXACT))]
         return statistics.stdev(losses) if len(losses) > 1 else None
 
     def difference(self, results: ComparisonResults, *, is_percent: bool = False) -> Mean | None:
@@ -52,14 +52,15 @@ class Seeds:
         found: list[float | None] = []
         for run in self.runs:
             reference = reference_of(results, run)
-            own, other = _loss(results, run, EXACT), _loss(results, reference, EXACT)
+            own, other = results.loss(run, EXACT), results.loss(reference, EXACT)
             is_pair = (
                 reference is not run and reference.attention == EXACT and _begin_alike(run.recipe, reference.recipe)
             )
             if not is_pair or own is None or other is None:
                 found.append(None)
             else:
-                found.append(100 * (own - other) / other if is_percent else own - other)
+                gap = own.mean - other.mean
+                found.append(100 * gap / other.mean if is_percent else gap)
         return found
 
     def speedup(self, results: ComparisonResults) -> float | None:
@@ -82,14 +83,6 @@ def seeds_table(results: ComparisonResults) -> Table:
     groups = seeds_of(results)
     names = short_names([group.attention for group in groups])
 
-    def percent(group: Seeds) -> str | None:
-        gap = group.difference(results, is_percent=True)
-        return gap and in_percent(gap)
-
-    def nats(group: Seeds) -> str | None:
-        gap = group.difference(results)
-        return gap and gap.signed()
-
     speed = (number("speed-up", "Of training, the median over seeds."), lambda group: _times(group.speedup(results)))
     return Table.of(
         groups,
@@ -99,8 +92,11 @@ def seeds_table(results: ComparisonResults) -> Table:
         (number("loss, tested: exact"), lambda group: group.loss(results, EXACT)),
         (number("tested: as trained"), lambda group: group.loss(results, group.runs[0].tested_attention)),
         (number("spread of seeds"), lambda group: shown(group.spread(results), ".4f")),
-        (number("less exact training", _PAIRED), nats),
-        (number("percent", _PAIRED), percent),
+        (number("less exact training", _PAIRED), lambda group: (gap := group.difference(results)) and gap.signed()),
+        (
+            number("percent", _PAIRED),
+            lambda group: (gap := group.difference(results, is_percent=True)) and in_percent(gap),
+        ),
         *([] if results.settings.shared_gpu else [speed]),
     )
 
@@ -138,11 +134,6 @@ def _without_seed(recipe: Recipe) -> Recipe:
 
 def _begin_alike(one: Recipe, other: Recipe) -> bool:
     return (one.seed, one.initial) == (other.seed, other.initial)
-
-
-def _loss(results: ComparisonResults, run: Run, attention: str) -> float | None:
-    cell = results.whole(run, attention)
-    return None if cell is None else Mean.of(cell.means).mean
 
 
 def _mean(values: Sequence[float | None]) -> Mean | None:

@@ -278,36 +278,6 @@ def _length(base: _Base) -> Iterable[Row]:
         yield _Base(config, length).row(format_size(length), *sizes[1:])
 
 
-@_preset("centroids")
-def _clustering(base: _Base) -> Iterable[Row]:
-    """How centroids are found
-
-    Streaming K-means of the paper, and Lloyd's iterations from the same start. The default is Lloyd, with 4
-    iterations on 64 vectors a cluster.
-    """
-    yield base.row("streaming, one pass", clustering="streaming")
-    for sample, words in ((64, "64 vectors a cluster"), (base.length, "all vectors")):
-        for number in (1, 2, 4, 8):
-            lloyd = {"clustering": "lloyd", "lloyd_iterations": number, "lloyd_sample": sample}
-            yield base.row(f"Lloyd on {words}, {number} iterations", **lloyd)
-
-
-@_preset("clusters", "cap of queries", "cap of keys")
-def _caps(base: _Base) -> Iterable[Row]:
-    """Limits on the size of a cluster
-
-    In units of the mean size in a block. Overflow goes to another cluster, whose centroid it is far from. The paper
-    caps both at 4; the default here caps keys alone.
-    """
-    for count in (base.clusters, 2 * base.clusters):
-        for of_queries, of_keys in ((4, 4), (None, 4), (None, None)):
-            labels, caps = (
-                (of_queries or "none", of_keys or "none"),
-                {"query_cap_factor": of_queries, "cap_factor": of_keys},
-            )
-            yield base.row(count, *labels, joint=count, **caps)
-
-
 @_preset("family", "clusters", "rule")
 def _error_control(base: _Base) -> Iterable[Row]:
     """Retrieval by expected error, against the paper's rule and MoBA

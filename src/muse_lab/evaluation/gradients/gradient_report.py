@@ -13,7 +13,7 @@ from muse_lab.pretraining.needles.samples import BUCKETS, depth_of
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import names_table, provenance_of
-from muse_lab.report.tree import Card, Report, Section, Table, number, text
+from muse_lab.report.tree import Card, Report, Section, Table, number, shown, text
 
 _ABOUT = (
     "The gradient of the loss of the uids that a sample asks for, each token given the right ones before it, in the "
@@ -136,11 +136,14 @@ def summary_table(results: GradientResults) -> Table:
         (number("loss", _LOSS), lambda row: row[2].losses),
         (number("loss, exact", _LOSS), lambda row: row[2].exact_losses),
         (number("kept", _KEPT), lambda row: _with_error(row[2].all_weights.kept)),
-        (number("cosine", _COSINE), lambda row: _number(row[2].all_weights.cosine)),
-        (number("norm", _NORM), lambda row: _number(row[2].all_weights.norm)),
+        (number("cosine", _COSINE), lambda row: shown(row[2].all_weights.cosine, ".3f")),
+        (number("norm", _NORM), lambda row: shown(row[2].all_weights.norm, ".3f")),
         (number("kept, q and k", f"{_PROJECTIONS} {_KEPT}"), lambda row: _with_error(row[2].queries_and_keys.kept)),
-        (number("cosine, q and k", f"{_PROJECTIONS} {_COSINE}"), lambda row: _number(row[2].queries_and_keys.cosine)),
-        (number("norm, q and k", f"{_PROJECTIONS} {_NORM}"), lambda row: _number(row[2].queries_and_keys.norm)),
+        (
+            number("cosine, q and k", f"{_PROJECTIONS} {_COSINE}"),
+            lambda row: shown(row[2].queries_and_keys.cosine, ".3f"),
+        ),
+        (number("norm, q and k", f"{_PROJECTIONS} {_NORM}"), lambda row: shown(row[2].queries_and_keys.norm, ".3f")),
     )
 
 
@@ -180,10 +183,6 @@ def _in_words(name: str, length: int, of_name: Pool) -> str:
     if kept is None:
         return f"At {format_size(length)}, exact attention has no gradient for the answers that {name} could keep."
     return f"At {format_size(length)}, {name} keeps {_with_error(kept)} of the gradient of answers{also}."
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def _with_error(kept: Mean | None) -> str:

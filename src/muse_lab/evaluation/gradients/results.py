@@ -102,21 +102,16 @@ def differentiate(model: PreTrainedModel, sample: Sample, attention: str) -> tup
 
 def _compare(own: tuple[float, Mapping[str, Tensor]], exact: tuple[float, Mapping[str, Tensor]]) -> Gradients:
     (loss, of_own), (exact_loss, of_exact) = own, exact
-    projections = ({name: one for name, one in of.items() if _is_projection(name)} for of in (of_own, of_exact))
-    return Gradients(_rounded(loss), _rounded(exact_loss), _products(of_own, of_exact), _products(*projections))
+    both = [name for name in of_own if name in of_exact]
+    projections = [name for name in both if any(part in name.split(".") for part in _QUERIES_AND_KEYS)]
+    products = (_products(of_own, of_exact, names) for names in (both, projections))
+    return Gradients(_rounded(loss), _rounded(exact_loss), *products)
 
 
-def _is_projection(name: str) -> bool:
-    return any(part in name.split(".") for part in _QUERIES_AND_KEYS)
-
-
-def _products(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Products:
-    return Products(_product(own, own), _product(exact, exact), _product(own, exact))
-
-
-def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Of all weights that both have."""
-    return _rounded(sum(float((one[name].double() * other[name].double()).sum()) for name in one if name in other))
+def _products(own: Mapping[str, Tensor], exact: Mapping[str, Tensor], names: Sequence[str]) -> Products:
+    pairs = ((own, own), (exact, exact), (own, exact))
+    sums = (sum(float((one[name].double() * other[name].double()).sum()) for name in names) for one, other in pairs)
+    return Products(*map(_rounded, sums))
 
 
 def _rounded(number: float) -> float:

@@ -14,7 +14,7 @@ from muse_lab.evaluation.lookups.results import LookupResults
 from muse_lab.records.attention_names import short_names
 from muse_lab.report.markup import csv_text
 from muse_lab.report.provenance import names_table, provenance_of
-from muse_lab.report.tree import Card, Report, Section, Table, number, text
+from muse_lab.report.tree import Card, Report, Section, Table, number, shown, text
 
 STRONG = 0.1
 """A head that puts at least this much of its weight on the needle looks it up."""
@@ -84,10 +84,10 @@ class Pool:
         return float(self.pairs.mean()) if len(self.pairs) else None
 
     def in_layer(self, place: int) -> Pool:
-        return Pool(*(tensor[:, [place]] for tensor in vars(self).values()))
+        return Pool(*(tensor[:, place] for tensor in vars(self).values()))
 
     def in_head(self, place: int, head: int) -> Pool:
-        return Pool(*(tensor[:, [place]][..., [head]] for tensor in vars(self).values()))
+        return Pool(*(tensor[:, place, head] for tensor in vars(self).values()))
 
 
 def pool(results: LookupResults, length: int, kind: str | None, attention: str) -> Pool:
@@ -143,12 +143,15 @@ def summary_table(results: LookupResults) -> Table:
         (number("samples"), lambda row: row[3].samples),
         (number("found", _FOUND), lambda row: _percent(row[3].share)),
         (number("exact", _EXACT), lambda row: _percent(row[3].exact_share)),
-        (number("pairs", "Buckets that the query retrieves, the mean over heads."), lambda row: _pairs(row[3])),
+        (
+            number("pairs", "Buckets that the query retrieves, the mean over heads."),
+            lambda row: shown(row[3].mean_pairs, ".2f"),
+        ),
         (number("strong heads", _STRONG), lambda row: f"{row[3].strong_heads:.1f}"),
         (number("of them found", _STRONG_FOUND), lambda row: f"{row[3].strong_heads_found:.1f}"),
         (number("found, strong", f"In strong heads. {_FOUND}"), lambda row: _percent(row[3].strong.share)),
         (number("exact, strong", f"In strong heads. {_EXACT}"), lambda row: _percent(row[3].strong.exact_share)),
-        (number("pairs, strong", _STRONG_PAIRS), lambda row: _pairs(row[3].strong)),
+        (number("pairs, strong", _STRONG_PAIRS), lambda row: shown(row[3].strong.mean_pairs, ".2f")),
     )
 
 
@@ -208,9 +211,5 @@ def _share(weight: Tensor, found: Tensor) -> float | None:
     return float(found.sum()) / total if total > 0 else None
 
 
-def _pairs(found: Pool) -> str:
-    return "" if found.mean_pairs is None else f"{found.mean_pairs:.2f}"
-
-
 def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
+    return shown(share, ".1%")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import NamedTuple
 
 import numpy as np
@@ -28,15 +27,6 @@ class Bin(NamedTuple):
     first: int
     last: int
     loss: float
-
-
-class Doubling(NamedTuple):
-    """Two attentions, alike but for twice the query clusters, key clusters and retrieved clusters of the second."""
-
-    attention: str
-    doubled: str
-    ratio: float | None
-    """of the first gap to the second; None unless both are positive"""
 
 
 def cumulative_mean(results: LossResults, attention: str) -> Tensor:
@@ -76,10 +66,13 @@ def reducible_curve(results: LossResults, attention: str, irreducible: float) ->
     return [(position, float(curve[position - 1]) - irreducible) for position in _spaced(len(curve))]
 
 
-def doublings(results: LossResults) -> list[Doubling]:
-    """Every pair there is, by clusters."""
+def ratios_per_doubling(results: LossResults) -> list[float | None]:
+    """By how much the gap shrinks from an attention to the one with twice its query, key and retrieved clusters.
+
+    Of every such pair, by clusters; None unless both gaps are positive.
+    """
     configs = {config: name for name in results.whole if (config := recorded_config(name)) is not None}
-    found = []
+    ratios = []
     for config in sorted(configs, key=lambda config: config.key_clusters):
         changes = {"query_clusters": 2 * config.query_clusters, "key_clusters": 2 * config.key_clusters}
         if config.tolerance is None:
@@ -87,15 +80,8 @@ def doublings(results: LossResults) -> list[Doubling]:
         doubled = configs.get(config.replace(**changes))
         if doubled is not None:
             before, after = gap(results, configs[config]).mean, gap(results, doubled).mean
-            found.append(Doubling(configs[config], doubled, before / after if min(before, after) > 0 else None))
-    return found
-
-
-def ratio_per_doubling(results: LossResults) -> float | None:
-    """By how much the gap shrinks: the geometric mean of all `doublings`; None unless each has a ratio."""
-    ratios = [doubling.ratio for doubling in doublings(results)]
-    known = [ratio for ratio in ratios if ratio is not None]
-    return statistics.geometric_mean(known) if known and len(known) == len(ratios) else None
+            ratios.append(before / after if min(before, after) > 0 else None)
+    return ratios
 
 
 def _spaced(last: int) -> list[int]:

@@ -6,10 +6,9 @@ from muse_attention.sizes import format_size
 from muse_lab.evaluation.loss.curves import (
     binned,
     cumulative_mean,
-    doublings,
     fit_exact,
     gap,
-    ratio_per_doubling,
+    ratios_per_doubling,
     reducible_curve,
 )
 from muse_lab.evaluation.loss.endings import changes, replaced
@@ -80,7 +79,6 @@ def loss_report(results: LossResults, file_name: str) -> Report:
         sections=[
             Section.of("Loss against position", _figure(results), _fit_in_words(results)),
             Section.of("Attentions", summary_table(results), LEAK),
-            Section.optional("Clusters doubled", doubling_table(results)),
             Section.of("The paper", paper_table(results), _PAPER),
             Section.of("Loss by position", bins_table(results), _BINS),
             Section.optional(
@@ -107,16 +105,6 @@ def summary_table(results: LossResults) -> Table:
         (number("mean loss", _LOSS), lambda name: f"{_mean(results, name):.4f}"),
         (number("gap to exact", _GAP), lambda name: "" if name == EXACT else gap(results, name).signed()),
         (late, lambda name: "" if name == EXACT else f"{binned(results, name)[-1].loss - last.loss:+.4f}"),
-    )
-
-
-def doubling_table(results: LossResults) -> Table:
-    names = short_names(results.whole)
-    return Table.of(
-        doublings(results),
-        (text("attention"), lambda pair: names[pair.attention]),
-        (text("clusters doubled"), lambda pair: names[pair.doubled]),
-        (number("gap shrinks by"), lambda pair: "-" if pair.ratio is None else f"{pair.ratio:.2f}x"),
     )
 
 
@@ -178,10 +166,10 @@ def span(first: int, last: int) -> str:
 
 
 def paper_table(results: LossResults) -> Table:
-    ratio = ratio_per_doubling(results)
+    ratios = ", ".join("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios_per_doubling(results))
     rows = [
         ("irreducible loss, fitted (nats)", f"{fit_exact(results).irreducible:.2f}", "2.30", "1.96"),
-        ("gap shrinks per doubling of clusters by", "-" if ratio is None else f"{ratio:.2f}x", "~1.8x", "~2x"),
+        ("gap shrinks per doubling of clusters by", ratios or "-", "~1.8x", "~2x"),
     ]
     return Table(("", "here", "paper, Llama 3.2-1B", "paper, Llama 3.1-8B"), rows)
 

@@ -148,20 +148,16 @@ def measure(
         results.write(path)
 
 
-def position_losses(
-    model: PreTrainedModel, ids: Tensor, attention: str, *, at_once: int = _POSITIONS_AT_ONCE
-) -> Tensor:
+def position_losses(model: PreTrainedModel, ids: Tensor, attention: str) -> Tensor:
     """(length - 1) cross-entropies, in nats, of the tokens that follow each position of (length) ids."""
-    return token_losses(model, ids, ids[1:], attention, at_once=at_once)
+    return token_losses(model, ids, ids[1:], attention)
 
 
-def token_losses(
-    model: PreTrainedModel, ids: Tensor, targets: Tensor, attention: str, *, at_once: int = _POSITIONS_AT_ONCE
-) -> Tensor:
+def token_losses(model: PreTrainedModel, ids: Tensor, targets: Tensor, attention: str) -> Tensor:
     """Cross-entropies, in nats, of (targets), each of which follows a position of (length) ids, from the first one on.
 
-    Logits are computed for `at_once` positions at a time, and their softmax in at least float32. The result is float64,
-    on the CPU.
+    Logits are computed for a few positions at a time, and their softmax in at least float32. The result is float64, on
+    the CPU.
     """
     from muse_attention.huggingface import use_attention
 
@@ -170,7 +166,9 @@ def token_losses(
         hidden = _hidden_states(model, ids[None])[0, : len(targets)]
         parts = [
             cross_entropy(_at_least_float32(_logits(model, states)), following, reduction="none")
-            for states, following in zip(hidden.split(at_once), targets.split(at_once), strict=True)
+            for states, following in zip(
+                hidden.split(_POSITIONS_AT_ONCE), targets.split(_POSITIONS_AT_ONCE), strict=True
+            )
         ]
     return torch.cat(parts).double().cpu()
 

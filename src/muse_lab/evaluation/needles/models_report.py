@@ -89,12 +89,12 @@ def summary_tables(models: Models, name: str) -> Iterator[Table]:
     short = short_names(_named(models))
     for attention in dict.fromkeys(_named(models)):
         asked = {model: Asked(results, attention) for model, results in models.items()}
-        found, rows = panels.groups_of(asked), []
-        for length in dict.fromkeys(length for length, _ in found):
-            for kind, together in panels.panels_of(asked, [group for group in found if group[0] == length]).items():
+        rows = []
+        for of_length in panels.panels_of(asked):
+            for kind, together in of_length.by_kind.items():
                 shares = (panels.with_number(share(one.answers(together), measure)) for one in asked.values())
                 found_by = (difference(asked[one], asked[first], together, measure) for one in others)
-                rows.append((panels.title_of(length, kind), *shares, *map(format_difference, found_by)))
+                rows.append((panels.title_of(of_length.length, kind), *shares, *map(format_difference, found_by)))
         yield Table(columns, rows, f"the prompt read by {short[attention]}")
 
 
@@ -142,17 +142,14 @@ def as_csv(models: Models) -> str:
     return csv_text(header, rows)
 
 
-def _kinds_together(models: Models) -> Iterator[tuple[str, dict[str, Asked], list[Group]]]:
+def _kinds_together(models: Models) -> Iterator[tuple[str, Mapping[str, Asked], list[Group]]]:
     """For each attention that reads prompts and each length: a title, the models, and what all of them were asked."""
     short = short_names(_named(models))
     for attention in dict.fromkeys(_named(models)):
         asked = {model: Asked(results, attention) for model, results in models.items()}
-        found = panels.groups_of(asked)
-        for length in dict.fromkeys(length for length, _ in found):
-            of_length = [group for group in found if group[0] == length]
-            there = {model: one for model, one in asked.items() if one.answers(of_length)}
-            kinds, together = next(iter(panels.panels_of(there, of_length).items()))
-            yield f"{panels.title_of(length, kinds)}, the prompt read by {short[attention]}", there, together
+        for of_length in panels.panels_of(asked):
+            title, together = of_length.together
+            yield f"{title}, the prompt read by {short[attention]}", of_length.columns, together
 
 
 def _by_depth(answers: Sequence[Answer]) -> Curve:

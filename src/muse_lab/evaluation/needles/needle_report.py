@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -12,13 +11,11 @@ from muse_lab.evaluation.needles import panels
 from muse_lab.evaluation.needles.results import NeedleResults
 from muse_lab.evaluation.needles.statistics import (
     Asked,
-    attentions,
     difference,
     failures,
-    groups,
+    in_order,
     is_exact,
     share,
-    token_means,
 )
 from muse_lab.pretraining.needles.samples import depth_of
 from muse_lab.records.attention_names import EXACT, block_size_of, short_names
@@ -113,35 +110,34 @@ def summary_table(results: NeedleResults) -> Table:
     failed = [(task.length, task.kind, task.attention) for task, _ in failures(results)]
     names, exact = short_names(results.named), Asked(results, EXACT)
     rows = []
-    for length, kind in groups(results):
-        for attention in attentions(results, (length, kind)):
-            asked = Asked(results, attention)
-            found = asked.answers([(length, kind)])
-            shares = []
-            for measure in panels.MEASURES.values():
-                gap = None if attention == EXACT else difference(asked, exact, [(length, kind)], measure)
-                shares += [shown(share(found, measure)), format_difference(gap)]
-            tokens = token_means(found)
-            rows.append(
-                (
-                    *(names[attention], format_size(length), kind, str(len(found)), *shares),
-                    f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
-                    *(("", "") if tokens is None else (f"{tokens.right:.1%}", f"{tokens.rank:.1f}")),
-                    str(failed.count((length, kind, attention)) or ""),
-                )
+    for cell in in_order(dict.fromkeys((task.length, task.kind, task.attention) for task in results.measured)):
+        length, kind, attention = cell
+        asked = Asked(results, attention)
+        found = asked.answers([(length, kind)])
+        shares = []
+        for measure in panels.MEASURES.values():
+            gap = None if attention == EXACT else difference(asked, exact, [(length, kind)], measure)
+            shares += [shown(share(found, measure)), format_difference(gap)]
+        ranks = [rank for answer in found for rank in answer.ranks]
+        rows.append(
+            (
+                *(names[attention], format_size(length), kind, str(len(found)), *shares),
+                f"{statistics.fmean(answer.log_probability for answer in found):.2f}" if found else "",
+                f"{ranks.count(0) / len(ranks):.1%}" if ranks else "",
+                f"{statistics.fmean(ranks):.1f}" if ranks else "",
+                str(failed.count(cell) or ""),
             )
+        )
     return Table((text("attention"), number("length"), text("kind"), *_SUMMARY), rows)
 
 
 def places_table(results: NeedleResults) -> Table:
     """Where in the answers errors are: the attention itself predicts the first token of the first uid alone."""
-    names, rows = short_names(results.named), []
-    for length, of_length in itertools.groupby(groups(results), key=lambda group: group[0]):
-        found = list(of_length)
-        kinds = {kind: [(length, kind)] for _, kind in found} | ({panels.ALL_KINDS: found} if len(found) > 1 else {})
-        for panel, together in kinds.items():
-            for attention in attentions(results, found[0]):
-                samples = [outcome.answers for outcome in Asked(results, attention).samples(together).values()]
+    rows = []
+    for of_length in panels.panels_of(columns_of(results)):
+        for kind, together in of_length.by_kind.items():
+            for name, asked in of_length.columns.items():
+                samples = [outcome.answers for outcome in asked.samples(together).values()]
                 firsts = [first for first, *_ in samples]
                 shares = (
                     share(firsts, is_exact),
@@ -149,7 +145,7 @@ def places_table(results: NeedleResults) -> Table:
                     share(firsts, lambda answer: not any(answer.ranks[1:])),
                     share([answer for _, *others in samples for answer in others], is_exact),
                 )
-                rows.append((names[attention], panels.title_of(length, panel), *map(panels.with_number, shares)))
+                rows.append((name, panels.title_of(of_length.length, kind), *map(panels.with_number, shares)))
     shares_of = ("first question", "its first token", "its other tokens", "later questions")
     return Table((text("attention"), text("length, kind"), *map(number, shares_of)), rows)
 

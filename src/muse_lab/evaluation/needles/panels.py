@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from muse_attention.sizes import format_size
 from muse_lab.evaluation.means import WILSON, Share
@@ -42,25 +44,45 @@ def groups_of(columns: Columns) -> list[Group]:
     return in_order({group for one in columns.values() for group in groups(one.results) if one.answers([group])})
 
 
+class Panels(NamedTuple):
+    """What columns were asked at one length."""
+
+    length: int
+    columns: Columns
+    """those that answered something"""
+    by_kind: dict[str, list[Group]]
+    """all kinds together first, which are those that all columns were asked, if there are several"""
+
+    @property
+    def together(self) -> tuple[str, list[Group]]:
+        """All kinds, or the only one: the title, and what is in it."""
+        kind, found = next(iter(self.by_kind.items()))
+        return title_of(self.length, kind), found
+
+
+def panels_of(columns: Columns) -> Iterator[Panels]:
+    for length, of_length in itertools.groupby(groups_of(columns), key=lambda group: group[0]):
+        found = list(of_length)
+        there = {name: asked for name, asked in columns.items() if asked.answers(found)}
+        shared = _shared(there, found)
+        together = {ALL_KINDS: shared} if len(shared) > 1 else {}
+        yield Panels(length, there, together | {kind: [(length, kind)] for _, kind in found})
+
+
 def depth_tables(columns: Columns, measure: str) -> Iterator[Table]:
     """Over all lengths and kinds that every column was asked, if there are several lengths; then by length and kind."""
-    found = groups_of(columns)
-    lengths = sorted({length for length, _ in found})
-    shared = [group for group in found if all(asked.answers([group]) for asked in columns.values())]
-    if len(lengths) > 1 and len(shared) > 1:
+    panels = list(panels_of(columns))
+    shared = _shared(columns, groups_of(columns))
+    if len(panels) > 1 and len(shared) > 1:
         yield _table(columns, shared, measure, "all lengths and kinds")
-    for length in lengths:
-        of_length = [group for group in found if group[0] == length]
-        there = {name: asked for name, asked in columns.items() if asked.answers(of_length)}
-        for kind, together in panels_of(there, of_length).items():
-            yield _table(there, together, measure, title_of(length, kind))
+    for of_length in panels:
+        for kind, found in of_length.by_kind.items():
+            yield _table(of_length.columns, found, measure, title_of(of_length.length, kind))
 
 
-def panels_of(columns: Columns, of_length: list[Group]) -> dict[str, list[Group]]:
-    """All kinds of a length together, which are those that all columns were asked, and each by itself."""
-    shared = [group for group in of_length if all(asked.answers([group]) for asked in columns.values())]
-    together = {ALL_KINDS: shared} if len(shared) > 1 else {}
-    return together | {kind: [(length, kind)] for length, kind in of_length}
+def _shared(columns: Columns, found: list[Group]) -> list[Group]:
+    """What every column was asked."""
+    return [group for group in found if all(asked.answers([group]) for asked in columns.values())]
 
 
 def _table(columns: Columns, found: list[Group], measure: str, title: str) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,15 +18,6 @@ is_preferred: Measure = operator.attrgetter("is_preferred")
 Group = tuple[int, str]
 """A length and a kind."""
 Cell = TypeVar("Cell", bound=tuple[Any, ...])
-
-
-class Tokens(NamedTuple):
-    """Means over the tokens of uids, each given the right ones before it."""
-
-    right: float
-    """share of those that are the most probable"""
-    rank: float
-    """how many tokens are more probable"""
 
 
 class Asked(NamedTuple):
@@ -58,11 +48,6 @@ def in_order(found: Iterable[Cell]) -> list[Cell]:
     """Of tuples that begin with a length and a kind: by length, and by kind as they are listed."""
     kinds = list(KINDS)
     return sorted(found, key=lambda group: (group[0], kinds.index(group[1])))
-
-
-def attentions(results: NeedleResults, group: Group) -> list[str]:
-    """In the order in which they were measured."""
-    return list(dict.fromkeys(task.attention for task in results.measured if (task.length, task.kind) == group))
 
 
 def share(found: Iterable[Answer], measure: Measure) -> Share | None:
@@ -97,13 +82,6 @@ def difference(
     ]
     gains = [of_sample for of_sample in gains if of_sample]
     return Mean.of_ratio([*map(sum, gains)], [*map(len, gains)]) if gains else None
-
-
-def token_means(found: Iterable[Answer]) -> Tokens | None:
-    ranks = [rank for answer in found for rank in answer.ranks]
-    if not ranks:
-        return None
-    return Tokens(statistics.fmean(rank == 0 for rank in ranks), statistics.fmean(ranks))
 
 
 def failures(results: NeedleResults) -> list[tuple[NeedleTask, str]]:

@@ -196,22 +196,24 @@ def _lengths(trainings: Trainings) -> Iterator[_Length]:
         for training, models in trainings.items()
     }
     first = next(iter(next(iter(trainings.values()))))
-    found = panels.groups_of(_side_by_side(asked))
-    for length in dict.fromkeys(length for length, _ in found):
-        of_length = [group for group in found if group[0] == length]
+    for of_length in panels.panels_of(_side_by_side(asked)):
+        title, together = of_length.together
         answered = {
             training: there
             for training, models in asked.items()
-            if (there := {model: one for model, one in models.items() if one.answers(of_length)})
+            if (there := {model: one for model, one in models.items() if _name(training, model) in of_length.columns})
         }
-        kinds, together = next(iter(panels.panels_of(_side_by_side(answered), of_length).items()))
         others = sorted({model for models in answered.values() for model in models} - {first})
-        yield _Length(panels.title_of(length, kinds), together, answered, [first, *others])
+        yield _Length(title, together, answered, [first, *others])
 
 
 def _side_by_side(trainings: Mapping[str, Mapping[str, Item]]) -> dict[str, Item]:
     """All models of all trainings, by what they are called in a report."""
-    return {f"{training}/{model}": one for training, models in trainings.items() for model, one in models.items()}
+    return {_name(training, model): one for training, models in trainings.items() for model, one in models.items()}
+
+
+def _name(training: str, model: str) -> str:
+    return f"{training}/{model}"
 
 
 def _with_numbers_in_order(name: str) -> list[tuple[int, str]]:
